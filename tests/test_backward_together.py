@@ -125,6 +125,18 @@ CALLS = {
     "unknown": (lambda x: wb.functional.siglip_loss(x, x, 1.0, 0.0, bias=2), r"unexpected keyword argument 'bias'"),
     "module, missing": (lambda x: wb.CLIPLoss()(x, x), r"missing a required argument: 'logit_scale'.*\(image_feat"),
     "module, unknown": (lambda x: wb.NTXentLoss()(x, x, labels=1), r"unexpected keyword argument 'labels'"),
+    "temperature": (
+        lambda x: wb.InfoNCELoss()(x, x, temperature=0.1),
+        r"unexpected keyword argument 'temperature'; .*; pass logit_scale=1 / temperature$",
+    ),
+    "temperature of a function": (
+        lambda x: wb.functional.clip_loss(x, x, temperature=0.1),
+        r"missing a required argument: 'logit_scale'; .*; pass logit_scale=1 / temperature$",
+    ),
+    "open_clip's keyword": (
+        lambda x: wb.CLIPLoss()(x, x, 1.0, output_dict=True),
+        r"unexpected keyword argument 'output_dict'; .*; the losses in wholebatch\.integrations\.open_clip have",
+    ),
     "head": (lambda x: wb.PartialFC(4, len(x) + 5)(x), r"missing a required argument: 'labels'"),
     "communicator": (
         lambda x: wb.comm.TorchCommunicator().all_gather(x, axis=1),

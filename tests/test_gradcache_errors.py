@@ -1,5 +1,8 @@
 """Gradient caching raises, on all ranks, if a step would be silently wrong or a setting is not valid."""
 
+import copy
+import pickle
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -59,6 +62,14 @@ def test_one_model_may_return_other_representations_for_each_input(keep):
     true = gradients_of(model)
     wb.GradCache([model, model], 3, loss_fn, keep_graphs=keep)([x], ([y], {"text": True}))
     assert_all_same(gradients_of(model), true)
+
+
+def test_a_scale_of_shape_1_names_the_shape_of_one_number():
+    inner, scale, (x, y) = mlp(0), nn.Parameter(torch.ones(1, dtype=torch.float64)), batch(6)
+    step = wb.GradCache([lambda a, b: (inner(a), inner(b), scale)], 3, lambda z: wb.functional.clip_loss(*z))
+    message = r"got 3 rows and returned 1 as representation 2: .*; one number for the whole batch, .* has shape \(\)"
+    with pytest.raises(ValueError, match=message):
+        step([x, y])
 
 
 def test_some_representations_may_be_frozen():
@@ -229,3 +240,45 @@ def no_grad_on_one_rank_body():
 
 def test_a_step_needs_gradients_on_all_ranks():
     assert len({*run_ranks(no_grad_on_one_rank_body, 2)}) == 1
+
+
+def test_the_loss_of_a_finished_step_says_that_backward_is_done(tmp_path):
+    """It is a plain tensor in every other use: numbers, sums, logs, copies, files, another loss beside it."""
+    model, (x, y) = mlp(0), batch(8)
+    step = wb.GradCache([model, model], 4, good_loss)
+    loss = step(x, y)
+    before = gradients_of(model)
+    message = "GradCache has made the backward pass: .* Leave backward.. out; .* pass deferred=True to GradCache"
+    with pytest.raises(ValueError, match=message):
+        loss.backward()
+    with pytest.raises(ValueError, match=message):
+        loss.backward(retain_graph=True)
+    assert all(p.grad is None for p in model.parameters())
+    assert (type(loss), loss.requires_grad, loss.grad_fn) == (torch.Tensor, False, None)
+    assert loss == loss.item() == float(loss) == loss.numpy() == torch.stack([loss, loss]).mean()
+    assert f"{loss:.3f} {loss}" == f"{loss.item():.3f} {loss.detach()}"
+    torch.save({"loss": loss}, tmp_path / "loss.pt")
+    copies = torch.load(tmp_path / "loss.pt")["loss"], copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))
+    assert all(torch.equal(x, loss) for x in copies)
+    (loss + model[0].weight.square().sum()).backward()  # the other loss has a gradient
+    assert model[0].weight.grad is not None
+    loss /= 2
+    gone = weakref.ref(loss)
+    del loss
+    assert gone() is None
+    assert len(before) == 4
+
+
+def backward_twice_body():
+    model, (x, y) = mlp(0), batch(8)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    loss = wb.GradCache([ddp, ddp], 4, good_loss)(x, y)
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="GradCache has made the backward pass"):
+        loss.backward()
+    dist.all_reduce(loss)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_a_second_backward_pass_raises_on_all_ranks():
+    run_ranks(backward_twice_body, 2, timeout_s=60)

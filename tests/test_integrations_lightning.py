@@ -16,7 +16,7 @@ import wholebatch as wb
 from wholebatch.heads import all_classes
 from wholebatch.integrations import lightning
 from wholebatch.integrations._framework import FrameworkError
-from wholebatch.integrations.lightning.heads import clip_by_value
+from wholebatch.integrations.lightning.heads import ShardedHeads, clip_by_value
 from wholebatch.testing import run_ranks
 
 
@@ -162,3 +162,28 @@ def test_values_of_sparse_gradients_are_clipped():
     assert head.weight.grad.is_sparse
     assert torch.equal(head.weight.grad.to_dense(), true)
     assert torch.equal(other.grad, torch.tensor([0.01, -0.001]))
+
+
+def resumed_in_bfloat16_body():
+    """The strategies take the local rows of a state, and SparseAdamW the counts as they were saved."""
+    counts = torch.arange(7.0) + 297
+    head = wb.PartialFC(4, 7, margin=wb.ArcFace(8.0, 0.2), dtype=torch.bfloat16)
+    backbone = nn.Linear(3, 4).bfloat16()
+    optimizer = wb.SparseAdamW([*backbone.parameters(), *head.parameters()])
+    strategy, module = ShardedHeads(), nn.ModuleDict({"backbone": backbone, "head": head})
+    strategy._keep_apart(module, dist.get_world_size())
+    strategy._watch_optimizer(optimizer)
+    state, shapes = {}, [*((len(p), p.shape) for p in backbone.parameters()), (7, (7, 4))]
+    for key, (rows, shape) in enumerate(shapes):
+        of_rows = counts[:rows] if key == 2 else torch.full((rows,), 301.0)
+        averages = {name: torch.ones(shape, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+        state[key] = {**averages, "steps": of_rows}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return [optimizer.state[p]["steps"] for p in (backbone.weight, head.weight)]
+
+
+def test_counts_of_steps_in_bfloat16_are_resumed_as_they_were_saved():
+    found = run_ranks(resumed_in_bfloat16_body, 2, timeout_s=60)
+    assert torch.equal(torch.cat([counts for _, counts in found]), torch.arange(7.0) + 297)
+    assert all(torch.equal(counts, torch.full((4,), 301.0)) for counts, _ in found)
+    assert not torch.equal((torch.arange(7.0) + 297).bfloat16().float(), torch.arange(7.0) + 297)

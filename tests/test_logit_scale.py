@@ -321,3 +321,30 @@ def sharded_text_body():
 
 def test_one_rank_prints_a_sharded_loss():
     assert "logit_scale=DTensor of shape (1,)" in run_ranks(sharded_text_body, 2, timeout_s=30)[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: wb.functional.clip_loss(x, x, wb.Scale(10.0)),
+            r"logit_scale .* got Scale.*: scale\(\) as a",
+        ),
+        (
+            lambda x: wb.NTXentLoss(temperature=wb.Scale(10.0)),
+            r"temperature .* got Scale.* 1 / scale\(\) as a",
+        ),
+        (
+            lambda x: wb.NTXentLoss(temperature=nn.Parameter(torch.tensor(-0.1)))(x, x),
+            r"temperature must be positive, got -0\.1.* that stays positive, pass 1 / scale\(\) of a scale",
+        ),
+    ],
+    ids=["scale", "temperature", "negative"],
+)
+def test_a_module_or_a_negative_temperature_names_the_value_of_a_scale(call, message):
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match=message):
+        call(x)
+    scale = wb.Scale(10.0)
+    wb.functional.nt_xent_loss(x, x + 1, temperature=1 / scale()).backward()
+    assert scale.log_scale.grad is not None

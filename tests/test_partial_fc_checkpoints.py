@@ -312,8 +312,12 @@ def test_checkpoints_of_insightfaces_train_v2_are_read(tmp_path):
         assert torch.equal(torch.cat([of_rank for _, of_rank in found]), momentum)
     head = wb.PartialFC(4, 11)
     before = head.weight.detach().clone()
-    for optimizer in (wb.SparseAdamW(head.parameters()), wb.SparseSGD(wb.PartialFC(4, 11).parameters())):
-        with pytest.raises(ValueError, match=r"optimizer must (be a wholebatch\.SparseSGD|have head\.parameters)"):
+    for optimizer, message in (
+        (torch.optim.Adagrad(head.parameters()), r"optimizer must be a wholebatch\.SparseSGD or SparseAdamW, a torch"),
+        (wb.SparseSGD(wb.PartialFC(4, 11).parameters()), r"optimizer must have head\.parameters"),
+        (wb.SparseAdamW(head.parameters()), "must hold the classifier's exp_avg of AdamW"),
+    ):
+        with pytest.raises(ValueError, match=message):
             wb.heads.load_insightface(tmp_path, head, optimizer)
     last = tmp_path / "checkpoint_gpu_2.pt"
     last.rename(tmp_path / "other")
@@ -328,3 +332,110 @@ def test_checkpoints_of_insightfaces_train_v2_are_read(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint_gpu_0\.pt must hold the classifier's weight"):
         wb.heads.load_insightface(tmp_path, head)
     assert torch.equal(head.weight, before)
+
+
+ADAMW = {
+    "torch": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "sparse": lambda p: wb.SparseAdamW(p, lr=0.1),
+}
+
+
+def with_adamw(rank, world, steps, amsgrad=False):
+    """Return weights, and the state that train_v2.py saves with AdamW on one of `world` ranks after dense steps."""
+    rows = Partition.even(11, world).rows(rank)
+    backbone, weight = nn.Linear(3, 4), nn.Parameter(torch.ones(11, 4)[rows])
+    groups = [{"params": backbone.parameters()}, {"params": [weight]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, amsgrad=amsgrad)
+    for step in range(steps):
+        for p in backbone.parameters():
+            p.grad = torch.ones_like(p)
+        weight.grad = torch.randn(11, 4, generator=torch.Generator().manual_seed(step))[rows]
+        optimizer.step()
+    return weight.detach(), {
+        "epoch": 1, "global_step": steps, "state_dict_softmax_fc": {"weight": weight.detach()},
+        "state_optimizer": optimizer.state_dict(),
+    }  # fmt: skip
+
+
+def adamw_body(folder, kind):
+    """Continue from the files with a step that is the same for any number of ranks."""
+    head, backbone = wb.PartialFC(4, 11), nn.Linear(3, 4)
+    optimizer = ADAMW[kind]([{"params": backbone.parameters()}, {"params": head.parameters()}])
+    if kind != "sparse":  # the state of another rank's classes, and of the backbone
+        optimizer.load_state_dict(torch.load(folder / "checkpoint_gpu_0.pt")["state_optimizer"])
+    wb.heads.load_insightface(folder, head, optimizer)
+    head.weight.grad = torch.randn(11, 4, generator=torch.Generator().manual_seed(5))[head.local_classes]
+    optimizer.step()
+    return head.weight.detach()
+
+
+@pytest.mark.parametrize("kind", ADAMW)
+def test_averages_of_adamw_are_read_on_any_number_of_ranks(tmp_path, kind):
+    """Saved by train_v2.py on three ranks, after five steps: the sixth is that of the run that goes on."""
+    for rank in range(3):
+        torch.save(with_adamw(rank, 3, 5, kind == "amsgrad")[1], tmp_path / f"checkpoint_gpu_{rank}.pt")
+    true = with_adamw(0, 1, 6, kind == "amsgrad")[0]
+    for world in (1, 2, 4):
+        found = torch.cat(run_ranks(adamw_body, world, tmp_path, kind, timeout_s=60))
+        assert (found - true).abs().max() < 1e-6
+    head = wb.PartialFC(4, 11)
+    with pytest.raises(ValueError, match="must hold the classifier's momentum_buffer of SGD"):
+        wb.heads.load_insightface(tmp_path, head, wb.SparseSGD(head.parameters(), momentum=0.9))
+    first = tmp_path / "checkpoint_gpu_0.pt"
+    content = torch.load(first)
+    for steps, message in (
+        (7, r"is of step 5 of the optimizer, checkpoint_gpu_0\.pt of 7"),
+        ("x", "number of the optimizer's steps, got 'x'"),
+    ):
+        content["state_optimizer"]["state"][2]["step"] = steps
+        torch.save(content, first)
+        with pytest.raises(ValueError, match=message):
+            wb.heads.load_insightface(tmp_path, head, ADAMW[kind](head.parameters()))
+
+
+SHARED = {
+    "sgd": lambda p: wb.SparseSGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: wb.SparseAdamW(p, lr=0.01),
+}
+
+
+def with_one_optimizer(kind, folder, first, last, save=False):
+    """Train a backbone and a head by one optimizer; return the weights at the end."""
+    torch.manual_seed(0)
+    backbone, world = nn.Linear(6, 4).double(), dist.get_world_size() if dist.is_initialized() else 1
+    model = nn.parallel.DistributedDataParallel(backbone) if dist.is_initialized() else backbone
+    head = wb.PartialFC(4, 7, margin=wb.ArcFace(8.0, 0.2), dtype=torch.float64)
+    optimizer = SHARED[kind]([*backbone.parameters(), *head.parameters()])
+    if first:
+        others = torch.load(folder / "others.pt")
+        backbone.load_state_dict(others["backbone"])
+        optimizer.load_state_dict(others["optimizer"])
+        wb.heads.load_head(folder / "head", head, optimizer, save_id=others["save_id"])
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(12, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(7, (12,), generator=generator)
+        head(model(x[rank::world]), y[rank::world]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if save:
+        save_id = wb.heads.save_head(folder / "head", head, optimizer)
+        if rank == 0:
+            others = {"backbone": backbone.state_dict(), "optimizer": optimizer.state_dict(), "save_id": save_id}
+            torch.save(others, folder / "others.pt")
+    return backbone.weight.detach(), head.weight.detach()
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_one_optimizer_of_backbone_and_head_goes_on_with_any_number_of_ranks(tmp_path, kind):
+    """Rank 0's state_dict of the optimizer has other rows than the classes of a rank that loads it."""
+    run_ranks(with_one_optimizer, 2, kind, tmp_path, 0, 5, True, timeout_s=60)
+    backbone, centers = with_one_optimizer(kind, tmp_path, 0, 10)
+    without = with_one_optimizer(kind, tmp_path, 0, 5)[0]
+    assert (without - backbone).abs().max() > 1e-3
+    for world in (1, 2, 3):
+        found = run_ranks(with_one_optimizer, world, kind, tmp_path, 5, 10, timeout_s=60)
+        assert all((weight - backbone).abs().max() < 1e-12 for weight, _ in found)
+        assert (torch.cat([rows for _, rows in found]) - centers).abs().max() < 1e-12

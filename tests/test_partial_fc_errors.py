@@ -1,5 +1,6 @@
 """PartialFC refuses wrong calls, settings and wrappers, on all ranks."""
 
+import inspect
 import warnings
 
 import pytest
@@ -132,6 +133,23 @@ class Learned(nn.Module):
 def test_a_wrong_setting_is_refused_by_the_constructor(arguments, message):
     with pytest.raises(ValueError, match=message):
         wb.PartialFC(**{"embedding_size": 4, "num_classes": 10} | arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(wb.ArcFace(64.0, 0.5), 512, 1000, 0.1, False), (512, 1000, wb.ArcFace()), (wb.ArcFace(), 512, 1000)],
+    ids=["insightface", "margin third", "margin first"],
+)
+def test_positional_arguments_of_insightface_name_its_class(arguments):
+    message = (
+        f"got {len(arguments)}; pass the others by keyword: .*margin=.*sample_rate=.*"
+        r"wholebatch\.integrations\.insightface\.PartialFC_V2"
+    )
+    with pytest.raises(TypeError, match=message):
+        wb.PartialFC(*arguments)
+    with pytest.raises(TypeError, match=r"did you mean 'sample_rate'"):
+        wb.PartialFC(4, 10, sample_rates=0.1)
+    assert list(inspect.signature(wb.PartialFC).parameters)[:3] == ["embedding_size", "num_classes", "margin"]
 
 
 def few_classes_body():

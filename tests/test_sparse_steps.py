@@ -166,3 +166,60 @@ def test_a_scalar_is_stepped_as_by_pytorch():
                 at.grad = torch.tensor(float(step - 1), dtype=torch.float64)
                 one.step()
         assert_same(p.detach(), q.detach(), relative=1e-12)
+
+
+def bfloat16_run(steps, p=None, optimizer=None, start=0):
+    """Return a parameter and its optimizer after steps with sparse gradients, which leave some rows out."""
+    if p is None:
+        p = nn.Parameter(torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(3)).bfloat16())
+        optimizer = wb.SparseAdamW([p], lr=0.01)
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.arange(ROWS)[step % 3 :] if step % 5 else torch.tensor([0, ROWS - 1])
+        values = torch.randn(len(rows), 8, generator=generator).bfloat16()
+        p.grad = torch.sparse_coo_tensor(rows[None], values, p.shape)
+        optimizer.step()
+    return p, optimizer
+
+
+def test_a_state_in_bfloat16_goes_on_bit_for_bit(tmp_path):
+    """bfloat16 has no odd numbers above 256, where a count that torch has cast to it no longer grows by one."""
+    p, optimizer = bfloat16_run(301)
+    counts = optimizer.state[p]["steps"].clone()
+    assert counts.max() == 301
+    assert not torch.equal(counts.bfloat16().float(), counts)
+    torch.save((p.detach(), optimizer.state_dict()), tmp_path / "saved.pt")
+
+    def resumed(load):
+        weights, state = torch.load(tmp_path / "saved.pt")
+        other = nn.Parameter(weights)
+        found = wb.SparseAdamW([other], lr=0.01)
+        load(found, state)
+        return bfloat16_run(40, other, found, start=301)
+
+    ours, theirs = resumed(wb.SparseAdamW.load_state_dict), resumed(torch.optim.Optimizer.load_state_dict)
+    bfloat16_run(40, p, optimizer, start=301)
+    assert torch.equal(ours[0], p)
+    for name in optimizer.row_state:
+        assert torch.equal(ours[1].state[ours[0]][name], optimizer.state[p][name]), name
+        assert ours[1].state[ours[0]][name].dtype == optimizer.state[p][name].dtype
+    assert not torch.equal(theirs[0], p), "counts that are cast change the weights"
+
+
+def test_a_state_is_loaded_as_the_hooks_of_others_return_it():
+    """Another hook renames parameters; one that was registered for a single load is gone afterward."""
+    p, optimizer = bfloat16_run(3)
+    saved = optimizer.state_dict()
+    other = nn.Parameter(p.detach().clone())
+    resumed = wb.SparseAdamW([other])
+    resumed.register_load_state_dict_pre_hook(
+        lambda _, state: {
+            "state": {7: {**state["state"][0], "steps": state["state"][0]["steps"] + 300}},
+            "param_groups": [{**state["param_groups"][0], "params": [7]}],
+        }
+    )
+    resumed.load_state_dict(saved)
+    assert torch.equal(resumed.state[other]["steps"], optimizer.state[p]["steps"] + 300)
+    assert len(resumed._optimizer_load_state_dict_pre_hooks) == 1
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        wb.SparseAdamW([{"params": [other]}, {"params": [nn.Parameter(torch.ones(1))]}]).load_state_dict(saved)

@@ -11,6 +11,8 @@ from glyph_files import write_pairs
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
 from wholebatch.__main__ import main
+from wholebatch.train.config import TrainConfig
+from wholebatch.train.data import load_data
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,18 @@ def test_mistakes_give_one_line_and_exit_code_2(capsys, data, tmp_path, uninterr
         main(["train", "--learning-rte", "1"])
     assert unknown.value.code == 2
     assert not new.exists(), "nothing was started"
+
+
+def test_data_that_are_too_few_for_the_defaults_name_options_that_fit(capsys, data, tmp_path):
+    line = one_line(capsys, 2, "--data", str(data), "--run-folder", str(tmp_path / "run"))
+    fitting = re.findall(r"--([a-z-]+) (\d+)", line.partition("for instance: ")[2])
+    config = TrainConfig(data=str(data), **{name.replace("-", "_"): int(value) for name, value in fitting})
+    assert len(fitting) == 3
+    _, split = load_data(config, 1)
+    assert len(split.train) // 2 < config.batch_size <= len(split.train)
+    few = data.with_stem("few")
+    few.write_text("".join(data.read_text().splitlines(keepends=True)[:5]))
+    assert "for instance" not in one_line(capsys, 2, "--data", str(few), "--run-folder", str(tmp_path / "b"))
 
 
 def test_a_mistake_found_by_a_started_rank_gives_one_line(data, tmp_path):

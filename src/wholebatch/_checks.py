@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TypeGuard, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._normalize import known_norms
 from ._precision import accumulation_dtype, wide_dtype
@@ -221,6 +221,11 @@ def check_one(name: str, value: object) -> None:
                 f"{name} must be a number or a floating-point tensor of shape () or [1], "
                 f"got shape {tuple(value.shape)} and {value.dtype}"
             )
+    elif isinstance(value, nn.Module):
+        raise ValueError(
+            f"{name} must be a number or a tensor of one element, got {shown(value)}, a module; pass the value of "
+            "a wb.Scale: scale() as a logit scale, 1 / scale() as a temperature"
+        )
     else:
         check_real(name, value, or_=" or a tensor of one element")
 
@@ -238,7 +243,10 @@ def check_temperature(name: str, value: object) -> float:
 def check_positive(name: str, number: float) -> float:
     """Return number, a temperature, if it is positive, and so large that similarities divided by it do not overflow."""
     if number <= 0:
-        raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
+        raise ValueError(
+            f"{name} must be positive, got {number}; logits are similarities divided by it. To learn one that stays "
+            "positive, pass 1 / scale() of a scale = wb.Scale(10.0)"
+        )
     if number < SMALLEST_DIVISOR:
         raise ValueError(
             f"{name} must be at least {SMALLEST_DIVISOR}, got {number}; logits are similarities divided by it"

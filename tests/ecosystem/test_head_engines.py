@@ -16,7 +16,7 @@ from head_runs import Model, distance, local_batches, make_head, true_weights, w
 from test_trainers import allow_fsdp1_on_cpus, without_compiled_operators, zero
 from torch import nn
 
-from wholebatch.testing import run_ranks
+from wholebatch.testing import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,63 @@ def fsdp_body(port):
 
 def test_a_head_inside_of_lightnings_fsdp_is_refused():
     run_ranks(partial(fsdp_body, free_port()), 2, timeout_s=120)
+
+
+def model_parallel_body(port, clip=None, by_trainer=False):
+    """FSDP2 shards the backbone alone, in configure_model; the head is an attribute beside it."""
+    as_launched(port)
+    import lightning
+    from head_runs import OPTIMIZERS
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    import wholebatch as wb
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = Model().backbone, None
+
+        def configure_model(self):
+            if self.head is None:
+                fully_shard(self.backbone, mesh=self.device_mesh["data_parallel"])
+                self.head = make_head()
+
+        def training_step(self, batch, _):
+            return self.head(self.backbone(batch[0]), batch[1])
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            if by_trainer:
+                super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            elif clip is not None:
+                wb.heads.clip_grad_norm_(self.backbone.parameters(), self.head.parameters(), clip)
+
+        def configure_optimizers(self):
+            return OPTIMIZERS["SGD"](self.parameters())
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=ModelParallelStrategy(2, 1), max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, gradient_clip_val=clip if by_trainer else None,
+    )  # fmt: skip
+    module = Classifier()
+    trainer.fit(module, torch.utils.data.DataLoader(local_batches(), batch_size=None))
+    centers = module.head.full_weight()
+    return torch.cat(
+        [p.detach().full_tensor().flatten() for p in module.backbone.parameters()]
+        + ([] if centers is None else [centers.flatten()])
+    )
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_lightnings_fsdp2_beside_a_head_ends_with_the_weights_of_one_process(clip):
+    for of_rank in run_ranks(partial(model_parallel_body, free_port(), clip), 2, timeout_s=120):
+        assert distance(of_rank, true_weights(clip=clip)) < 1e-11
+
+
+def test_lightnings_own_clipping_beside_fsdp2_is_torchs_error():
+    with pytest.raises(RankError, match=r"2 of 2 ranks failed[\s\S]*got mixed torch.Tensor and DTensor"):
+        run_ranks(partial(model_parallel_body, free_port(), 0.1, True), 2, timeout_s=120)
 
 
 def other_package_body(port):

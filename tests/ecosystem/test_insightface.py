@@ -13,6 +13,10 @@ import pytest
 import torch
 from insightface_runs import BATCH, FOLDER, STEPS, train
 
+import wholebatch as wb
+from wholebatch.integrations.insightface import PartialFC_V2
+from wholebatch.testing import run_ranks
+
 if not FOLDER:
     pytest.skip("WHOLEBATCH_INSIGHTFACE names no folder of insightface's arcface_torch", allow_module_level=True)
 
@@ -103,6 +107,27 @@ def test_each_resumes_the_checkpoints_of_the_other(tmp_path, case):
     assert true.moved > 0
     for found in ends.values():
         assert distance(found, true) < rounding(case)
+
+
+def adamw_body(folder, rows):
+    head = PartialFC_V2(wb.ArcFace(64.0, 0.5), rows.shape[1], len(rows)).double()
+    optimizer = torch.optim.AdamW(head.parameters())
+    wb.heads.load_insightface(folder, head, optimizer)
+    return {"weight": head.weight.detach(), **optimizer.state[head.weight]}
+
+
+@pytest.mark.parametrize("variant", ["theirs", "ours"])
+def test_averages_of_adamw_that_the_script_saved_are_read_on_other_numbers_of_processes(tmp_path, variant):
+    train(tmp_path / "run", 2, variant, **HALF, **CASES["adamw"])
+    files = [torch.load(tmp_path / "run" / f"checkpoint_gpu_{rank}.pt") for rank in range(2)]
+    states = [[*file["state_optimizer"]["state"].values()][-1] for file in files]
+    true = {name: torch.cat([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq")}
+    true["weight"] = torch.cat([file["state_dict_softmax_fc"]["weight"] for file in files])
+    for ranks in (1, 3):
+        found = run_ranks(adamw_body, ranks, tmp_path / "run", true["weight"], timeout_s=60)
+        for name, x in true.items():
+            assert torch.equal(torch.cat([of_rank[name] for of_rank in found]), x), name
+        assert {of_rank["step"].item() for of_rank in found} == {states[0]["step"].item()} == {STEPS // 2}
 
 
 def test_samples_continue_after_a_checkpoint(tmp_path):

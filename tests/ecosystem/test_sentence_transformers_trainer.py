@@ -437,7 +437,7 @@ MISTAKES = [
     ),
     (partial(ranking, hardness_mode="all"), "hardness_mode must be one of None, 'in_batch_negatives'.* got 'all'"),
     (partial(ranking, hardness_strength=-1.0), "hardness_strength must be a number, at least 0, got -1.0"),
-    (partial(ranking, gather_across_devices="yes"), "gather_across_devices must be one of True, False, got 'yes'"),
+    (partial(ranking, gather_across_devices="yes"), "gather_across_devices must be True or False, got 'yes'"),
     (
         partial(ranking, gather_across_devices=False, group=wb.comm.LocalCommunicator()),
         "gather_across_devices=False compares the rows of one process, so it does not go with group=",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,6 +13,11 @@ from .._graph_break import outside_graphs
 from ..comm import select_communicator
 from ..comm.binding import CallError, bound, complaint
 from .autocast import remember_autocast
+
+_FIXES = {  # keywords that losses with a logit scale have elsewhere
+    "temperature": "pass logit_scale=1 / temperature",
+    "output_dict": "the losses in wholebatch.integrations.open_clip have open_clip's signature",
+}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -30,11 +36,15 @@ def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def bind_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that is collective over its `group`, or over a module's: a wrong call raises on all ranks."""
-    return bound(function, lambda error, args, kwargs: _refuse(function.__qualname__, error, args, kwargs))
+    return bound(function, lambda error, args, kwargs: _refuse(function, error, args, kwargs))
 
 
-def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse(function: Callable[..., object], error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise the error of a call that does not fit its signature, on all ranks of the group that was given."""
+    caller, names = function.__qualname__, inspect.signature(function).parameters
+    if "logit_scale" in names:
+        unknown = {*kwargs} - {*names}
+        error = CallError("; ".join([str(error), *(fix for name, fix in _FIXES.items() if name in unknown)]))
     module = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)), None)
     options = getattr(module, "options", module)
     raise_on_all_ranks(caller, error, kwargs.get("group", getattr(options, "group", None)))

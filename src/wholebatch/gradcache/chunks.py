@@ -69,9 +69,10 @@ class Encoder:
         if rows is not None:
             for number, x in enumerate(found):
                 if x.dim() and len(x) != rows:
+                    one = "; one number for the whole batch, such as a scale, has shape ()" if len(x) == 1 else ""
                     raise ValueError(
                         f"{self.name} got {rows} rows and returned {len(x)} as representation {number}: each row of "
-                        "its input must have one"
+                        f"its input must have one{one}"
                     )
         return found
 

@@ -141,7 +141,8 @@ class GradCache:
             loss_kwargs: passed on to loss_fn.
 
         Returns:
-            L, detached, not scaled; the gradients are computed. With `deferred=True`, L with its graph.
+            L, detached, not scaled; the gradients are computed, and L's own `backward()` raises and says so. With
+            `deferred=True`, L with its graph.
 
         Collective on several ranks: four handshakes, the collectives of loss_fn, and the engine's one synchronization.
         With `deferred=True`, three handshakes in this call and two in the backward pass.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler:
         mistake = step.mistake()
         if mistake is not None:
             raise mistake
-        return loss.detach()
+        return _without_backward(loss.detach())
 
     step.remember(gradients)
     with gradients.restored_after_an_error():
@@ -49,3 +49,22 @@ def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler:
         step.compare(digests, sums)
         second_passes([step], gradients)
     return loss
+
+
+def _without_backward(loss: Tensor) -> Tensor:
+    """Return a detached loss whose `backward` says that the step has made the backward pass.
+
+    Only the method of this one object is replaced. Whatever is computed from it, and its copies in files, are plain
+    tensors.
+    """
+    found: Any = loss
+    found.backward = _refuse
+    found.__getstate__ = dict  # torch.save would write the attribute, which torch.load refuses to read
+    return loss
+
+
+def _refuse(*_arguments: object, **_keywords: object) -> NoReturn:
+    raise ValueError(
+        "this loss has no graph, because GradCache has made the backward pass: the gradients are in the .grad of the "
+        "parameters. Leave backward() out; or, where a trainer calls it, pass deferred=True to GradCache"
+    )

@@ -99,7 +99,8 @@ def load_head(
     Args:
         folder: of the checkpoint.
         head: the head that gets the centers, and continues the samples.
-        optimizer: the optimizer that gets the state; None: the state is not loaded.
+        optimizer: the optimizer that gets the state; None: the state is not loaded. If it has other parameters as well,
+            load its own state_dict first: that of any rank, of which the classes' part is replaced.
         classes: (C,) integers, the head's class for each of the checkpoint's C classes, the same on all ranks; -1
             leaves a class out. If several map to one class, for instance two that turned out to be the same, it gets
             the mean of their centers and of their optimizer state (not with sub-centers, which have no common order).
@@ -251,9 +252,16 @@ def _known(optimizer: Optimizer | None, head: PartialFC) -> dict[Tensor, dict[st
 
 
 def _state_with(optimizer: Optimizer | None, head: PartialFC, names: Sequence[str]) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the optimizer's state with these names; missing state is that of rows without a step."""
-    known = _known(optimizer, head)
-    return {p: {n: state[n] if n in state else _initial_state(n, p) for n in names} for p, state in known.items()}
+    """Return the optimizer's state with these names; missing state is that of rows without a step.
+
+    State with another number of rows is replaced, too: a state_dict of another rank has been loaded.
+    """
+
+    def of(p: Tensor, name: str, state: Mapping[str, Tensor]) -> Tensor:
+        present = state.get(name)
+        return _initial_state(name, p) if present is None or present.shape[:1] != p.shape[:1] else present
+
+    return {p: {name: of(p, name, state) for name in names} for p, state in _known(optimizer, head).items()}
 
 
 def _initial_state(name: str, p: Tensor) -> Tensor:

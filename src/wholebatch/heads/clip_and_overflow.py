@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
@@ -29,16 +30,19 @@ def clip_grad_norm_(
     """Scale all gradients, sparse ones too, by min(1, max_norm / norm) with the norm of the whole gradient.
 
     Args:
-        replicated: parameters that all ranks hold, after their engine has averaged their gradients.
+        replicated: parameters that all ranks hold, after their engine has averaged their gradients; also those of
+            FSDP2, DTensors, whose parts add up over their mesh.
         sharded: parameters of which each rank holds a part, such as `head.parameters()`.
         max_norm: the largest norm that remains; infinity leaves the gradients unchanged.
         group: ranks that share the head.
 
     Returns:
-        The norm before, shape (), float64, the same on all ranks. Collective: 1 handshake, 1 all-reduce of a number.
+        The norm before, shape (), float64, the same on all ranks. Collective: 1 handshake, and 1 all-reduce of a
+        number; for DTensors 1 more.
 
     Raises:
-        ValueError: on every rank: a parameter is in both lists, or max_norm is negative or NaN.
+        ValueError: on every rank: a parameter is in both lists, a DTensor is in `sharded`, or max_norm is negative or
+            NaN.
     """
     comm = select_communicator(group)
     everyone: list[Tensor] = []
@@ -54,6 +58,11 @@ def clip_grad_norm_(
                 "replicated and sharded must have no parameter in common, got one in both: pass a parameter as one or "
                 "the other, not both, and leave head.parameters() out of replicated"
             )
+        if any(_is_dtensor(p.grad) for p in local):
+            raise ValueError(
+                "sharded must hold no DTensors, got one: the ranks that hold its parts are those of its mesh; pass the "
+                "parameters of FSDP2 as replicated"
+            )
         most = check_real("max_norm", max_norm)
         if not most >= 0.0:
             raise ValueError(f"max_norm must be at least 0, got {max_norm}; float('inf') does not clip")
@@ -62,11 +71,8 @@ def clip_grad_norm_(
     comm.handshake(state, caller="clip_grad_norm_", must_match=("max_norm",))
     everyone, local = ([p for p in parameters if p.grad is not None] for parameters in (everyone, local))
     device = next((p.device for p in (*everyone, *local)), torch.device("cpu"))
-    squares = [torch.zeros((), dtype=wide_dtype(device), device=device) for _ in range(2)]
-    for square, parameters in zip(squares, (everyone, local), strict=True):
-        for p in parameters:
-            square += torch.linalg.vector_norm(_values(p), dtype=square.dtype) ** 2
-    norm = (squares[0] + comm.all_reduce(squares[1], check=False)).sqrt()
+    whole = _square_norm(everyone, device) + comm.all_reduce(_square_norm(local, device), check=False)
+    norm = whole.sqrt()
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for p in (*everyone, *local):
         _values(p).mul_(factor.to(p.dtype))
@@ -124,8 +130,37 @@ def _parameters(name: str, given: Any) -> list[Tensor]:
     return found
 
 
+def _is_dtensor(x: Tensor | None) -> bool:
+    """Return whether it is a DTensor, whose module takes long to import."""
+    return hasattr(x, "device_mesh")
+
+
+def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of gradients; the parts of a DTensor add up over the axes that shard it."""
+    total = torch.zeros((), dtype=wide_dtype(device), device=device)
+    of_parts: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}  # by the groups of these axes
+    for p in parameters:
+        square = torch.linalg.vector_norm(_values(p), dtype=total.dtype) ** 2
+        grad: Any = p.grad
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if _is_dtensor(grad):
+            placements = enumerate(grad.placements)
+            groups = tuple(grad.device_mesh.get_group(axis) for axis, at in placements if not at.is_replicate())
+        of_parts[groups] = of_parts.get(groups, 0) + square
+    for groups, square in of_parts.items():
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total += square
+    return total
+
+
 def _values(p: Tensor) -> Tensor:
-    """Return the stored entries of a gradient."""
+    """Return the stored entries of a gradient: of a DTensor, the local ones."""
+    grad: Any = p.grad
+    assert grad is not None
+    if _is_dtensor(grad):
+        local: Tensor = grad.to_local()
+        return local
     assert p.grad is not None
     if not p.grad.is_sparse:
         return p.grad

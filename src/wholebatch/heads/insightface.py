@@ -1,4 +1,4 @@
-"""Load centers and momentum from the files that insightface's PartialFC writes, one for each of its ranks.
+"""Load centers and the optimizer's state from the files that insightface's PartialFC writes, one for each of its ranks.
 
     rank_{r}_softmax_weight.pt, rank_{r}_softmax_weight_mom.pt     its first version: a tensor each
     softmax_fc_gpu_{r}.pt                                          its second version: a state_dict with "weight"
@@ -13,7 +13,8 @@ pickles, and nothing in them is executed: see `torch_file`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._checks import check_instance, checked_path
+from .._settings import shown
 from ..comm import select_communicator
 from ..contract import bind_on_all_ranks
 from .described_pickle import StoredTensor
-from .optim import SparseSGD
+from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
 from .rows import overlap
 from .torch_file import TorchFile
@@ -35,21 +37,25 @@ _RANK = r"(0|[1-9]\d{0,5})"
 
 @bind_on_all_ranks
 def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> None:
-    """Load centers, and their momentum into an optimizer, on any number of ranks. Collective: 1 handshake.
+    """Load centers, and their state in an optimizer, on any number of ranks. Collective: 1 handshake.
 
     Nothing in the files is executed. The bytes of each tensor are compared with their checksum.
 
     Args:
         folder: the folder with the files of all of insightface's ranks.
         head: the head that gets the centers.
-        optimizer: a :class:`wholebatch.SparseSGD` or torch.optim.SGD of `head.weight`, which gets the momentum. The
-            files of the first version, and those of train_v2.py with SGD, contain it.
+        optimizer: an optimizer of `head.weight`. A :class:`wholebatch.SparseSGD` or torch.optim.SGD gets the momentum,
+            which the files of the first version contain, and those of train_v2.py with SGD. A
+            :class:`wholebatch.SparseAdamW` or torch.optim.AdamW gets the averages and the number of steps, which those
+            of train_v2.py with AdamW contain.
 
     Raises:
         ValueError: on every rank, with head and optimizer unchanged: files are missing, damaged, of different steps,
-            hold more than plain values and tensors, or have another number of classes or embedding size.
+            hold more than plain values and tensors, are of another optimizer, or have another number of classes or
+            embedding size.
     """
     comm, found = select_communicator(head.options.group if isinstance(head, PartialFC) else None), dict[str, Tensor]()
+    steps: list[float] = []
 
     def state() -> dict[str, Any]:
         if not isinstance(head, PartialFC):
@@ -61,36 +67,69 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
                 "head must have sub_centers=1 and bias=False, as the files do; got "
                 f"sub_centers={head.sub_centers} and bias={head.bias is not None}"
             )
-        _check_optimizer(optimizer, head)
+        kind = None if optimizer is None else _kind_of(optimizer, head)
         checked_path("folder", folder)
         try:
-            weight, momentum = _version_in(Path(folder))
+            weight, states = _version_in(Path(folder))
             found["weight"] = _local_rows(Path(folder), "weight", weight, head)
-            if optimizer is not None and momentum is None:
-                raise ValueError(f"files like {_name_of(weight)} hold no momentum; leave the optimizer out")
-            if optimizer is not None and momentum is not None:
-                found["momentum"] = _local_rows(Path(folder), "momentum", momentum, head)
+            if kind is not None and kind.names[0] not in states:
+                raise ValueError(f"files like {_name_of(weight)} hold no {kind.what}; leave the optimizer out")
+            if kind is not None:
+                for name in kind.names:
+                    found[name] = _local_rows(Path(folder), f"{name} of {kind.name}", states[name], head)
+                if kind.counts:
+                    steps.append(_steps_in(Path(folder), states["step"]))
         except OSError as error:
             raise ValueError(f"{folder} cannot be read: {error}") from error
         return {}
 
     comm.handshake(state, caller="load_insightface")
     with torch.no_grad():
-        head.weight.copy_(found["weight"])
+        head.weight.copy_(found.pop("weight"))
         if optimizer is not None:
-            momentum = optimizer.state[head.weight].setdefault("momentum_buffer", torch.zeros_like(head.weight))
-            momentum.copy_(found["momentum"])
+            for name, rows in found.items():  # state that is there may be that of another rank, with other rows
+                optimizer.state[head.weight][name] = rows.to(head.weight.device)
+            if steps:
+                _set_steps(optimizer, head.weight, steps[0])
 
 
-def _check_optimizer(optimizer: Optimizer | None, head: PartialFC) -> None:
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, SparseSGD | torch.optim.SGD):
+class _Kind(NamedTuple):
+    """A kind of optimizer, by the state that it has of the centers."""
+
+    name: str
+    what: str
+    """Its state of the centers, in words."""
+    names: tuple[str, ...]
+    """Its matrices like that of the centers."""
+    counts: bool = False
+    """Whether it counts its steps."""
+
+
+def _kind_of(optimizer: Optimizer, head: PartialFC) -> _Kind:
+    """Return the kind of an optimizer of the head; raise ValueError for others."""
+    adam = isinstance(optimizer, SparseAdamW | torch.optim.AdamW)
+    if not adam and not isinstance(optimizer, SparseSGD | torch.optim.SGD):
         raise ValueError(
-            f"optimizer must be a wholebatch.SparseSGD, a torch.optim.SGD, or None; got {type(optimizer).__name__}"
+            "optimizer must be a wholebatch.SparseSGD or SparseAdamW, a torch.optim.SGD or AdamW, or None; got "
+            f"{type(optimizer).__name__}"
         )
-    if not any(p is head.weight for group in optimizer.param_groups for p in group["params"]):
+    groups = [group for group in optimizer.param_groups if any(p is head.weight for p in group["params"])]
+    if not groups:
         raise ValueError("optimizer must have head.parameters() among its parameters; it lacks weight")
+    if not adam:
+        return _Kind("SGD", "momentum", ("momentum_buffer",))
+    largest = ("max_exp_avg_sq",) if groups[0].get("amsgrad") else ()
+    return _Kind("AdamW", "averages", ("exp_avg", "exp_avg_sq", *largest), counts=True)
+
+
+def _set_steps(optimizer: Optimizer, weight: Tensor, steps: float) -> None:
+    """Set the number of steps of AdamW: one for each row in SparseAdamW, and one in torch's."""
+    if isinstance(optimizer, SparseAdamW):
+        optimizer.state[weight]["steps"] = torch.full_like(weight[:, 0], steps, dtype=torch.float32)
+        return
+    (group,) = (group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
+    device = weight.device if group["capturable"] or group["fused"] else "cpu"
+    optimizer.state[weight]["step"] = torch.tensor(steps, dtype=torch.float32, device=device)
 
 
 class _Files(NamedTuple):
@@ -105,13 +144,17 @@ def _weight_of(content: Any) -> Any:
     return content["state_dict_softmax_fc"]["weight"]
 
 
-def _momentum_of(content: Any) -> Any:
-    """Return the momentum of the last parameter: those of the classifier come after those of the backbone."""
-    optimizer = content["state_optimizer"]
-    last = optimizer["param_groups"][-1]["params"][-1]
-    if type(last) is not int:
-        raise TypeError("parameters must have numbers")
-    return optimizer["state"][last]["momentum_buffer"]
+def _state_of(name: str) -> Callable[[Any], Any]:
+    """Return a function that takes the last parameter's state: those of the classifier come after the backbone's."""
+
+    def take(content: Any) -> Any:
+        optimizer = content["state_optimizer"]
+        last = optimizer["param_groups"][-1]["params"][-1]
+        if type(last) is not int:
+            raise TypeError("parameters must have numbers")
+        return optimizer["state"][last][name]
+
+    return take
 
 
 def _steps_of(content: Any) -> Any:
@@ -121,25 +164,30 @@ def _steps_of(content: Any) -> Any:
     return steps
 
 
-# For each version the files of the weight, and those of the momentum, if any.
-_VERSIONS = (
+_OF_TRAIN_V2 = rf"checkpoint_gpu_{_RANK}\.pt"
+
+# For each version the files of the weight, and those of the optimizer's state by its name.
+_VERSIONS: tuple[tuple[_Files, Mapping[str, _Files]], ...] = (
     (
         _Files(rf"rank_{_RANK}_softmax_weight\.pt", lambda content: content),
-        _Files(rf"rank_{_RANK}_softmax_weight_mom\.pt", lambda content: content),
+        {"momentum_buffer": _Files(rf"rank_{_RANK}_softmax_weight_mom\.pt", lambda content: content)},
     ),
-    (_Files(rf"softmax_fc_gpu_{_RANK}\.pt", lambda content: content["weight"]), None),
+    (_Files(rf"softmax_fc_gpu_{_RANK}\.pt", lambda content: content["weight"]), {}),
     (
-        _Files(rf"checkpoint_gpu_{_RANK}\.pt", _weight_of, _steps_of),
-        _Files(rf"checkpoint_gpu_{_RANK}\.pt", _momentum_of, _steps_of),
+        _Files(_OF_TRAIN_V2, _weight_of, _steps_of),
+        {
+            name: _Files(_OF_TRAIN_V2, _state_of(name), _steps_of)
+            for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+        },
     ),
 )
 
 
-def _version_in(folder: Path) -> tuple[_Files, _Files | None]:
+def _version_in(folder: Path) -> tuple[_Files, Mapping[str, _Files]]:
     """Return the files of the first version that has one in the folder."""
-    for weight, momentum in _VERSIONS:
+    for weight, states in _VERSIONS:
         if _by_rank(folder, weight):
-            return weight, momentum
+            return weight, states
     names = " or ".join(_name_of(weight) for weight, _ in _VERSIONS)
     raise ValueError(f"{folder} holds no file whose name is {names}")
 
@@ -184,6 +232,24 @@ def _local_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tens
                 parts.append(opened.rows(shard, shared[0]).to(head.weight.dtype))
         start += shard.shape[0]
     return torch.cat(parts)
+
+
+def _steps_in(folder: Path, files: _Files) -> float:
+    """Return the number of the optimizer's steps, which is the same in all files."""
+    found = dict[Path, float]()
+    for _, file in sorted(_by_rank(folder, files).items()):
+        with TorchFile(file) as opened:
+            content = _part(file, opened.content, files.take, "the number of AdamW's steps")
+            if isinstance(content, StoredTensor) and content.shape in ((), (1,)):
+                content = opened.rows(replace(content, shape=(1, 1), stride=(1, 1)), slice(0, 1)).item()
+        if type(content) not in (int, float) or not 0 <= content < 2**24:
+            raise ValueError(f"{file} must hold the number of the optimizer's steps, got {shown(content)}")
+        found[file] = float(content)
+    (first, steps), *others = found.items()
+    for file, other in others:
+        if other != steps:
+            raise ValueError(f"{file} is of step {other:.0f} of the optimizer, {first.name} of {steps:.0f}")
+    return steps
 
 
 def _check_name(files: _Files, file: Path, saved_as: str) -> None:

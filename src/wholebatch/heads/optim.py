@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from .._checks import (
     check_callable,
@@ -153,6 +153,24 @@ class SparseAdamW(_SparseOptimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {shown(settings['betas'])}")
         for beta in betas:
             check_fraction("betas", beta, below_one=True)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state. The number of steps of each row stays float32, whatever the dtype of the parameter.
+
+        torch casts state to the parameter's dtype, and bfloat16 does not hold each number above 256.
+        """
+        loaded: StateDict = {}
+        # The last of the hooks, because each may replace the state.
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: loaded.update(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        keys = [key for group in loaded["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, p in zip(keys, parameters, strict=True):
+            if "steps" in loaded["state"].get(key, {}):
+                self.state[p]["steps"] = loaded["state"][key]["steps"].to(p.device, torch.float32)
 
     def _step(self, p: Tensor, pieces: Pieces, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from .._checks import (
 from .._precision import accumulation_dtype
 from .._sharded import mark_sharded
 from ..comm import Group, LocalCommunicator, select_communicator
+from ..comm.binding import CallError, bound
 from ..contract import Options, Reduction, bind_on_all_ranks, entry
 from ..kernels import Kernel
 from ..partition import Partition
@@ -54,6 +56,17 @@ _THREADED = 64  # blocks from which on several threads draw them
 _COUNTERS = ("seed", "step", "first_class")  # buffers of one integer, which the host reads in each step
 
 _Head = TypeVar("_Head", bound="PartialFC")
+
+
+def _name_the_call(error: CallError, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    """Raise the error of a constructor with more positional arguments than it has, with the calls that are meant."""
+    if len(args) > 3:  # self, and two sizes
+        raise CallError(
+            f"PartialFC takes two positional arguments, embedding_size and num_classes, got {len(args) - 1}; pass the "
+            "others by keyword: PartialFC(embedding_size, num_classes, margin=wb.ArcFace(64.0, 0.5), sample_rate=0.1). "
+            "The arguments of insightface's PartialFC_V2 (margin_loss, embedding_size, num_classes, sample_rate, fp16) "
+            f"are those of wholebatch.integrations.insightface.PartialFC_V2. {error}"
+        )
 
 
 class PartialFC(nn.Module):
@@ -119,6 +132,7 @@ class PartialFC(nn.Module):
     step: Tensor
     first_class: Tensor
 
+    @partial(bound, refuse=_name_the_call)
     def __init__(
         self,
         embedding_size: int,

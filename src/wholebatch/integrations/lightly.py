@@ -26,6 +26,7 @@ import wholebatch as wb
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
+from ._gathering import checked_gathering
 
 __all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
 
@@ -37,14 +38,7 @@ class _OfTheirArguments(nn.Module):
 
     def __init__(self, gather_distributed: bool, group: Group) -> None:
         super().__init__()
-        if not isinstance(gather_distributed, bool):
-            raise ValueError(f"gather_distributed must be True or False, got {gather_distributed!r}")
-        if not gather_distributed and group is not None:
-            raise ValueError(
-                "gather_distributed=False compares the rows of one process, so it does not go with group=; leave one "
-                "of them out"
-            )
-        self.gather_distributed = gather_distributed
+        self.gather_distributed = checked_gathering("gather_distributed", gather_distributed, group)
         self.group = group if gather_distributed else wb.comm.LocalCommunicator()
 
 

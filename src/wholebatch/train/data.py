@@ -46,9 +46,21 @@ def _pairs(config: TrainConfig, glyphs: bool) -> tuple[Pairs, Split]:
         raise UserError(
             f"--batch-size {config.batch_size} needs as many texts to train on, got {len(split.train)}: the data have "
             f"{len(pairs)} different texts, less {config.validation_texts} for validation and {config.test_texts} for "
-            "test. Lower --batch-size, --validation-texts or --test-texts"
+            f"test. Lower --batch-size, --validation-texts or --test-texts{_that_fit(config, len(pairs))}"
         )
     return pairs, split
+
+
+def _that_fit(config: TrainConfig, texts: int) -> str:
+    """Return options that fit a number of texts, as the end of an error; "" where there are too few texts for any.
+
+    One text in 20 is for validation and one in ten for the test, or as few as asked for; the batch is a power of two.
+    """
+    validation, test = min(config.validation_texts, texts // 20), min(config.test_texts, texts // 10)
+    batch = min(config.batch_size, 1 << max(0, (texts - validation - test).bit_length() - 1))
+    if not (validation and test and batch >= 2):
+        return ""
+    return f", for instance: --batch-size {batch} --validation-texts {validation} --test-texts {test}"
 
 
 def _classes(config: TrainConfig, glyphs: bool, size: int) -> LabeledImages:

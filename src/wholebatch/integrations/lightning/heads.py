@@ -111,25 +111,9 @@ class ShardedHeads:
         if getattr(optimizer, "_wholebatch_watched", False):
             return
         optimizer._wholebatch_watched = True  # type: ignore[attr-defined]
-        loaded: State = {}
-
-        def cut(optimizer: Optimizer, state: State) -> State:
-            loaded.update(local_optimizer_state(state, optimizer, self._heads))
-            return dict(loaded)
-
-        def keep_dtypes(optimizer: Optimizer) -> None:
-            """Undo the cast of counts to the dtype of the parameter, in which large counts would be rounded."""
-            keys = [key for group in loaded["param_groups"] for key in group["params"]]
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            heads = {id(p) for p in self._sharded()}
-            for key, p in zip(keys, parameters, strict=False):
-                for name, x in loaded["state"].get(key, {}).items():
-                    if id(p) in heads and isinstance(x, Tensor) and x.dim() and x.dtype != p.dtype:
-                        optimizer.state[p][name] = x.to(p.device)
-            loaded.clear()
-
-        optimizer.register_load_state_dict_pre_hook(cut)
-        optimizer.register_load_state_dict_post_hook(keep_dtypes)
+        optimizer.register_load_state_dict_pre_hook(
+            lambda optimizer, state: local_optimizer_state(state, optimizer, self._heads)
+        )
 
     def _sharded(self) -> list[Tensor]:
         return [p for head in self._heads.values() for p in (head.weight, head.bias) if p is not None]

@@ -51,21 +51,6 @@ def checked_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     return value
 
 
-def checked_gather(gather_across_devices: Any, group: Group) -> bool:
-    """Return whether negatives come from all processes.
-
-    Raises:
-        ValueError: if it is no boolean, or contradicts a group.
-    """
-    found: bool = checked_choice("gather_across_devices", gather_across_devices, (True, False))
-    if not found and group is not None:
-        raise ValueError(
-            "gather_across_devices=False compares the rows of one process, so it does not go with group=; leave one of "
-            "them out"
-        )
-    return found
-
-
 def group_of_batch(gather_across_devices: bool, group: Group, scale: float | wb.Scale = 1.0) -> Group:
     """Return the processes whose rows are compared.
 

@@ -25,7 +25,8 @@ import wholebatch as wb
 from ...comm import Group
 from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
-from .arguments import checked_choice, checked_gather, checked_positive, group_of_batch
+from .._gathering import checked_gathering
+from .arguments import checked_choice, checked_positive, group_of_batch
 from .citations import GIST
 from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import Features, embed_columns, has_static_embedding, to_device
@@ -76,7 +77,7 @@ class GISTEmbedLoss(BatchLoss):
             raise ValueError(f"margin must be a finite number, got {margin!r}")
         self.margin = margin
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
-        self.gather_across_devices = checked_gather(gather_across_devices, group)
+        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
         self.tokenizer = _tokenizer("model", model)
         self.must_retokenize = (
             self.tokenizer.get_vocab() != _tokenizer("guide", guide).get_vocab()

@@ -19,7 +19,8 @@ import wholebatch as wb
 from ...comm import Group
 from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
-from .arguments import checked_choice, checked_gather, checked_scale, group_of_batch, scale_number
+from .._gathering import checked_gathering
+from .arguments import checked_choice, checked_scale, group_of_batch, scale_number
 from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
 from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import SimilarityFunction, cos_sim, is_cosine
@@ -76,7 +77,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
         self.model = model
         self.cosine = is_cosine(similarity_fct)
         self.scale = checked_scale(scale)
-        self.gather_across_devices = checked_gather(gather_across_devices, group)
+        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
         self.directions = _checked_directions(directions)
         self.partition_mode = _checked_partition(partition_mode, self.directions)
         self.hardness_mode = checked_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
