@@ -23,6 +23,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers", "accelerate"),
     "lightly": ("lightly",),
     "pml": ("pytorch-metric-learning",),
+    "flag_embedding": ("FlagEmbedding",),
+    "lightning": ("lightning",),
     "wholebatch": (),
 }
 _MODULES = {"pml": "pytorch_metric_learning"}  # where it is not the preset's name
