@@ -2,7 +2,8 @@
 
 No environment has all libraries, so each call audits some of them, and keeps the figures of the others:
 
-    .venv-ecosystem/bin/python benchmarks/audit_peers.py recipes wholebatch sentence_transformers transformers pml lightning
+    .venv-ecosystem/bin/python benchmarks/audit_peers.py recipes wholebatch
+    .venv-ecosystem/bin/python benchmarks/audit_peers.py sentence_transformers transformers pml lightning
     .venv-vision/bin/python benchmarks/audit_peers.py open_clip lightly
     .venv-embedders/bin/python benchmarks/audit_peers.py flag_embedding
 
@@ -18,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -29,6 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "ecosystem"), str(ROOT / "tests"), str(ROOT / "src")]
+
+import checkouts  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
 from wholebatch.auditing import presets  # noqa: E402
@@ -39,29 +40,27 @@ from wholebatch.bench.records import keep  # noqa: E402
 from wholebatch.testing import preload  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "audit.json"
-CHECKOUTS = {"grad_cache": "GradCache", "tevatron": "Tevatron", "insightface": "insightface"}  # in tests/ecosystem
 TITLES = {"recipes": "recipes for CLIP's loss", "wholebatch": "wholebatch"}
-NAMES = [name for name in presets.PACKAGES if name != "wholebatch"] + [*CHECKOUTS, "wholebatch"]  # as in the table
+NAMES = [name for name in presets.PACKAGES if name != "wholebatch"] + [
+    *checkouts.NAMES,
+    "wholebatch",
+]  # as in the table
 FIELDS = ("setting", "encoders", "scalars", "causes", "exact")
 
 
 def settings(name: str) -> Mapping[str, Callable[[], Problem]]:
     """Return the problems by setting: a preset's, or those of tests/ecosystem."""
-    if name not in CHECKOUTS:
+    if name not in checkouts.NAMES:
         return presets.settings(name)
-    variable = f"WHOLEBATCH_{name.upper()}"
-    if variable not in os.environ:
-        raise SystemExit(f"{name} needs a checkout: set {variable} to its folder")
+    checkouts.folder(name)
     found: Mapping[str, Callable[[], Problem]] = importlib.import_module(f"{name}_audits").SETTINGS
     return found
 
 
 def library(name: str) -> str:
     """Return a library's name with its version, or with the commit of its checkout."""
-    if name in CHECKOUTS:
-        command = ["git", "-C", os.environ[f"WHOLEBATCH_{name.upper()}"], "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        return f"{CHECKOUTS[name]}, commit {commit}"
+    if name in checkouts.NAMES:
+        return f"{checkouts.NAMES[name]}, {checkouts.commit(name)}"
     versions = " ".join(f"{package} {of}" for package, of in presets.versions(name).items())
     return versions or TITLES[name]
 
@@ -94,7 +93,7 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=NAMES)
     warnings.simplefilter("ignore")
     names = parser.parse_args().names
-    preload(*(presets.module_name(name) for name in names if name not in CHECKOUTS))
+    preload(*(presets.module_name(name) for name in names if name not in checkouts.NAMES))
     for name in names:
         rows = []
         for setting, problem in settings(name).items():
