@@ -1,38 +1,78 @@
-"""Audit installed libraries and circulating recipes by the presets, and write the table of docs/audit.md.
+"""Audit installed libraries and circulating recipes, and write the table of docs/audit.md.
 
-Run in the environment that `make peers` makes. Writes the figures to results/, and the table between the marks in
-docs/audit.md.
+No environment has all libraries, so each call audits some of them, and keeps the figures of the others:
 
-    PYTHONPATH=src .venv-peers/bin/python benchmarks/audit_peers.py
+    .venv-ecosystem/bin/python benchmarks/audit_peers.py recipes wholebatch
+    .venv-ecosystem/bin/python benchmarks/audit_peers.py sentence_transformers transformers pml lightning
+    .venv-vision/bin/python benchmarks/audit_peers.py open_clip lightly
+    .venv-embedders/bin/python benchmarks/audit_peers.py flag_embedding
+
+Three are not on the package index; checkouts of luyug/GradCache, texttron/tevatron and deepinsight/insightface:
+
+    export WHOLEBATCH_GRAD_CACHE=folder WHOLEBATCH_TEVATRON=folder WHOLEBATCH_INSIGHTFACE=recognition/arcface_torch
+    .venv-ecosystem/bin/python benchmarks/audit_peers.py grad_cache tevatron insightface
+
+Writes the figures to results/audit.json, and the table between the marks in docs/audit.md.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import importlib
 import re
+import sys
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import wholebatch as wb
-from wholebatch.auditing import presets
-from wholebatch.auditing.report import Report
-from wholebatch.auditing.summary import markdown, summarize
-from wholebatch.bench.records import about
-from wholebatch.testing import preload
-
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results" / "audit.json"
+sys.path[:0] = [str(ROOT / "tests" / "ecosystem"), str(ROOT / "tests"), str(ROOT / "src")]
+
+import checkouts  # noqa: E402
+
+import wholebatch as wb  # noqa: E402
+from wholebatch.auditing import presets  # noqa: E402
+from wholebatch.auditing.problem import Problem  # noqa: E402
+from wholebatch.auditing.report import Report  # noqa: E402
+from wholebatch.auditing.summary import Summary, markdown, summarize  # noqa: E402
+from wholebatch.bench.records import keep  # noqa: E402
+from wholebatch.testing import preload  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "audit.json"
 TITLES = {"recipes": "recipes for CLIP's loss", "wholebatch": "wholebatch"}
+NAMES = [name for name in presets.PACKAGES if name != "wholebatch"] + [
+    *checkouts.NAMES,
+    "wholebatch",
+]  # as in the table
+FIELDS = ("setting", "encoders", "scalars", "causes", "exact")
+
+
+def settings(name: str) -> Mapping[str, Callable[[], Problem]]:
+    """Return the problems by setting: a preset's, or those of tests/ecosystem."""
+    if name not in checkouts.NAMES:
+        return presets.settings(name)
+    checkouts.folder(name)
+    found: Mapping[str, Callable[[], Problem]] = importlib.import_module(f"{name}_audits").SETTINGS
+    return found
 
 
 def library(name: str) -> str:
+    """Return a library's name with its version, or with the commit of its checkout."""
+    if name in checkouts.NAMES:
+        return f"{checkouts.NAMES[name]}, {checkouts.commit(name)}"
     versions = " ".join(f"{package} {of}" for package, of in presets.versions(name).items())
     return versions or TITLES[name]
 
 
-def figures(report: Report) -> list[dict[str, Any]]:
-    return [row for row in report.to_dict()["rows"] if row["kind"] == "parameters"]
+def row(name: str, report: Report) -> dict[str, Any]:
+    return {
+        "preset": name,
+        "library": library(name),
+        **vars(summarize(report)),
+        "notes": [finding.cause.name for finding in report.findings if not finding.cause.wrong],
+        "figures": [of for of in report.to_dict()["rows"] if of["kind"] == "parameters"],
+    }
 
 
 def fill(file: Path, table: str) -> None:
@@ -49,28 +89,20 @@ def fill(file: Path, table: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=NAMES)
     warnings.simplefilter("ignore")
-    names = presets.installed()
-    assert set(names) == set(presets.PACKAGES), f"only these are installed: {names}: make peers"
-    preload(*(presets.module_name(name) for name in names))
-    found: list[tuple[str, Report]] = []
+    names = parser.parse_args().names
+    preload(*(presets.module_name(name) for name in names if name not in checkouts.NAMES))
     for name in names:
-        for setting, problem in presets.settings(name).items():
-            report = wb.audit(problem, (1, 2, 3), name=setting)
-            found.append((library(name), report))
-            print(f"{library(name)}: {summarize(report)}", flush=True)
-    kept = [
-        {
-            "library": of,
-            **vars(summarize(report)),
-            "notes": [finding.cause.name for finding in report.findings if not finding.cause.wrong],
-            "figures": figures(report),
-        }
-        for of, report in found
-    ]
-    RESULTS.write_text(json.dumps({"about": about(), "settings": kept}, indent=1) + "\n")
-    full = [(of, summarize(report)) for of, report in found]
-    fill(ROOT / "docs" / "audit.md", markdown(full))
+        rows = []
+        for setting, problem in settings(name).items():
+            rows.append(row(name, wb.audit(problem, (1, 2, 3), name=setting)))
+            print(rows[-1]["library"], *(rows[-1][field] for field in FIELDS), sep=" | ", flush=True)
+        kept = keep(RESULTS, rows, ["preset"])
+    kept.sort(key=lambda of: NAMES.index(of["preset"]))
+    table = [(of["library"], Summary(**{field: of[field] for field in FIELDS})) for of in kept]
+    fill(ROOT / "docs" / "audit.md", markdown(table))
 
 
 if __name__ == "__main__":

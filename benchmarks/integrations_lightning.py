@@ -4,7 +4,7 @@
 
 Two processes on CPUs, SGD with momentum. The replicated head is a matrix of all centers in the LightningModule, with
 dense logits of the local rows; DDP reduces its gradient. Times are medians of the steps after the first three. Memory
-is the largest resident size of a process, less that before the module is made. Results:
+is the rise of the peak of a process since before the module is made. Results:
 benchmarks/results/integrations_lightning.json.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import statistics
 import tempfile
@@ -27,15 +26,12 @@ import torch.distributed as dist
 from torch import nn
 
 import wholebatch as wb
+from wholebatch._measure import peak, reset_peak
 from wholebatch.testing import run_ranks
 
 CLASSES, WIDTH, ROWS, STEPS = 200_000, 128, 64, 13
 FORMS = ("replicated in DDP", "PartialFC", "PartialFC, sample_rate=0.1")
 MARGIN = wb.CosFace(32.0, 0.2)
-
-
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(port: int, form: str, folder: Path) -> dict[str, float]:
@@ -75,7 +71,7 @@ def measure(port: int, form: str, folder: Path) -> dict[str, float]:
 
     torch.manual_seed(int(rank))
     data = [(torch.randn(ROWS, 256), torch.randint(CLASSES, (ROWS,))) for _ in range(STEPS)]
-    before = peak_mb()
+    before = reset_peak()
     module = Classifier()
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp" if form == FORMS[0] else ddp_strategy(), max_epochs=1,
@@ -83,14 +79,14 @@ def measure(port: int, form: str, folder: Path) -> dict[str, float]:
         use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
-    trained = peak_mb()
+    trained = peak()
     start = time.perf_counter()
     trainer.save_checkpoint(folder / f"{len(form)}.ckpt")
     saving = time.perf_counter() - start
     step = statistics.median([b - a for a, b in pairwise(times[3:])])
     size = (folder / f"{len(form)}.ckpt").stat().st_size / 2**20
-    return {"step_s": step, "training_mb": trained - before, "save_s": saving, "saved_mb": peak_mb() - before,
-            "file_mb": size}  # fmt: skip
+    rises = {"training_mb": (trained - before) / 2**20, "saved_mb": (peak() - before) / 2**20}
+    return {"step_s": step, "save_s": saving, "file_mb": size, **rises}
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ of three times, and the rise of the peak of a process's memory.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from dual import distance  # noqa: E402
 
+from wholebatch._measure import peak, reset_peak  # noqa: E402
 from wholebatch.bench.records import about  # noqa: E402
 from wholebatch.testing import run_ranks  # noqa: E402
 
@@ -110,13 +110,9 @@ def step(how: str, name: str) -> dict[str, float]:
         return time.perf_counter() - start
 
     one(16)
-    before = peak_mb()
+    before = reset_peak()
     step_ms = 1e3 * min(one(rows) for _ in range(3))
-    return {"step_ms": step_ms, "peak_mb": peak_mb() - before}
-
-
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"step_ms": step_ms, "peak_mb": (peak() - before) / 2**20}
 
 
 if __name__ == "__main__":

@@ -2,19 +2,34 @@
 
     .venv-ecosystem/bin/python benchmarks/integrations_steps.py transformers sentence_transformers
     .venv-vision/bin/python benchmarks/integrations_steps.py open_clip
+    .venv-embedders/bin/python benchmarks/integrations_steps.py flag_embedding
+
+Two need checkouts, of texttron/tevatron with luyug/GradCache, and of deepinsight/insightface:
+
+    export WHOLEBATCH_GRAD_CACHE=folder WHOLEBATCH_TEVATRON=folder WHOLEBATCH_INSIGHTFACE=recognition/arcface_torch
+    .venv-ecosystem/bin/python benchmarks/integrations_steps.py tevatron insightface
 
 Each run is the framework's own trainer on two processes, with a tiny model, plain SGD and many rows, so that the loss
 is a large part of the step. The methods of a framework take turns. A step's time is that between two optimizer steps,
-without the wait for data; its memory is the rise of a process's peak after the second step. First the weights of the
-methods that are exact are compared. Results go to results/integrations_steps.json.
+without the wait for data; its memory is the rise of a process's peak after the second step, beyond weights, gradients and
+the optimizer's state, which are there already. First the weights of the
+methods that are exact are compared. A ratio is the median over the rounds. Results go to
+results/integrations_steps.json, with the load of the machine before each framework: the number of other processes that
+were running, on average over a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import os
+import random
+import runpy
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -29,7 +44,9 @@ sys.path[:0] = [str(ROOT / "tests" / "ecosystem"), str(ROOT / "tests"), str(ROOT
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import checkouts  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook  # noqa: E402
 from torch.utils.data import dataloader  # noqa: E402
@@ -65,36 +82,39 @@ class Watch:
         _measure.map_each_tensor()
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
-        fetch = dataloader._BaseDataLoaderIter.__next__
+        fetch, trains = dataloader._BaseDataLoaderIter.__next__, threading.get_ident()
 
         def timed(loader: Any) -> Any:
             start = time.perf_counter()
             try:
                 return fetch(loader)
             finally:
-                self.waited += time.perf_counter() - start
+                if threading.get_ident() == trains:  # nobody waits for a thread that loads ahead
+                    self.waited += time.perf_counter() - start
 
         dataloader._BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign]
 
     def _before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self.ends:
             self.start = flat(optimizer)
+            self.weights = torch.empty_like(self.start)
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.ends.append(time.perf_counter() - self.waited)
-        self.weights = flat(optimizer)
+        end = time.perf_counter()
+        self.ends.append(end - self.waited)
+        flat(optimizer, out=self.weights)
         if len(self.ends) == WARM_UP:
             self.before = _measure.reset_peak()
-            self.ends[-1] = time.perf_counter() - self.waited
+        self.waited += time.perf_counter() - end
 
     def figures(self) -> Figures:
         seconds = [after - before for before, after in zip(self.ends[WARM_UP - 1 :], self.ends[WARM_UP:], strict=False)]
         return Figures(seconds, _measure.peak() - self.before, self.start, self.weights)
 
 
-def flat(optimizer: Optimizer) -> torch.Tensor:
+def flat(optimizer: Optimizer, out: torch.Tensor | None = None) -> torch.Tensor:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return torch.cat([p.detach().flatten() for p in parameters])
+    return torch.cat([p.detach().flatten() for p in parameters], out=out)
 
 
 # The frameworks: each has a function that trains in a process, one of two, by one of its methods.
@@ -158,17 +178,75 @@ def transformers(method: str, port: int, _folder: str, rows: int, steps: int) ->
         make(clip_model().float(), args, train_dataset=data, **settings).train()
 
 
+def flag_embedding(method: str, port: int, folder: str, rows: int, steps: int) -> None:
+    import flag_embedding_runs as runs
+    from dual import as_launched
+
+    from wholebatch.integrations.flag_embedding import main as ours
+
+    as_launched(port)
+    options, is_ours = METHODS["flag_embedding"][method].options
+    runs.ROWS, runs.STEPS = rows, steps
+    case = runs.Case(tuple(options), model="float32", cross="default" not in method)
+    argv = runs.arguments(folder, case, 2, f"{folder}/{port}")
+    if is_ours:
+        ours(["-m", runs.PROGRAMS["base"], *argv])
+    else:
+        sys.argv = ["train", *argv]
+        runpy.run_module(runs.PROGRAMS["base"], run_name="__main__", alter_sys=True)
+
+
+def tevatron(method: str, port: int, folder: str, rows: int, steps: int) -> None:
+    import tevatron_runs as runs
+    from dual import as_launched
+
+    as_launched(port)
+    options, is_ours = METHODS["tevatron"][method].options
+    runs.import_from(
+        [runs.folder_of("WHOLEBATCH_TEVATRON"), None if is_ours else runs.folder_of("WHOLEBATCH_GRAD_CACHE")]
+    )
+    if is_ours:
+        from wholebatch.integrations.tevatron import install
+
+        install()
+    from tevatron.retriever.driver import train
+
+    runs.ROWS = rows
+    argv = runs.arguments(Path(folder), "plain", False, 2, f"{port} {dist.get_rank()}")
+    argv[argv.index("--max_steps") + 1] = str(steps)
+    sys.argv = ["train", *argv, *options]
+    train.main()
+
+
+def insightface(method: str, port: int, folder: str, rows: int, steps: int) -> None:
+    import insightface_runs as runs
+
+    rate, is_ours = METHODS["insightface"][method].options
+    runs.CLASSES, runs.EMBEDDING = CLASSES, EMBEDDING
+    images = {"images": rows * steps, "num_image": rows * steps, "batch_size": rows // 2, "output": f"{folder}/{port}"}
+    head = {"num_classes": CLASSES, "embedding_size": EMBEDDING, "sample_rate": rate}
+    cfg = runs.CONFIG | images | head
+    if dist.get_rank() == 0:
+        Path(cfg["output"]).mkdir()
+        runs.write_start(Path(cfg["output"]), 2, cfg, torch.float32)
+    dist.barrier()
+    runs._train(2, port, "ours" if is_ours else "theirs", cfg, torch.float32, False, None)
+
+
 @dataclass
 class Method:
-    """Options of a run, whether the loss is ours, and whether it is exact."""
+    """Options of a run, whether the loss is ours, whether it is exact, and the method whose time is the unit."""
 
     options: tuple[Any, bool]
     exact: bool = True
+    unit: str = "ours"
 
 
+CLASSES, EMBEDDING = 50_000, 256  # of insightface
 _PLAIN, _CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
 _GATHERED, _CHUNKS = {"gather_across_devices": True}, {"mini_batch_size": 256}
 _EXACT = ["--local-loss", "--gather-with-grad"]
+_GRAD_CACHE = ["--grad_cache", "--gc_q_chunk_size", "64", "--gc_p_chunk_size", "192"]
 METHODS: dict[str, dict[str, Method]] = {
     "open_clip": {
         "theirs, default flags": Method(([], False), exact=False),
@@ -188,20 +266,80 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours": Method(({}, True)),
         "ours, chunk_size=256": Method(({"chunk_size": 256}, True)),
     },
+    "flag_embedding": {
+        "theirs, default: local rows": Method(([], False), exact=False),
+        # Its gradient is half of the true one: with twice the learning rate its weights are those of ours.
+        "theirs, --negatives_cross_device True": Method((["--learning_rate", "0.04"], False)),
+        "ours": Method(([], True)),
+    },
+    "tevatron": {
+        "theirs": Method(([], False)),
+        "ours": Method(([], True)),
+        "theirs, --grad_cache": Method((_GRAD_CACHE, False), unit="ours, --grad_cache"),
+        "ours, --grad_cache": Method((_GRAD_CACHE, True), unit="ours, --grad_cache"),
+    },
+    "insightface": {
+        "theirs": Method((1.0, False)),
+        "ours": Method((1.0, True)),
+        "theirs, sample_rate=0.1": Method((0.1, False), exact=False, unit="ours, sample_rate=0.1"),
+        "ours, sample_rate=0.1": Method((0.1, True), exact=False, unit="ours, sample_rate=0.1"),
+    },
 }
+ROWS = {"flag_embedding": 2048, "tevatron": 2048, "insightface": 512}  # of both processes together; else 4096
 BODIES: dict[str, Callable[[str, int, str, int, int], None]] = {
     "open_clip": open_clip,
     "sentence_transformers": sentence_transformers,
     "transformers": transformers,
+    "flag_embedding": flag_embedding,
+    "tevatron": tevatron,
+    "insightface": insightface,
 }
-PACKAGES = {"open_clip": "open_clip_torch", "sentence_transformers": "sentence-transformers"}
+PACKAGES = {
+    "open_clip": "open_clip_torch",
+    "sentence_transformers": "sentence-transformers",
+    "flag_embedding": "FlagEmbedding",
+}
+
+
+# Files that the runs of a framework read.
+
+
+def write_files(framework: str, folder: Path, rows: int, steps: int) -> None:
+    if framework == "open_clip":
+        from open_clip_runs import make_data
+
+        make_data(folder, rows, times=steps)
+    elif framework == "sentence_transformers":
+        from sentence_runs import encoder
+
+        encoder(str(folder), size=64)
+    elif framework == "flag_embedding":
+        import flag_embedding_runs
+
+        flag_embedding_runs.ROWS, flag_embedding_runs.STEPS = rows, steps
+        flag_embedding_runs.make_files(folder)
+    elif framework == "tevatron":
+        import tevatron_runs
+
+        tevatron_runs.make_files(folder)
+        chosen = random.Random(0)
+
+        def passage() -> dict[str, str]:
+            return {"docid": "", "title": "", "text": " ".join(chosen.choices(tevatron_runs.WORDS[5:], k=4))}
+
+        with (folder / "train.jsonl").open("w") as file:
+            for k in range(rows * steps):
+                positive, negatives = [passage()], [passage(), passage()]
+                row = {"query_id": str(k), "query": passage()["text"], "positive_passages": positive}
+                file.write(json.dumps(row | {"negative_passages": negatives}) + "\n")
 
 
 def on_rank(framework: str, method: str, port: int, folder: str, rows: int, steps: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     watch = Watch()
     watch.install()
-    BODIES[framework](method, port, folder, rows, steps)
+    with contextlib.redirect_stdout(io.StringIO()):  # their logs
+        BODIES[framework](method, port, folder, rows, steps)
     return vars(watch.figures())
 
 
@@ -209,62 +347,65 @@ def measure(framework: str, rows: int, steps: int, rounds: int, folder: str) -> 
     """Return a row for each method; raise if two exact ones end with other weights."""
     from dual import free_port
 
-    methods = METHODS[framework]
+    methods, load = METHODS[framework], os.getloadavg()[0]
     found: dict[str, list[list[Figures]]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method, runs in found.items():
             body = partial(on_rank, framework, method, free_port(), folder, rows, WARM_UP + steps)
             runs.append([Figures(**of_rank) for of_rank in run_ranks(body, 2, timeout_s=600)])
-    first = found["ours"][0][0]
-    moved = (first.weights - first.start).norm()
+    first, start = (
+        torch.cat([getattr(of_rank, name) for of_rank in found["ours"][0]]) for name in ("weights", "start")
+    )
+    moved = (first - start).norm()
+    assert moved > 0, "nothing was trained"
+    # A step takes as long as on the slower process; its memory is that of the process with most.
+    seconds = {
+        method: [median(map(max, zip(*(of_rank.seconds for of_rank in run), strict=True))) for run in runs]
+        for method, runs in found.items()
+    }
     rowset = []
     for method, runs in found.items():
-        distance = ((runs[0][0].weights - first.weights).norm() / moved).item()
+        distance = ((torch.cat([of_rank.weights for of_rank in runs[0]]) - first).norm() / moved).item()
         if methods[method].exact and distance > ROUNDING:
             raise SystemExit(f"{framework}, {method}: ends {distance:.1e} of the way from ours")
-        # A step takes as long as on the slower process; its memory is that of the process with most.
-        seconds = [max(pair) for run in runs for pair in zip(*(of_rank.seconds for of_rank in run), strict=True)]
-        rowset.append(
-            {
-                "framework": framework,
-                "method": method,
-                "rows": rows,
-                "milliseconds": 1e3 * median(seconds),
-                "megabytes": median(max(of_rank.bytes_ for of_rank in run) for run in runs) / 2**20,
-                "from_ours": distance,
-                "version": version(PACKAGES.get(framework, framework)),
-            }
-        )
-    ours = next(row for row in rowset if row["method"] == "ours")
-    for row in rowset:
-        row["ratio"] = row["milliseconds"] / ours["milliseconds"]
+        unit = seconds[methods[method].unit]
+        row = {
+            "framework": framework,
+            "method": method,
+            "rows": rows,
+            "milliseconds": 1e3 * median(seconds[method]),
+            "ratio": median(one / of_ours for one, of_ours in zip(seconds[method], unit, strict=True)),
+            "megabytes": median(max(of_rank.bytes_ for of_rank in run) for run in runs) / 2**20,
+            "from_ours": distance,
+            "version": version_of(framework),
+            "load": load,
+        }
+        rowset.append(row)
         print(
-            f"| {framework} | {row['method']} | {row['milliseconds']:.0f} | {row['ratio']:.2f} "
-            f"| {row['megabytes']:.0f} | {row['from_ours']:.1e} |",
+            f"| {framework} | {method} | {row['milliseconds']:.0f} | {row['ratio']:.2f} | {row['megabytes']:.0f} "
+            f"| {distance:.1e} |",
             flush=True,
         )
     return rowset
 
 
+def version_of(framework: str) -> str | None:
+    return checkouts.commit(framework) if framework in checkouts.NAMES else version(PACKAGES.get(framework, framework))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("frameworks", nargs="+", choices=[*METHODS])
-    parser.add_argument("--rows", type=int, default=4096, help="of both processes together")
+    parser.add_argument("--rows", type=int, help="of both processes together")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each method")
     given = parser.parse_args()
     for framework in given.frameworks:
+        rows = given.rows or ROWS.get(framework, 4096)
         with tempfile.TemporaryDirectory() as folder:
-            if framework == "open_clip":
-                from open_clip_runs import make_data
-
-                make_data(Path(folder), given.rows, times=WARM_UP + given.steps)
-            elif framework == "sentence_transformers":
-                from sentence_runs import encoder
-
-                encoder(folder, size=64)  # written once, before processes read it
-            rows = measure(framework, given.rows, given.steps, given.rounds, folder)
-        keep(RESULTS, rows, ["framework", "method", "rows"])
+            write_files(framework, Path(folder), rows, WARM_UP + given.steps)  # once, before processes read them
+            found = measure(framework, rows, given.steps, given.rounds, folder)
+        keep(RESULTS, found, ["framework", "method", "rows"])
 
 
 if __name__ == "__main__":

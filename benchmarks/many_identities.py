@@ -13,7 +13,6 @@ At 10,000,000 classes the process takes 11.5 GB. Results go to results/many_iden
 from __future__ import annotations
 
 import argparse
-import resource
 import time
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 import wholebatch as wb
+from wholebatch._measure import peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "many_identities.json"
@@ -63,10 +63,6 @@ def gate(embedding_size: int, classes: int = 5000, rows: int = 64, steps: int = 
         error = ((found.double() - true).norm() / true.norm()).item()
         if not error < 1e-4:
             raise SystemExit(f"{name}: differ from the dense reference by {error:.1e}")
-
-
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ import argparse
 import importlib.util
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import wholebatch as wb
-from wholebatch._measure import rise_of_peak
+from wholebatch._measure import peak, rise_of_peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "partial_fc.json"
@@ -239,8 +238,8 @@ def measure_million(batch_size: int, embedding_size: int, classes: int, steps: i
     head = wb.PartialFC(embedding_size, classes, margin=wb.ArcFace(S, M), sample_rate=0.1)
     optimizer = wb.SparseSGD(head.parameters(), lr=0.1)
     seconds = [whole_step(head, optimizer, batch_size, embedding_size, generator) for _ in range(steps + 1)][1:]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    print(f"| a million classes | {median(seconds):.2f} s per step | {peak:.0f} MB, the process |", flush=True)
+    peak_mb = peak() / 1e6
+    print(f"| a million classes | {median(seconds):.2f} s per step | {peak_mb:.0f} MB, the process |", flush=True)
     row = {
         "what": "million",
         "batch_size": batch_size,
@@ -248,7 +247,7 @@ def measure_million(batch_size: int, embedding_size: int, classes: int, steps: i
         "embedding_size": embedding_size,
         "method": "0.1 of all",
     }
-    return [row | {"seconds": median(seconds), "process MB": peak}]
+    return [row | {"seconds": median(seconds), "process MB": peak_mb}]
 
 
 def main() -> None:

@@ -240,6 +240,21 @@ def right_sharded():
     return Problem(model, {**batch(), "labels": torch.arange(ROWS) % 10}, loss, sharded=["head"])
 
 
+def right_head_in_ddp():
+    """Let DDP leave a head alone, whose buffers say which classes it has."""
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = nn.Linear(D, OUT), wb.PartialFC(OUT, 10, margin=wb.CosFace(8.0, 0.1), seed=1)
+
+        def forward(self, images, labels):
+            return self.head(self.backbone(images), labels)
+
+    given = {"images": torch.randn(ROWS, D), "labels": torch.arange(ROWS) % 10}
+    return Problem(Classifier(), given, lambda model, batch: model(**batch), engine="ddp", uneven=True)
+
+
 def reference_of_clip(model, batch):
     return clip(*model(**batch))
 

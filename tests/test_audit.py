@@ -139,6 +139,11 @@ def test_the_rank_that_raises_is_named():
     assert finding.evidence.startswith("rank 1: KeyError: 'rank 1 has no such thing' (File")
 
 
+def test_a_summary_says_nothing_of_gradients_that_several_ranks_do_not_have():
+    summary = summarize(wb.audit(audit_failures.raises_on_ranks, (1, 2)))
+    assert (summary.encoders, summary.scalars, summary.causes) == ("-", "-", "raises")
+
+
 # Figures from algebra.
 def test_ratios_match_algebra():
     report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))

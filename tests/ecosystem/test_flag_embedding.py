@@ -19,10 +19,10 @@ import pytest
 if find_spec("FlagEmbedding") is None:
     pytest.skip("FlagEmbedding is not installed: `make embedders`", allow_module_level=True)
 
-import flag_embedding_audits
 from flag_embedding_runs import PROGRAMS, Case, arguments, flat, make_files, run, truth
 
 import wholebatch as wb
+from wholebatch.auditing import presets
 from wholebatch.integrations import flag_embedding
 
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
@@ -100,17 +100,19 @@ def test_flag_embedding_alone_ends_elsewhere(found, true, start, name):
     assert away > 0.1
 
 
-@pytest.mark.parametrize("name", ["ours", "ours_kl_div"])
-def test_the_audit_finds_the_gradients_exact(name):
-    report = wb.audit(getattr(flag_embedding_audits, name), ranks=(1, 2))
-    assert report.exact, report
+AUDITED = {
+    "default: negatives of local rows": False,
+    "--negatives_cross_device True": False,
+    "--negatives_cross_device True, distillation by kl_div": False,
+    "--negatives_cross_device True, by wholebatch.integrations": True,
+    "--negatives_cross_device True, distillation by kl_div, by wholebatch.integrations": True,
+}
 
 
-@pytest.mark.parametrize("name", ["theirs", "theirs_kl_div"])
-def test_the_audit_finds_those_of_flag_embedding_wrong(name):
-    report = wb.audit(getattr(flag_embedding_audits, name), ranks=(1, 2))
-    print(report)
-    assert not report.exact
+@pytest.mark.parametrize(("name", "exact"), AUDITED.items())
+def test_the_audit_finds_the_gradients_exact(name, exact):
+    report = wb.audit(presets.settings("flag_embedding")[name], ranks=(1, 2))
+    assert report.exact is exact, report
 
 
 # Signatures, versions, and the command.

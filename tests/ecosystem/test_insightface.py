@@ -9,6 +9,7 @@ two runs is rounding; it is relative to the distance that training has moved the
 import inspect
 from functools import cache
 
+import insightface_audits
 import pytest
 import torch
 from insightface_runs import BATCH, FOLDER, STEPS, train
@@ -144,6 +145,15 @@ def test_gradients_in_float16_as_the_script_sends_them(tmp_path):
     found, theirs = (train(tmp_path / name, 2, name, **settings) for name in ("ours", "theirs"))
     print(f"float32, float16 gradients: {distance(found, theirs):.1e}")
     assert distance(found, theirs) < 1e-3
+
+
+@pytest.mark.parametrize("name", insightface_audits.SETTINGS)
+def test_the_audit_finds_the_gradients_exact(name):
+    """And it notes that margins are detached, except where theirs has an exact derivative, or ours is asked for it."""
+    report = wb.audit(insightface_audits.SETTINGS[name], ranks=(1, 2))
+    assert report.exact, report
+    straight_through = "ArcFace" in name and "exact" not in name
+    assert [finding.cause.name for finding in report.findings] == ["detached"] * straight_through
 
 
 def test_the_constructor_takes_their_arguments(monkeypatch):

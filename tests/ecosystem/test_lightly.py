@@ -14,13 +14,13 @@ import pytest
 if find_spec("lightly") is None:
     pytest.skip("lightly is not installed: `make vision`", allow_module_level=True)
 
-import metric_audits
 import torch
 from dual import distance
 from lightly_runs import BANK, CASES, WIDTH, in_a_loop, in_lightning, loss_of, on_two, run_cases
 
 import wholebatch as wb
 from wholebatch._third_party import declare_torchvision_operators
+from wholebatch.auditing import presets
 
 declare_torchvision_operators()
 from lightly import loss as theirs  # noqa: E402
@@ -96,9 +96,20 @@ def test_without_gathering_the_loss_is_theirs(found, name):
     assert distance(found[0]["in_a_loop", "local"][name], found[0]["in_a_loop", "theirs"][name]) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["nt_xent", "dclw", "barlow_twins"])
-def test_an_audit_finds_exact_gradients(name):
-    wb.testing.assert_exact(getattr(metric_audits, name), ranks=(1, 2))
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("NTXentLoss, default", False),
+        ("NTXentLoss, gather_distributed=True", True),
+        ("BarlowTwinsLoss, gather_distributed=True", False),
+        ("NTXentLoss of wholebatch.integrations", True),
+        ("DCLWLoss of wholebatch.integrations", True),
+        ("BarlowTwinsLoss of wholebatch.integrations", True),
+    ],
+)
+def test_the_audit_finds_the_gradients_exact(name, exact):
+    report = wb.audit(presets.settings("lightly")[name], ranks=(1, 2))
+    assert report.exact is exact, report
 
 
 # One call: value and gradient, with uneven rows.

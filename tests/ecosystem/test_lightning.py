@@ -13,6 +13,7 @@ from dual import as_launched, free_port
 from head_runs import CLASSES, OPTIMIZERS, STEPS, Model, distance, local_batches, make_head, true_weights, whole_vector
 
 import wholebatch as wb
+from wholebatch.auditing import presets
 from wholebatch.integrations.lightning import ddp_strategy
 from wholebatch.testing import RankError, run_ranks
 
@@ -117,6 +118,20 @@ def test_several_processes_end_with_the_weights_of_one(found, number):
     true = true_weights(**{name: value for name, value in JOBS[number].items() if name in names})
     for of_rank in found[number]:
         assert distance(of_rank, true) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "causes"),
+    [
+        ('Trainer(strategy="ddp"), a replicated head', ()),
+        ('Trainer(strategy="ddp"), wholebatch.PartialFC', ("raises",)),
+        ("ddp_strategy of wholebatch.integrations, wholebatch.PartialFC", ()),
+    ],
+)
+def test_the_audit_finds_the_gradients_exact(name, causes):
+    report = wb.audit(presets.settings("lightning")[name], ranks=(1, 2))
+    assert report.causes == causes, report
+    assert report.exact is (not causes), report
 
 
 # Checkpoints: saved after half of the steps, by two processes or by one.

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 pytest.importorskip("pytorch_metric_learning")
-import metric_audits
 from dual import distance
 from metric_runs import CASES, on_two, run_cases
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 from pytorch_metric_learning.utils import distributed as their_wrappers
 
 import wholebatch as wb
+from wholebatch.auditing import presets
 from wholebatch.integrations import pytorch_metric_learning as ours
 from wholebatch.testing import run_ranks
 
@@ -84,9 +84,21 @@ def test_their_efficient_wrapper_ends_elsewhere_or_refuses(found, true, name):
         assert "ref_emb is not supported" in run
 
 
-@pytest.mark.parametrize("name", ["sup_con", "nt_xent_of_classes", "triplets", "views"])
-def test_an_audit_finds_exact_gradients(name):
-    wb.testing.assert_exact(getattr(metric_audits, name), ranks=(1, 2))
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("SupConLoss alone", False),
+        ("DistributedLossWrapper(SupConLoss, efficient=True)", False),
+        ("DistributedLossWrapper(SupConLoss, efficient=False)", True),
+        ("SupConLoss of wholebatch.integrations", True),
+        ("NTXentLoss of wholebatch.integrations", True),
+        ("DistributedLossWrapper(TripletMarginLoss) of wholebatch.integrations", True),
+        ("SelfSupervisedLoss(NTXentLoss) of wholebatch.integrations", True),
+    ],
+)
+def test_the_audit_finds_the_gradients_exact(name, exact):
+    report = wb.audit(presets.settings("pml")[name], ranks=(1, 2))
+    assert report.exact is exact, report
 
 
 # One call: value and gradient, with uneven rows.

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tevatron_audits
 import torch
 import torch.distributed as dist
 from tevatron_runs import SETTINGS, arguments, folder_of, import_from, make_files, on_two_processes, train
 
+import wholebatch as wb
 from wholebatch.testing import run_ranks
 
 TEVATRON, GRAD_CACHE = folder_of("WHOLEBATCH_TEVATRON"), folder_of("WHOLEBATCH_GRAD_CACHE")
@@ -95,6 +97,17 @@ def test_the_alias_alone_leaves_tevatrons_loss(folder, theirs):
     found = on_two_processes(folder, [TEVATRON], cached, "alias")
     for case in cached:
         assert distance(found[0][case], theirs[0][case]) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"), [("theirs", True), ("theirs_cached", False), ("ours", True), ("ours_cached", True)]
+)
+def test_the_audit_finds_the_gradients_exact(name, exact):
+    """Tevatron's cached trainer ignores the temperature, on one process, too."""
+    if name == "theirs_cached" and GRAD_CACHE is None:
+        pytest.skip("WHOLEBATCH_GRAD_CACHE names no checkout of GradCache")
+    report = wb.audit(getattr(tevatron_audits, name), ranks=(1, 2))
+    assert report.exact is exact, report
 
 
 def features(count, seed):

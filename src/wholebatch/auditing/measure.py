@@ -117,7 +117,9 @@ def _wrapped(problem: Problem, sharded: Sequence[str]) -> nn.Module:
     model: nn.Module = problem.model
     if not problem.wraps:
         return model
-    ignored = [name.removeprefix("loss.") for name in sharded]
+    heads = {name.rpartition(".")[0] for name in sharded}
+    buffers = [name for name, _ in model.named_buffers() if name.rpartition(".")[0] in heads]
+    ignored = [*(name.removeprefix("loss.") for name in sharded), *buffers]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return problem.engine(model) if callable(problem.engine) else DistributedDataParallel(model)
 

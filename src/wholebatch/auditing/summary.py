@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .causes import HANGS, RAISES
 from .compare import number
 from .report import Report, Row
 
@@ -15,7 +16,7 @@ class Summary:
 
     Args:
         setting: the problem's name.
-        encoders: the verdict on groups of many parameters.
+        encoders: the verdict on groups of many parameters; "-" if there are none.
         scalars: the verdict on groups of one number: temperatures, biases.
         causes: names of causes of wrong gradients; "" if there are none.
         exact: whether all gradients are right.
@@ -33,6 +34,8 @@ def summarize(report: Report) -> Summary:
     of_parameters = [row for row in report.rows if row.kind == "parameters"]
     scalars = [row for row in of_parameters if row.scalar]
     encoders = [row for row in of_parameters if not row.scalar]
+    if {RAISES.name, HANGS.name} & {*report.causes} and all(len(row.counts) == 1 for row in of_parameters):
+        scalars = encoders = []  # several ranks have no gradient that could be compared
     return Summary(report.problem, _in_words(encoders), _in_words(scalars), ", ".join(report.causes), report.exact)
 
 

@@ -24,6 +24,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "ms_swift": ("ms-swift", "accelerate"),
     "lightly": ("lightly",),
     "pml": ("pytorch-metric-learning",),
+    "flag_embedding": ("FlagEmbedding",),
+    "lightning": ("lightning",),
     "wholebatch": (),
 }
 _MODULES = {"pml": "pytorch_metric_learning"}  # where it is not the preset's name

@@ -1,14 +1,16 @@
-"""lightly: losses of two views and of batch statistics."""
+"""lightly: losses of two views and of batch statistics, and those of this library in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from ..._third_party import declare_torchvision_operators
+from ...integrations import lightly as ours
 from ..problem import Problem
 from .encoders import two_views
 
@@ -16,13 +18,15 @@ declare_torchvision_operators()
 import lightly.loss  # noqa: E402
 
 
-def _views(loss: str, **options: Any) -> Problem:
-    made: Callable[..., Tensor] = getattr(lightly.loss, loss)(**options)
-    return two_views(made)
+def _views(loss: str, module: ModuleType = lightly.loss, **options: Any) -> Problem:
+    made: Callable[..., Tensor] = getattr(module, loss)(**options)
+    return two_views(made, uneven=module is ours, empty=module is ours)
 
 
-_GATHERED = ("NTXentLoss", "DCLLoss", "DCLWLoss", "BarlowTwinsLoss", "VICRegLoss", "TiCoLoss")
+_LOSSES = ("NTXentLoss", "DCLLoss", "DCLWLoss", "BarlowTwinsLoss", "VICRegLoss")
+_GATHERED = (*_LOSSES, "TiCoLoss")
 SETTINGS: dict[str, Callable[[], Problem]] = {
-    "NTXentLoss, default": partial(_views, "NTXentLoss"),
+    **{f"{loss}, default": partial(_views, loss) for loss in _LOSSES},
     **{f"{loss}, gather_distributed=True": partial(_views, loss, gather_distributed=True) for loss in _GATHERED},
+    **{f"{loss} of wholebatch.integrations": partial(_views, loss, ours) for loss in _LOSSES},
 }
