@@ -11,11 +11,10 @@ Two need checkouts, of texttron/tevatron with luyug/GradCache, and of deepinsigh
 
 Each run is the framework's own trainer on two processes, with a tiny model, plain SGD and many rows, so that the loss
 is a large part of the step. The methods of a framework take turns. A step's time is that between two optimizer steps,
-without the wait for data; its memory is the rise of a process's peak after the second step, beyond weights, gradients and
-the optimizer's state, which are there already. First the weights of the
-methods that are exact are compared. A ratio is the median over the rounds. Results go to
-results/integrations_steps.json, with the load of the machine before each framework: the number of other processes that
-were running, on average over a minute.
+without the wait for data; its memory is the rise of a process's peak after the second step, beyond weights, gradients
+and the optimizer's state, which are there already. First the weights of the methods that are exact are compared. A
+ratio is the median over the rounds. Results go to results/integrations_steps.json, with the load of the machine before
+each framework: the number of other processes that were running, on average over a minute.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class AuditConfig:
     """MODULE:FUNCTION, where the function returns wholebatch.Problem(model, batch, loss)."""
     preset: tuple[str, ...] = ()
     """Instead of a problem: every setting of recipes and libraries. recipes, open_clip, sentence_transformers,
-    transformers, lightly, pml, flag_embedding, lightning, wholebatch; or all, which leaves out libraries that are not
-    installed."""
+    transformers, ms_swift, lightly, pml, flag_embedding, lightning, wholebatch; or all, which leaves out libraries that
+    are not installed."""
     setting: str | None = None
     """With presets, only settings whose name contains this text; their reports are printed in full."""
     ranks: tuple[int, ...] = (1, 2, 3)
