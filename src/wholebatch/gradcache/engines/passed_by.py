@@ -51,7 +51,8 @@ def check_not_passed_by(
     inside_engines = {id(inner): inner for engine in engines for inner in engine.module.modules()}
     outside = {id(p) for p in reached} - {id(p) for engine in engines for p in engine.module.parameters()}
     if outside:
-        outside -= {id(p) for inner in inside_engines.values() if _is_fsdp(inner) for p in whole_parameters_of_fsdp(inner)}
+        sharding = [inner for inner in inside_engines.values() if _is_fsdp(inner)]
+        outside -= {id(p) for inner in sharding for p in whole_parameters_of_fsdp(inner)}
     if not outside:
         return
     found = live()
