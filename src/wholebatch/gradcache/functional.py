@@ -156,7 +156,7 @@ class _SecondPass:
             both = zip(second, given, strict=True) if wrong is None else ()
             pairs = [(x, y.grad) for x, y in both if x.requires_grad and y.grad is not None]
             if pairs and checks:
-                check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines, live_engines())
+                check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines, live_engines)
             with watched(held if checks else ()) as mistakes:
                 if any(engine.hides for engine in held):
                     hidden_backward(pairs)

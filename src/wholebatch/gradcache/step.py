@@ -136,7 +136,7 @@ class Step:
         way = frozenset(encoder.called)
         if way not in self.history.ways and len(self.history.ways) < _WAYS:
             engines = encoder.synchronized.values()
-            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, live(), self.unchecked)
+            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, live, self.unchecked)
             self.history.ways.add(way)
 
     @property

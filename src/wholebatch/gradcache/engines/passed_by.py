@@ -5,14 +5,15 @@ bypasses it, each rank keeps its local gradients, although the loss is right. FS
 own forward and backward pass: an encoder inside a larger module that is one FSDP unit finds shards in its second pass.
 
 A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector finds
-the instances of DDP and FSDP, once, in the first step; without a process group there are none. Other engines may reduce
-in a call after the step; for these `replicas` compares parameters later.
+the instances of DDP and FSDP, once, in the first step, and only if a parameter is in none of the engines that were
+called: it goes through all objects of the process. Without a process group there are no engines. Other engines may
+reduce in a call after the step; for these `replicas` compares parameters later.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def check_not_passed_by(
     reached: Sequence[Tensor],
     called: Iterable[nn.Module],
     engines: Collection[Synchronized],
-    live: Iterable[nn.Module],
+    live: Callable[[], Iterable[nn.Module]],
     unchecked: Iterable[Tensor] = (),
 ) -> None:
     """Check that a model has called the engines that hold the parameters which it trains.
@@ -41,20 +42,26 @@ def check_not_passed_by(
         called: the modules whose calls were observed. Parameters of other modules (compiled code calls these, or a
             function uses the parameter itself) are not checked.
         engines: those of them that an engine synchronizes, with all that they hold.
-        live: all engines of this process (`live_engines`).
+        live: returns all engines of this process (`live_engines`); not called if `engines` hold all that was reached.
         unchecked: parameters for which the caller is responsible.
 
     Raises:
         ValueError: if a DistributedDataParallel of several ranks, or FSDP, holds a parameter and was not called.
     """
-    called_engines = {id(inner) for engine in engines for inner in engine.module.modules()}
-    _check_not_sharded_outside(name, {id(p) for p in reached}, called_engines, live)
-    covered = {id(p) for engine in engines for p in engine.module.parameters()} | {id(p) for p in unchecked}
+    inside_engines = {id(inner): inner for engine in engines for inner in engine.module.modules()}
+    outside = {id(p) for p in reached} - {id(p) for engine in engines for p in engine.module.parameters()}
+    if outside:
+        sharding = [inner for inner in inside_engines.values() if _is_fsdp(inner)]
+        outside -= {id(p) for inner in sharding for p in whole_parameters_of_fsdp(inner)}
+    if not outside:
+        return
+    found = live()
+    _check_not_sharded_outside(name, outside, inside_engines, found)
     inside = {id(p) for module in called for p in module.parameters(recurse=False)}
-    left = {id(p) for p in reached if id(p) in inside} - covered
+    left = (outside & inside) - {id(p) for p in unchecked}
     if not left:
         return
-    for ddp in live:
+    for ddp in found:
         if not isinstance(ddp, DistributedDataParallel) or ddp.process_group.size() == 1:
             continue
         for of, p in parameters_of_ddp(ddp):
@@ -69,10 +76,14 @@ def check_not_passed_by(
                 )
 
 
-def _check_not_sharded_outside(name: str, reached: set[int], called: set[int], live: Iterable[nn.Module]) -> None:
+def _is_fsdp(module: nn.Module) -> bool:
+    return isinstance(module, fsdp_classes())
+
+
+def _check_not_sharded_outside(name: str, reached: set[int], called: Container[int], live: Iterable[nn.Module]) -> None:
     """Raise ValueError if a parameter that a graph has reached is one of FSDP's whole ones, and FSDP was not called."""
     for module in live:
-        if id(module) in called or not isinstance(module, fsdp_classes()):
+        if id(module) in called or not _is_fsdp(module):
             continue
         if any(id(p) in reached for p in whole_parameters_of_fsdp(module)):
             raise ValueError(
@@ -88,13 +99,13 @@ def live_engines() -> list[nn.Module]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     classes: tuple[type[Any], ...] = (DistributedDataParallel, *fsdp_classes())
-    frozen = gc.get_freeze_count() > 0
-    if frozen:  # it does not search frozen objects
-        gc.unfreeze()
     kinds = [kind for of in classes for kind in _with_subclasses(of)]
+    frozen = gc.get_freeze_count() > 0
+    if frozen:  # the collector does not search frozen objects
+        gc.collect()  # before they are unfrozen, or it would go through them; the garbage of others would be frozen
+        gc.unfreeze()
     found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), classes)]
     if frozen:
-        gc.collect()  # freezing is for all objects, and would keep garbage
         gc.freeze()
     return found
 
