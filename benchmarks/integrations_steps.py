@@ -10,11 +10,12 @@ Two need checkouts, of texttron/tevatron with luyug/GradCache, and of deepinsigh
     .venv-ecosystem/bin/python benchmarks/integrations_steps.py tevatron insightface
 
 Each run is the framework's own trainer on two processes, with a tiny model, plain SGD and many rows, so that the loss
-is a large part of the step. The methods of a framework take turns. A step's time is that between two optimizer steps,
-without the wait for data; its memory is the rise of a process's peak after the second step, beyond weights, gradients
-and the optimizer's state, which are there already. First the weights of the methods that are exact are compared. A
-ratio is the median over the rounds. Results go to results/integrations_steps.json, with the load of the machine before
-each framework: the number of other processes that were running, on average over a minute.
+is a large part of the step. First, a run of each method gives its memory: the rise of a process's peak in the steps
+after the second, beyond weights, gradients and the optimizer's state, which are there already. The weights at the end
+of the methods that are exact are compared. Then the methods take turns in rounds for the time: that between two
+optimizer steps, without the wait for data. (The runs for memory return each tensor's memory to the system, which takes
+time.) A ratio is the median over the rounds. Results go to results/integrations_steps.json, with the load of the
+machine: the number of processes that were running, these two included, as a median over the rounds.
 """
 
 from __future__ import annotations
@@ -78,7 +79,6 @@ class Watch:
         self.start = self.weights = torch.empty(0)
 
     def install(self) -> None:
-        _measure.map_each_tensor()
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         fetch, trains = dataloader._BaseDataLoaderIter.__next__, threading.get_ident()
@@ -333,8 +333,12 @@ def write_files(framework: str, folder: Path, rows: int, steps: int) -> None:
                 file.write(json.dumps(row | {"negative_passages": negatives}) + "\n")
 
 
-def on_rank(framework: str, method: str, port: int, folder: str, rows: int, steps: int) -> dict[str, Any]:
+def on_rank(
+    framework: str, method: str, port: int, folder: str, rows: int, steps: int, for_memory: bool
+) -> dict[str, Any]:
     warnings.simplefilter("ignore")
+    if for_memory:
+        _measure.map_each_tensor()
     watch = Watch()
     watch.install()
     with contextlib.redirect_stdout(io.StringIO()):  # their logs
@@ -346,43 +350,44 @@ def measure(framework: str, rows: int, steps: int, rounds: int, folder: str) -> 
     """Return a row for each method; raise if two exact ones end with other weights."""
     from dual import free_port
 
-    methods, load = METHODS[framework], os.getloadavg()[0]
-    found: dict[str, list[list[Figures]]] = {method: [] for method in methods}
-    for _ in range(rounds):
-        for method, runs in found.items():
-            body = partial(on_rank, framework, method, free_port(), folder, rows, WARM_UP + steps)
-            runs.append([Figures(**of_rank) for of_rank in run_ranks(body, 2, timeout_s=600)])
-    first, start = (
-        torch.cat([getattr(of_rank, name) for of_rank in found["ours"][0]]) for name in ("weights", "start")
-    )
-    moved = (first - start).norm()
+    def run(method: str, for_memory: bool = False) -> list[Figures]:
+        body = partial(on_rank, framework, method, free_port(), folder, rows, WARM_UP + steps, for_memory)
+        return [Figures(**of_rank) for of_rank in run_ranks(body, 2, timeout_s=600)]
+
+    methods, loads = METHODS[framework], []
+    first = {method: run(method, for_memory=True) for method in methods}
+    weights = {method: torch.cat([of_rank.weights for of_rank in of_method]) for method, of_method in first.items()}
+    moved = (weights["ours"] - torch.cat([of_rank.start for of_rank in first["ours"]])).norm()
     assert moved > 0, "nothing was trained"
-    # A step takes as long as on the slower process; its memory is that of the process with most.
-    seconds = {
-        method: [median(map(max, zip(*(of_rank.seconds for of_rank in run), strict=True))) for run in runs]
-        for method, runs in found.items()
-    }
-    rowset = []
-    for method, runs in found.items():
-        distance = ((torch.cat([of_rank.weights for of_rank in runs[0]]) - first).norm() / moved).item()
+    away = {method: ((end - weights["ours"]).norm() / moved).item() for method, end in weights.items()}
+    for method, distance in away.items():
         if methods[method].exact and distance > ROUNDING:
             raise SystemExit(f"{framework}, {method}: ends {distance:.1e} of the way from ours")
+    # A step takes as long as on the slower process; its memory is that of the process with most.
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(rounds):
+        for method, of_rounds in seconds.items():
+            of_ranks = zip(*(of_rank.seconds for of_rank in run(method)), strict=True)
+            of_rounds.append(median(map(max, of_ranks)))
+            loads.append(os.getloadavg()[0])
+    rowset = []
+    for method, of_rounds in seconds.items():
         unit = seconds[methods[method].unit]
         row = {
             "framework": framework,
             "method": method,
             "rows": rows,
-            "milliseconds": 1e3 * median(seconds[method]),
-            "ratio": median(one / of_ours for one, of_ours in zip(seconds[method], unit, strict=True)),
-            "megabytes": median(max(of_rank.bytes_ for of_rank in run) for run in runs) / 2**20,
-            "from_ours": distance,
+            "milliseconds": 1e3 * median(of_rounds),
+            "ratio": median(one / of_ours for one, of_ours in zip(of_rounds, unit, strict=True)),
+            "megabytes": max(of_rank.bytes_ for of_rank in first[method]) / 2**20,
+            "from_ours": away[method],
             "version": version_of(framework),
-            "load": load,
+            "load": median(loads),
         }
         rowset.append(row)
         print(
             f"| {framework} | {method} | {row['milliseconds']:.0f} | {row['ratio']:.2f} | {row['megabytes']:.0f} "
-            f"| {distance:.1e} |",
+            f"| {away[method]:.1e} |",
             flush=True,
         )
     return rowset

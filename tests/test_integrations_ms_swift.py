@@ -29,6 +29,7 @@ CASES = {
     "Qwen3-Embedding": MASK | QQ | DD,
     "own negatives": OWN,
     "first negative": {"INFONCE_HARD_NEGATIVES": "1"},
+    "no negative": {"INFONCE_HARD_NEGATIVES": "0"},
     "first negative, own": OWN | {"INFONCE_HARD_NEGATIVES": "1"},
 }
 # The negatives of the queries of each rank.
@@ -231,7 +232,7 @@ def test_under_sequence_parallelism_its_data_parallel_group_shares_the_batch():
         ({"INFONCE_TEMPERATURE": "warm"}, "INFONCE_TEMPERATURE must be a finite number, got 'warm'"),
         ({"INFONCE_FAKE_NEG_MARGIN": "nan"}, "INFONCE_FAKE_NEG_MARGIN must be a finite number, got 'nan'"),
         ({"INFONCE_USE_BATCH": "maybe"}, "INFONCE_USE_BATCH must be True or False, got 'maybe'"),
-        ({"INFONCE_HARD_NEGATIVES": "-1"}, "INFONCE_HARD_NEGATIVES must be a whole number of at least 1, got '-1'"),
+        ({"INFONCE_HARD_NEGATIVES": "-1"}, "INFONCE_HARD_NEGATIVES must be a whole number, 0 or more, got '-1'"),
     ],
 )
 def test_a_variable_without_a_valid_value(variables, message):
@@ -258,11 +259,13 @@ def with_a_mistake_on_rank_1(mistake):
         labels = labels[1:] if mistake == "labels" else labels
         wrong = {"value": {"INFONCE_TEMPERATURE": "hot"}, "another": {"INFONCE_TEMPERATURE": "0.3"}}.get(mistake, {})
         wrong |= OWN if mistake == "another loss" else {}
-    with Variables(wrong):
-        ms_swift.InfonceLoss(None, None)({"last_hidden_state": x}, labels)
+        wrong |= {"INFONCE_TEMPERATURE": "0.3"} if mistake == "another, own" else {}
+    outputs = {} if (rank, mistake) == (1, "no embeddings") else {"last_hidden_state": x}
+    with Variables(wrong | (OWN if mistake == "another, own" else {})):
+        ms_swift.InfonceLoss(None, None)(outputs, labels)
 
 
-@pytest.mark.parametrize("mistake", ["labels", "value", "another", "another loss"])
+@pytest.mark.parametrize("mistake", ["labels", "value", "another", "another, own", "another loss", "no embeddings"])
 def test_a_mistake_of_one_rank_raises_on_all(mistake):
     with pytest.raises(RankError, match="2 of 2 ranks failed"):
         run_ranks(with_a_mistake_on_rank_1, 2, mistake)

@@ -86,7 +86,7 @@ def test_an_encoder_under_fsdp2_ends_with_the_weights_of_one_process(world, unit
 
 def norms_body(mesh_shape):
     """The norm of a gradient in parts of a mesh with one or two axes is that of plain gradients."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     names = ("replicas", "shards")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
@@ -107,6 +107,13 @@ def norms_body(mesh_shape):
         assert_same(p.grad.full_tensor(), x.grad, relative=1e-14)
     with pytest.raises(ValueError, match=r"sharded must hold no DTensors, .*; pass .* as replicated"):
         wb.heads.clip_grad_norm_([], parts if dist.get_rank() else [other], 0.5)
+    addends = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()] * mesh.ndim))
+    addends.grad = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()] * mesh.ndim)
+    with pytest.raises(ValueError, match="replicated must hold no DTensor with a Partial placement, got one"):
+        wb.heads.clip_grad_norm_([addends] if dist.get_rank() else [other], [], 0.5)
+    other.grad = torch.tensor([math.inf, 3.0], dtype=torch.float64)
+    assert wb.heads.clip_grad_norm_([other], [], math.inf) == math.inf
+    assert other.grad[1] == 3.0
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])

@@ -202,6 +202,7 @@ OPTIONS = {
     "their objects, the defaults": {"distance": distances.CosineSimilarity},
     "another distance": {"distance": partial(distances.LpDistance, p=2, power=2)},
     "another reducer": {"reducer": partial(reducers.ThresholdReducer, low=0.5)},
+    "their default reducer with a bound": {"reducer": partial(reducers.AvgNonZeroReducer, high=8.0)},
     "regularizer": {"embedding_regularizer": regularizers.LpRegularizer},
 }
 
@@ -228,6 +229,9 @@ def flat_on_a_rank():
         labels, ref = torch.tensor(LABELS["several of each"]), {"ref_emb": part(rows(9, 1), (4, 5))}
         ref["ref_labels"] = part(labels[:9].clone(), (4, 5))
         found[name, "ref_emb"] = gradients(getattr(ours, name)(), part(rows()), part(labels), **ref)
+        mine, ref = part(labels), {"ref_emb": part(rows(seed=1))}
+        ref["ref_labels"] = mine
+        found[name, "ref_emb, one object"] = gradients(getattr(ours, name)(), part(rows()), mine, **ref)
         miner = ours.DistributedMinerWrapper(miners.MultiSimilarityMiner())
         mined = miner(part(rows()), part(labels))
         found[name, "mined"] = gradients(partial_of(getattr(ours, name)(), mined), part(rows()), part(labels))
@@ -269,6 +273,10 @@ def test_losses_in_tiles_are_theirs_of_one_process(flat, name):
     theirs = getattr(losses, name)()
     true = gradients(theirs, rows(), labels, ref_emb=rows(9, 1), ref_labels=labels[:9].clone())
     assert_one([of_rank[name, "ref_emb"] for of_rank in flat], true, tolerance)
+    true = gradients(theirs, rows(), labels, ref_emb=rows(seed=1), ref_labels=labels)
+    assert_one([of_rank[name, "ref_emb, one object"] for of_rank in flat], true, tolerance)
+    other = gradients(theirs, rows(), labels, ref_emb=rows(seed=1), ref_labels=labels.clone())
+    assert abs(other[0] - true[0]) > 1e-3, "to them labels of another object are labels of other rows"
     true = gradients(partial_of(theirs, miners.MultiSimilarityMiner()(rows(), labels)), rows(), labels)
     assert_one([of_rank[name, "mined"] for of_rank in flat], true, tolerance)
 

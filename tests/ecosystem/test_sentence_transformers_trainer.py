@@ -490,6 +490,15 @@ def test_one_column_is_refused(folder):
         ranking(model)([model.preprocess(["sort the list"])], None)
 
 
+def test_one_column_and_labels_for_their_triplet_losses(folder):
+    model, labels = encoder(folder), torch.tensor([0, 0, 1, 1, 0])
+    rows = model.preprocess(["sort the list", "a fast list", "the old tree", "tree of words", "sort it"])
+    loss = theirs.BatchAllTripletLoss(model, margin=0.5)
+    expected = loss([dict(rows)], labels)
+    assert expected > 0
+    assert torch.allclose(ours.WholeBatchLoss(model, loss)([dict(rows)], labels), expected, rtol=1e-6)
+
+
 def test_static_embeddings_are_refused_by_cached_losses_alone(folder):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding

@@ -171,10 +171,21 @@ def test_the_audit_finds_the_gradients_exact(name, exact):
 
 
 def test_mistakes_are_refused():
+    from transformers import PretrainedConfig, Trainer, TrainingArguments
+
     from wholebatch.integrations.transformers import WholeBatchTrainerMixin, features_of
 
     with pytest.raises(ValueError, match="compute_loss_func must be None beside WholeBatchTrainerMixin"):
         WholeBatchTrainerMixin(compute_loss_func=dense)
+
+    class Mixed(WholeBatchTrainerMixin, Trainer):
+        pass
+
+    model = Dual()
+    model.config = PretrainedConfig()
+    smoothed = TrainingArguments(tempfile.gettempdir(), use_cpu=True, report_to=[], label_smoothing_factor=0.5)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0 .* got 0\.5; pass it to the loss"):
+        Mixed(model, smoothed)
     with pytest.raises(
         TypeError, match=r"outputs must be a tuple of tensors, or have image_embeds .* got dict of Linear"
     ):

@@ -6,6 +6,7 @@ All ranks make a step or none does, because an overflow in one rank's part is an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,8 +42,8 @@ def clip_grad_norm_(
         number; for DTensors 1 more.
 
     Raises:
-        ValueError: on every rank: a parameter is in both lists, a DTensor is in `sharded`, or max_norm is negative or
-            NaN.
+        ValueError: on every rank: a parameter is in both lists, a DTensor is in `sharded`, or one of `replicated` has a
+            Partial placement; max_norm is negative or NaN.
     """
     comm = select_communicator(group)
     everyone: list[Tensor] = []
@@ -63,6 +64,11 @@ def clip_grad_norm_(
                 "sharded must hold no DTensors, got one: the ranks that hold its parts are those of its mesh; pass the "
                 "parameters of FSDP2 as replicated"
             )
+        if any(_is_partial(p.grad) for p in everyone):
+            raise ValueError(
+                "replicated must hold no DTensor with a Partial placement, got one: its values are addends, which have "
+                "no norm; redistribute the gradient first"
+            )
         most = check_real("max_norm", max_norm)
         if not most >= 0.0:
             raise ValueError(f"max_norm must be at least 0, got {max_norm}; float('inf') does not clip")
@@ -73,6 +79,8 @@ def clip_grad_norm_(
     device = next((p.device for p in (*everyone, *local)), torch.device("cpu"))
     whole = _square_norm(everyone, device) + comm.all_reduce(_square_norm(local, device), check=False)
     norm = whole.sqrt()
+    if math.isinf(most):
+        return norm
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for p in (*everyone, *local):
         _values(p).mul_(factor.to(p.dtype))
@@ -133,6 +141,10 @@ def _parameters(name: str, given: Any) -> list[Tensor]:
 def _is_dtensor(x: Tensor | None) -> bool:
     """Return whether it is a DTensor, whose module takes long to import."""
     return hasattr(x, "device_mesh")
+
+
+def _is_partial(x: Any) -> bool:  # a gradient, or None
+    return _is_dtensor(x) and any(at.is_partial() for at in x.placements)
 
 
 def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:

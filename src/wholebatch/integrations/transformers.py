@@ -66,7 +66,8 @@ class WholeBatchTrainerMixin:
         args, kwargs: those of Trainer.
 
     Raises:
-        ValueError: for a `compute_loss_func`, which would get the loss wrong by the number of micro-steps.
+        ValueError: for a `compute_loss_func`, which would get the loss wrong by the number of micro-steps; for a
+            `label_smoothing_factor`, which the Trainer would apply to logits.
     """
 
     loss_is_scaled_for_ga = False  # a mean: the Trainer divides it by the number of micro-steps
@@ -85,6 +86,13 @@ class WholeBatchTrainerMixin:
                 "which is called with the features alone"
             )
         super().__init__(*args, **kwargs)
+        trainer: Any = self
+        smoothing = trainer.args.label_smoothing_factor
+        if smoothing:
+            raise ValueError(
+                f"label_smoothing_factor must be 0 beside WholeBatchTrainerMixin, got {smoothing}; pass it to the "
+                "loss, as in batch_loss=wb.CLIPLoss(label_smoothing=0.1)"
+            )
         self.batch_loss, self.chunk_size, self.features_of = batch_loss or wb.CLIPLoss(), chunk_size, features_of
         self.model_accepts_loss_kwargs = False  # of releases before `loss_is_scaled_for_ga`
         self.can_return_loss = True  # evaluation computes the loss of a batch without labels

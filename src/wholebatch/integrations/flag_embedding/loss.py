@@ -118,7 +118,7 @@ def _refuse(model: Any, q_reps: Tensor, p_reps: Tensor, targets: Tensor | None, 
     if not len(q_reps) or len(p_reps) % len(q_reps):
         refuse(
             f"p_reps must have the same number of rows for each query, got {len(p_reps)} rows for {len(q_reps)} "
-            "queries; pass train_group_size passages for each",
+            "queries; pass train_group_size passages for each, and at least one query on each process",
             "FlagEmbedding",
             None,
         )

@@ -75,8 +75,10 @@ class InfonceLoss:
         del num_items_in_batch, loss_scale, kwargs
         group, sync = self._ranks()
         options = _checked(read_options, group)
-        batch = _checked(lambda: _split(outputs["last_hidden_state"], labels, options), group)
+        batch = _checked(lambda: _split(outputs, labels, options), group)
         if not options.use_batch:
+            comm = wb.comm.select_communicator(group)
+            comm.handshake(lambda: {"options": repr(options)}, caller=_CALLER, must_match=("options",))
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
         return wb.functional.info_nce_loss(
             batch.queries,
@@ -95,7 +97,8 @@ class InfonceLoss:
         if self.is_megatron:
             from megatron.core import mpu
 
-            return mpu.get_data_parallel_group(), "sum" if self.args.calculate_per_token_loss else "mean"
+            adds_up = getattr(self.args, "calculate_per_token_loss", False)
+            return mpu.get_data_parallel_group(), "sum" if adds_up else "mean"
         module = sys.modules.get("swift.sequence_parallel")  # ms-swift's trainers import it
         return getattr(getattr(module, "sequence_parallel", None), "dp_group", None), "mean"
 
@@ -109,7 +112,13 @@ class _Batch(NamedTuple):
     owners: Tensor
 
 
-def _split(sentences: Tensor, labels: Tensor, options: Options) -> _Batch:
+def _split(outputs: dict[str, Tensor], labels: Tensor, options: Options) -> _Batch:
+    if "last_hidden_state" not in outputs:
+        raise ValueError(
+            f"outputs must have last_hidden_state, got {', '.join(map(str, outputs)) or 'nothing'}; ms-swift's models "
+            "have it with --task_type embedding"
+        )
+    sentences = outputs["last_hidden_state"]
     positive = labels.flatten() != 0
     count = int(positive.sum())
     if sentences.ndim != 2 or len(sentences) != len(positive) + count or (len(positive) and not positive[0]):

@@ -66,6 +66,6 @@ def _count(name: str) -> int | None:
     text = os.environ.get(name)
     if text is None:
         return None
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {text!r}; leave it unset for all negatives")
+    if not text.strip().isdecimal():
+        raise ValueError(f"{name} must be a whole number, 0 or more, got {text!r}; leave it unset for all negatives")
     return int(text)

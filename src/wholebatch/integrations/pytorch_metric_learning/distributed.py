@@ -54,6 +54,8 @@ class DistributedMinerWrapper(nn.Module):
         comm = wb.comm.select_communicator(self.group)
         given = [emb, on_device(labels, emb), ref_emb, on_device(ref_labels, emb)]
         tensors = [None if x is None else comm.gather(x, check=True) for x in given]
+        if given[3] is given[1]:
+            tensors[3] = tensors[1]  # to their miners a row is then its reference
         mined: list[Tensor] = []
 
         def state() -> dict[str, Any]:

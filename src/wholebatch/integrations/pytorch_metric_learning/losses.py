@@ -17,6 +17,7 @@ import wholebatch as wb
 from ...comm import Group
 from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
+from .._passages import refuse
 from .theirs import is_theirs, their_class
 from .whole_batch import checked_indices, on_device, on_whole_batch, warn_of_local_labels
 
@@ -100,7 +101,7 @@ class BatchLoss(nn.Module):
         ref_labels: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of the whole batch, whatever the labels look like."""
-        labels = on_device(labels, embeddings)
+        labels = self._checked_labels(labels, embeddings)
         if indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments():
             if labels is not None and self._in_tiles_by_labels(labels):
                 in_tiles = getattr(wb.functional, self._in_tiles)
@@ -135,7 +136,11 @@ class BatchLoss(nn.Module):
         cosine = self.distance is None or (
             is_theirs(self.distance, "CosineSimilarity") and (self.distance.p, self.distance.power) == (2, 1)
         )
-        mean = self.reducer is None or is_theirs(self.reducer, self._reducer)
+        mean = self.reducer is None or (
+            is_theirs(self.reducer, self._reducer)
+            and (getattr(self.reducer, "low", None) or 0) == 0  # their AvgNonZeroReducer takes `high`
+            and getattr(self.reducer, "high", None) is None
+        )
         return cosine and mean and self.embedding_regularizer is None
 
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
@@ -143,10 +148,20 @@ class BatchLoss(nn.Module):
         return True
 
     def _refuse_missing_labels(self) -> None:
-        def state() -> dict[str, Any]:
-            raise ValueError("labels must be given, one integer for each row of embeddings, got None; pass labels=")
+        refuse(
+            "labels must be given, one integer for each row of embeddings, got None; pass labels=",
+            type(self).__name__,
+            self.group,
+        )
 
-        wb.comm.select_communicator(self.group).handshake(state, caller=type(self).__name__)
+    def _checked_labels(self, labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
+        if labels is not None and not isinstance(labels, Tensor):
+            refuse(
+                f"labels must be a tensor of integers, got {type(labels).__name__}; pass torch.tensor(labels)",
+                type(self).__name__,
+                self.group,
+            )
+        return on_device(labels, embeddings)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items() if not isinstance(value, Tensor))

@@ -56,14 +56,20 @@ def on_whole_batch(
     Args:
         loss: called with these names, those without a value left out.
         group: processes that share the batch.
-        rows: tensors with this process's rows, by name.
+        rows: tensors with this process's rows, by name. If "ref_labels" is the object "labels", so it is for the loss.
         indices_tuple: of the whole batch.
     """
     given = {name: x for name, x in rows.items() if x is not None}
+    shared = "labels" in given and given.get("ref_labels") is given["labels"]  # to them a row is then its reference
+    if shared:
+        del given["ref_labels"]
     options = {} if indices_tuple is None else {"indices_tuple": indices_tuple}
 
     def of_all(*full: Tensor) -> Tensor:
-        found: Tensor = loss(**dict(zip(given, full, strict=True)), **options)
+        named = dict(zip(given, full, strict=True))
+        if shared:
+            named["ref_labels"] = named["labels"]
+        found: Tensor = loss(**named, **options)
         return found
 
     return wb.WholeBatch(of_all, group=group)(*given.values())

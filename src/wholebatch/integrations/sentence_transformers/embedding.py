@@ -20,14 +20,14 @@ from .theirs import Features, embed_columns, has_static_embedding
 Embed = Callable[[Any, Sequence[Features]], list[Tensor]]
 
 
-def columns_of(sentence_features: Iterable[Features]) -> list[Features]:
+def columns_of(sentence_features: Iterable[Features], fewest: int = 2) -> list[Features]:
     """Return the columns of a batch.
 
     Raises:
-        ValueError: if there are fewer than two.
+        ValueError: if there are fewer.
     """
     columns = list(sentence_features)
-    if len(columns) < 2:
+    if len(columns) < fewest:
         raise ValueError(
             f"the batch must have at least two columns of inputs, anchors and positives, got {len(columns)}; further "
             "columns are negatives"
@@ -89,6 +89,7 @@ class BatchLoss(nn.Module):
     """
 
     chunks: Embed | None = None
+    fewest_columns = 2
     model: Any  # their model, which the trainer replaces by the wrapped one
 
     @property
@@ -114,7 +115,7 @@ class BatchLoss(nn.Module):
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes."""
-        columns = columns_of(sentence_features)
+        columns = columns_of(sentence_features, self.fewest_columns)
         beside = self.beside(columns, labels)
         embeddings = self.embed(columns)
         if "calculate_loss" in vars(self):  # their MatryoshkaLoss has put its own in its place

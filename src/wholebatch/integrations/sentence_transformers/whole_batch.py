@@ -32,6 +32,8 @@ class WholeBatchLoss(BatchLoss):
         ValueError: for a loss without `compute_loss_from_embeddings`, or one that itself gathers or caches.
     """
 
+    fewest_columns = 1  # their triplet losses compare the rows of one column by their labels
+
     def __init__(
         self,
         model: Any,  # their model
