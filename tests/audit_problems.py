@@ -240,7 +240,7 @@ def right_sharded():
     return Problem(model, {**batch(), "labels": torch.arange(ROWS) % 10}, loss, sharded=["head"])
 
 
-def right_head_in_ddp():
+def head_in_ddp():
     """Let DDP leave a head alone, whose buffers say which classes it has."""
 
     class Classifier(nn.Module):

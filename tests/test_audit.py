@@ -98,6 +98,16 @@ def test_right_problems_pass(name):
         assert {row.name for row in report.rows if len(row.counts) == size} >= groups
 
 
+def test_ddp_leaves_a_head_alone():
+    """Its centers, and the buffers that say which classes a rank has; with those of rank 0 the head raises."""
+    report = wb.audit(audit_problems.head_in_ddp, (1, 2, 3))
+    assert report.exact, report
+    assert {row.name for row in report.rows if row.kind == "parameters" and len(row.counts) == 3} == {
+        "backbone",
+        "head",
+    }
+
+
 @pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
 def test_each_planted_mistake_is_named(name, cause):
     report = wb.audit(problem(name))

@@ -234,6 +234,15 @@ NEW_MISTAKES = [
         for name in LABELED
     ),
     *((name, {"labels": None}, "labels must be a tensor of integers, .* got None") for name in LABELED),
+    (
+        "sup_con_loss",
+        {"labels": torch.eye(3)},
+        r"labels must be a tensor of integers.*; for one-hot rows pass the argmax",
+    ),
+    ("sup_con_loss", {"labels": ["a", "b", "c"]}, "got .*; give each text a number first"),
+    ("sup_con_loss", {"labels": [0, 1, 2]}, r"got .*; pass torch\.tensor\(labels\)"),
+    ("sup_con_loss", {"labels": torch.zeros(3, 1).long()}, r"got \(3, 1\); pass it with \.squeeze\(1\)"),
+    ("sup_con_loss", {"labels": torch.eye(3).long()}, r"got \(3, 3\); for one-hot rows pass the argmax"),
     *((name, {"labels": torch.zeros(3, 1).long()}, r"one integer for each row .* got \(3, 1\)") for name in LABELED),
     *((name, {"ids": torch.zeros(3)}, "ids must be a tensor of integers") for name in ("clip_loss", "nt_xent_loss")),
     *((name, {"weights": torch.ones(3, device="meta")}, "weights must be a dense tensor with data") for name in SWEEPS),

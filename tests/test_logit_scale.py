@@ -348,3 +348,15 @@ def test_a_module_or_a_negative_temperature_names_the_value_of_a_scale(call, mes
     scale = wb.Scale(10.0)
     wb.functional.nt_xent_loss(x, x + 1, temperature=1 / scale()).backward()
     assert scale.log_scale.grad is not None
+
+
+def test_a_scale_for_a_loss_with_a_temperature_says_so():
+    x = torch.randn(4, 8)
+    with pytest.raises(TypeError, match=r"settings are .*temperature.*; pass temperature=1 / logit_scale"):
+        wb.NTXentLoss(logit_scale=20.0)
+    for call in (wb.NTXentLoss(), wb.functional.nt_xent_loss):
+        with pytest.raises(TypeError, match="this loss has a temperature instead, 1 / logit_scale"):
+            call(x, x, logit_scale=20.0)
+    with pytest.raises(TypeError) as error:
+        wb.functional.vicreg_loss(x, x, logit_scale=20.0)
+    assert "temperature" not in str(error.value)

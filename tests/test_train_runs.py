@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from glyph_files import write_pairs
-from train_runs import TRAIN, difference, finish, finish_here, killed, losses, metrics, options, recorded
+from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
 from wholebatch.__main__ import main
 from wholebatch.train.config import TrainConfig
@@ -56,9 +56,7 @@ def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, t
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_curve_is_the_same_with_gradient_caching(data, uninterrupted, tmp_path, processes):
-    (finish_here if processes == 1 else finish)(
-        TRAIN + options(data, tmp_path / "run", "--ranks", str(processes), "--chunk-size", "10", steps=50)
-    )
+    finish(TRAIN + options(data, tmp_path / "run", "--ranks", str(processes), "--chunk-size", "10", steps=50))
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
@@ -77,12 +75,12 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
     run, whole = tmp_path / "run", uninterrupted[0]
     if loss != "clip":
         whole = tmp_path / "whole"
-        finish_here(TRAIN + options(data, whole, "--loss", loss, steps=50))
+        finish(TRAIN + options(data, whole, "--loss", loss, steps=50))
     killed(TRAIN + options(data, run, "--loss", loss, steps=50), when=lambda: recorded(run) >= 13)
     assert recorded(run) < 50
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # as after a kill in the middle of a write
-    (finish if loss == "clip" else finish_here)([*TRAIN, "--resume", str(run)])
+    finish([*TRAIN, "--resume", str(run)])
     assert metrics(run) == metrics(whole)
 
 
@@ -91,7 +89,7 @@ def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
     command = TRAIN + options(data, run, "--ranks", "2", steps=50)
     killed(command, when=(run / "checkpoint.safetensors").exists, kill=signal.SIGINT)  # as a terminal does
     assert recorded(run) < 50
-    finish_here([*TRAIN, "--resume", str(run), "--ranks", "1"])
+    finish([*TRAIN, "--resume", str(run), "--ranks", "1"])
     assert difference(uninterrupted[0], run) <= 1e-4
 
 

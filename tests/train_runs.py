@@ -9,8 +9,6 @@ import time
 
 from glyph_files import SMALL
 
-from wholebatch.__main__ import main
-
 TRAIN = [sys.executable, "-W", "error", "-m", "wholebatch", "train"]
 
 
@@ -23,12 +21,6 @@ def finish(command, expect=0):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == expect, done.stdout + done.stderr
     return done
-
-
-def finish_here(command):
-    """Run a command of one rank in this process, which has imported what a new one would import for seconds."""
-    assert command[: len(TRAIN)] == TRAIN
-    assert main(["train", *command[len(TRAIN) :]]) == 0
 
 
 def metrics(run):

@@ -176,14 +176,28 @@ def check_ids(name: str, ids: object, of: str, rows: int) -> None:
     """Raise ValueError unless ids has one integer for each row of the features `of`."""
     if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
         got = ids.dtype if isinstance(ids, Tensor) else shown_with_type(ids)
-        fix = "cast with .long()" if isinstance(ids, Tensor) else f"pass torch.tensor({name})"
-        raise ValueError(f"{name} must be a tensor of integers, one for each row of {of}, got {got}; {fix}")
+        raise ValueError(
+            f"{name} must be a tensor of integers, one for each row of {of}, got {got}; {_fix_of_ids(name, ids)}"
+        )
     check_dense(name, ids)
     if ids.shape != (rows,):
         raise ValueError(
-            f"{name} must have shape ({rows},), one integer for each row of {of}, got {tuple(ids.shape)}; for "
-            "one-hot rows pass the argmax"
+            f"{name} must have shape ({rows},), one integer for each row of {of}, got {tuple(ids.shape)}"
+            f"{_fix_of_shape(ids, rows)}"
         )
+
+
+def _fix_of_ids(name: str, ids: object) -> str:
+    if isinstance(ids, Tensor):
+        return "for one-hot rows pass the argmax(1)" if ids.dim() == 2 and ids.shape[1] > 1 else "cast with .long()"
+    texts = isinstance(ids, list | tuple) and any(isinstance(of_row, str) for of_row in ids)
+    return "give each text a number first" if texts else f"pass torch.tensor({name})"
+
+
+def _fix_of_shape(ids: Tensor, rows: int) -> str:
+    if ids.dim() < 2 or ids.shape[0] != rows:
+        return ""
+    return "; pass it with .squeeze(1)" if ids.shape == (rows, 1) else "; for one-hot rows pass the argmax(1)"
 
 
 def check_weights(name: str, weights: object, of: str, rows: int) -> None:

@@ -458,6 +458,11 @@ MISTAKES = [
         lambda model: parts(model, [4], loss=theirs.CoSENTLoss(model)),
         "loss must be one of wholebatch.integrations.sentence_transformers, got sentence_transformers.*CoSENTLoss",
     ),
+    (
+        lambda model: ours.WholeBatchLoss(model, theirs.CoSENTLoss),
+        r"loss must be an instance of a loss, got the class CoSENTLoss; pass CoSENTLoss\(model\)",
+    ),
+    (partial(ranking, scale=torch.tensor(20.0)), r"scale must be a positive number, .*; to learn it, pass wb\.Scale"),
     (lambda model: ours.WholeBatchLoss(model, ranking(model)), "got wholebatch's MultipleNegativesRankingLoss"),
     (
         lambda model: ours.WholeBatchLoss(model, theirs.CachedMultipleNegativesRankingLoss(model)),

@@ -237,6 +237,7 @@ LEFT_OUT = {
     "Communicator": "abstract: its methods are called on LocalCommunicator and TorchCommunicator",
     "MPICommunicator": "needs MPI; it shares the methods of the others, and tests/test_mpi.py calls it",
     "Handle": "made by a communicator",
+    "SparseAdamW.load_state_dict": "torch's own checks of a state; tests/test_sparse_steps.py loads states",
     "Margin": "a protocol",
     **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that the library returns"),
     **dict.fromkeys(("TokenChunk", "TopClasses"), "a record that the library returns"),

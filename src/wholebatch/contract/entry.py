@@ -45,6 +45,8 @@ def _refuse(function: Callable[..., object], error: CallError, args: Sequence[An
     if "logit_scale" in names:
         unknown = {*kwargs} - {*names}
         error = CallError("; ".join([str(error), *(fix for name, fix in _FIXES.items() if name in unknown)]))
+    elif "logit_scale" in kwargs and ("temperature" in names or hasattr(next(iter(args), None), "temperature")):
+        error = CallError(f"{error}; this loss has a temperature instead, 1 / logit_scale")
     module = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)), None)
     options = getattr(module, "options", module)
     raise_on_all_ranks(caller, error, kwargs.get("group", getattr(options, "group", None)))

@@ -84,6 +84,8 @@ class Settings(nn.Module):
                     hint = f"pass {name} in the call"
                 elif name == "temperature" and "logit_scale" in in_call:
                     hint = "pass logit_scale=1 / temperature, in the constructor or in the call"
+                elif name == "logit_scale" and "temperature" in names:
+                    hint = "pass temperature=1 / logit_scale"
                 raise TypeError(
                     f"{cls.__name__} got an unexpected keyword argument {name!r}; its settings are "
                     f"{', '.join(sorted(names))}; {hint}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import Tensor
+
 import wholebatch as wb
 
 from ...comm import Group
@@ -17,7 +19,8 @@ def checked_positive(name: str, value: Any) -> Any:
         ValueError: if it is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
+        learned = "; to learn it, pass wb.Scale(20.0)" if name == "scale" and isinstance(value, Tensor) else ""
+        raise ValueError(f"{name} must be a positive number, got {value!r}{learned}")
     return value
 
 

@@ -44,6 +44,10 @@ class WholeBatchLoss(BatchLoss):
         group: Group = None,
     ) -> None:
         super().__init__()
+        if isinstance(loss, type):
+            raise ValueError(
+                f"loss must be an instance of a loss, got the class {loss.__name__}; pass {loss.__name__}(model)"
+            )
         name = type(loss).__name__
         if isinstance(loss, BatchLoss):
             raise ValueError(
