@@ -153,14 +153,22 @@ def with_a_mistake_on_rank_1(mistake):
     q, p, _ = batch(GROUP, False)
     rows = 0 if mistake == "no queries" and dist.get_rank() == 1 else 2
     passages = p[:2].flatten(0, 1)[: 5 if mistake == "a passage is missing" and dist.get_rank() == 1 else None]
-    flag_embedding.cross_device_loss(Model(), q[:rows], passages)
+    targets = torch.ones(2, GROUP) if mistake == "no teacher" and dist.get_rank() == 0 else None
+    flag_embedding.cross_device_loss(Model(), q[:rows], passages, targets)
 
 
-@pytest.mark.parametrize("mistake", ["no queries", "a passage is missing"])
-def test_a_mistake_of_one_rank_raises_on_all(mistake):
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("no queries", "p_reps must have the same number of rows"),
+        ("a passage is missing", "p_reps must have the same number of rows"),
+        ("no teacher", "teacher_targets"),
+    ],
+)
+def test_a_mistake_of_one_rank_raises_on_all(mistake, message):
     with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
         run_ranks(with_a_mistake_on_rank_1, 2, mistake)
-    assert str(error.value).count("p_reps must have the same number of rows") >= 2
+    assert str(error.value).count(message) >= 2
 
 
 # The switch and the command, with a stand-in for the framework.

@@ -19,7 +19,6 @@ from torch import Tensor
 import wholebatch as wb
 
 from ..._user_error import UserError
-from .._passages import refuse
 
 Score = Callable[..., Tensor]
 
@@ -51,13 +50,24 @@ def cross_device_loss(
         None for the scores, which FlagEmbedding drops, and the loss of the global batch, the same on all processes.
 
     Raises:
-        ValueError: for an M3 model with `unified_finetuning`, for keywords of `compute_score_func`, for a
-            `kd_loss_type` that FlagEmbedding does not have, and, on all processes, for passages that do not divide
-            among the queries.
+        ValueError: on all processes, for an M3 model with `unified_finetuning`, for keywords of `compute_score_func`,
+            for a `kd_loss_type` that FlagEmbedding does not have, for passages that do not divide among the queries,
+            and where only some processes have `teacher_targets`.
     """
-    _refuse(model, q_reps, p_reps, teacher_targets, kwargs)
-    passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
+    if getattr(model, "unified_finetuning", False):
+        raise UserError(
+            "--negatives_cross_device True with --unified_finetuning True: FlagEmbedding computes the sparse, ColBERT "
+            "and ensemble losses of M3 from each process's own rows, so no choice here gives the gradient of the whole "
+            "batch; pass --unified_finetuning False for the dense loss, or run FlagEmbedding's command"
+        )
     distilled = teacher_targets is not None
+
+    def state() -> dict[str, Any]:
+        _check(model, q_reps, p_reps, distilled=distilled, kwargs=kwargs)
+        return {"teacher_targets": distilled}
+
+    wb.comm.select_communicator(None).handshake(state, caller="FlagEmbedding", must_match=("teacher_targets",))
+    passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
     if not _is_dot_product(model, compute_score_func) or (distilled and model.kd_loss_type == "m3_kd_loss"):
         return None, _of_theirs(model, q_reps, passages, teacher_targets, compute_score_func)
     scale = 1 / model.temperature
@@ -102,23 +112,15 @@ def _is_dot_product(model: Any, score: Score | None) -> bool:
     )
 
 
-def _refuse(model: Any, q_reps: Tensor, p_reps: Tensor, targets: Tensor | None, kwargs: dict[str, Any]) -> None:
-    if getattr(model, "unified_finetuning", False):
-        raise UserError(
-            "--negatives_cross_device True with --unified_finetuning True: FlagEmbedding computes the sparse, ColBERT "
-            "and ensemble losses of M3 from each process's own rows, so no choice here gives the gradient of the whole "
-            "batch; pass --unified_finetuning False for the dense loss, or run FlagEmbedding's command"
-        )
+def _check(model: Any, q_reps: Tensor, p_reps: Tensor, *, distilled: bool, kwargs: dict[str, Any]) -> None:
     if kwargs:
         raise ValueError(
             f"compute_score_func must not need keywords, got {', '.join(kwargs)}: they hold rows of this process alone"
         )
-    if targets is not None and model.kd_loss_type not in ("kl_div", "m3_kd_loss"):
+    if distilled and model.kd_loss_type not in ("kl_div", "m3_kd_loss"):
         raise ValueError(f"kd_loss_type must be 'kl_div' or 'm3_kd_loss', got {model.kd_loss_type!r}")
     if not len(q_reps) or len(p_reps) % len(q_reps):
-        refuse(
+        raise ValueError(
             f"p_reps must have the same number of rows for each query, got {len(p_reps)} rows for {len(q_reps)} "
-            "queries; pass train_group_size passages for each, and at least one query on each process",
-            "FlagEmbedding",
-            None,
+            "queries; pass train_group_size passages for each, and at least one query on each process"
         )

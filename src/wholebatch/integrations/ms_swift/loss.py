@@ -11,7 +11,6 @@ and on request S(q_i, q_j), S(d_i, d_j), S(d_i, n_j) in the same softmax, j != i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +19,10 @@ from torch.nn.functional import cross_entropy
 
 import wholebatch as wb
 
-from ...comm import Group
+from ...comm import Group, select_communicator
 from ...losses._directions import Direction
 from ...sync import Sync
-from .._passages import refuse
-from .options import Options, read_options
+from .options import VARIABLES, Options, read_options
 
 _CALLER = "ms_swift.InfonceLoss"
 
@@ -70,15 +68,21 @@ class InfonceLoss:
             kwargs: likewise.
 
         Raises:
-            ValueError: on all processes, if a variable has no valid value, or labels do not fit the sentences.
+            ValueError: on all processes, if a variable has no valid value or differs between processes, or labels do
+                not fit the sentences.
         """
         del num_items_in_batch, loss_scale, kwargs
         group, sync = self._ranks()
-        options = _checked(read_options, group)
-        batch = _checked(lambda: _split(outputs, labels, options), group)
+        found: list[tuple[Options, _Batch]] = []
+
+        def state() -> dict[str, Any]:
+            options = read_options()
+            found.append((options, _split(outputs, labels, options)))
+            return dict(zip(VARIABLES, options, strict=True))
+
+        select_communicator(group).handshake(state, caller=_CALLER, must_match=VARIABLES)
+        ((options, batch),) = found
         if not options.use_batch:
-            comm = wb.comm.select_communicator(group)
-            comm.handshake(lambda: {"options": repr(options)}, caller=_CALLER, must_match=("options",))
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
         return wb.functional.info_nce_loss(
             batch.queries,
@@ -170,11 +174,3 @@ def _directions(options: Options) -> tuple[Direction, ...]:
 def _limited(options: Options) -> tuple[Direction, ...]:
     """Return the directions in which negatives count as false above the margin."""
     return ("query_to_key", "query_to_query") if options.include_qq else ("query_to_key",)
-
-
-def _checked(read: Callable[[], Any], group: Group) -> Any:
-    """Return what `read` returns, or raise its ValueError on all processes."""
-    try:
-        return read()
-    except ValueError as error:
-        refuse(str(error), _CALLER, group)

@@ -6,6 +6,15 @@ import math
 import os
 from typing import NamedTuple
 
+VARIABLES = (
+    "INFONCE_TEMPERATURE",
+    "INFONCE_USE_BATCH",
+    "INFONCE_HARD_NEGATIVES",
+    "INFONCE_MASK_FAKE_NEGATIVE",
+    "INFONCE_FAKE_NEG_MARGIN",
+    "INFONCE_INCLUDE_QQ",
+    "INFONCE_INCLUDE_DD",
+)  # in the order of the fields of Options
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 
