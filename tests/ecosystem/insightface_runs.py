@@ -34,6 +34,7 @@ IMPORTS = {
     "theirs": IMPORT,
     "ours": "from wholebatch.integrations.insightface import PartialFC_V2",
     "ours, exact": "from insightface_runs import exact as PartialFC_V2",
+    "ours, kept": "from insightface_runs import kept as PartialFC_V2",
     "dense": "from insightface_runs import Dense as PartialFC_V2",
     "dense, exact": "from insightface_runs import DenseExact as PartialFC_V2",
 }
@@ -145,6 +146,13 @@ def exact(*args):
     from wholebatch.integrations.insightface import PartialFC_V2
 
     return PartialFC_V2(*args, margin_grad="exact")
+
+
+def kept(*args):
+    """Return our module with memory for exp(S)."""
+    from wholebatch.integrations.insightface import PartialFC_V2
+
+    return PartialFC_V2(*args, memory=2**24)
 
 
 def train(output, ranks, variant, *, dtype=torch.float64, compress=False, given=None, start=None, **config):
