@@ -1,4 +1,4 @@
-"""Declared losses, each with arguments for a batch; tests compare them with losses of the library and with references."""
+"""Declared losses, each with a batch for it; tests compare them with losses of the library and with references."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,16 @@ def part(batch, rows, cols):
         cut = value.detach()[at].clone() if at is not None else value.detach().clone()
         return cut.requires_grad_(value.requires_grad)
 
-    at = {"x": rows, "x_data": rows, "own": rows, "own_data": rows, "weights": rows, "y": cols, "y_data": cols, "parameters": None}
+    at = {
+        "x": rows,
+        "x_data": rows,
+        "own": rows,
+        "own_data": rows,
+        "weights": rows,
+        "y": cols,
+        "y_data": cols,
+        "parameters": None,
+    }
     return Batch(**{name: of(value, at[name]) for name, value in vars(batch).items()})
 
 
@@ -64,7 +73,9 @@ def gradients(function, batch):
         x.grad = None
     loss = call(function, batch)
     loss.backward()
-    return loss.detach(), {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in tensors.items()}
+    return loss.detach(), {
+        name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in tensors.items()
+    }
 
 
 # Losses of the library, each in a few lines. `clip` reads partners inside scores, so that nothing cancels.
@@ -169,8 +180,7 @@ def own_negatives(**options):
 
 
 DECLARATIONS = {
-    of.__name__: of
-    for of in (clip, multi_similarity, hard_triplet, sup_con, sig_lip, weighted_mean, own_negatives)
+    of.__name__: of for of in (clip, multi_similarity, hard_triplet, sup_con, sig_lip, weighted_mean, own_negatives)
 }
 
 
@@ -192,7 +202,11 @@ def batch_for(name, rows, cols, seed=0, dtype=torch.float64):
     if name == "sig_lip":
         return Batch(numbers(rows, 5), numbers(cols, 5), parameters={"scale": one(2.0), "bias": one(-1.5)})
     if name == "multi_similarity":
-        return Batch(numbers(rows, 5), x_data={"label": labels(rows)}, parameters={"alpha": one(2.0), "beta": 50.0, "base": one(0.5)})
+        return Batch(
+            numbers(rows, 5),
+            x_data={"label": labels(rows)},
+            parameters={"alpha": one(2.0), "beta": 50.0, "base": one(0.5)},
+        )
     if name == "hard_triplet":
         return Batch(numbers(rows, 5), x_data={"label": labels(rows)}, parameters={"margin": 0.2})
     if name == "sup_con":
@@ -200,7 +214,9 @@ def batch_for(name, rows, cols, seed=0, dtype=torch.float64):
     x_data, y_data = {"bias": numbers(rows), "label": labels(rows)}, {"bias": numbers(cols), "label": labels(cols)}
     if name == "own_negatives":
         own_data = {"bias": numbers(rows, 3), "label": torch.randint(0, 3, (rows, 3), generator=made)}
-        return Batch(numbers(rows, 5), numbers(cols, 5), x_data, y_data, numbers(rows, 3, 5), own_data, {"scale": one(2.0)})
+        return Batch(
+            numbers(rows, 5), numbers(cols, 5), x_data, y_data, numbers(rows, 3, 5), own_data, {"scale": one(2.0)}
+        )
     weights = torch.rand(rows, generator=made, dtype=dtype).requires_grad_() if rows == cols else None
     if rows != cols or name == "weighted_mean":
         pairs = torch.randperm(rows, generator=made)

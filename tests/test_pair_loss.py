@@ -46,3 +46,17 @@ def test_ranks_have_the_gradients_of_one_dense_matrix(counts):
         expected = gradients(loss_fn.reference, batch)
         error = distance([of[at] for of in found], batch, expected, counts, option.get("sync", "mean"))
         assert error < 1e-10, (name, option, error)
+
+
+SYMMETRIC = ["multi_similarity", "hard_triplet", "sup_con"]
+
+
+@pytest.mark.parametrize("counts", [*SPLITS, (3, 3, 3, 3)], ids=str)
+def test_half_of_a_symmetric_matrix_suffices(counts):
+    options = [{"exchange": "gather"}, {"exchange": "ring"}, {"memory": 128}]
+    jobs = [(name, counts, seed, {"symmetric": True, **option}) for name in SYMMETRIC for seed, option in enumerate(options)]
+    found = run_ranks(of_rank, len(counts), jobs)
+    for at, (name, _, seed, option) in enumerate(jobs):
+        batch = batch_for(name, sum(counts), sum(counts), seed)
+        expected = gradients(DECLARATIONS[name]().reference, batch)
+        assert distance([of[at] for of in found], batch, expected, counts, "mean") < 1e-10, (name, option)

@@ -27,7 +27,6 @@ from ..sweep import Block
 from .schedule import Visit, full, half
 
 
-
 class Combination(Protocol):
     """A way to combine the numbers of columns that depend on each other, such as a maximum and a sum relative to it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import has_feature_dtype, is_dense
 from .._settings import shown
+from ..contract import Inputs
 from .entries import PARTNER
 from .similarity import ONE
 from .sweep import INDEX, SEPARATOR
@@ -58,7 +60,9 @@ class Arguments:
         Raises:
             ValueError: for an argument of the wrong kind; shapes and dtypes of features and data are checked later.
         """
-        x_data, y_data, own_data = (_vectors(name, of) for name, of in zip(("x_data", "y_data", "own_data"), data, strict=True))
+        x_data, y_data, own_data = (
+            _vectors(name, of) for name, of in zip(("x_data", "y_data", "own_data"), data, strict=True)
+        )
         features, widths = _side_by_side("x", x, kinds)
         columns = None
         if y is not None:
@@ -74,6 +78,33 @@ class Arguments:
             raise ValueError("own_data and own_offsets need own=, the features of each row's own candidates")
         return cls(features, columns, flat, widths, x_data, y_data, own_data, owners, _parameters(parameters))
 
+    @property
+    def signature(self) -> list[Any]:
+        """What the functions can tell of the arguments beside their values and the number of rows."""
+        of_data = (self.x_data, self.y_data, self.own_data)
+        dtypes = [[(name, str(one.dtype)) for name, one in of.items()] for of in of_data]
+        shapes = [
+            (name, tuple(one.shape) if isinstance(one, Tensor) else None) for name, one in self.parameters.items()
+        ]
+        return [dtypes, shapes, self.y is None, self.own is None, str(self.x.dtype), str(self.x.device)]
+
+    def inputs(self, weights: Tensor | None) -> Inputs:
+        """Return everything on which ranks have to agree, under the names of the caller's arguments."""
+        features = {"x": self.x}
+        if self.y is not None:
+            features["y"] = self.y
+        if self.own is not None:
+            features["own"] = self.own
+        data = {f"x_data[{name!r}]": (one, "x") for name, one in self.x_data.items()}
+        data |= {f"y_data[{name!r}]": (one, "y") for name, one in self.y_data.items()}
+        data |= {f"own_data[{name!r}]": (one, "own") for name, one in self.own_data.items()}
+        return Inputs(
+            features=features,
+            weights=(weights, "x"),
+            data=data,
+            parameters={f"parameters[{name!r}]": value for name, value in self.parameters.items()},
+        )
+
 
 def _vectors(name: str, data: Any) -> dict[str, Tensor]:
     if not isinstance(data, Mapping):
@@ -82,8 +113,9 @@ def _vectors(name: str, data: Any) -> dict[str, Tensor]:
         _check_name(name, key)
         if key in _RESERVED:
             raise ValueError(f"{name} must not have the name {key!r}: {_RESERVED[key]}; choose another")
-        if not isinstance(data[key], Tensor):
-            raise ValueError(f"{name}[{key!r}] must be a tensor with a number for each row, got {shown(data[key])}")
+        if not isinstance(data[key], Tensor) or (data[key].dim() != 1 and name != "own_data"):
+            got = tuple(data[key].shape) if isinstance(data[key], Tensor) else shown(data[key])
+            raise ValueError(f"{name}[{key!r}] must be a vector with a number for each row, got {got}")
     return dict(data)
 
 
@@ -107,7 +139,7 @@ def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dic
     parts = [x[of] for of in kinds]
     for of, part in zip(kinds, parts, strict=True):
         if not is_dense(part) or not has_feature_dtype(part) or part.dim() != 2 or not part.shape[1]:
-            got = (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else shown(part)
+            got = f"{tuple(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else shown(part)
             raise ValueError(f"{name}[{of!r}] must be a floating-point tensor (rows, embedding size), got {got}")
         if len(part) != len(parts[0]) or part.dtype != parts[0].dtype or part.device != parts[0].device:
             raise ValueError(f"all of {name} must have the same number of rows, dtype and device")
@@ -122,7 +154,9 @@ def _own(
     each = own if isinstance(own, Mapping) else {ONE: own}
     first = next(iter(each.values()))
     if not isinstance(first, Tensor):
-        raise ValueError(f"own must be a tensor (rows, h, embedding size) or with own_offsets (n, embedding size), got {shown(first)}")
+        raise ValueError(
+            f"own must be a tensor (rows, h, embedding size), or (n, embedding size) with own_offsets; got {shown(first)}"
+        )
     if offsets is None:
         if first.dim() != 3 or len(first) != rows:
             raise ValueError(
@@ -133,20 +167,30 @@ def _own(
         owners = torch.arange(rows, device=first.device).repeat_interleave(count)
         for name, value in data.items():
             if tuple(value.shape) != (rows, count):
-                raise ValueError(f"own_data[{name!r}] must have shape {(rows, count)} like own, got {tuple(value.shape)}")
+                raise ValueError(
+                    f"own_data[{name!r}] must have shape {(rows, count)} like own, got {tuple(value.shape)}"
+                )
         data = {name: value.flatten() for name, value in data.items()}
         flat = {name: one.flatten(0, 1) for name, one in each.items()}
     else:
         owners = _owners(offsets, rows, len(first))
         flat = dict(each)
-    return _side_by_side("own", flat if isinstance(own, Mapping) else flat[ONE], kinds)[0], owners.to(first.device), data
+    return (
+        _side_by_side("own", flat if isinstance(own, Mapping) else flat[ONE], kinds)[0],
+        owners.to(first.device),
+        data,
+    )
 
 
 def _owners(offsets: Any, rows: int, count: int) -> Tensor:
-    good = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64) and tuple(offsets.shape) == (rows + 1,)
+    good = (
+        isinstance(offsets, Tensor)
+        and offsets.dtype in (torch.int32, torch.int64)
+        and tuple(offsets.shape) == (rows + 1,)
+    )
     if good:
         ends = offsets.tolist()
-        good = ends[0] == 0 and ends[-1] == count and all(a <= b for a, b in zip(ends, ends[1:], strict=False))
+        good = ends[0] == 0 and ends[-1] == count and all(a <= b for a, b in pairwise(ends))
     if not good:
         raise ValueError(
             f"own_offsets must be {rows + 1} integers that rise from 0 to {count}: row i's candidates are those from "
@@ -163,7 +207,9 @@ def _parameters(parameters: Any) -> dict[str, Any]:
         _check_name("parameters", name)
         value = value() if isinstance(value, nn.Module) else value
         if not isinstance(value, Tensor) and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(f"parameters[{name!r}] must be a number, a tensor or a module such as wb.Scale, got {shown(value)}")
+            raise ValueError(
+                f"parameters[{name!r}] must be a number, a tensor or a module such as wb.Scale, got {shown(value)}"
+            )
         if isinstance(value, Tensor) and not is_dense(value):
             raise ValueError(f"parameters[{name!r}] must be a dense tensor with data")
         found[name] = value

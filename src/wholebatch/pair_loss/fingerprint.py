@@ -1,7 +1,7 @@
 """A text that two functions share only if they compute alike: ranks that run different versions of a loss then raise.
 
-It is made of bytecode, nested constants, defaults, and the plain values that a function captures or finds in its module.
-Addresses, paths and line numbers are left out, because they differ between ranks that run the same program.
+It is made of bytecode, nested constants, defaults, and the plain values that a function captures or finds in its
+module. Addresses, paths and line numbers are left out: they differ between ranks that run the same program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
     own = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
     plain = {key: of for key, of in own.items() if isinstance(of, (*_PLAIN, tuple))}
-    call = getattr(type(value), "__call__", None) if not isinstance(value, type) else None
+    call = None if isinstance(value, type) else vars(type(value)).get("__call__")
     code = [_text(call, depth - 1, inside)] if isinstance(call, types.FunctionType) else []
     return [name, _text(plain, depth - 1, inside), *code]
 
@@ -111,7 +111,7 @@ def captured(function: object, tensor: Tensor) -> str:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     values = {name: _content(cell) for name, cell in cells}
     values |= {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
-    values |= dict(enumerate(function.__defaults__ or ()))
+    values |= {f"default {number}": value for number, value in enumerate(function.__defaults__ or ())}
     for name, value in values.items():
         if value is tensor:
             return f"{name!r}"
@@ -119,7 +119,11 @@ def captured(function: object, tensor: Tensor) -> str:
         for attribute, of in getattr(value, "__dict__", {}).items() if not isinstance(value, types.ModuleType) else ():
             if of is tensor:
                 return f"'{name}.{attribute}'"
-        inside = captured(value, tensor) if isinstance(value, types.FunctionType | nn.Module) and value is not function else ""
+        inside = (
+            captured(value, tensor)
+            if isinstance(value, types.FunctionType | nn.Module) and value is not function
+            else ""
+        )
         if inside:
             return inside
     return ""

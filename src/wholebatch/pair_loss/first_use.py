@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ from .._settings import shown
 from .entries import PARTNER, Entries, Values
 from .fields import Fields, fields
 from .fingerprint import captured
-from .reductions import Mean, Partner, Term
+from .reductions import Mean, Term
 from .similarity import DISTANCE, ONE
 from .sweep import INDEX
 
 _ROWS, _COLUMNS = 4, 6
 _CUTS = ((slice(0, 1), slice(0, 6)), (slice(1, 4), slice(0, 6)), (slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 6)))
+_ALL, _SQUARE = slice(None), slice(0, _ROWS)
 _CLOSE = 1e-4
 
 
@@ -59,42 +60,56 @@ class Reads:
 
 def first_use(
     terms: Mapping[str, Term],
-    row_loss: Callable[..., Any] | None,
-    column_loss: Callable[..., Any] | None,
+    functions: tuple[Callable[..., Any] | None, Callable[..., Any] | None],
     kinds: Mapping[str, str],
     data: tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor] | None],
     parameters: Mapping[str, Any],
-    dtype: torch.dtype,
+    *,
+    symmetric: bool = False,
 ) -> Reads:
     """Return what the functions read, or raise.
 
     Args:
-        terms, row_loss, column_loss, kinds: of the declaration.
+        terms: of the declaration.
+        functions: its row loss and its column loss.
+        kinds: its similarities, by name.
         data: the numbers of rows, of columns, and of own candidates or None; a few of them are used.
         parameters: by name.
-        dtype: of tiles.
+        symmetric: whether scores and masks have to be symmetric.
 
     Raises:
         ValueError: naming the function, what it did, and the fix.
     """
     reads = Reads()
-    x, y, own = (None if of is None else {name: _some(one, n) for name, one in of.items()} for of, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True))
+    x, y, own = (
+        None if of is None else {name: _some(one, n) for name, one in of.items()}
+        for of, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
+    )
     assert x is not None
     assert y is not None
     p = {name: value.detach() if isinstance(value, Tensor) else value for name, value in parameters.items()}
-    p = {name: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for name, one in p.items()}
+    p = {name: one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for name, one in p.items()}
     for name, term in terms.items():
         columns = y if term.over != "own" else own
         if term.over != "batch" and own is None:
             raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
         assert columns is not None
-        _check_term(name, term, _tile(kinds, x, columns, p, dtype, reads))
-    for what, function, read, side in (("row_loss", row_loss, reads.rows, x), ("column_loss", column_loss, reads.cols, y)):
+        _check_term(name, term, _tile(kinds, x, columns, p, reads))
+    for what, function, read, side in (
+        ("row_loss", functions[0], reads.rows, x),
+        ("column_loss", functions[1], reads.cols, y),
+    ):
         if function is not None:
             _check_loss(what, function, terms, side, (kinds, p, read))
-    unknown = sorted((reads.rows | reads.cols) - set(terms))
-    assert not unknown, "FieldError was raised for them"
+    if symmetric:
+        rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
+        for name, term in terms.items():
+            _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads()), _ALL, _SQUARE))
     return reads
+
+
+def _device(*sides: Mapping[str, Tensor]) -> torch.device:
+    return next((x.device for side in sides for x in side.values()), torch.device("cpu"))
 
 
 def _some(x: Tensor, rows: int) -> Tensor:
@@ -108,11 +123,10 @@ def _tile(
     x: Mapping[str, Tensor],
     y: Mapping[str, Tensor],
     p: Mapping[str, Any],
-    dtype: torch.dtype,
     reads: Reads,
 ) -> Entries:
     """Return a tile of similarities that differ from each other, away from 0 and 1."""
-    device = next((one.device for one in (*x.values(), *y.values())), torch.device("cpu"))
+    device, dtype = _device(x, y), torch.float64
     even = torch.linspace(0.2, 0.8, _ROWS * _COLUMNS, dtype=dtype, device=device).view(_ROWS, _COLUMNS)
     s = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
     rows = _columns({**x, **_partners(kinds, _ROWS, dtype, device), INDEX: torch.arange(_ROWS, device=device)}, 1)
@@ -123,12 +137,14 @@ def _tile(
 def _partners(kinds: Mapping[str, str], rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     even = torch.linspace(0.3, 0.7, rows, dtype=dtype, device=device)
     each = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
-    return {PARTNER: each[ONE] if ONE in each else each}
+    return {PARTNER: each.get(ONE, each)}
 
 
 def _columns(numbers: Mapping[str, Any], dim: int) -> dict[str, Any]:
     return {
-        name: fields("s", {of: one.unsqueeze(dim) for of, one in x.items()}) if isinstance(x, Mapping) else x.unsqueeze(dim)
+        name: fields("s", {of: one.unsqueeze(dim) for of, one in x.items()})
+        if isinstance(x, Mapping)
+        else x.unsqueeze(dim)
         for name, x in numbers.items()
     }
 
@@ -153,7 +169,9 @@ def _check_term(name: str, term: Term, entries: Entries) -> None:
     for rows, cols in _CUTS:
         part = _part(entries, rows, cols)
         for whole, of_part in zip(_numbers(values), _numbers(_values(name, term, part)), strict=True):
-            if not torch.allclose(whole.expand(values.shape)[rows, cols], of_part.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True):
+            if not torch.allclose(
+                whole.expand(values.shape)[rows, cols], of_part.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True
+            ):
                 raise ValueError(
                     f"{what} must compute each entry from its own s, x, y and p alone; its values change when the tile "
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
@@ -175,17 +193,21 @@ def _values(name: str, term: Term, entries: Entries) -> Values:
         if mask.dtype != torch.bool:
             raise ValueError(f"where of term {name!r} must return booleans, got {mask.dtype}; compare, or use .bool()")
     values = entries.values(term, mask)
-    given = [("score", values.value)] if term.scored else []
+    given: list[tuple[str, Any]] = [("score", values.value)] if term.scored else []
     if isinstance(term, Mean) and term.log_weight is not None:
         given.append(("log_weight", values.log_weight))
     for function, x in given:
         what = f"{function} of term {name!r}"
         if isinstance(x, Fields):
-            raise ValueError(f"{what} must be given where similarity has names: a function such as lambda s, x, y, p: s.{next(iter(x))}")
+            raise ValueError(
+                f"{what} must be a function where similarity has names, such as lambda s, x, y, p: s.{next(iter(x))}"
+            )
         _check_shape(what, x, entries.shape)
         assert x is not None
         if not x.is_floating_point():
-            raise ValueError(f"{what} must return floating-point numbers, got {x.dtype}; use Count for numbers of entries")
+            raise ValueError(
+                f"{what} must return floating-point numbers, got {x.dtype}; use Count for numbers of entries"
+            )
     return values
 
 
@@ -197,7 +219,9 @@ def _check_shape(what: str, x: object, shape: tuple[int, ...]) -> None:
     except RuntimeError:
         fits = False
     if not fits:
-        raise ValueError(f"{what} must return one value for each entry, {shape} in a tile like this, got {tuple(x.shape)}")
+        raise ValueError(
+            f"{what} must return one value for each entry, {shape} in a tile like this, got {tuple(x.shape)}"
+        )
 
 
 def _check_loss(
@@ -230,7 +254,9 @@ def _check_loss(
         return
     for at in (slice(0, 1), slice(1, rows)):
         for one, part in zip(whole, call(at), strict=True):
-            if not torch.allclose(one.expand(rows)[at], part.expand(len(range(rows)[at])), _CLOSE, _CLOSE, equal_nan=True):
+            if not torch.allclose(
+                one.expand(rows)[at], part.expand(len(range(rows)[at])), _CLOSE, _CLOSE, equal_nan=True
+            ):
                 raise ValueError(
                     f"{what} must compute the loss of each row from its own numbers alone; its values change when the "
                     "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
@@ -247,6 +273,19 @@ def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
             got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
             raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
     return [part.expand(rows) for part in parts]
+
+
+def _check_symmetry(name: str, term: Term, entries: Entries) -> None:
+    """Raise ValueError unless masks and scores of a square tile, whose similarities are symmetric, are symmetric."""
+    even = {of: (s + s.T) / 2 for of, s in entries.s.items()}
+    values = _values(name, term, replace(entries, s=even, reads=None))
+    for x in _numbers(values):
+        whole = x.expand(values.shape)
+        if not torch.allclose(whole, whole.T, _CLOSE, _CLOSE, equal_nan=True):
+            raise ValueError(
+                f"term {name!r} must have equal masks and scores for (i, j) and (j, i) with symmetric=True, and they "
+                "differ; pass symmetric=False, or read x and y alike"
+            )
 
 
 def _tensors(entries: Entries) -> list[Tensor]:
@@ -268,7 +307,9 @@ def _watched(
                 raise
             raise ValueError(f"{what} failed: {error}") from error
         except Exception as error:
-            raise ValueError(f"{what} failed on a tile of {_ROWS} rows and {_COLUMNS} columns: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{what} failed on a tile of {_ROWS} rows and {_COLUMNS} columns: {type(error).__name__}: {error}"
+            ) from error
     if versions != [x._version for x in given]:
         raise ValueError(f"{what} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
     return found
@@ -290,8 +331,8 @@ class _Captured(TorchFunctionMode):
                 name = next((found for found in names if found), "a tensor without a name")
                 gradient = " with a gradient" if x.requires_grad else ""
                 raise ValueError(
-                    f"{self.what} must receive its tensors as x, y or p, got {name} of shape {tuple(x.shape)}{gradient} "
-                    "from elsewhere: pass numbers of rows in x_data or y_data, and shared ones in parameters"
+                    f"{self.what} must receive its tensors as x, y or p, got {name} of shape {tuple(x.shape)}"
+                    f"{gradient} from elsewhere: pass numbers of rows in x_data or y_data, and shared ones in parameters"
                 )
         found = func(*args, **kwargs)
         for x in tree_leaves(found):

@@ -35,6 +35,7 @@ class PairPlan:
         y_numbers: constants of all columns, (B,) each.
         x_learned, y_learned, p_learned: the names of the numbers and parameters with a gradient, in order.
         parameters: by name; those with a gradient are replaced by the node's inputs.
+        symmetric: whether Y is X and half of the tiles suffice.
     """
 
     facts: Facts
@@ -50,6 +51,7 @@ class PairPlan:
     y_learned: Sequence[str]
     p_learned: Sequence[str]
     parameters: Mapping[str, Any]
+    symmetric: bool = False
 
     @property
     def of_rows(self) -> list[Reduced]:
@@ -85,6 +87,7 @@ class PairPlan:
             Side(columns, 0, device, self.y_learned),
             {**self.parameters, **dict(zip(self.p_learned, of_p, strict=True))},
             self.p_learned,
+            self.symmetric,
         )
 
 
@@ -106,19 +109,20 @@ class PairSums(torch.autograd.Function):
         slices = kept_rows.slices, kept_cols.slices
 
         def visit(block: Block, columns: ColumnData) -> None:
-            sweep.forward(block, rows, columns.accumulated, slices)
+            # Of a symmetric matrix, the sums of columns are those of rows, too: one accumulation has both.
+            sweep.forward(block, rows if columns.local is None else columns.local, columns.accumulated, slices)
 
         initial = kept_cols.start(1, wide, x.device) if plan.of_cols else None
         cols = exchange.accumulate(fetched, visit, initial=initial, op=kept_cols)
         local = x.new_zeros(len(y), 0, dtype=wide)
         if cols is not None:
             local = exchange.reduce(cols, kept_cols)[exchange.kept_local]
+        if plan.symmetric:
+            rows = local
         ctx.plan, ctx.slices = plan, slices
         ctx.save_for_backward(x, y, fetched, rows, local, *learned, *all_y)
-        return (
-            _results(plan.of_rows, rows, kept_rows.slices),
-            _results(plan.of_cols, local, kept_cols.slices),
-        )
+        of_cols = local.new_zeros(0, len(local)) if plan.symmetric else _results(plan.of_cols, local, kept_cols.slices)
+        return _results(plan.of_rows, rows, kept_rows.slices), of_cols
 
     @staticmethod
     @once_differentiable
@@ -132,7 +136,7 @@ class PairSums(torch.autograd.Function):
         sweep, dtype, wide = plan.sweep(x, [*of_x, *of_p], all_y), accumulation_dtype(x.dtype), wide_dtype(x.device)
         _, want_x, want_y, *want_rest = ctx.needs_input_grad
         of_rows = _constants(plan.of_rows, rows, ctx.slices[0], grads[0])
-        of_cols = _constants(plan.of_cols, cols, ctx.slices[1], grads[1])
+        of_cols = of_rows if plan.symmetric else _constants(plan.of_cols, cols, ctx.slices[1], grads[1])
         carried = plan.route.exchange.distribute(torch.cat(of_cols)) if any(map(len, of_cols)) else None
         into = Gradients(
             torch.zeros_like(x, dtype=dtype) if want_x else None,

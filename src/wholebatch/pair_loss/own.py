@@ -54,7 +54,10 @@ class OwnRows:
             parameters: by name.
             dtype: of sums.
         """
-        s = {name: of_pairs(kind, x[name][self.owners], self.features[name], dtype)[:, None] for name, kind in kinds.items()}
+        s = {
+            name: of_pairs(kind, x[name][self.owners], self.features[name], dtype)[:, None]
+            for name, kind in kinds.items()
+        }
         none = torch.full_like(self.owners, -1)
         of_x = nested({name: one[self.owners, None] for name, one in x_numbers.items()})[0]
         of_y = nested({name: one[:, None] for name, one in {**self.numbers, INDEX: none}.items()})[0]

@@ -10,7 +10,7 @@ the precision of sums; autograd does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,9 @@ class Pairs:
         here = local.rows.offsets[facts.rank]
         if index is None:
             features, numbers = dict(other.features), dict(other.numbers)
-            index = torch.arange(len(next(iter(features.values()))), device=facts.device) + other.rows.offsets[facts.rank]
+            index = (
+                torch.arange(len(next(iter(features.values()))), device=facts.device) + other.rows.offsets[facts.rank]
+            )
         else:
             features, numbers = other.fetched(facts, index)
         own, own_numbers = local.features, local.numbers
@@ -143,7 +145,9 @@ class Pairs:
     def scores(self, term: Term, parameters: Mapping[str, Any]) -> Tensor:
         """Return the score of each pair, (k,)."""
         s = {name: x[:, None] for name, x in self.similarities().items()}
-        x, y = (nested({name: one[:, None] for name, one in side.items()})[0] for side in (self.x_numbers, self.y_numbers))
+        x, y = (
+            nested({name: one[:, None] for name, one in side.items()})[0] for side in (self.x_numbers, self.y_numbers)
+        )
         value = Entries(self.kinds, s, x, y, parameters).values(term, None).value
         assert value is not None
         return value.to(self.dtype).expand(len(next(iter(s.values()))), 1)[:, 0]
@@ -157,7 +161,7 @@ def partner_numbers(similarities: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def winners(
     facts: Facts,
     kinds: Mapping[str, str],
-    towers: Sequence[Tower],
+    towers: tuple[Tower, Tower],
     term: Term,
     index: Tensor,
     parameters: Mapping[str, Any],
@@ -167,16 +171,19 @@ def winners(
     """Return the scores of the pairs that have won, (b,), and without candidates -inf, or inf for a minimum.
 
     Args:
-        facts, kinds, parameters: of the call.
+        facts: of the call.
+        kinds: of similarities, by name.
         towers: the local side, and the other one.
         term: the maximum or minimum.
         index: (b,), of the winner among all rows of the other side; negative without one.
+        parameters: by name.
         rows_are_local: whether the local side is x.
     """
     assert isinstance(term, Max | Min)
     found = index >= 0
     (at,) = found.nonzero(as_tuple=True)
-    chosen = Pairs(facts, kinds, *towers, index[at].long(), at=at, rows_are_local=rows_are_local)
+    local, other = towers
+    chosen = Pairs(facts, kinds, local, other, index[at].long(), at=at, rows_are_local=rows_are_local)
     none = float("-inf") if isinstance(term, Max) else float("inf")
     scores = chosen.scores(term, parameters)
     return torch.full_like(index, none, dtype=scores.dtype).index_put((at,), scores)

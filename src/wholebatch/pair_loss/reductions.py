@@ -1,8 +1,8 @@
 """The terms of a declared loss: what is reduced, and over which candidates.
 
 A score f(s, x, y, p) returns a number for each pair, and a mask where(x, y) or where(x, y, s) says which pairs are
-candidates. In a tile, `s` is (m, n), the data of rows `x` are (m, 1), those of columns `y` are (1, n), and `p` holds the
-parameters. Both are called with other shapes as well, so they must treat every pair alike, by itself.
+candidates. In a tile, `s` is (m, n), the data of rows `x` are (m, 1), those of columns `y` are (1, n), and `p` holds
+the parameters. Both are called with other shapes as well, so they must treat every pair alike, by itself.
 
 Source: losses of this form with a row-wise maximum or sum are listed in Musgrave et al., 2020, arXiv:2003.08505.
 """
@@ -122,8 +122,8 @@ class Count(Term):
 class Max(Term):
     """R_i = max_j f_ij over the candidates of row i; -inf, with gradient 0, where there are none.
 
-    The gradient belongs to the pair that wins, which is the one with the lowest index where several are equal. Its score
-    is computed again from its two rows. A score of -inf is no candidate.
+    The gradient belongs to the pair that wins, the one with the lowest index where several are equal. Its score is
+    computed again from its two rows. A score of -inf is no candidate.
 
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.

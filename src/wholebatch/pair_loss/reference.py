@@ -1,158 +1,163 @@
 """A declared loss on one dense matrix of all pairs: one process, no tiles, derivatives by autograd.
 
 It shares with the sweep what the user reads (fields, masks, safe values), and computes everything else by itself: the
-whole matrix at once, and each reduction by the function of torch that has its name.
+whole matrix at once, and each row's reduction by the function of torch that has its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from .declaration import Declaration
 from .entries import PARTNER, Entries
-from .fields import fields
+from .fields import Fields, fields
 from .first_use import losses_and_weights
 from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum, Term
+from .similarity import ONE
 from .sweep import INDEX
 
-
-def dense(
-    declaration: Any,  # a Declaration
-    x: Mapping[str, Tensor],
-    y: Mapping[str, Tensor],
-    x_data: Mapping[str, Tensor],
-    y_data: Mapping[str, Tensor],
-    own: tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor] | None,
-    parameters: Mapping[str, Any],
-    weights: Tensor | None,
-    reduction: str,
-) -> Tensor:
-    """Return the loss of the rows given, as if they were the whole batch."""
-    kinds = declaration.kinds
-    s = {name: _similarities(kind, x[name], y[name]) for name, kind in kinds.items()}
-    rows, cols = next(iter(s.values())).shape
-    partner = _partners(x_data, y_data, rows, cols)
-    x_numbers, y_numbers = dict(x_data), dict(y_data)
-    if partner is not None:
-        back = torch.empty_like(partner)
-        back[partner] = torch.arange(rows, device=partner.device)
-        of_rows = {name: _of_pairs(kind, x[name], y[name][partner]) for name, kind in kinds.items()}
-        single = "" in of_rows
-        for numbers, at in ((x_numbers, slice(None)), (y_numbers, back)):
-            numbers[PARTNER] = of_rows[""][at] if single else {name: value[at] for name, value in of_rows.items()}
-    x_numbers[INDEX], y_numbers[INDEX] = (torch.arange(n, device=next(iter(s.values())).device) for n in (rows, cols))
-    entries = Entries(kinds, s, _unsqueezed(x_numbers, 1), _unsqueezed(y_numbers, 0), parameters)
-    losses = []
-    for what, function, read, side, dim in (
-        ("row_loss", declaration.row_loss, declaration.reads.rows, x_numbers, 1),
-        ("column_loss", declaration.column_loss, declaration.reads.cols, y_numbers, 0),
-    ):
-        if function is None:
-            continue
-        r = {}
-        for name in read:
-            term = declaration.terms[name]
-            if isinstance(term, Partner):
-                assert partner is not None
-                at = (torch.arange(rows, device=partner.device), partner)
-                value = _all_values(entries, term)[at]
-                r[name] = value if dim else value[back]
-            else:
-                r[name] = _reduced(declaration, term, entries, own, x, x_numbers, dim)
-        of_side = {name: fields("s", of) if isinstance(of, Mapping) else of for name, of in side.items()}
-        found = function(fields("r", r), fields("x" if dim else "y", of_side), fields("p", parameters))
-        losses.append(losses_and_weights(what, found, rows if dim else cols))
-    return _total(losses, weights, reduction)
+Features = Mapping[str, Tensor]  # of each similarity, (rows, d)
+Numbers = Mapping[str, Any]  # of rows, (rows,), or Fields of such
 
 
-def _similarities(kind: str, x: Tensor, y: Tensor) -> Tensor:
-    if kind == "neg_squared_distance":
-        return -(x[:, None] - y[None]).square().sum(2)
-    if kind == "cosine":
-        x, y = normalize(x, dim=1), normalize(y, dim=1)
-    return x @ y.T
+class OwnCandidates(NamedTuple):
+    """Own candidates of all rows: features, numbers, and the row of each, (k,)."""
+
+    features: Features
+    numbers: Numbers
+    owners: Tensor
 
 
-def _of_pairs(kind: str, x: Tensor, y: Tensor) -> Tensor:
-    if kind == "neg_squared_distance":
-        return -(x - y).square().sum(1)
-    if kind == "cosine":
-        x, y = normalize(x, dim=1), normalize(y, dim=1)
-    return (x * y).sum(1)
+@dataclass(frozen=True)
+class Dense:
+    """The matrix of all pairs.
 
+    Args:
+        declaration: of the loss, after its first use.
+        x, y: features of rows and of columns.
+        x_data, y_data: their numbers, as the caller passed them.
+        own: own candidates, or None.
+        parameters: by name.
+    """
 
-def _partners(x_data: Mapping[str, Tensor], y_data: Mapping[str, Tensor], rows: int, cols: int) -> Tensor | None:
-    if "pair" in x_data and "pair" in y_data:
-        equal = x_data["pair"][:, None] == y_data["pair"][None]
-        return equal.long().argmax(1)
-    return torch.arange(rows, device=None) if rows == cols else None
+    declaration: Declaration
+    x: Features
+    y: Features
+    x_data: Mapping[str, Tensor]
+    y_data: Mapping[str, Tensor]
+    own: OwnCandidates | None
+    parameters: Mapping[str, Any]
 
+    def loss(self, weights: Tensor | None, reduction: str) -> Tensor:
+        """Return L of these rows, as if they were the whole batch."""
+        declared, kinds = self.declaration, self.declaration.kinds
+        s = {name: _similarities(kind, self.x[name], self.y[name]) for name, kind in kinds.items()}
+        rows, cols = next(iter(s.values())).shape
+        to_y = self._partners_of_rows(rows, cols)
+        x_numbers, y_numbers = self._numbers(to_y, rows, cols)
+        entries = Entries(kinds, s, _unsqueezed(x_numbers, 1), _unsqueezed(y_numbers, 0), self.parameters)
+        sides = []
+        if declared.row_loss is not None:
+            r = {name: self._term(name, entries, x_numbers, to_y) for name in declared.reads.rows}
+            found = declared.row_loss(fields("r", r), fields("x", x_numbers), fields("p", self.parameters))
+            sides.append(losses_and_weights("row_loss", found, rows))
+        if declared.column_loss is not None:
+            r = {name: self._term(name, entries, None, to_y) for name in declared.reads.cols}
+            found = declared.column_loss(fields("r", r), fields("y", y_numbers), fields("p", self.parameters))
+            sides.append(losses_and_weights("column_loss", found, cols))
+        return _combined(sides, weights, reduction)
 
-def _unsqueezed(numbers: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    return {
-        name: fields("s", {of: one.unsqueeze(dim) for of, one in x.items()}) if isinstance(x, Mapping) else x.unsqueeze(dim)
-        for name, x in numbers.items()
-    }
+    def _partners_of_rows(self, rows: int, cols: int) -> Tensor | None:
+        """Return the column of each row's partner."""
+        if "pair" in self.x_data and "pair" in self.y_data:
+            return (self.x_data["pair"][:, None] == self.y_data["pair"]).long().argmax(1)
+        device = next(iter(self.x.values())).device
+        return torch.arange(rows, device=device) if rows == cols else None
 
+    def _numbers(self, to_y: Tensor | None, rows: int, cols: int) -> tuple[Numbers, Numbers]:
+        """Return what functions read of rows and of columns."""
+        device = next(iter(self.x.values())).device
+        x: dict[str, Any] = {**self.x_data, INDEX: torch.arange(rows, device=device)}
+        y: dict[str, Any] = {**self.y_data, INDEX: torch.arange(cols, device=device)}
+        if to_y is not None:
+            kinds = self.declaration.kinds
+            s = {name: _of_pairs(kind, self.x[name], self.y[name][to_y]) for name, kind in kinds.items()}
+            back = {name: one[to_y.argsort()] for name, one in s.items()}
+            x[PARTNER], y[PARTNER] = (of.get(ONE, fields("s", of)) for of in (s, back))
+        return x, y
 
-def _all_values(entries: Entries, term: Term) -> Tensor:
-    value = entries.values(term, None).value
-    assert value is not None
-    return value.expand(entries.shape)
-
-
-def _reduced(
-    declaration: Any,  # a Declaration
-    term: Term,
-    entries: Entries,
-    own: tuple[Mapping[str, Tensor], Mapping[str, Tensor], Tensor] | None,
-    x: Mapping[str, Tensor],
-    x_numbers: Mapping[str, Any],
-    dim: int,
-) -> Tensor:
-    """Return the reduction of each row (dim 1) or column (dim 0)."""
-    groups = list[tuple[Tensor, Tensor, Tensor]]()  # mask, score and log weight of each row's candidates
-    if term.over in ("batch", "both"):
-        mask, value, log_weight = _whole(entries, term)
-        groups = list(zip(*(one if dim else one.T for one in (mask, value, log_weight)), strict=True))
-    if term.over in ("own", "both"):
-        assert own is not None
-        features, numbers, owners = own
-        of_rows = []
-        for row in range(len(next(iter(x.values())))):
-            at = owners == row
-            s = {
-                name: _of_pairs(kind, x[name][row].expand_as(features[name][at]), features[name][at])[None]
-                for name, kind in declaration.kinds.items()
-            }
-            one = {name: {k: v[row : row + 1] for k, v in n.items()} if isinstance(n, Mapping) else n[row : row + 1] for name, n in x_numbers.items()}
-            columns = {**{name: n[at] for name, n in numbers.items()}, INDEX: torch.full_like(owners[at], -1)}
-            found = _whole(Entries(declaration.kinds, s, _unsqueezed(one, 1), _unsqueezed(columns, 0), entries.p), term)
-            of_rows.append(tuple(part[0] for part in found))
-        groups = of_rows if not groups else [
-            tuple(torch.cat(parts) for parts in zip(a, b, strict=True)) for a, b in zip(groups, of_rows, strict=True)
+    def _term(self, name: str, entries: Entries, x_numbers: Numbers | None, to_y: Tensor | None) -> Tensor:
+        """Return one reduction of all rows, or of all columns, without `x_numbers`."""
+        term = self.declaration.terms[name]
+        if isinstance(term, Partner):
+            assert to_y is not None
+            value = entries.values(term, None).value
+            assert value is not None
+            of_rows = value.expand(entries.shape)[torch.arange(len(to_y), device=to_y.device), to_y]
+            return of_rows if x_numbers is not None else of_rows[to_y.argsort()]
+        groups = [list[_Candidates]() for _ in range(entries.shape[0 if x_numbers is not None else 1])]
+        if term.over != "own":
+            whole = _Candidates.of(entries, term)
+            for row, group in enumerate(groups):
+                group.append(whole.row(row) if x_numbers is not None else whole.column(row))
+        if term.over != "batch":
+            assert x_numbers is not None
+            for row, group in enumerate(groups):
+                group.append(_Candidates.of(self._own_entries(row, x_numbers), term).row(0))
+        found = [
+            _reduced(term, _Candidates(*(torch.cat(parts) for parts in zip(*group, strict=True)))) for group in groups
         ]
-    return torch.stack([_of_row(term, *group) for group in groups]) if groups else entries.x[INDEX][:0, 0].double()
+        return torch.stack(found) if found else next(iter(entries.s.values())).sum(1)[:0]
+
+    def _own_entries(self, row: int, x_numbers: Numbers) -> Entries:
+        """Return one row's own candidates as a matrix of one row."""
+        assert self.own is not None
+        at = self.own.owners == row
+        s = {
+            name: _of_pairs(kind, self.x[name][row : row + 1], self.own.features[name][at])[None]
+            for name, kind in self.declaration.kinds.items()
+        }
+        of_row = {
+            name: fields("s", {key: x[key][row : row + 1] for key in x}) if isinstance(x, Fields) else x[row : row + 1]
+            for name, x in x_numbers.items()
+        }
+        numbers = {name: x[at] for name, x in self.own.numbers.items()}
+        columns = {**numbers, INDEX: torch.full_like(self.own.owners[at], -1)}
+        return Entries(self.declaration.kinds, s, _unsqueezed(of_row, 1), _unsqueezed(columns, 0), self.parameters)
 
 
-def _whole(entries: Entries, term: Term) -> tuple[Tensor, Tensor, Tensor]:
-    like = next(iter(entries.s.values()))
-    mask = entries.mask(term)
-    values = entries.values(term, mask)
-    mask = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.expand(entries.shape)
-    value, log_weight = (
-        torch.zeros_like(like) if one is None else one.expand(entries.shape) for one in (values.value, values.log_weight)
-    )
-    return mask, value, log_weight
+class _Candidates(NamedTuple):
+    """Masks, scores and log weights of some pairs, all of one shape."""
+
+    mask: Tensor
+    value: Tensor
+    log_weight: Tensor
+
+    @classmethod
+    def of(cls, entries: Entries, term: Term) -> _Candidates:
+        like = next(iter(entries.s.values()))
+        mask = entries.mask(term)
+        values = entries.values(term, mask)
+        every = torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+        given = (torch.zeros_like(like) if x is None else x for x in (values.value, values.log_weight))
+        return cls(*(x.expand(entries.shape) for x in (every, *given)))
+
+    def row(self, at: int) -> _Candidates:
+        return _Candidates(*(x[at] for x in self))
+
+    def column(self, at: int) -> _Candidates:
+        return _Candidates(*(x[:, at] for x in self))
 
 
-def _of_row(term: Term, mask: Tensor, value: Tensor, log_weight: Tensor) -> Tensor:
-    """Return the reduction of one row's candidates."""
-    value, log_weight = value[mask], log_weight[mask]
+def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:
+    """Return the reduction of one row over its candidates."""
+    value, log_weight = all_pairs.value[all_pairs.mask], all_pairs.log_weight[all_pairs.mask]
     if isinstance(term, LogSumExp):
         value = value[~value.isneginf()]
         return value.logsumexp(0) if len(value) else value.new_full((), float("-inf"))
@@ -169,20 +174,45 @@ def _of_row(term: Term, mask: Tensor, value: Tensor, log_weight: Tensor) -> Tens
     assert isinstance(term, Mean)
     if not len(value):
         return value.new_zeros(())
-    return (log_weight.softmax(0) * value).sum() if term.log_weight is not None else value.mean()
+    return value.mean() if term.log_weight is None else (log_weight.softmax(0) * value).sum()
 
 
-def _total(losses: list[list[Tensor]], weights: Tensor | None, reduction: str) -> Tensor:
-    sides = []
-    for loss, *own_weights in losses:
+def _similarities(kind: str, x: Tensor, y: Tensor) -> Tensor:
+    if kind == "neg_squared_distance":
+        return -(x[:, None] - y).square().sum(2)
+    if kind == "cosine":
+        x, y = normalize(x, dim=1), normalize(y, dim=1)
+    return x @ y.T
+
+
+def _of_pairs(kind: str, x: Tensor, y: Tensor) -> Tensor:
+    if kind == "neg_squared_distance":
+        return -(x - y).square().sum(1)
+    if kind == "cosine":
+        x, y = normalize(x, dim=1), normalize(y, dim=1)
+    return (x * y).sum(1)
+
+
+def _unsqueezed(numbers: Numbers, dim: int) -> dict[str, Any]:
+    """Return numbers of rows as (m, 1), dim 1, or of columns as (1, n), dim 0."""
+    return {
+        name: fields("s", {key: x[key].unsqueeze(dim) for key in x}) if isinstance(x, Fields) else x.unsqueeze(dim)
+        for name, x in numbers.items()
+    }
+
+
+def _combined(sides: list[list[Tensor]], weights: Tensor | None, reduction: str) -> Tensor:
+    """Return the weighted losses of rows and columns, added up as `reduction` asks."""
+    weighted = []
+    for loss, *own in sides:
         each = torch.ones_like(loss) if weights is None else weights.to(loss)
-        for one in own_weights:
+        for one in own:
             each = each * one
-        sides.append((each * loss, each))
+        weighted.append((each * loss, each))
     if reduction == "none":
-        return sum((loss for loss, _ in sides[1:]), start=sides[0][0])
-    totals = [
-        loss.sum() if reduction == "sum" else loss.sum() / each.sum() if each.sum() > 0 else (loss * 0).sum()
-        for loss, each in sides
-    ]
-    return sum(totals[1:], start=totals[0])
+        parts = [loss for loss, _ in weighted]
+    elif reduction == "sum":
+        parts = [loss.sum() for loss, _ in weighted]
+    else:
+        parts = [loss.sum() / each.sum() if each.sum() > 0 else (loss * 0).sum() for loss, each in weighted]
+    return sum(parts[1:], start=parts[0])

@@ -191,7 +191,14 @@ def rule_of(term: Term) -> Rule:
     """Return the rule of a term that tiles compute."""
     if isinstance(term, Mean) and term.log_weight is not None:
         return _WeightedMean()
-    rules: dict[type[Term], type[Rule]] = {LogSumExp: _LogSumExp, Sum: _Sum, Mean: _Mean, Count: _Count, Max: _Max, Min: _Min}
+    rules: dict[type[Term], type[Rule]] = {
+        LogSumExp: _LogSumExp,
+        Sum: _Sum,
+        Mean: _Mean,
+        Count: _Count,
+        Max: _Max,
+        Min: _Min,
+    }
     return next(rules[kind]() for kind in type(term).__mro__ if kind in rules)
 
 

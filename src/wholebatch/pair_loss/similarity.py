@@ -24,7 +24,11 @@ SIMILARITIES = ("dot", "cosine", "neg_squared_distance")
 DISTANCE = "neg_squared_distance"
 ONE = ""  # the name of the similarity where there is only one
 SQUARES = "|x|^2"  # the name of a row's numbers, which no user can choose
-_SAFE = {"dot": 0.5, "cosine": 0.5, DISTANCE: -0.5}  # where a logarithm, a root, a quotient are finite, and so are slopes
+_SAFE = {
+    "dot": 0.5,
+    "cosine": 0.5,
+    DISTANCE: -0.5,
+}  # where a logarithm, a root, a quotient are finite, and so are slopes
 
 Similarity = str | Mapping[str, str]
 
@@ -74,7 +78,7 @@ def of_tile(kind: str, products: Tensor, row_squares: Tensor | None, col_squares
 
 
 def of_pairs(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the similarity of each row of x with the same row of y, (k, d), (k, d) -> (k,), as `multiplied` gave them."""
+    """Return the similarity of each row of x with the same row of y, both from `multiplied`: 2 of (k, d) -> (k,)."""
     x, y = x.to(dtype), y.to(dtype)
     if kind == DISTANCE:
         away = x - y

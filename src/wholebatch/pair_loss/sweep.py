@@ -92,6 +92,8 @@ class PairSweep:
         x, y: the numbers of rows and columns.
         parameters: by name.
         learned: the names of parameters with a gradient.
+        symmetric: whether a tile above the diagonal stands for its mirror image, too: its columns are rows there. A
+            tile on the diagonal is its own mirror image, and holds all of its entries.
     """
 
     kinds: Mapping[str, str]
@@ -101,23 +103,28 @@ class PairSweep:
     y: Side
     parameters: Mapping[str, Tensor | float]
     learned: Sequence[str]
+    symmetric: bool = False
     _in_dtype: dict[str, Any] = field(default_factory=dict)
 
-    def forward(self, block: Block, rows: Tensor, cols: Tensor | None, slices: tuple[Sequence[slice], Sequence[slice]]) -> None:
+    def forward(
+        self, block: Block, rows: Tensor, cols: Tensor | None, slices: tuple[Sequence[slice], Sequence[slice]]
+    ) -> None:
         """Add a block to the kept numbers of rows, (b, numbers), and of its columns, (n, numbers)."""
         for tile, factors, masks in self._tiles(block):
             here = _relative(tile.cols, block)
             products = {name: self.drivers[name].logits(tile, *factors[name]) for name in factors}
             entries = self._entries(tile, products, self._numbers(tile), self._parameters())
-            of_rows, of_cols = iter(slices[0]), iter(slices[1])
+            of_rows, of_cols = map(iter, slices)
             for reduced, mask in zip(self.reduced, masks, strict=True):
                 values = entries.values(reduced.term, self._mask(entries, reduced.term, mask))
                 if reduced.rows:
                     reduced.rule.update_(rows[tile.rows, next(of_rows)], values, 1, tile.cols.start)
                 if reduced.cols:
-                    assert cols is not None
-                    first = self.x.offset + tile.rows.start
-                    reduced.rule.update_(cols[here, next(of_cols)], values, 0, first)
+                    at = next(of_cols)
+                    if not tile.self_transposed:
+                        assert cols is not None
+                        first = self.x.offset + tile.rows.start
+                        reduced.rule.update_(cols[here, at], values, 0, first)
 
     def backward(
         self, block: Block, rows: Sequence[Tensor], cols: Sequence[Tensor], into: Gradients, v: Tensor | None
@@ -141,7 +148,10 @@ class PairSweep:
                     if not reduced.rule.constants:
                         continue
                     values = entries.values(reduced.term, self._mask(entries, reduced.term, mask))
-                    _collect(reduced, values, (rows[at], cols[at]), (tile.rows, here), (outputs, weights))
+                    sides = [(rows[at][:, tile.rows], 1)] if reduced.rows else []
+                    if reduced.cols and not tile.self_transposed:
+                        sides.append((cols[at][:, here], 0))
+                    _collect(reduced.rule, values, sides, outputs, weights)
             wanted = [*products.values(), *self._learned(numbers, parameters)]
             asked = [x for x in wanted if x.requires_grad]
             if not asked or not outputs:
@@ -153,7 +163,7 @@ class PairSweep:
     def _tiles(self, block: Block) -> Iterator[tuple[Tile, dict[str, tuple[Factor, Factor]], list[Tensor | None]]]:
         """Yield the tiles, their factors for each similarity, and the masks that do not need similarities."""
         driver = next(iter(self.drivers.values()))
-        for tile in tiles(block.rows, block.cols, driver.side):
+        for tile in tiles(block.rows, block.cols, driver.side, triangle=block.triangle):
             masks = self._masks(tile)
             if masks is None:
                 continue
@@ -209,7 +219,8 @@ class PairSweep:
                 of_side[name] = of_side[name].detach().requires_grad_()
         parameters = dict(self._parameters())
         for name in self.learned:
-            parameters[name] = parameters[name].detach().requires_grad_()
+            learned: Tensor = parameters[name]
+            parameters[name] = learned.detach().requires_grad_()
         return products, (x, y), parameters
 
     def _learned(self, numbers: tuple[dict[str, Any], dict[str, Any]], parameters: dict[str, Any]) -> list[Tensor]:
@@ -245,6 +256,7 @@ class PairSweep:
     ) -> None:
         """Add the gradients by a tile's leaves to the sums."""
         (products, (x, y), parameters), here, start = leaves, _relative(tile.cols, block), 0
+        tile = Tile(tile.rows, tile.cols)  # on the diagonal as well, where it holds all of its entries
         for name, driver in self.drivers.items():
             columns = slice(start, start + driver.width)
             start = columns.stop
@@ -268,26 +280,26 @@ class PairSweep:
 
 
 def _collect(
-    reduced: Reduced,
-    values: Values,
-    constants: tuple[Tensor, Tensor],
-    at: tuple[slice, slice],
-    into: tuple[list[Tensor], list[Tensor]],
+    rule: Rule, values: Values, sides: Sequence[tuple[Tensor, int]], outputs: list[Tensor], weights: list[Tensor]
 ) -> None:
-    """Append a term's outputs of a tile that have a gradient, and dL by them."""
+    """Append a term's outputs of a tile that have a gradient, and dL by them.
+
+    Args:
+        rule: of the term.
+        values: of the tile.
+        sides: the numbers that the rule needs of rows, (constants, m) and dimension 1, or of columns, and 0.
+        outputs: the list of outputs.
+        weights: the list of the gradients by them.
+    """
     if not values.differentiable:
         return
     with torch.no_grad():
-        sides = []
-        for wanted, numbers, where, dim in zip((reduced.rows, reduced.cols), constants, at, (1, 0), strict=True):
-            if wanted:
-                some = [one[where].to(_dtype_of(values)).unsqueeze(dim) for one in numbers]
-                sides.append(reduced.rule.weights(values, some))
-        for output, *parts in zip((values.value, values.log_weight), *sides, strict=True):
+        parts = [rule.weights(values, [x.to(_dtype_of(values)).unsqueeze(dim) for x in of]) for of, dim in sides]
+        for output, *of_sides in zip((values.value, values.log_weight), *parts, strict=True):
             if output is not None and output.requires_grad:
-                weights = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-                into[0].append(output)
-                into[1].append(weights.expand(values.shape).sum_to_size(output.shape).to(output.dtype))
+                total = of_sides[0] if len(of_sides) == 1 else of_sides[0] + of_sides[1]
+                outputs.append(output)
+                weights.append(total.expand(values.shape).sum_to_size(output.shape).to(output.dtype))
 
 
 def _dtype_of(values: Values) -> torch.dtype:
