@@ -155,7 +155,8 @@ def _own(
     first = next(iter(each.values()))
     if not isinstance(first, Tensor):
         raise ValueError(
-            f"own must be a tensor (rows, h, embedding size), or (n, embedding size) with own_offsets; got {shown(first)}"
+            f"own must be a tensor (rows, h, embedding size), or (n, embedding size) with own_offsets, "
+            f"got {shown(first)}"
         )
     if offsets is None:
         if first.dim() != 3 or len(first) != rows:

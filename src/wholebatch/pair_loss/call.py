@@ -88,14 +88,31 @@ class Call:
 
     def _partners(self, *, rows: bool) -> dict[str, Tensor]:
         """Return the similarities of rows, or of columns, with their partners, by the names of numbers."""
-        return partner_numbers(self._pairs(rows=rows).similarities())
+        found = self._pairs(rows=rows).similarities()
+        if not rows and self.pairing is not None and not self.pairing.all_cols:
+            (at,) = self._with_partner().nonzero(as_tuple=True)
+            none = torch.zeros(self.cols.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
+            found = {name: none.index_put((at,), s) for name, s in found.items()}
+        return partner_numbers(found)
+
+    def _with_partner(self) -> Tensor:
+        """Return whether each local column has a partner."""
+        assert self.pairing is not None
+        assert self.pairing.of_cols is not None
+        return self.pairing.of_cols >= 0
 
     def _pairs(self, *, rows: bool) -> Pairs:
-        """Return the pairs of partners."""
+        """Return the pairs of partners, without the columns that have none."""
         assert self.pairing is not None
-        local, other = (self.x, self.y) if rows else (self.y, self.x)
-        index = self.pairing.of_rows if rows else self.pairing.of_cols
-        return Pairs(self.facts, self.declared.kinds, local, other, index, rows_are_local=rows)
+        local, other, at = self.x, self.y, None
+        index = self.pairing.of_rows
+        if not rows:
+            local, other, index = self.y, self.x, self.pairing.of_cols
+            if not self.pairing.all_cols:
+                assert index is not None
+                (at,) = self._with_partner().nonzero(as_tuple=True)
+                index = index[at]
+        return Pairs(self.facts, self.declared.kinds, local, other, index, at=at, rows_are_local=rows)
 
     def _reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reductions of rows and of columns, (b,) and (n_r,) each, by the names of terms."""
@@ -107,6 +124,11 @@ class Call:
             for name, term in self.declared.terms.items():  # the same order on all ranks
                 if name not in names:
                     continue
+                if isinstance(term, Partner) and not rows and self.pairing is not None and not self.pairing.all_cols:
+                    raise ValueError(
+                        f"{CALLER}: column_loss must not read the Partner {name!r} where rows of y have a negative "
+                        "'pair' and so no partner; leave it to row_loss"
+                    )
                 if isinstance(term, Partner):
                     found[name] = self._with_partners(self._pairs(rows=rows), rows=rows).scores(term, self.parameters)
                 elif isinstance(term, Max | Min) and term.over != "own":

@@ -331,8 +331,8 @@ class _Captured(TorchFunctionMode):
                 name = next((found for found in names if found), "a tensor without a name")
                 gradient = " with a gradient" if x.requires_grad else ""
                 raise ValueError(
-                    f"{self.what} must receive its tensors as x, y or p, got {name} of shape {tuple(x.shape)}"
-                    f"{gradient} from elsewhere: pass numbers of rows in x_data or y_data, and shared ones in parameters"
+                    f"{self.what} must receive its tensors as x, y or p, got {name} of shape "
+                    f"{tuple(x.shape)}{gradient} from elsewhere: pass numbers of rows in x_data or y_data, and shared ones in parameters"
                 )
         found = func(*args, **kwargs)
         for x in tree_leaves(found):

@@ -4,8 +4,9 @@ A product of matrices rounds a small distance between long rows, and a choice ca
 tells which pair it is. Its rows are fetched from their ranks, and its similarity and score are computed from them, in
 the precision of sums; autograd does the rest.
 
-    partner of row i    the row of y with the same index, where each rank has as many of both
-                        else the row of y with the same integer `pair`, which both data must then have, each value once
+    partner of row i    the row of y with the same integer `pair`, where both data have it; each value is there once.
+                        Rows of y with a negative `pair` are nobody's partner
+                        else the row of y with the same index; each rank must have as many of both
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ class Pairing:
 
     Args:
         of_rows: for each local row, the index of its partner among all columns; None: the local row of the same place.
-        of_cols: likewise for columns, among all rows.
+        of_cols: likewise for columns, among all rows; -1 without a partner.
+        all_cols: whether every column of every rank has a partner.
     """
 
     of_rows: Tensor | None = None
     of_cols: Tensor | None = None
+    all_cols: bool = True
 
 
 def pairing(facts: Facts, x: Tower, y: Tower) -> Pairing:
@@ -85,15 +88,21 @@ def pairing(facts: Facts, x: Tower, y: Tower) -> Pairing:
         return Pairing()
     of_x, of_y = (facts.all_gather(side.numbers[PAIR].to(torch.int64), side.rows) for side in (x, y))
     (x_sorted, x_order), (y_sorted, y_order) = of_x.sort(), of_y.sort()
-    same = x_sorted.shape == y_sorted.shape and bool((x_sorted == y_sorted).all())
-    if not same or bool((x_sorted[1:] == x_sorted[:-1]).any()):
+    alone = int((of_y < 0).sum())  # the first ones of y
+    partners = y_sorted[alone:]
+    if partners.shape != x_sorted.shape or bool((x_sorted != partners).any()) or _repeated(x_sorted):
         raise ValueError(
-            f"{facts.caller}: each value of 'pair' must be exactly once in x_data and once in y_data over all ranks, "
-            f"got {len(of_x.unique())} values in {len(of_x)} rows of x and {len(of_y.unique())} in {len(of_y)} of y"
+            f"{facts.caller}: each value of 'pair' in x_data must be there once, and once in y_data, over all ranks; "
+            f"got {len(of_x.unique())} values in {len(of_x)} rows of x, and {len(partners.unique())} in {len(partners)} "
+            "rows of y whose pair is not negative"
         )
-    to_y = torch.empty_like(x_order).scatter_(0, x_order, y_order)
-    to_x = torch.empty_like(y_order).scatter_(0, y_order, x_order)
-    return Pairing(to_y[x.rows.rows(facts.rank)], to_x[y.rows.rows(facts.rank)])
+    to_y = torch.empty_like(x_order).scatter_(0, x_order, y_order[alone:])
+    to_x = torch.full_like(y_order, -1).scatter_(0, y_order[alone:], x_order)
+    return Pairing(to_y[x.rows.rows(facts.rank)], to_x[y.rows.rows(facts.rank)], all_cols=not alone)
+
+
+def _repeated(ordered: Tensor) -> bool:
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 class Pairs:

@@ -88,7 +88,8 @@ class Dense:
         if to_y is not None:
             kinds = self.declaration.kinds
             s = {name: _of_pairs(kind, self.x[name], self.y[name][to_y]) for name, kind in kinds.items()}
-            back = {name: one[to_y.argsort()] for name, one in s.items()}
+            none = torch.zeros(cols, dtype=next(iter(s.values())).dtype, device=device)
+            back = {name: none.index_put((to_y,), one) for name, one in s.items()}
             x[PARTNER], y[PARTNER] = (of.get(ONE, fields("s", of)) for of in (s, back))
         return x, y
 
@@ -100,7 +101,7 @@ class Dense:
             value = entries.values(term, None).value
             assert value is not None
             of_rows = value.expand(entries.shape)[torch.arange(len(to_y), device=to_y.device), to_y]
-            return of_rows if x_numbers is not None else of_rows[to_y.argsort()]
+            return of_rows if x_numbers is not None else torch.zeros_like(of_rows).index_put((to_y,), of_rows)
         groups = [list[_Candidates]() for _ in range(entries.shape[0 if x_numbers is not None else 1])]
         if term.over != "own":
             whole = _Candidates.of(entries, term)
