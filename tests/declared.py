@@ -146,7 +146,10 @@ def hardest(term, where, **options):
 
 
 def circle(m=0.4, gamma=8.0, **options):
-    near, far = lambda s: (s.detach() + m).clamp(min=0) * (s - m), lambda s: (1 + m - s.detach()).clamp(min=0) * (s - 1 + m)
+    near, far = (
+        lambda s: (s.detach() + m).clamp(min=0) * (s - m),
+        lambda s: (1 + m - s.detach()).clamp(min=0) * (s - 1 + m),
+    )
     return wb.PairLoss(
         {
             "negatives": wb.LogSumExp(lambda s, x, y, p: gamma * near(s), where=different),
@@ -197,7 +200,11 @@ def declared_and_given(name, data, options):
         none = torch.full((len(n),), -1)
         pairs = label["example"]
         loss = info_nce(**options)(
-            v, torch.cat([w, n]), x_data={"pair": pairs}, y_data={"pair": torch.cat([pairs, none])}, parameters={"scale": scale}
+            v,
+            torch.cat([w, n]),
+            x_data={"pair": pairs},
+            y_data={"pair": torch.cat([pairs, none])},
+            parameters={"scale": scale},
         )
         return loss, wb.functional.info_nce_loss(v, w, logit_scale=scale, negatives=n, **options)
     if name == "info_nce_with_hard_negatives":
@@ -215,7 +222,9 @@ def declared_and_given(name, data, options):
         return loss, wb.functional.siglip_loss(v, w, scale, bias, **options)
     if name == "guided":
         guides = (v.flip(1).detach(), w.flip(1).detach())
-        loss = guided(**options)({"student": v, "guide": guides[0]}, {"student": w, "guide": guides[1]}, parameters={"scale": scale})
+        loss = guided(**options)(
+            {"student": v, "guide": guides[0]}, {"student": w, "guide": guides[1]}, parameters={"scale": scale}
+        )
         return loss, wb.functional.info_nce_loss(
             v, w, logit_scale=scale, exclude_above=0.05, query_guides=guides[0], key_guides=guides[1], **options
         )
@@ -270,5 +279,8 @@ def data_of(counts, rank, seed=0):
 
     v, w, n = rows(total, at), rows(total, at), rows(len(counts) * 2, slice(2 * rank, 2 * rank + 2))
     label = {"example": torch.arange(total)[at], "class": torch.randint(0, 3, (total,), generator=made)[at]}
-    one = {name: torch.tensor([value], dtype=torch.float64, requires_grad=True) for name, value in (("scale", 2.0), ("bias", -3.0))}
+    one = {
+        name: torch.tensor([value], dtype=torch.float64, requires_grad=True)
+        for name, value in (("scale", 2.0), ("bias", -3.0))
+    }
     return {"v": v, "w": w, "n": n, "label": label, **one}

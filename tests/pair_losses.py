@@ -72,7 +72,8 @@ def gradients(function, batch):
     for x in tensors.values():
         x.grad = None
     loss = call(function, batch)
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     return loss.detach(), {
         name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in tensors.items()
     }
