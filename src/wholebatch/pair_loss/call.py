@@ -187,11 +187,7 @@ class Call:
             self.rows,
             self.cols,
             {name: one for name, one in x_numbers.items() if name not in x_learned},
-            {
-                name: facts.all_gather(_as_integers(one), self.cols).to(one.dtype)
-                for name, one in y_numbers.items()
-                if name not in y_learned
-            },
+            {name: self._of_all_columns(name, one) for name, one in y_numbers.items() if name not in y_learned},
             x_learned,
             y_learned,
             p_learned,
@@ -209,12 +205,20 @@ class Call:
             dict(zip([of.name for of in plan.of_cols], of_cols, strict=not plan.symmetric)),
         )
 
+    def _of_all_columns(self, name: str, numbers: Tensor) -> Tensor:
+        """Return the numbers of all ranks' columns, (B,). Collective: one all-gather, except for their index."""
+        if name == INDEX:
+            return torch.arange(self.cols.total, device=self.facts.device)
+        return self.facts.all_gather(_as_integers(numbers), self.cols).to(numbers.dtype)
+
     def _numbers(self, tower: Tower, at: int) -> dict[str, Tensor]:
         """Return the numbers of one side that tiles need, those of this library in the precision of tiles."""
         own = self.partners[at] if self.declared.reads.partner else {}
         found = {**tower.numbers, **{name: one.to(self.facts.dtype) for name, one in own.items()}}
         read = self.declared.reads.x | self.declared.reads.y
         found = {name: one for name, one in found.items() if name.split(SEPARATOR)[0] in read}
+        if INDEX in read:
+            found[INDEX] = self._index(tower.rows)
         for name in self.declared.distances:
             found[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
         return found

@@ -99,7 +99,7 @@ class _Sum(Rule):
 
     def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
         assert values.value is not None
-        kept[:, 0] += values.filled(values.value, 0.0).sum(dim, dtype=kept.dtype)
+        kept[:, 0] += values.filled(values.value, 0.0).sum(dim)
 
     def result(self, kept: Tensor) -> Tensor:
         return kept[:, 0]
@@ -126,7 +126,7 @@ class _Mean(Rule):
 
     def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
         assert values.value is not None
-        kept[:, 0] += values.filled(values.value, 0.0).sum(dim, dtype=kept.dtype)
+        kept[:, 0] += values.filled(values.value, 0.0).sum(dim)
         kept[:, 1] += _number(values, dim)
 
     def result(self, kept: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class _WeightedMean(Rule):
         shift = _raised_(kept, weights, dim)
         weights = _exponentials(weights, shift, dim)
         kept[:, 1] += weights.sum(dim)
-        kept[:, 2] += (weights * values.filled(values.value, 0.0)).sum(dim, dtype=kept.dtype)
+        kept[:, 2] += (weights * values.filled(values.value, 0.0)).sum(dim)
 
     def result(self, kept: Tensor) -> Tensor:
         return _quotient(kept[:, 2], kept[:, 1])
@@ -295,7 +295,7 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
 
 def _number(values: Values, dim: int) -> Tensor | int:
     """Return the number of candidates of each row or column."""
-    return values.shape[dim] if values.mask is None else values.mask.expand(values.shape).sum(dim)
+    return values.shape[dim] if values.mask is None else values.ones.sum(dim)
 
 
 def _take_(best: Tensor, new: Tensor) -> None:

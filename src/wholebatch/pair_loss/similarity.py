@@ -12,12 +12,15 @@ small, and so is the rounding of their difference.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._autograd import once_differentiable
 from .._checks import check_choice
 from .._normalize import normalize_rows
+from .._precision import rows_at_a_time
 from .._settings import shown
 
 SIMILARITIES = ("dot", "cosine", "neg_squared_distance")
@@ -79,8 +82,30 @@ def of_tile(kind: str, products: Tensor, row_squares: Tensor | None, col_squares
 
 def of_pairs(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the similarity of each row of x with the same row of y, both from `multiplied`: 2 of (k, d) -> (k,)."""
-    x, y = x.to(dtype), y.to(dtype)
-    if kind == DISTANCE:
-        away = x - y
-        return -torch.linalg.vecdot(away, away)
-    return torch.linalg.vecdot(x, y)
+    found: Tensor = _OfPairs.apply(kind == DISTANCE, x, y, dtype)
+    return found
+
+
+class _OfPairs(torch.autograd.Function):
+    """x_i . y_i, or -|x_i - y_i|^2, a few rows at a time in a wider dtype; the gradients are in that of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, distance: bool, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.distance = distance
+        ctx.save_for_backward(x, y)
+        parts = []
+        for a, b in zip(*(of.split(rows_at_a_time(of.device)) for of in (x, y)), strict=True):
+            a, b = a.to(dtype), b.to(dtype)
+            away = a - b if distance else None
+            parts.append(torch.linalg.vecdot(a, b) if away is None else -torch.linalg.vecdot(away, away))
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        x, y = ctx.saved_tensors
+        grad = grad.to(x.dtype)[:, None]
+        if not ctx.distance:
+            return None, grad * y, grad * x, None
+        of_y = (2 * grad) * (x - y)
+        return None, -of_y, of_y, None

@@ -55,7 +55,7 @@ class Side:
 
     Args:
         numbers: (rows,) each.
-        offset: index of the first one among all ranks'.
+        offset: index of the first row among all ranks'.
         device: of the numbers.
         learned: the names of those with a gradient.
     """
@@ -67,10 +67,7 @@ class Side:
 
     def at(self, rows: slice, dim: int) -> dict[str, Any]:
         """Return the numbers of some rows as (m, 1), dim 1, or of some columns as (1, n), dim 0."""
-        found = {name: x[rows].unsqueeze(dim) for name, x in self.numbers.items()}
-        first = self.offset + rows.start
-        index = torch.arange(first, first + rows.stop - rows.start, device=self.device).unsqueeze(dim)
-        return {**found, INDEX: index}
+        return {name: x[rows].unsqueeze(dim) for name, x in self.numbers.items()}
 
 
 class Gradients(NamedTuple):
@@ -113,10 +110,10 @@ class PairSweep:
         for tile, factors, masks in self._tiles(block):
             here = _relative(tile.cols, block)
             products = {name: self.drivers[name].logits(tile, *factors[name]) for name in factors}
-            entries = self._entries(tile, products, self._numbers(tile), self._parameters())
+            entries = self._entries(products, self._numbers(tile), self._parameters())
             of_rows, of_cols = map(iter, slices)
             for reduced, mask in zip(self.reduced, masks, strict=True):
-                values = entries.values(reduced.term, self._mask(entries, reduced.term, mask))
+                values = entries.values(reduced.term, _mask(entries, reduced.term, mask), safe=False)
                 if reduced.rows:
                     reduced.rule.update_(rows[tile.rows, next(of_rows)], values, 1, tile.cols.start)
                 if reduced.cols:
@@ -138,27 +135,46 @@ class PairSweep:
             into: the sums that this rank keeps.
             v: (n, d + k), dL/dY and dL/d(learned numbers of columns); None: nobody asks.
         """
+        wants = v is not None or into.u is not None
+        masked = any(reduced.term.where is not None for reduced in self.reduced)
+        looks = masked and self.x.device.type == "cpu"  # a GPU would wait
         for tile, factors, masks in self._tiles(block):
             here = _relative(tile.cols, block)
-            products, numbers, parameters = self._leaves(tile, factors, wants=v is not None or into.u is not None)
-            with torch.enable_grad():
-                entries = self._entries(tile, products, numbers, parameters)
-                outputs, weights = list[Tensor](), list[Tensor]()
-                for at, (reduced, mask) in enumerate(zip(self.reduced, masks, strict=True)):
-                    if not reduced.rule.constants:
-                        continue
-                    values = entries.values(reduced.term, self._mask(entries, reduced.term, mask))
-                    sides = [(rows[at][:, tile.rows], 1)] if reduced.rows else []
-                    if reduced.cols and not tile.self_transposed:
-                        sides.append((cols[at][:, here], 0))
-                    _collect(reduced.rule, values, sides, outputs, weights)
-            wanted = [*products.values(), *self._learned(numbers, parameters)]
-            asked = [x for x in wanted if x.requires_grad]
-            if not asked or not outputs:
-                continue
-            found = torch.autograd.grad(outputs, asked, weights, allow_unused=True)
-            grads = dict(zip(map(id, asked), found, strict=True))
-            self._add(tile, block, factors, (products, numbers, parameters), grads, into, v)
+            products = {name: self.drivers[name].logits(tile, *factors[name]) for name in factors}
+            of_rows = [numbers[:, tile.rows] for numbers in rows]
+            of_cols = [None if tile.self_transposed else numbers[:, here] for numbers in cols]
+            leaves = self._leaves(tile, products, wants=wants)
+            found = self._gradients(leaves, masks, of_rows, of_cols, safe=masked and not looks)
+            if looks and not all(bool(grad.sum().isfinite()) for grad in found.values()):
+                found = self._gradients(leaves, masks, of_rows, of_cols, safe=True)
+            self._add(tile, block, factors, leaves, found, into, v)
+
+    def _gradients(
+        self,
+        leaves: _Leaves,
+        masks: Sequence[Tensor | None],
+        rows: Sequence[Tensor],
+        cols: Sequence[Tensor | None],
+        *,
+        safe: bool,
+    ) -> dict[int, Tensor]:
+        """Return the gradients of a tile's leaves, by their ids.
+
+        With `safe=False` entries that are no candidates reach the scores as they are. Their weight is 0, and spoils a
+        sum only if a slope there is infinite or NaN; then the sum is NaN.
+        """
+        outputs, weights = list[Tensor](), list[Tensor]()
+        with torch.enable_grad():
+            entries = self._entries(leaves.products, (leaves.x, leaves.y), leaves.parameters)
+            for reduced, mask, of_rows, of_cols in zip(self.reduced, masks, rows, cols, strict=True):
+                if not reduced.rule.constants:
+                    continue
+                values = entries.values(reduced.term, _mask(entries, reduced.term, mask), safe=safe)
+                sides = [(of_rows, 1)] if reduced.rows else []
+                if reduced.cols and of_cols is not None:
+                    sides.append((of_cols, 0))
+                _collect(reduced.rule, values, sides, outputs, weights)
+        return leaves.gradients(outputs, weights)
 
     def _tiles(self, block: Block) -> Iterator[tuple[Tile, dict[str, tuple[Factor, Factor]], list[Tensor | None]]]:
         """Yield the tiles, their factors for each similarity, and the masks that do not need similarities."""
@@ -180,15 +196,15 @@ class PairSweep:
         if not any(term.where is not None and not term.mask_reads_similarity for term in early):
             return [None] * len(early)
         shape = torch.empty(tile.shape, device="meta")
-        x, y = self._numbers(tile)
-        entries = Entries(self.kinds, dict.fromkeys(self.kinds, shape), x, y, {})
-        masks = [None if term.mask_reads_similarity else entries.mask(term) for term in early]
-        if self.x.device.type == "cpu" and not any(mask is None or bool(mask.any()) for mask in masks):
+        entries = Entries(self.kinds, dict.fromkeys(self.kinds, shape), *map(_readable, self._numbers(tile)), {})
+        known: dict[int, Tensor | None] = {}  # terms may share a mask
+        for term in early:
+            if id(term.where) not in known:
+                known[id(term.where)] = None if term.mask_reads_similarity else entries.mask(term)
+        masks = [known[id(term.where)] for term in early]
+        if self.x.device.type == "cpu" and all(mask is not None and _is_empty(mask) for mask in known.values()):
             return None
         return masks
-
-    def _mask(self, entries: Entries, term: Term, known: Tensor | None) -> Tensor | None:
-        return entries.mask(term) if term.mask_reads_similarity else known
 
     def _numbers(self, tile: Tile) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.x.at(tile.rows, 1), self.y.at(tile.cols, 0)
@@ -202,17 +218,8 @@ class PairSweep:
                 self._in_dtype[name] = value.detach().to(dtype) if floats else value
         return self._in_dtype
 
-    def _leaves(
-        self,
-        tile: Tile,
-        factors: Mapping[str, tuple[Factor, Factor]],
-        *,
-        wants: bool,
-    ) -> tuple[dict[str, Tensor], tuple[dict[str, Any], dict[str, Any]], dict[str, Any]]:
+    def _leaves(self, tile: Tile, products: Mapping[str, Tensor], *, wants: bool) -> _Leaves:
         """Return products, numbers and parameters as leaves of the tile's graph."""
-        products = {
-            name: self.drivers[name].logits(tile, *factors[name]).detach().requires_grad_(wants) for name in factors
-        }
         x, y = self._numbers(tile)
         for of_side, names in ((x, self.x.learned), (y, self.y.learned)):
             for name in names:
@@ -221,20 +228,12 @@ class PairSweep:
         for name in self.learned:
             learned: Tensor = parameters[name]
             parameters[name] = learned.detach().requires_grad_()
-        return products, (x, y), parameters
-
-    def _learned(self, numbers: tuple[dict[str, Any], dict[str, Any]], parameters: dict[str, Any]) -> list[Tensor]:
-        return [
-            *[numbers[0][name] for name in self.x.learned],
-            *[numbers[1][name] for name in self.y.learned],
-            *[parameters[name] for name in self.learned],
-        ]
+        return _Leaves({name: s.detach().requires_grad_(wants) for name, s in products.items()}, x, y, parameters)
 
     def _entries(
         self,
-        tile: Tile,
         products: Mapping[str, Tensor],
-        numbers: tuple[dict[str, Any], dict[str, Any]],
+        numbers: tuple[Mapping[str, Any], Mapping[str, Any]],
         parameters: Mapping[str, Any],
     ) -> Entries:
         (x, x_squares), (y, y_squares) = map(nested, numbers)
@@ -249,34 +248,57 @@ class PairSweep:
         tile: Tile,
         block: Block,
         factors: Mapping[str, tuple[Factor, Factor]],
-        leaves: tuple[Mapping[str, Tensor], tuple[dict[str, Any], dict[str, Any]], Mapping[str, Any]],
-        grads: Mapping[int, Tensor | None],
+        leaves: _Leaves,
+        grads: Mapping[int, Tensor],
         into: Gradients,
         v: Tensor | None,
     ) -> None:
         """Add the gradients by a tile's leaves to the sums."""
-        (products, (x, y), parameters), here, start = leaves, _relative(tile.cols, block), 0
+        here, start = _relative(tile.cols, block), 0
         tile = Tile(tile.rows, tile.cols)  # on the diagonal as well, where it holds all of its entries
         for name, driver in self.drivers.items():
             columns = slice(start, start + driver.width)
             start = columns.stop
-            grad = grads.get(id(products[name]))
+            grad = grads.get(id(leaves.products[name]))
             if grad is not None:
                 u = None if into.u is None else into.u[:, columns]
                 of_y = None if v is None else v[:, columns]
                 driver.products(grad.contiguous(), tile, *factors[name], block, u, of_y)
         for number, name in enumerate(self.x.learned):
-            grad = grads.get(id(x[name]))
+            grad = grads.get(id(leaves.x[name]))
             if grad is not None:
                 into.of_rows[tile.rows, number] += grad[:, 0]
         for number, name in enumerate(self.y.learned):
-            grad = grads.get(id(y[name]))
+            grad = grads.get(id(leaves.y[name]))
             if grad is not None and v is not None:
                 v[here, start + number] += grad[0]
         for number, name in enumerate(self.learned):
-            grad = grads.get(id(parameters[name]))
+            grad = grads.get(id(leaves.parameters[name]))
             if grad is not None:
                 into.of_parameters[number] += grad
+
+
+class _Leaves(NamedTuple):
+    """Products, numbers of rows and of columns, and parameters, as leaves of a graph."""
+
+    products: Mapping[str, Tensor]
+    x: Mapping[str, Any]
+    y: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+
+    def gradients(self, outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the gradients of all leaves that have one, by their ids."""
+        every = [x for of in (self.products, self.x, self.y, self.parameters) for x in of.values()]
+        asked = [x for x in every if isinstance(x, Tensor) and x.requires_grad]
+        if not asked or not outputs:
+            return {}
+        found = torch.autograd.grad(outputs, asked, weights, allow_unused=True)
+        return {id(x): grad for x, grad in zip(asked, found, strict=True) if grad is not None}
+
+
+def _mask(entries: Entries, term: Term, known: Tensor | None) -> Tensor | None:
+    """Return a term's candidates, which are known unless they depend on similarities."""
+    return entries.mask(term) if term.mask_reads_similarity else known
 
 
 def _collect(
@@ -319,6 +341,15 @@ def nested(numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             found[name] = x
     return found | {name: fields("s", of) for name, of in several.items()}, squares
+
+
+def _readable(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return nested(numbers)[0]
+
+
+def _is_empty(mask: Tensor) -> bool:
+    """Return whether a mask leaves no entry; most masks show one in their first row."""
+    return not (bool(mask[0].any()) or bool(mask.any()))
 
 
 def _relative(cols: slice, block: Block) -> slice:
