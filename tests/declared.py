@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 import wholebatch as wb
 
-SCALE, TEMPERATURE = 4.0, 0.25
+SCALE, EPSILON = 4.0, 0.1
 
 
 def other(x, y):
@@ -26,6 +26,10 @@ def different(x, y):
 
 def scaled(s, x, y, p):
     return p.scale * s
+
+
+def all_minus_own(r, x, p):
+    return r.all - r.own
 
 
 # declarations
@@ -45,36 +49,31 @@ def clip(**options):
 
 def info_nce(**options):
     """Keys, and further negatives of all queries in the same tower, without a partner."""
-    return wb.PairLoss(
-        {"all": wb.LogSumExp(scaled), "own": wb.Partner(scaled)}, lambda r, x, p: r.all - r.own, **options
-    )
+    return wb.PairLoss({"all": wb.LogSumExp(scaled), "own": wb.Partner(scaled)}, all_minus_own, **options)
 
 
 def info_nce_with_hard_negatives(**options):
-    return wb.PairLoss(
-        {"all": wb.LogSumExp(scaled, over="both"), "own": wb.Partner(scaled)}, lambda r, x, p: r.all - r.own, **options
-    )
+    return wb.PairLoss({"all": wb.LogSumExp(scaled, over="both"), "own": wb.Partner(scaled)}, all_minus_own, **options)
 
 
 def info_nce_in_four_directions(**options):
-    return wb.PairLoss(
-        {
-            "qk": wb.LogSumExp(lambda s, x, y, p: p.scale * s.qk),
-            "kq": wb.LogSumExp(lambda s, x, y, p: p.scale * s.kq, where=other),
-            "qq": wb.LogSumExp(lambda s, x, y, p: p.scale * s.qq, where=other),
-            "kk": wb.LogSumExp(lambda s, x, y, p: p.scale * s.kk, where=other),
-            "own": wb.Partner(lambda s, x, y, p: p.scale * s.qk),
-        },
-        lambda r, x, p: torch.stack([torch.logaddexp(r.qk, r.own), r.kq, r.qq, r.kk]).logsumexp(0) - r.own,
-        similarity=dict.fromkeys(("qk", "kq", "qq", "kk"), "dot"),
-        **options,
-    )
+    def loss(r, x, p):
+        return torch.stack([torch.logaddexp(r.qk, r.own), r.kq, r.qq, r.kk]).logsumexp(0) - r.own
+
+    terms = {
+        "qk": wb.LogSumExp(lambda s, x, y, p: p.scale * s.qk),
+        "own": wb.Partner(lambda s, x, y, p: p.scale * s.qk),
+    }
+    terms["kq"] = wb.LogSumExp(lambda s, x, y, p: p.scale * s.kq, where=other)
+    terms["qq"] = wb.LogSumExp(lambda s, x, y, p: p.scale * s.qq, where=other)
+    terms["kk"] = wb.LogSumExp(lambda s, x, y, p: p.scale * s.kk, where=other)
+    return wb.PairLoss(terms, loss, similarity=dict.fromkeys(("qk", "kq", "qq", "kk"), "dot"), **options)
 
 
 def nt_xent(**options):
     return wb.PairLoss(
         {"all": wb.LogSumExp(scaled, where=other), "own": wb.Sum(scaled, where=same)},
-        lambda r, x, p: r.all - r.own,
+        all_minus_own,
         similarity="cosine",
         **options,
     )
@@ -95,7 +94,7 @@ def siglip(**options):
             "all": wb.Sum(lambda s, x, y, p: softplus(p.scale * s + p.bias)),
             "own": wb.Partner(lambda s, x, y, p: p.scale * s + p.bias),
         },
-        lambda r, x, p: r.all - r.own,
+        all_minus_own,
         **options,
     )
 
@@ -123,22 +122,15 @@ def debiased(tau_plus=0.1, beta=0.5, **options):
 
 
 def multi_similarity(**options):
-    return wb.PairLoss(
-        {
-            "far": wb.LogSumExp(
-                lambda s, x, y, p: -2 * (s - 0.5), where=lambda x, y, s: same(x, y) & (s < x.near + p_epsilon)
-            ),
-            "near": wb.LogSumExp(
-                lambda s, x, y, p: 50 * (s - 0.5), where=lambda x, y, s: different(x, y) & (s > x.far - p_epsilon)
-            ),
-        },
-        lambda r, x, p: softplus(r.far) / 2 + softplus(r.near) / 50,
-        similarity="cosine",
-        **options,
+    far, near = (lambda s, x, y, p: -2 * (s - 0.5)), (lambda s, x, y, p: 50 * (s - 0.5))
+    mined_far, mined_near = (
+        lambda x, y, s: same(x, y) & (s < x.near + EPSILON),
+        lambda x, y, s: different(x, y) & (s > x.far - EPSILON),
     )
-
-
-p_epsilon = 0.1
+    terms = {"far": wb.LogSumExp(far, mined_far), "near": wb.LogSumExp(near, mined_near)}
+    return wb.PairLoss(
+        terms, lambda r, x, p: softplus(r.far) / 2 + softplus(r.near) / 50, similarity="cosine", **options
+    )
 
 
 def hardest(term, where, **options):
@@ -146,19 +138,17 @@ def hardest(term, where, **options):
 
 
 def circle(m=0.4, gamma=8.0, **options):
-    near, far = (
-        lambda s: (s.detach() + m).clamp(min=0) * (s - m),
-        lambda s: (1 + m - s.detach()).clamp(min=0) * (s - 1 + m),
-    )
-    return wb.PairLoss(
-        {
-            "negatives": wb.LogSumExp(lambda s, x, y, p: gamma * near(s), where=different),
-            "positives": wb.LogSumExp(lambda s, x, y, p: -gamma * far(s), where=same),
-        },
-        lambda r, x, p: (softplus(r.negatives + r.positives), (r.negatives + r.positives).isfinite().double()),
-        similarity="cosine",
-        **options,
-    )
+    def near(s, x, y, p):
+        return gamma * (s.detach() + m).clamp(min=0) * (s - m)
+
+    def far(s, x, y, p):
+        return -gamma * (1 + m - s.detach()).clamp(min=0) * (s - 1 + m)
+
+    def loss(r, x, p):
+        return softplus(r.near + r.far), (r.near + r.far).isfinite().double()
+
+    terms = {"near": wb.LogSumExp(near, where=different), "far": wb.LogSumExp(far, where=same)}
+    return wb.PairLoss(terms, loss, similarity="cosine", **options)
 
 
 def hard_triplet(margin=0.2, **options):
@@ -173,18 +163,15 @@ def hard_triplet(margin=0.2, **options):
 
 def guided(margin=0.05, **options):
     """GIST: what the guide finds more similar than the pair, within a margin, is no negative."""
-    return wb.PairLoss(
-        {
-            "all": wb.LogSumExp(
-                lambda s, x, y, p: p.scale * s.student,
-                where=lambda x, y, s: (s.guide <= x.partner.guide + margin) | (x.index == y.index),
-            ),
-            "own": wb.Partner(lambda s, x, y, p: p.scale * s.student),
-        },
-        lambda r, x, p: r.all - r.own,
-        similarity={"student": "dot", "guide": "dot"},
-        **options,
-    )
+
+    def candidate(x, y, s):
+        return (s.guide <= x.partner.guide + margin) | (x.index == y.index)
+
+    def score(s, x, y, p):
+        return p.scale * s.student
+
+    terms = {"all": wb.LogSumExp(score, candidate), "own": wb.Partner(score)}
+    return wb.PairLoss(terms, all_minus_own, similarity={"student": "dot", "guide": "dot"}, **options)
 
 
 # calls: the declared loss, and the loss of the library, of the same tensors; v and w are two views, n further rows
@@ -192,7 +179,7 @@ def guided(margin=0.05, **options):
 
 def declared_and_given(name, data, options):
     v, w, n, label, scale = (data[key] for key in ("v", "w", "n", "label", "scale"))
-    rows, both = len(v), torch.cat([v, w])
+    both = torch.cat([v, w])
     of_both = {"label": label["example"].repeat(2)}
     if name == "clip":
         return clip(**options)(v, w, parameters={"scale": scale}), wb.functional.clip_loss(v, w, scale, **options)
@@ -243,7 +230,7 @@ def declared_and_given(name, data, options):
             "far": hardest(wb.Min, same, **options)(v, x_data=classes).detach(),
         }
         loss = multi_similarity(**options)(v, x_data={**classes, **mined})
-        return loss, wb.functional.multi_similarity_loss(v, classes["label"], epsilon=p_epsilon, **options)
+        return loss, wb.functional.multi_similarity_loss(v, classes["label"], epsilon=EPSILON, **options)
     if name == "circle":
         given = wb.functional.circle_loss(v, classes["label"], m=0.4, gamma=8.0, **options)
         return circle(**options)(v, x_data=classes), given

@@ -1,7 +1,7 @@
-"""Declarations drawn from a grammar: terms, masks, data with and without gradient, parameters, both sides, similarities.
+"""Declarations drawn from a grammar: terms, masks, data with and without gradient, parameters, sides, similarities.
 
-`drawn(seed)` returns a declaration and a batch for it. Batches have rows of zeros, rows that occur twice, long and short
-rows, and labels that leave some rows without candidates.
+`drawn(seed)` returns a declaration and a batch for it. Batches have rows of zeros, rows that occur twice, long and
+short rows, and labels that leave some rows without candidates.
 """
 
 from __future__ import annotations

@@ -51,6 +51,5 @@ def test_declared_losses_are_the_built_in_ones(counts):
 
 @pytest.mark.parametrize("name", declared.NAMES)
 def test_a_declaration_has_at_most_twelve_lines(name):
-    lines = inspect.getsource(getattr(declared, name)).splitlines()
-    body = [line for line in lines if line.strip() and '"""' not in line]
-    assert len(body) <= 16, len(body)
+    lines = inspect.getsource(getattr(declared, name)).splitlines()[1:]
+    assert len([line for line in lines if line.strip() and '"""' not in line]) <= 12

@@ -236,7 +236,7 @@ def _check_loss(
     device = next((x.device for x in side.values()), torch.device("cpu"))
     even = torch.linspace(0.4, 1.6, rows, dtype=torch.float64, device=device)
     r = {name: even + number for number, name in enumerate(terms)}
-    numbers = {name: _some(x, rows) for name, x in side.items()}
+    numbers: dict[str, Any] = {name: _some(x, rows) for name, x in side.items()}
     partners = _partners(kinds, rows, torch.float64, device)
     partners = {name: fields("s", x) if isinstance(x, Mapping) else x for name, x in partners.items()}
     numbers = {**numbers, **partners, INDEX: torch.arange(rows, device=device)}
@@ -329,10 +329,10 @@ class _Captured(TorchFunctionMode):
             if isinstance(x, Tensor) and id(x) not in self.known:
                 names = (captured(function, x) for function in self.functions.values())
                 name = next((found for found in names if found), "a tensor without a name")
-                gradient = " with a gradient" if x.requires_grad else ""
+                what = f"{name} of shape {tuple(x.shape)}{' with a gradient' if x.requires_grad else ''}"
                 raise ValueError(
-                    f"{self.what} must receive its tensors as x, y or p, got {name} of shape "
-                    f"{tuple(x.shape)}{gradient} from elsewhere: pass numbers of rows in x_data or y_data, and shared ones in parameters"
+                    f"{self.what} must receive its tensors as x, y or p, got {what} from elsewhere: pass numbers of "
+                    "rows in x_data or y_data, and shared ones in parameters"
                 )
         found = func(*args, **kwargs)
         for x in tree_leaves(found):

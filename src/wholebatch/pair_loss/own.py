@@ -67,26 +67,26 @@ class OwnRows:
     def _reduced(self, term: Term, values: Values, dtype: torch.dtype) -> Tensor:
         if isinstance(term, Count):
             ones = torch.ones(values.shape, dtype=dtype, device=self.owners.device)
-            return self._sum(values.filled(ones, 0.0)[:, 0])
+            return self._sum(_filled(values, ones, 0.0)[:, 0])
         assert values.value is not None
         value = values.value.to(dtype)
         if isinstance(term, Max | Min):
             sign = 1 if isinstance(term, Max) else -1
-            return sign * self._max(values.filled(sign * value, float("-inf"))[:, 0])
+            return sign * self._max(_filled(values, sign * value, float("-inf"))[:, 0])
         if isinstance(term, LogSumExp):
-            return self._logsumexp(values.filled(value, float("-inf"))[:, 0])
-        total = self._sum(values.filled(value, 0.0)[:, 0])
+            return self._logsumexp(_filled(values, value, float("-inf"))[:, 0])
+        total = self._sum(_filled(values, value, 0.0)[:, 0])
         if isinstance(term, Sum):
             return total
         assert isinstance(term, Mean)
         if values.log_weight is None:
-            count = self._sum(values.filled(torch.ones_like(value), 0.0)[:, 0])
+            count = self._sum(_filled(values, torch.ones_like(value), 0.0)[:, 0])
             return total / count.clamp(min=1)
-        log_weight = values.filled(values.log_weight.to(dtype), float("-inf"))[:, 0]
+        log_weight = _filled(values, values.log_weight.to(dtype), float("-inf"))[:, 0]
         top = self._shift(log_weight)
         weight = (log_weight - top[self.owners]).exp()
         whole = self._sum(weight)
-        return self._sum(weight * values.filled(value, 0.0)[:, 0]) / torch.where(whole == 0, 1.0, whole)
+        return self._sum(weight * _filled(values, value, 0.0)[:, 0]) / torch.where(whole == 0, 1.0, whole)
 
     def _sum(self, x: Tensor) -> Tensor:
         return x.new_zeros(self.count).index_add(0, self.owners, x)
@@ -111,6 +111,12 @@ class OwnRows:
         first = torch.full((self.count,), len(x), device=x.device).scatter_reduce(0, self.owners[equal], equal, "amin")
         (some,) = (first < len(x)).nonzero(as_tuple=True)
         return x.new_full((self.count,), float("-inf")).index_put((some,), x[first[some]])
+
+
+def _filled(values: Values, x: Tensor, value: float) -> Tensor:
+    """Return numbers of candidates, and `value` elsewhere, with their gradient."""
+    x = x.expand(values.shape)
+    return x if values.mask is None else torch.where(values.mask, x, value)
 
 
 def combined(term: Term, batch: Tensor, own: Tensor) -> Tensor:

@@ -93,8 +93,8 @@ def pairing(facts: Facts, x: Tower, y: Tower) -> Pairing:
     if partners.shape != x_sorted.shape or bool((x_sorted != partners).any()) or _repeated(x_sorted):
         raise ValueError(
             f"{facts.caller}: each value of 'pair' in x_data must be there once, and once in y_data, over all ranks; "
-            f"got {len(of_x.unique())} values in {len(of_x)} rows of x, and {len(partners.unique())} in {len(partners)} "
-            "rows of y whose pair is not negative"
+            f"got {len(of_x.unique())} values in {len(of_x)} rows of x, and {len(partners.unique())} in "
+            f"{len(partners)} rows of y whose pair is not negative"
         )
     to_y = torch.empty_like(x_order).scatter_(0, x_order, y_order[alone:])
     to_x = torch.full_like(y_order, -1).scatter_(0, y_order[alone:], x_order)

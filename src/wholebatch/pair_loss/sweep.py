@@ -196,7 +196,8 @@ class PairSweep:
         if not any(term.where is not None and not term.mask_reads_similarity for term in early):
             return [None] * len(early)
         shape = torch.empty(tile.shape, device="meta")
-        entries = Entries(self.kinds, dict.fromkeys(self.kinds, shape), *map(_readable, self._numbers(tile)), {})
+        x, y = (nested(numbers)[0] for numbers in self._numbers(tile))
+        entries = Entries(self.kinds, dict.fromkeys(self.kinds, shape), x, y, {})
         known: dict[int, Tensor | None] = {}  # terms may share a mask
         for term in early:
             if id(term.where) not in known:
@@ -214,9 +215,10 @@ class PairSweep:
         if not self._in_dtype:
             dtype = next(iter(self.drivers.values())).dtype
             for name, value in self.parameters.items():
-                floats = isinstance(value, Tensor) and value.is_floating_point()
-                self._in_dtype[name] = value.detach().to(dtype) if floats else value
-        return self._in_dtype
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    value = value.detach().to(dtype)
+                self._in_dtype[name] = value
+        return dict(self._in_dtype)
 
     def _leaves(self, tile: Tile, products: Mapping[str, Tensor], *, wants: bool) -> _Leaves:
         """Return products, numbers and parameters as leaves of the tile's graph."""
@@ -224,10 +226,8 @@ class PairSweep:
         for of_side, names in ((x, self.x.learned), (y, self.y.learned)):
             for name in names:
                 of_side[name] = of_side[name].detach().requires_grad_()
-        parameters = dict(self._parameters())
-        for name in self.learned:
-            learned: Tensor = parameters[name]
-            parameters[name] = learned.detach().requires_grad_()
+        parameters = self._parameters()
+        parameters |= {name: parameters[name].detach().requires_grad_() for name in self.learned}
         return _Leaves({name: s.detach().requires_grad_(wants) for name, s in products.items()}, x, y, parameters)
 
     def _entries(
@@ -341,10 +341,6 @@ def nested(numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             found[name] = x
     return found | {name: fields("s", of) for name, of in several.items()}, squares
-
-
-def _readable(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    return nested(numbers)[0]
 
 
 def _is_empty(mask: Tensor) -> bool:
