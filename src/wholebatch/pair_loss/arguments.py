@@ -80,7 +80,7 @@ class Arguments:
 
     @property
     def signature(self) -> list[Any]:
-        """What the functions can tell of the arguments beside their values and the number of rows."""
+        """Names, dtypes and shapes of everything that functions read, without the number of rows."""
         of_data = (self.x_data, self.y_data, self.own_data)
         dtypes = [[(name, str(one.dtype)) for name, one in of.items()] for of in of_data]
         shapes = [
@@ -113,8 +113,8 @@ def _vectors(name: str, data: Any) -> dict[str, Tensor]:
         _check_name(name, key)
         if key in _RESERVED:
             raise ValueError(f"{name} must not have the name {key!r}: {_RESERVED[key]}; choose another")
-        if not isinstance(data[key], Tensor) or (data[key].dim() != 1 and name != "own_data"):
-            got = tuple(data[key].shape) if isinstance(data[key], Tensor) else shown(data[key])
+        if not is_dense(data[key]) or (data[key].dim() != 1 and name != "own_data"):
+            got = tuple(data[key].shape) if is_dense(data[key]) else shown(data[key])
             raise ValueError(f"{name}[{key!r}] must be a vector with a number for each row, got {got}")
     return dict(data)
 
@@ -132,7 +132,7 @@ def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dic
                 f"{name} must be a tensor, because similarity={kinds[ONE]!r} is one; for several pass a mapping as "
                 "similarity, too"
             )
-        return x, {ONE: x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0}
+        return x, {ONE: x.shape[1] if is_dense(x) and x.dim() == 2 else 0}
     if not isinstance(x, Mapping) or set(x) != set(kinds):
         got = sorted(map(str, x)) if isinstance(x, Mapping) else shown(x)
         raise ValueError(f"{name} must be a mapping with the names of similarity, {sorted(kinds)}, got {got}")
@@ -150,10 +150,12 @@ def _own(
     own: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
 ) -> tuple[Any, Tensor, dict[str, Tensor]]:
     """Return own candidates in one list, (k, d), their rows, (k,), and their data, (k,) each."""
-    rows = len(x) if isinstance(x, Tensor) and x.dim() else 0
+    rows = len(x) if is_dense(x) and x.dim() else 0
+    if isinstance(own, Mapping) != (ONE not in kinds) or (ONE not in kinds and set(own) != set(kinds)):
+        raise ValueError(f"own must be a tensor, or a mapping with the names of similarity like x, got {shown(own)}")
     each = own if isinstance(own, Mapping) else {ONE: own}
     first = next(iter(each.values()))
-    if not isinstance(first, Tensor):
+    if not is_dense(first):
         raise ValueError(
             f"own must be a tensor (rows, h, embedding size), or (n, embedding size) with own_offsets, "
             f"got {shown(first)}"

@@ -1,4 +1,4 @@
-"""What a user has declared: the terms by name, the losses of rows and of columns, and the similarities."""
+"""The declaration of a loss: the terms by name, the losses of rows and of columns, and the similarities."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def _watched(
     what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor], call: Callable[[], Any]
 ) -> Any:
     """Return what a call of the user's functions returns; raise if it reads, draws or writes what it must not."""
-    versions = [x._version for x in given]
+    versions = [_version(x) for x in given]
     with torch.no_grad(), _Random(what), _Captured(what, functions, given):
         try:
             found = call()
@@ -310,9 +310,14 @@ def _watched(
             raise ValueError(
                 f"{what} failed on a tile of {_ROWS} rows and {_COLUMNS} columns: {type(error).__name__}: {error}"
             ) from error
-    if versions != [x._version for x in given]:
+    if versions != [_version(x) for x in given]:
         raise ValueError(f"{what} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
     return found
+
+
+def _version(x: Tensor) -> int:
+    """Return the number of writes into a tensor; those into tensors of torch.inference_mode are not counted."""
+    return 0 if x.is_inference() else x._version
 
 
 class _Captured(TorchFunctionMode):

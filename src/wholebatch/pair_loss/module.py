@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._checks import check_flag
+from .._checks import check_flag, on_host
 from .._settings import shown
 from ..comm import Group, select_communicator
 from ..comm.select import check_group
@@ -64,13 +64,13 @@ class PairLoss(nn.Module):
     def __init__(
         self,
         terms: Mapping[str, Term],
-        row_loss: Callable[..., Any] | None,
+        row_loss: Callable[..., Any] | None,  # losses, or (losses, weights)
         *,
-        column_loss: Callable[..., Any] | None = None,
+        column_loss: Callable[..., Any] | None = None,  # likewise
         similarity: Similarity = "dot",
         symmetric: bool = False,
         reduction: Reduction = "mean",
-        parameters: Mapping[str, Any] = _NOTHING,
+        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
         group: Group = None,
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
@@ -108,7 +108,7 @@ class PairLoss(nn.Module):
         own: Tensor | Mapping[str, Tensor] | None = None,
         own_data: Mapping[str, Tensor] = _NOTHING,
         own_offsets: Tensor | None = None,
-        parameters: Mapping[str, Any] = _NOTHING,
+        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return L, the same on all ranks.
@@ -153,12 +153,20 @@ class PairLoss(nn.Module):
         own: Tensor | Mapping[str, Tensor] | None = None,
         own_data: Mapping[str, Tensor] = _NOTHING,
         own_offsets: Tensor | None = None,
-        parameters: Mapping[str, Any] = _NOTHING,
+        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Return L of the rows given, from one dense matrix, without communication; arguments as in `forward`."""
-        given = {**self._parameters_here(), **parameters}
+        """Return L of the rows given, from one dense matrix, without communication; arguments as in `forward`.
+
+        Raises:
+            ValueError: as in `forward`.
+        """
+        given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
         call = self._checked_arguments(x, y, (x_data, y_data, own_data), own, own_offsets, given)
+        inputs = call.inputs(weights)
+        inputs.check_features()
+        inputs.check_rest()
+        inputs.check_values(on_host(inputs.numbers()))
         kinds, sizes = self.declaration.kinds, list(call.widths.values())
         of_x, of_y, of_own = (
             None if one is None else dict(zip(kinds, one.split(sizes, dim=1), strict=True))
@@ -179,7 +187,7 @@ class PairLoss(nn.Module):
         """Return the arguments, or raise on all ranks, which are in the handshake of `agree`."""
         try:
             return self._checked_arguments(*arguments)
-        except ValueError as error:
+        except Exception as error:  # whatever it is, the other ranks must not wait
             mistake = error
 
         def state() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from .sweep import Gradients, PairSweep, Reduced, Side
 
 @dataclass(frozen=True)
 class PairPlan:
-    """What the forward and the backward pass of one call share.
+    """The facts that the forward and the backward pass of one call share.
 
     Args:
         facts: of the call.

@@ -48,7 +48,7 @@ class Term:
         return self.where is not None and takes(self.where, 3)
 
     @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
         """The user's functions, by the names of the arguments."""
         found = {"score": self.score, "where": self.where, "log_weight": getattr(self, "log_weight", None)}
         return {name: function for name, function in found.items() if function is not None}

@@ -1,4 +1,4 @@
-r"""What is kept of each row while tiles come and go, one rule for each reduction, and how it goes back.
+r"""The numbers that are kept of each row while tiles come and go, one rule for each reduction, and its derivative.
 
     reduction     kept                                       dR / df_j
     LogSumExp     m = max f, sum exp(f - m)                  exp(f_j - m) / sum
