@@ -211,8 +211,8 @@ def differing(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("captured value", "declaration"),
-        ("code", "declaration"),
+        ("captured value", "the fingerprint of the declared functions"),
+        ("code", "the fingerprint of the declared functions"),
         ("data", "the arguments that are given"),
         ("parameter", "parameters['a']"),
         ("no features", "x must be a tensor"),

@@ -25,6 +25,7 @@ from .reductions import Term
 from .reference import Dense, OwnCandidates
 from .similarity import Similarity
 
+_FINGERPRINT = "the fingerprint of the declared functions"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -138,7 +139,7 @@ class PairLoss(nn.Module):
         given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
         call = self._prepared(x, y, (x_data, y_data, own_data), own, own_offsets, given)
         facts = agree(
-            CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=("declaration",))
+            CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,))
         )
         self._say_what_nobody_reads()
         return Call(self.declaration, call, facts.widened()).loss()
@@ -203,7 +204,7 @@ class PairLoss(nn.Module):
         return call
 
     def _facts(self) -> dict[str, Any]:
-        return {"declaration": fingerprint(*self.declaration.functions)}
+        return {_FINGERPRINT: fingerprint(*self.declaration.functions)}
 
     def _say_what_nobody_reads(self) -> None:
         if self.declaration.unread and not self._said:
