@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,12 +36,14 @@ class Values:
         mask: the candidates, broadcast to the shape; None: all entries.
         value: the scores; None: the term has none.
         log_weight: of a weighted mean.
+        room: memory of this shape, which rules may overwrite; None: they take fresh memory.
     """
 
     shape: tuple[int, ...]
     mask: Tensor | None
     value: Tensor | None = None
     log_weight: Tensor | None = None
+    room: Tensor | None = None
 
     def filled(self, x: Tensor, value: float) -> Tensor:
         """Return scores or weights of candidates, and 0 or -inf elsewhere, in the whole shape; without a gradient.
@@ -56,6 +58,12 @@ class Values:
             return torch.where(self.mask, x, value)
         ones = self.ones.to(x.dtype)
         return x * ones if value == 0 else torch.minimum(x, (ones - 0.5) * math.inf)
+
+    def exponentials(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Return exp(x - shift) of candidates and 0 elsewhere, without a gradient, in `room` if there is one."""
+        scores = self.filled(x, float("-inf"))
+        room = self.room if self.room is not None and self.room.dtype == scores.dtype else None
+        return torch.sub(scores, shift.to(scores.dtype), out=room).exp_()
 
     @property
     def ones(self) -> Tensor:
@@ -93,6 +101,17 @@ class Entries:
     def shape(self) -> tuple[int, ...]:
         """Rows and columns."""
         return tuple(next(iter(self.s.values())).shape)
+
+    def first(self) -> Entries:
+        """Return the first entry alone."""
+
+        def cut(numbers: Numbers) -> dict[str, Any]:
+            return {
+                name: fields("s", {of: x[of][:1, :1] for of in x}) if isinstance(x, Fields) else x[:1, :1]
+                for name, x in numbers.items()
+            }
+
+        return replace(self, s={name: s[:1, :1] for name, s in self.s.items()}, x=cut(self.x), y=cut(self.y))
 
     def mask(self, term: Term) -> Tensor | None:
         """Return the candidates of a term, without a gradient; None: all entries."""

@@ -138,9 +138,7 @@ class PairLoss(nn.Module):
         """
         given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
         call = self._prepared(x, y, (x_data, y_data, own_data), own, own_offsets, given)
-        facts = agree(
-            CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,))
-        )
+        facts = agree(CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,)))
         self._say_what_nobody_reads()
         return Call(self.declaration, call, facts.widened()).loss()
 

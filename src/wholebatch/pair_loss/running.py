@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -80,7 +81,8 @@ class _LogSumExp(Rule):
         assert values.value is not None
         scores = values.filled(values.value, float("-inf"))
         shift = _raised_(kept, scores, dim)
-        kept[:, 1] += _exponentials(scores, shift, dim).sum(dim)
+        values = replace(values, mask=None)  # which the scores heed
+        kept[:, 1] += values.exponentials(scores, shift.unsqueeze(dim)).sum(dim)
 
     def result(self, kept: Tensor) -> Tensor:
         return kept[:, 0] + kept[:, 1].log()  # of no candidate: -inf
@@ -91,7 +93,7 @@ class _LogSumExp(Rule):
     def weights(self, values: Values, constants: Sequence[Tensor]) -> Weights:
         assert values.value is not None
         shift, factor = constants
-        return (values.filled(values.value, float("-inf")) - shift).exp_().mul_(factor), None
+        return values.exponentials(values.value, shift).mul_(factor), None
 
 
 class _Sum(Rule):
@@ -147,7 +149,7 @@ class _WeightedMean(Rule):
         assert values.log_weight is not None
         weights = values.filled(values.log_weight, float("-inf"))
         shift = _raised_(kept, weights, dim)
-        weights = _exponentials(weights, shift, dim)
+        weights = replace(values, mask=None).exponentials(weights, shift.unsqueeze(dim))
         kept[:, 1] += weights.sum(dim)
         kept[:, 2] += (weights * values.filled(values.value, 0.0)).sum(dim)
 
@@ -161,7 +163,7 @@ class _WeightedMean(Rule):
         assert values.value is not None
         assert values.log_weight is not None
         shift, factor, mean = constants
-        weights = (values.filled(values.log_weight, float("-inf")) - shift).exp_().mul_(factor)
+        weights = values.exponentials(values.log_weight, shift).mul_(factor)
         return weights, weights * (values.filled(values.value, 0.0) - mean)
 
 
@@ -273,10 +275,6 @@ def _raised_(kept: Tensor, scores: Tensor, dim: int) -> Tensor:
     kept[:, 1:] *= _ratio(kept[:, 0], top)[:, None]
     kept[:, 0] = top
     return _finite(top)
-
-
-def _exponentials(scores: Tensor, shift: Tensor, dim: int) -> Tensor:
-    return (scores - shift.to(scores.dtype).unsqueeze(dim)).exp_()
 
 
 def _ratio(old: Tensor, new: Tensor) -> Tensor:

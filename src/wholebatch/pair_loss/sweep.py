@@ -12,7 +12,7 @@ looking at a mask costs little. Work: 1 unit of multiply-adds forward, 3 backwar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from ..partition import Tile, tiles
 from ..sweep import Block, Driver, Factor
+from .affine import Coefficients, coefficients, is_affine, may_be_affine
 from .entries import Entries, Values
 from .fields import fields
 from .reductions import Term
 from .running import Rule
-from .similarity import SQUARES, of_tile
+from .similarity import ONE, SQUARES, of_tile
 
 INDEX = "index"
 SEPARATOR = "."  # between a name of data and that of a similarity
@@ -102,6 +103,7 @@ class PairSweep:
     learned: Sequence[str]
     symmetric: bool = False
     _in_dtype: dict[str, Any] = field(default_factory=dict)
+    _affine: list[int] | None = None
 
     def forward(
         self, block: Block, rows: Tensor, cols: Tensor | None, slices: tuple[Sequence[slice], Sequence[slice]]
@@ -112,16 +114,22 @@ class PairSweep:
             products = {name: self.drivers[name].logits(tile, *factors[name]) for name in factors}
             entries = self._entries(products, self._numbers(tile), self._parameters())
             of_rows, of_cols = map(iter, slices)
-            for reduced, mask in zip(self.reduced, masks, strict=True):
-                values = entries.values(reduced.term, _mask(entries, reduced.term, mask), safe=False)
+            affine = self._affine_terms(entries)
+            for at, (reduced, mask) in enumerate(zip(self.reduced, masks, strict=True)):
+                candidates, room = _mask(entries, reduced.term, mask), self._room(tile, 0)
+                found = affine.get(at)
+                if found is not None:
+                    values = Values(tile.shape, candidates, found.score_(products[ONE], self._room(tile, 1)), room=room)
+                else:
+                    values = replace(entries.values(reduced.term, candidates, safe=False), room=room)
                 if reduced.rows:
                     reduced.rule.update_(rows[tile.rows, next(of_rows)], values, 1, tile.cols.start)
                 if reduced.cols:
-                    at = next(of_cols)
+                    numbers = next(of_cols)
                     if not tile.self_transposed:
                         assert cols is not None
                         first = self.x.offset + tile.rows.start
-                        reduced.rule.update_(cols[here, at], values, 0, first)
+                        reduced.rule.update_(cols[here, numbers], values, 0, first)
 
     def backward(
         self, block: Block, rows: Sequence[Tensor], cols: Sequence[Tensor], into: Gradients, v: Tensor | None
@@ -144,13 +152,14 @@ class PairSweep:
             of_rows = [numbers[:, tile.rows] for numbers in rows]
             of_cols = [None if tile.self_transposed else numbers[:, here] for numbers in cols]
             leaves = self._leaves(tile, products, wants=wants)
-            found = self._gradients(leaves, masks, of_rows, of_cols, safe=masked and not looks)
+            found = self._gradients(tile, leaves, masks, of_rows, of_cols, safe=masked and not looks)
             if looks and not all(bool(grad.sum().isfinite()) for grad in found.values()):
-                found = self._gradients(leaves, masks, of_rows, of_cols, safe=True)
+                found = self._gradients(tile, leaves, masks, of_rows, of_cols, safe=True)
             self._add(tile, block, factors, leaves, found, into, v)
 
     def _gradients(
         self,
+        tile: Tile,
         leaves: _Leaves,
         masks: Sequence[Tensor | None],
         rows: Sequence[Tensor],
@@ -164,17 +173,61 @@ class PairSweep:
         sum only if a slope there is infinite or NaN; then the sum is NaN.
         """
         outputs, weights = list[Tensor](), list[Tensor]()
+        of_products: Tensor | None = None  # from affine scores
         with torch.enable_grad():
             entries = self._entries(leaves.products, (leaves.x, leaves.y), leaves.parameters)
-            for reduced, mask, of_rows, of_cols in zip(self.reduced, masks, rows, cols, strict=True):
+            affine = {} if safe else self._affine_terms(entries)
+            for at, (reduced, mask, of_rows, of_cols) in enumerate(zip(self.reduced, masks, rows, cols, strict=True)):
                 if not reduced.rule.constants:
                     continue
-                values = entries.values(reduced.term, _mask(entries, reduced.term, mask), safe=safe)
                 sides = [(of_rows, 1)] if reduced.rows else []
                 if reduced.cols and of_cols is not None:
                     sides.append((of_cols, 0))
-                _collect(reduced.rule, values, sides, outputs, weights)
-        return leaves.gradients(outputs, weights)
+                candidates, found = _mask(entries, reduced.term, mask), affine.get(at)
+                if found is None:
+                    _collect(reduced.rule, entries.values(reduced.term, candidates, safe=safe), sides, outputs, weights)
+                    continue
+                with torch.no_grad():
+                    score = found.score_(leaves.products[ONE].detach(), self._room(tile, 1))
+                    each = [
+                        reduced.rule.weights(
+                            Values(tile.shape, candidates, score, room=self._room(tile, 2 * number)),
+                            [x.to(score.dtype).unsqueeze(dim) for x in numbers],
+                        )[0]
+                        for number, (numbers, dim) in enumerate(sides)
+                    ]
+                    assert each[0] is not None
+                    total = each[0] if len(each) == 1 else torch.add(*each, out=self._room(tile, 0))
+                    for output, weight in found.outputs(score, total):
+                        outputs.append(output)
+                        weights.append(weight)
+                    slope = found.a.detach().to(score.dtype)
+                    if of_products is None:
+                        of_products = torch.mul(total, slope, out=self._room(tile, 3))
+                    else:
+                        of_products.addcmul_(total, slope)
+        grads = leaves.gradients(outputs, weights)
+        products = leaves.products.get(ONE)
+        if of_products is not None and products is not None and products.requires_grad:
+            beside = grads.get(id(products))
+            grads[id(products)] = of_products if beside is None else of_products.add_(beside)
+        return grads
+
+    def _affine_terms(self, entries: Entries) -> dict[int, Coefficients]:
+        """Return the coefficients of affine scores on a tile, by the numbers of their terms."""
+        if self._affine is None:
+            one = entries.first()
+            self._affine = [
+                at
+                for at, of in enumerate(self.reduced)
+                if may_be_affine(of.term, self.kinds) and is_affine(of.term, one)
+            ]
+        found = {at: coefficients(self.reduced[at].term, entries) for at in self._affine}
+        return {at: of for at, of in found.items() if of is not None}
+
+    def _room(self, tile: Tile, number: int) -> Tensor:
+        """Return memory for a tile, by its number: what was in it is lost at the next tile, and at the next use."""
+        return next(iter(self.drivers.values())).spare(tile, number)
 
     def _tiles(self, block: Block) -> Iterator[tuple[Tile, dict[str, tuple[Factor, Factor]], list[Tensor | None]]]:
         """Yield the tiles, their factors for each similarity, and the masks that do not need similarities."""
