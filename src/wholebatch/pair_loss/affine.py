@@ -35,11 +35,13 @@ class Coefficients(NamedTuple):
     a: Tensor
     c: Tensor
 
+    @torch.no_grad()
     def score_(self, s: Tensor, out: Tensor) -> Tensor:
         """Write f of a tile to `out`, without a gradient."""
         a, c = (x.detach().to(s.dtype) for x in self)
         return torch.add(s, c, out=out).mul_(a)
 
+    @torch.no_grad()
     def outputs(self, score: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return a and c, as far as they have a gradient, each with dL by it, from f and dL/df of a tile."""
         found = []

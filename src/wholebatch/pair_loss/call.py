@@ -25,6 +25,7 @@ from .similarity import SQUARES, multiplied, squares
 from .sweep import INDEX, SEPARATOR, nested
 
 CALLER = "PairLoss"
+_TILES = 3  # beside that of each similarity: those of scores and weights, each two by two
 
 
 class Call:
@@ -179,7 +180,11 @@ class Call:
         plan = PairPlan(
             facts,
             choose_route(
-                facts, Layout(self.rows, self.cols, symmetric=self.declared.symmetric), keep=False, dtype=facts.dtype
+                facts,
+                Layout(self.rows, self.cols, symmetric=self.declared.symmetric),
+                keep=False,
+                dtype=facts.dtype,
+                times=len(kinds) + _TILES,
             ),
             kinds,
             self.call.widths,

@@ -187,31 +187,35 @@ class PairSweep:
                 if found is None:
                     _collect(reduced.rule, entries.values(reduced.term, candidates, safe=safe), sides, outputs, weights)
                     continue
-                with torch.no_grad():
-                    score = found.score_(leaves.products[ONE].detach(), self._room(tile, 1))
-                    each = [
-                        reduced.rule.weights(
-                            Values(tile.shape, candidates, score, room=self._room(tile, 2 * number)),
-                            [x.to(score.dtype).unsqueeze(dim) for x in numbers],
-                        )[0]
-                        for number, (numbers, dim) in enumerate(sides)
-                    ]
-                    assert each[0] is not None
-                    total = each[0] if len(each) == 1 else torch.add(*each, out=self._room(tile, 0))
-                    for output, weight in found.outputs(score, total):
-                        outputs.append(output)
-                        weights.append(weight)
-                    slope = found.a.detach().to(score.dtype)
-                    if of_products is None:
-                        of_products = torch.mul(total, slope, out=self._room(tile, 3))
-                    else:
-                        of_products.addcmul_(total, slope)
+                score = found.score_(leaves.products[ONE].detach(), self._room(tile, 1))
+                total = self._weights_of(reduced.rule, tile, candidates, score, sides)
+                for output, weight in found.outputs(score, total):
+                    outputs.append(output)
+                    weights.append(weight)
+                slope = found.a.detach().to(score.dtype)
+                if of_products is None:
+                    of_products = torch.mul(total, slope, out=self._room(tile, 3))
+                else:
+                    of_products.addcmul_(total, slope)
         grads = leaves.gradients(outputs, weights)
         products = leaves.products.get(ONE)
         if of_products is not None and products is not None and products.requires_grad:
             beside = grads.get(id(products))
             grads[id(products)] = of_products if beside is None else of_products.add_(beside)
         return grads
+
+    @torch.no_grad()
+    def _weights_of(
+        self, rule: Rule, tile: Tile, mask: Tensor | None, score: Tensor, sides: Sequence[tuple[Tensor, int]]
+    ) -> Tensor:
+        """Return dL/df of a tile for a term whose scores are known, in memory that the next term overwrites."""
+        found = []
+        for number, (numbers, dim) in enumerate(sides):
+            values = Values(tile.shape, mask, score, room=self._room(tile, 2 * number))
+            weights, _ = rule.weights(values, [x.to(score.dtype).unsqueeze(dim) for x in numbers])
+            assert weights is not None
+            found.append(weights)
+        return found[0] if len(found) == 1 else torch.add(found[0], found[1], out=self._room(tile, 0))
 
     def _affine_terms(self, entries: Entries) -> dict[int, Coefficients]:
         """Return the coefficients of affine scores on a tile, by the numbers of their terms."""
