@@ -43,7 +43,7 @@ class Coefficients(NamedTuple):
 
     @torch.no_grad()
     def outputs(self, score: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return a and c, as far as they have a gradient, each with dL by it, from f and dL/df of a tile."""
+        """Return a and c, as far as they have a gradient, each with dL by it, from dL/df and f, which is overwritten."""
         found = []
         if self.a.requires_grad:
             found.append((self.a, _sum_to(score, self.a, weights) / self.a.detach()))
@@ -53,11 +53,10 @@ class Coefficients(NamedTuple):
 
 
 def _sum_to(x: Tensor, like: Tensor, weights: Tensor) -> Tensor:
-    """Return sum G x in the shape of a or c."""
-    rows, cols = like.shape
-    if rows == cols == 1 and weights.shape != (1, 1):
+    """Return sum G x in the shape of a; x may lose its values."""
+    if like.numel() == 1:
         return torch.dot(weights.reshape(-1), x.reshape(-1)).to(like.dtype).view(1, 1)
-    return (weights * x).sum_to_size(like.shape).to(like.dtype)
+    return x.mul_(weights).sum_to_size(like.shape).to(like.dtype)
 
 
 def _scaled_sum(weights: Tensor, a: Tensor, c: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class PairSums(torch.autograd.Function):
             fetched,
             visit,
             carried=carried,
-            initial=x.new_zeros(1, y.shape[1] + len(of_y), dtype=dtype) if wants_y else None,
+            initial=x.new_zeros(1, y.shape[1] + _aligned(len(of_y)), dtype=dtype) if wants_y else None,
             to_owner=True,
         )
         grad_x = None if into.u is None else into.u.to(ctx.dtypes[0])
@@ -165,6 +165,11 @@ class PairSums(torch.autograd.Function):
         of_columns = [None if v is None else v[:, y.shape[1] + at].to(one.dtype) for at, one in enumerate(of_y)]
         of_parameters = [grad.to(one.dtype) for grad, one in zip(into.of_parameters, of_p, strict=True)]
         return None, grad_x, grad_y, *of_numbers, *of_columns, *of_parameters
+
+
+def _aligned(columns: int) -> int:
+    """Return the number of columns beside a gradient: products write slowly into rows that begin at odd places."""
+    return -(-columns // 16) * 16
 
 
 def _split(learned: Sequence[Tensor], plan: PairPlan) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
