@@ -43,7 +43,7 @@ class Coefficients(NamedTuple):
 
     @torch.no_grad()
     def outputs(self, score: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return a and c, as far as they have a gradient, each with dL by it, from dL/df and f, which is overwritten."""
+        """Return a and c, if they have a gradient, each with dL by it, from dL/df and f, which is overwritten."""
         found = []
         if self.a.requires_grad:
             found.append((self.a, _sum_to(score, self.a, weights) / self.a.detach()))
