@@ -171,7 +171,7 @@ class Call:
         if not reduced:
             return {}, {}
         kinds, facts = self.declared.kinds, self.facts
-        x, y = (torch.cat([*tower.features.values()], dim=1) for tower in (self.x, self.y))
+        x, y = (_side_by_side([*tower.features.values()]) for tower in (self.x, self.y))
         x_numbers, y_numbers = (self._numbers(tower, at) for at, tower in enumerate((self.x, self.y)))
         x_learned, y_learned = (
             [name for name, one in of.items() if one.requires_grad] for of in (x_numbers, y_numbers)
@@ -268,6 +268,10 @@ class Call:
             return found / count.clamp(min=1)
         weight = total(self.facts.comm, weights.sum())
         return torch.where(weight > 0, found / weight.clamp(min=torch.finfo(found.dtype).tiny), found * 0)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _as_integers(x: Tensor) -> Tensor:
