@@ -20,6 +20,7 @@ LAYERS = (
     ("exchange", "sync", "_sharded", "_measure"),
     ("contract",),
     ("nodes",),
+    ("pair_loss",),
     ("losses", "heads", "gradcache"),
     ("functional", "reference"),
     ("integrations",),

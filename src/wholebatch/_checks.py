@@ -187,6 +187,17 @@ def check_ids(name: str, ids: object, of: str, rows: int) -> None:
         )
 
 
+def check_data(name: str, x: object, of: str, rows: int) -> None:
+    """Raise ValueError unless x is a vector with one number for each row of the features `of`."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor with a number for each row of {of}, got {shown_with_type(x)}")
+    check_dense(name, x)
+    if x.dim() != 1 or len(x) != rows:
+        raise ValueError(f"{name} must have shape ({rows},), one number for each row of {of}, got {tuple(x.shape)}")
+    if x.is_complex():
+        raise ValueError(f"{name} must be real numbers, integers or booleans, got {x.dtype}")
+
+
 def _fix_of_ids(name: str, ids: object) -> str:
     if isinstance(ids, Tensor):
         return "for one-hot rows pass the argmax(1)" if ids.dim() == 2 and ids.shape[1] > 1 else "cast with .long()"

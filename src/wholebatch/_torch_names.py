@@ -18,6 +18,7 @@ from .heads import SparseAdamW as SparseAdamW
 from .heads import SparseSGD as SparseSGD
 from .heads.margins import *  # noqa: F403
 from .losses import *  # noqa: F403
+from .pair_loss import *  # noqa: F403
 from .planning._names import plan as plan
 from .scale import Scale as Scale
 

@@ -71,9 +71,9 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 def loss_parameters(scalars: Sequence[Any], comm: Communicator, sync: Sync) -> list[Any]:
-    """Return the scalars of a loss, whose gradient shares the backward pass combines as `sync` requires.
+    """Return the parameters of a loss, whose gradient shares the backward pass combines as `sync` requires.
 
-    Collective in backward under "mean": one all-reduce of one number for each.
+    Collective in backward under "mean": one all-reduce of their numbers.
     """
     at = [i for i, x in enumerate(scalars) if isinstance(x, Tensor) and x.requires_grad]
     if sync != "mean" or comm.size == 1 or not at:
@@ -121,8 +121,8 @@ class _SumGradients(Function):
     @once_differentiable
     def backward(ctx: Any, *shares: Tensor) -> tuple[Any, ...]:
         device = shares[0].device
-        numbers = torch.cat([share.reshape(1).to(device, wide_dtype(device)) for share in shares])
-        totals = ctx.comm.all_reduce(numbers, check=False)
+        numbers = torch.cat([share.reshape(-1).to(device, wide_dtype(device)) for share in shares])
+        totals = ctx.comm.all_reduce(numbers, check=False).split([share.numel() for share in shares])
         return None, *(x.to(share).view_as(share) for x, share in zip(totals, shares, strict=True))
 
 

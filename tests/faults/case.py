@@ -11,6 +11,7 @@ from typing import Any
 import communicator_calls  # noqa: F401  # these four register how each public name is called
 import heads_calls  # noqa: F401
 import losses_calls  # noqa: F401
+import pair_calls  # noqa: F401
 import planted  # noqa: F401
 import steps_calls  # noqa: F401
 import torch

@@ -193,6 +193,8 @@ VALUES: dict[str, Callable[[], Any]] = {
     "DistillationLoss.forward.teacher_image_features": _rows(4, 5),
     "DistillationLoss.forward.teacher_text_features": _rows(4, 5),
     "DistillationLoss.forward.teacher_logit_scale": lambda: 3.0,
+    "terms": lambda: {"mean": wb.Mean()},
+    "row_loss": lambda: of_user(lambda r, x, p: r.mean),
     "Problem.batch": lambda: {"x": torch.randn(8, 3)},
     "Problem.loss": lambda: _mean_of_squares,
     "MagFace.norms": lambda: (10.0, 110.0),

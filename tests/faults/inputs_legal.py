@@ -113,6 +113,17 @@ LEGAL: dict[str, str] = {
     "dtype": "torch_float32",
     "examples": _INTEGERS,
     "size": _INTEGERS,
+    # declared losses
+    "PairLoss.row_loss": _FUNCTION,
+    **dict.fromkeys(("column_loss", "score", "where", "log_weight"), f"{_FUNCTION} none"),
+    "symmetric": _FLAG,
+    **dict.fromkeys(("x_data", "y_data", "own_data"), "empty_dict"),
+    "parameters": "empty_dict dict",
+    "own": "t_4x2x3",
+    "PairLoss.forward.x": f"{_FEATURES} {_OTHER_FLOATS} t_5x3 t_4x5",
+    "PairLoss.reference.x": f"{_FEATURES} {_OTHER_FLOATS} t_5x3 t_4x5 t_0x3",
+    **{f"PairLoss.{name}.y": f"none {_FEATURES} t_5x3 t_0x3" for name in ("forward", "reference")},
+    "PairLoss.reference.weights": "t_4 t_4_zero",
     # heads
     "embeddings": f"{_FEATURES} {_OTHER_FLOATS}",
     "PartialFC.top_classes.embeddings": f"{_FEATURES} {_OTHER_FLOATS} t_0x3 t_5x3",

@@ -188,7 +188,7 @@ class _Call:
     def entered(self, given: Mapping[str, Any], by_rank: FactsByRank) -> dict[str, Any]:
         """Return the arguments in the graph of the loss, by name."""
         joined = join([*given.values()], by_rank)
-        return enter(dict(zip(given, joined, strict=True)), self.inputs.scalars, self.comm, self.options)
+        return enter(dict(zip(given, joined, strict=True)), self.inputs.replicated, self.comm, self.options)
 
     def facts(
         self,
@@ -313,7 +313,7 @@ class _Values:
         """Return the facts that each rank has checked itself."""
         return cls(
             {name: checked.column("norms", name) for name in inputs.given_features},
-            {name: checked.column("scalars", name) for name in inputs.given_scalars},
+            {name: checked.column("scalars", name) for name in inputs.compared},
             checked.column("weight"),
             checked.column(MIN_PAIR_PRODUCT),
             _by_name(checked.column(_DERIVED)),
@@ -349,7 +349,7 @@ def _values_of_all(by_rank: FactsByRank, rank: int, inputs: Inputs, checks: Chec
     nothing = [float("-inf")] * len(by_rank)
     return _Values(
         {name: columns[norm_of(name)] for name in inputs.given_features},
-        {name: columns[name] for name in inputs.given_scalars},
+        {name: columns[name] for name in inputs.compared},
         columns.get(SUM_OF_WEIGHTS, [None] * len(by_rank)),
         columns.get(MIN_PAIR_PRODUCT, nothing),
         _by_name(derived),

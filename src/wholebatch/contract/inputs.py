@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._checks import (
     check_alike,
+    check_data,
     check_features,
     check_ids,
     check_norm,
@@ -45,6 +46,8 @@ class Inputs:
         matching: names of two features whose rows i are positives of each other, for every i that both have.
         scales: the name of the scalar that multiplies S, and of the features that it may multiply instead on the
             device; (): there is none.
+        data: vectors of any dtype, each with the name of the features whose rows have these numbers.
+        parameters: numbers, or tensors of any shape, that are equal on all ranks.
     """
 
     features: Mapping[str, Tensor | None]
@@ -57,6 +60,8 @@ class Inputs:
     paired: tuple[str, str] | None = None
     matching: tuple[str, str] | None = None
     scales: tuple[str, str] | tuple[()] = ()
+    data: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor | float] = field(default_factory=dict)
 
     @cached_property
     def given_features(self) -> dict[str, Any]:
@@ -77,12 +82,32 @@ class Inputs:
     def names(self) -> list[str]:
         """The names of all given arguments, which must be the same on all ranks."""
         weights = [] if self.weights[0] is None else ["weights"]
-        return [*self.given_scalars, *self.given_features, *self.given_ids, *weights]
+        return [*self.given_scalars, *self.given_features, *self.given_ids, *weights, *self.data, *self.parameters]
 
     @property
     def differentiable(self) -> dict[str, Any]:
         """All arguments that may need a gradient, given or not."""
-        return {**self.scalars, **self.features, "weights": self.weights[0]}
+        data = {name: x for name, (x, _) in self.data.items() if x.is_floating_point()}
+        return {**self.scalars, **self.features, "weights": self.weights[0], **data, **self.parameters}
+
+    @property
+    def replicated(self) -> Mapping[str, Any]:
+        """The arguments that are equal on all ranks."""
+        return {**self.scalars, **self.parameters}
+
+    @cached_property
+    def compared(self) -> dict[str, Any]:
+        """The numbers that must be equal on all ranks: scalars, and for each parameter itself or two norms."""
+        found = dict(self.given_scalars)
+        for name, x in self.parameters.items():
+            if not isinstance(x, Tensor) or x.numel() == 1:
+                found[name] = x if not isinstance(x, Tensor) else x.detach().reshape(())
+                continue
+            flat = x.detach().reshape(-1).to(wide_dtype(x.device))
+            ramp = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+            found[f"the norm of {name}"] = torch.linalg.vector_norm(flat)
+            found[f"a projection of {name}"] = torch.linalg.vector_norm(flat + ramp)
+        return found
 
     @property
     def first(self) -> tuple[str, Any]:
@@ -106,6 +131,8 @@ class Inputs:
             check_weights("weights", weights, of, len(self.given_features[of]))
         for name, value in self.given_scalars.items():
             check_one(name, value)
+        for name, (x, of) in self.data.items():
+            check_data(name, x, of, len(self.given_features[of]))
 
     def numbers(self) -> dict[str, Tensor | float]:
         """Return the numbers that the checks of values need, shape () or [1] on the device, or checked floats.
@@ -114,7 +141,7 @@ class Inputs:
             ValueError: for a scalar on the host that is not finite, or not positive where it must be.
         """
         numbers: dict[str, Tensor | float] = {norm_of(name): norm_bound(x) for name, x in self.given_features.items()}
-        for name, value in self.given_scalars.items():
+        for name, value in self.compared.items():
             numbers[name] = value if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
             weights = self.weights[0].detach().to(wide_dtype(self.weights[0].device))
@@ -132,7 +159,7 @@ class Inputs:
             ValueError: for NaN or infinite features, a scalar that is not finite or not positive, negative weights.
         """
         norms = {name: check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
-        scalars = {name: self._check_scalar(name, found[name]) for name in self.given_scalars}
+        scalars = {name: self._check_scalar(name, found[name]) for name in self.compared}
         weight = None
         if self.weights[0] is not None:
             weight = check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])

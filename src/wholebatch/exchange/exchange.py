@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,20 @@ from ..partition import Partition
 from ..sweep import Block
 from .schedule import Visit, full, half
 
-Op = str | tuple[str, ...]
+
+class Combination(Protocol):
+    """A way to combine the numbers of columns that depend on each other, such as a maximum and a sum relative to it."""
+
+    def combine_(self, x: Tensor, other: Tensor) -> None:
+        """Combine the parts of two ranks, (n, k), in place."""
+        ...
+
+    def over_ranks(self, comm: Communicator, x: Tensor) -> Tensor:
+        """Return the parts of all ranks combined, on every rank. Collective."""
+        ...
+
+
+Op = str | tuple[str, ...] | Combination
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,8 @@ class Exchange(ABC):
             visit: called for each block.
             carried: (k, columns kept), numbers that travel with the columns.
             initial: (1, ...), the first value of each column's statistics; None: nothing is accumulated.
-            op: "sum" or "max" combines the parts of two ranks; a tuple has one of them for each of k numbers.
+            op: "sum" or "max" combines the parts of two ranks; a tuple has one of them for each of k numbers; or a
+                :class:`Combination`.
             to_owner: whether to reduce sums to the owners of the columns as soon as they are complete.
 
         Returns:
@@ -129,6 +144,8 @@ def combine_(x: Tensor, other: Tensor, op: Op) -> None:
     if isinstance(op, tuple):
         for column, column_op in enumerate(op):
             combine_(x[:, column], other[:, column], column_op)
+    elif not isinstance(op, str):
+        op.combine_(x, other)
     elif op == "sum":
         x.add_(other)
     else:

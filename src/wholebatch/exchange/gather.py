@@ -105,6 +105,8 @@ class GatherExchange(Exchange):
     def reduce(self, accumulated: Tensor, op: Op) -> Tensor:
         if isinstance(op, str):
             return self.comm.all_reduce(accumulated, op, check=False)
+        if not isinstance(op, tuple):
+            return op.over_ranks(self.comm, accumulated)
         reduced = self.comm.all_reduce(accumulated, check=False)
         largest = [column for column, column_op in enumerate(op) if column_op == "max"]
         if largest:

@@ -51,7 +51,13 @@ class Route:
 
 
 def choose_route(
-    facts: Facts, layout: Layout, *, keep: bool = True, exact: bool = False, dtype: torch.dtype | None = None
+    facts: Facts,
+    layout: Layout,
+    *,
+    keep: bool = True,
+    exact: bool = False,
+    dtype: torch.dtype | None = None,
+    times: int = 1,
 ) -> Route:
     """Return the exchange that the caller chose, or with "auto" the best one, and the memory of this rank's sweep.
 
@@ -61,6 +67,7 @@ def choose_route(
         keep: whether exp(S) may be kept for the backward pass.
         exact: whether kept numbers must not be rounded.
         dtype: the dtype of the tiles; None: `facts.dtype`.
+        times: how many times as many tiles as usual the sweep holds.
 
     Raises:
         ValueError: on every rank, if a rank's `memory` is too little for its part.
@@ -68,7 +75,7 @@ def choose_route(
     side, dtype, products = default_side(facts.device), dtype or facts.dtype, facts.products
     if dtype != facts.dtype:
         products = Products()
-    entry = bytes_of_an_entry(dtype, products)
+    entry = times * bytes_of_an_entry(dtype, products)
     for rank, memory in enumerate(facts.of_ranks("memory")):
         needed = smallest_budget(layout.rows.counts[rank], layout.cols.total, entry)
         if isinstance(memory, int) and memory < needed:

@@ -1,0 +1,28 @@
+"""Losses over all pairs of a batch that users declare: they write the formula, and the rest follows from it.
+
+    L = mean over rows i of F(R_1(i), ..., R_K(i)) + the same over columns
+    R_k(i) = reduction over the candidates j of f_k(s_ij, data of row i, data of column j, parameters)
+
+In the order of a call:
+
+module        PairLoss: holds a declaration, and computes its value on all ranks
+reductions    what a user writes for a term: LogSumExp, Sum, Mean, Count, Max, Min, Partner
+declaration   the terms by name, the functions that combine them, and which side reads which
+arguments     the tensors of one call, by the side that they belong to
+first_use     a small tile, computed before anything else: finds functions that no tile can be computed with
+fingerprint   tells whether two ranks declare the same functions
+fields        the objects x, y, p and r that these functions read
+similarity    s of a tile, and of single pairs
+entries       masks and scores of a tile, or of a list of pairs
+running       what is kept of each row and column while tiles come and go
+sweep         tiles: forward into what is kept, backward into gradients
+node          the sweep as an autograd node
+pairs         partners, and the entries that have won: computed again from their two rows
+own           candidates that belong to one row
+reference     the same declaration on one dense matrix
+"""
+
+from .module import PairLoss
+from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum
+
+__all__ = ["Count", "LogSumExp", "Max", "Mean", "Min", "PairLoss", "Partner", "Sum"]

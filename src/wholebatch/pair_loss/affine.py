@@ -1,0 +1,147 @@
+"""Scores that are affine in the similarity: f = a (s + c), where a and c depend on the row or the column alone.
+
+    p.scale * s    p.scale * (s - x.partner)    (s - y.bias) / x.temperature
+
+Most scores are. Autograd takes a dozen passes over a tile, each into fresh memory. Here a tile takes two, in place:
+
+    f = (s + c) a        dL/ds = G a        dL/da = sum G f / a        dL/dc = a sum G          G = dL/df
+
+and autograd sees only a and c, which are vectors. c is subtracted before the product: s - x.partner loses no digits.
+
+Whether a score is affine is not guessed from its values. Each operation that it calls is watched: sums, differences,
+products and quotients of what depends on s with what does not are affine, everything else is not. a and c follow from
+the score at s = 0 and s = 1, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from .entries import Entries
+from .reductions import Mean, Term
+from .similarity import DISTANCE, ONE
+
+
+class Coefficients(NamedTuple):
+    """a and c of f = a (s + c), (1, 1), (m, 1) or (1, n) each, with the graph of data and parameters."""
+
+    a: Tensor
+    c: Tensor
+
+    @torch.no_grad()
+    def score_(self, s: Tensor, out: Tensor) -> Tensor:
+        """Write f of a tile to `out`, without a gradient."""
+        a, c = (x.detach().to(s.dtype) for x in self)
+        return torch.add(s, c, out=out).mul_(a)
+
+    @torch.no_grad()
+    def outputs(self, score: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return a and c, if they have a gradient, each with dL by it, from dL/df and f, which is overwritten."""
+        found = []
+        if self.a.requires_grad:
+            found.append((self.a, _sum_to(score, self.a, weights) / self.a.detach()))
+        if self.c.requires_grad:
+            found.append((self.c, _scaled_sum(weights, self.a.detach(), self.c)))
+        return found
+
+
+def _sum_to(x: Tensor, like: Tensor, weights: Tensor) -> Tensor:
+    """Return sum G x in the shape of a; x may lose its values."""
+    if like.numel() == 1:
+        return torch.dot(weights.reshape(-1), x.reshape(-1)).to(like.dtype).view(1, 1)
+    return x.mul_(weights).sum_to_size(like.shape).to(like.dtype)
+
+
+def _scaled_sum(weights: Tensor, a: Tensor, c: Tensor) -> Tensor:
+    """Return sum a G in the shape of c."""
+    if a.shape[0] in (1, c.shape[0]) and a.shape[1] in (1, c.shape[1]):
+        return a * weights.sum_to_size(c.shape).to(c.dtype)
+    return (a.to(weights.dtype) * weights).sum_to_size(c.shape).to(c.dtype)
+
+
+def may_be_affine(term: Term, kinds: Mapping[str, str]) -> bool:
+    """Return whether a term's score can be computed in this way if it is affine."""
+    plain = term.scored and not (isinstance(term, Mean) and term.log_weight is not None)
+    return plain and ONE in kinds and kinds[ONE] != DISTANCE
+
+
+def is_affine(term: Term, entries: Entries) -> bool:
+    """Return whether the operations of a score, called with a tile of one entry, leave no doubt that it is affine."""
+    s = entries.s[ONE].detach().clone()
+    with torch.no_grad(), _Watch(s) as watch:
+        found = replace(entries, s={ONE: s}).values(term, None).value
+    return found is not None and id(found) in watch.affine and not watch.writes
+
+
+def coefficients(term: Term, entries: Entries) -> Coefficients | None:
+    """Return a and c from numbers of a tile's rows and columns; None where they do not exist: a = 0, or a matrix.
+
+    Args:
+        term: whose score is affine.
+        entries: their similarities are not used.
+    """
+    s = entries.s[ONE]
+    at = [
+        replace(entries, s={ONE: torch.full((1, 1), number, dtype=torch.float64, device=s.device)})
+        .values(term, None)
+        .value
+        for number in (0.0, 1.0)
+    ]
+    assert at[0] is not None
+    assert at[1] is not None
+    a, b = at[1] - at[0], at[0]
+    if any(1 not in x.shape for x in (a, b, b / a)):
+        return None
+    if s.device.type == "cpu" and not bool(a.detach().all()):
+        return None
+    return Coefficients(a, b / a)
+
+
+_SUMS = {torch.add, torch.sub, torch.subtract, torch.rsub, Tensor.add, Tensor.sub, Tensor.subtract}
+_SUMS |= {Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__}
+_PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
+_QUOTIENTS = {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__}
+_SIGNS = {torch.neg, torch.negative, Tensor.neg, Tensor.__neg__}
+_IN_PLACE = ("__i", "__setitem__")
+
+
+class _Watch(TorchFunctionMode):
+    """Follow what depends on s, and whether it is affine in s."""
+
+    def __init__(self, s: Tensor) -> None:
+        super().__init__()
+        self.affine: dict[int, Tensor] = {id(s): s}  # they live as long as their ids are compared
+        self.other: dict[int, Tensor] = {}
+        self.writes = False
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        self.writes |= "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name.startswith(_IN_PLACE)
+        found = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        affine, other = (any(id(x) in known for x in given) for known in (self.affine, self.other))
+        if affine or other:
+            into = self.affine if affine and not other and self._stays(func, args, kwargs) else self.other
+            for x in tree_leaves(found):
+                if isinstance(x, Tensor):
+                    into[id(x)] = x
+        return found
+
+    def _stays(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Return whether a function of affine arguments is affine."""
+        if kwargs or len(args) > 2:
+            return False
+        depends = [isinstance(x, Tensor) and id(x) in self.affine for x in args]
+        if func in _SUMS or func in _SIGNS:
+            return True
+        if func in _PRODUCTS:
+            return depends.count(True) == 1
+        return func in _QUOTIENTS and depends[0] and not any(depends[1:])

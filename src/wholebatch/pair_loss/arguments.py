@@ -1,0 +1,219 @@
+"""The tensors of one call, sorted by the side that they belong to, and checked on the rank that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import has_feature_dtype, is_dense
+from .._settings import shown
+from ..contract import Inputs
+from .entries import PARTNER
+from .similarity import ONE
+from .sweep import INDEX, SEPARATOR
+
+_RESERVED = {INDEX: "it is the number of the row", PARTNER: "it is the similarity with the partner"}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call.
+
+    Args:
+        x: (b, d), the features of all similarities side by side.
+        y: (n, d), likewise; None: the rows of x are the columns, too.
+        own: (k, d), own candidates of all rows one after the other, or None.
+        widths: columns of each similarity, by name.
+        x_data, y_data, own_data: vectors by name.
+        owners: (k,), the local row of each own candidate; without own empty.
+        parameters: numbers and tensors by name.
+    """
+
+    x: Any
+    y: Any
+    own: Any
+    widths: dict[str, int]
+    x_data: dict[str, Tensor]
+    y_data: dict[str, Tensor]
+    own_data: dict[str, Tensor]
+    owners: Tensor
+    parameters: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        kinds: Mapping[str, str],
+        x: Any,
+        y: Any,
+        data: tuple[Any, Any, Any],
+        own: Any,
+        own_offsets: Any,
+        parameters: Any,
+    ) -> Arguments:
+        """Return the arguments.
+
+        Raises:
+            ValueError: for an argument of the wrong kind; shapes and dtypes of features and data are checked later.
+        """
+        x_data, y_data, own_data = (
+            _vectors(name, of) for name, of in zip(("x_data", "y_data", "own_data"), data, strict=True)
+        )
+        features, widths = _side_by_side("x", x, kinds)
+        columns = None
+        if y is not None:
+            columns, of_y = _side_by_side("y", y, kinds)
+            if of_y != widths and ONE not in kinds:
+                raise ValueError(f"x and y must have the same embedding sizes, got {widths} and {of_y}")
+        elif y_data:
+            raise ValueError("y_data must be left out where y is: the rows of x are the columns, with x_data")
+        owners, flat = torch.zeros(0, dtype=torch.int64), None
+        if own is not None:
+            flat, owners, own_data = _own(own, own_offsets, own_data, kinds, features)
+        elif own_data or own_offsets is not None:
+            raise ValueError("own_data and own_offsets need own=, the features of each row's own candidates")
+        return cls(features, columns, flat, widths, x_data, y_data, own_data, owners, _parameters(parameters))
+
+    @property
+    def signature(self) -> list[Any]:
+        """Names, dtypes and shapes of everything that functions read, without the number of rows."""
+        of_data = (self.x_data, self.y_data, self.own_data)
+        dtypes = [[(name, str(one.dtype)) for name, one in of.items()] for of in of_data]
+        shapes = [
+            (name, tuple(one.shape) if isinstance(one, Tensor) else None) for name, one in self.parameters.items()
+        ]
+        return [dtypes, shapes, self.y is None, self.own is None, str(self.x.dtype), str(self.x.device)]
+
+    def inputs(self, weights: Tensor | None) -> Inputs:
+        """Return everything on which ranks have to agree, under the names of the caller's arguments."""
+        features = {"x": self.x}
+        if self.y is not None:
+            features["y"] = self.y
+        if self.own is not None:
+            features["own"] = self.own
+        data = {f"x_data[{name!r}]": (one, "x") for name, one in self.x_data.items()}
+        data |= {f"y_data[{name!r}]": (one, "y") for name, one in self.y_data.items()}
+        data |= {f"own_data[{name!r}]": (one, "own") for name, one in self.own_data.items()}
+        return Inputs(
+            features=features,
+            weights=(weights, "x"),
+            data=data,
+            parameters={f"parameters[{name!r}]": value for name, value in self.parameters.items()},
+        )
+
+
+def _vectors(name: str, data: Any) -> dict[str, Tensor]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} must be a mapping such as {{'label': labels}}, got {shown(data)}")
+    for key in data:
+        _check_name(name, key)
+        if key in _RESERVED:
+            raise ValueError(f"{name} must not have the name {key!r}: {_RESERVED[key]}; choose another")
+        if not is_dense(data[key]) or (data[key].dim() != 1 and name != "own_data"):
+            got = tuple(data[key].shape) if is_dense(data[key]) else shown(data[key])
+            raise ValueError(f"{name}[{key!r}] must be a vector with a number for each row, got {got}")
+    return dict(data)
+
+
+def _check_name(of: str, name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or SEPARATOR in name:
+        raise ValueError(f"{of} must have names like 'label', which functions read as attributes; got {shown(name)}")
+
+
+def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dict[str, int]]:
+    """Return the features of all similarities in one matrix, and the columns of each."""
+    if ONE in kinds:
+        if isinstance(x, Mapping):
+            raise ValueError(
+                f"{name} must be a tensor, because similarity={kinds[ONE]!r} is one; for several pass a mapping as "
+                "similarity, too"
+            )
+        return x, {ONE: x.shape[1] if is_dense(x) and x.dim() == 2 else 0}
+    if not isinstance(x, Mapping) or set(x) != set(kinds):
+        got = sorted(map(str, x)) if isinstance(x, Mapping) else shown(x)
+        raise ValueError(f"{name} must be a mapping with the names of similarity, {sorted(kinds)}, got {got}")
+    parts = [x[of] for of in kinds]
+    for of, part in zip(kinds, parts, strict=True):
+        if not is_dense(part) or not has_feature_dtype(part) or part.dim() != 2 or not part.shape[1]:
+            got = f"{tuple(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else shown(part)
+            raise ValueError(f"{name}[{of!r}] must be a floating-point tensor (rows, embedding size), got {got}")
+        if len(part) != len(parts[0]) or part.dtype != parts[0].dtype or part.device != parts[0].device:
+            raise ValueError(f"all of {name} must have the same number of rows, dtype and device")
+    return torch.cat(parts, dim=1), {of: part.shape[1] for of, part in zip(kinds, parts, strict=True)}
+
+
+def _own(
+    own: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
+) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    """Return own candidates in one list, (k, d), their rows, (k,), and their data, (k,) each."""
+    rows = len(x) if is_dense(x) and x.dim() else 0
+    if isinstance(own, Mapping) != (ONE not in kinds) or (ONE not in kinds and set(own) != set(kinds)):
+        raise ValueError(f"own must be a tensor, or a mapping with the names of similarity like x, got {shown(own)}")
+    each = own if isinstance(own, Mapping) else {ONE: own}
+    first = next(iter(each.values()))
+    if not is_dense(first):
+        raise ValueError(
+            f"own must be a tensor (rows, h, embedding size), or (n, embedding size) with own_offsets, "
+            f"got {shown(first)}"
+        )
+    if offsets is None:
+        if first.dim() != 3 or len(first) != rows:
+            raise ValueError(
+                f"own must have shape (rows, h, embedding size) with {rows} rows, got {tuple(first.shape)}; for "
+                "different numbers of candidates pass (n, embedding size) and own_offsets"
+            )
+        count = first.shape[1]
+        owners = torch.arange(rows, device=first.device).repeat_interleave(count)
+        for name, value in data.items():
+            if tuple(value.shape) != (rows, count):
+                raise ValueError(
+                    f"own_data[{name!r}] must have shape {(rows, count)} like own, got {tuple(value.shape)}"
+                )
+        data = {name: value.flatten() for name, value in data.items()}
+        flat = {name: one.flatten(0, 1) for name, one in each.items()}
+    else:
+        owners = _owners(offsets, rows, len(first))
+        flat = dict(each)
+    return (
+        _side_by_side("own", flat if isinstance(own, Mapping) else flat[ONE], kinds)[0],
+        owners.to(first.device),
+        data,
+    )
+
+
+def _owners(offsets: Any, rows: int, count: int) -> Tensor:
+    good = (
+        isinstance(offsets, Tensor)
+        and offsets.dtype in (torch.int32, torch.int64)
+        and tuple(offsets.shape) == (rows + 1,)
+    )
+    if good:
+        ends = offsets.tolist()
+        good = ends[0] == 0 and ends[-1] == count and all(a <= b for a, b in pairwise(ends))
+    if not good:
+        raise ValueError(
+            f"own_offsets must be {rows + 1} integers that rise from 0 to {count}: row i's candidates are those from "
+            f"own_offsets[i] up to own_offsets[i + 1]; got {shown(offsets)}"
+        )
+    return torch.arange(rows, device=offsets.device).repeat_interleave(offsets.diff())
+
+
+def _parameters(parameters: Any) -> dict[str, Any]:
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"parameters must be a mapping such as {{'scale': 20.0}}, got {shown(parameters)}")
+    found = dict[str, Any]()
+    for name, value in parameters.items():
+        _check_name("parameters", name)
+        value = value() if isinstance(value, nn.Module) else value
+        if not isinstance(value, Tensor) and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise ValueError(
+                f"parameters[{name!r}] must be a number, a tensor or a module such as wb.Scale, got {shown(value)}"
+            )
+        if isinstance(value, Tensor) and not is_dense(value):
+            raise ValueError(f"parameters[{name!r}] must be a dense tensor with data")
+        found[name] = value
+    return found

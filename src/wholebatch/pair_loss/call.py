@@ -1,0 +1,279 @@
+"""One call of a declared loss, after all ranks have agreed on its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._precision import wide_dtype
+from ..contract import Facts, finish
+from ..nodes import Layout, choose_route
+from ..partition import Partition
+from ..sync import total
+from .arguments import Arguments
+from .declaration import Declaration
+from .fields import fields
+from .first_use import losses_and_weights
+from .node import PairPlan, PairSums
+from .own import OwnRows, combined
+from .pairs import Pairing, Pairs, Tower, pairing, partner_numbers, winners
+from .reductions import Max, Min, Partner, Term
+from .similarity import SQUARES, multiplied, squares
+from .sweep import INDEX, SEPARATOR, nested
+
+CALLER = "PairLoss"
+_TILES = 3  # beside that of each similarity: those of scores and weights, each two by two
+
+
+class Call:
+    """One call, after all ranks have agreed on it.
+
+    Args:
+        declaration: of the loss.
+        call: its arguments.
+        facts: the facts of all ranks.
+    """
+
+    def __init__(self, declaration: Declaration, call: Arguments, facts: Facts) -> None:
+        self.declared, self.call, self.facts = declaration, call, facts
+        self.wide = wide_dtype(facts.device)
+        self.rows = facts.rows["x"]
+        self.cols = facts.rows["x" if call.y is None else "y"]
+        self.parameters = {name: facts.inputs[f"parameters[{name!r}]"] for name in call.parameters}
+        self.x = self._tower("x", "x_data", call.x_data, self.rows)
+        self.y = self.x if call.y is None else self._tower("y", "y_data", call.y_data, self.cols)
+        self.pairing: Pairing | None = None
+        if declaration.wants_partners:
+            self.pairing = pairing(facts, self.x, self.y)
+        self.partners = (
+            [self._partners(rows=True), self._partners(rows=False)] if self.pairing is not None else [{}, {}]
+        )
+
+    def loss(self) -> Tensor:
+        """Return L."""
+        sides = []
+        of_rows, of_cols = self._reduced()
+        if self.declared.row_loss is not None:
+            sides.append(self._side("row_loss", self.declared.row_loss, of_rows, self.x, self.partners[0]))
+        if self.declared.column_loss is not None:
+            sides.append(self._side("column_loss", self.declared.column_loss, of_cols, self.y, self.partners[1]))
+        if self.facts.options.reduction == "none":
+            losses = [loss for loss, _ in sides]
+            if len({len(loss) for loss in losses}) > 1 or (len(sides) > 1 and self.rows.counts != self.cols.counts):
+                raise ValueError(
+                    f"{CALLER}: reduction='none' adds the losses of rows and columns, and needs as many of both on "
+                    f"each rank, got {self.rows.counts} and {self.cols.counts}"
+                )
+            return finish(self.facts, sum(losses[1:], start=losses[0]), one_loss=False)
+        totals = [self._total(*side) for side in sides]
+        return finish(self.facts, sum(totals[1:], start=totals[0]))
+
+    def _tower(self, name: str, of_data: str, data: Mapping[str, Tensor], rows: Partition) -> Tower:
+        """Return one side: its features as products take them, and its numbers."""
+        kinds, x = self.declared.kinds, self.facts.inputs[name]
+        parts = dict(zip(kinds, x.split(list(self.call.widths.values()), dim=1), strict=True))
+        shifts = self._shifts() if self.declared.distances else {}
+        features = {of: multiplied(part, kinds[of], shifts.get(of)) for of, part in parts.items()}
+        numbers = {key: self.facts.inputs.get(f"{of_data}[{key!r}]", one) for key, one in data.items()}
+        return Tower(features, numbers, rows)
+
+    def _shifts(self) -> dict[str, Tensor]:
+        """Return the mean of the rows of x, for similarities that are distances. Collective: one all-reduce."""
+        x = self.facts.inputs["x"].detach()
+        mean = self.facts.comm.all_reduce(x.sum(0), check=False) / max(self.rows.total, 1)
+        parts = dict(zip(self.declared.kinds, mean.split(list(self.call.widths.values())), strict=True))
+        return {name: parts[name] for name in self.declared.distances}
+
+    def _partners(self, *, rows: bool) -> dict[str, Tensor]:
+        """Return the similarities of rows, or of columns, with their partners, by the names of numbers."""
+        found = self._pairs(rows=rows).similarities()
+        if not rows and self.pairing is not None and not self.pairing.all_cols:
+            (at,) = self._with_partner().nonzero(as_tuple=True)
+            none = torch.zeros(self.cols.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
+            found = {name: none.index_put((at,), s) for name, s in found.items()}
+        return partner_numbers(found)
+
+    def _with_partner(self) -> Tensor:
+        """Return whether each local column has a partner."""
+        assert self.pairing is not None
+        assert self.pairing.of_cols is not None
+        return self.pairing.of_cols >= 0
+
+    def _pairs(self, *, rows: bool) -> Pairs:
+        """Return the pairs of partners, without the columns that have none."""
+        assert self.pairing is not None
+        local, other, at = self.x, self.y, None
+        index = self.pairing.of_rows
+        if not rows:
+            local, other, index = self.y, self.x, self.pairing.of_cols
+            if not self.pairing.all_cols:
+                assert index is not None
+                (at,) = self._with_partner().nonzero(as_tuple=True)
+                index = index[at]
+        return Pairs(self.facts, self.declared.kinds, local, other, index, at=at, rows_are_local=rows)
+
+    def _reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the reductions of rows and of columns, (b,) and (n_r,) each, by the names of terms."""
+        of_rows, of_cols = self._swept()
+        for found, names, rows in (
+            (of_rows, self.declared.reads.rows, True),
+            (of_cols, self.declared.reads.cols, False),
+        ):
+            for name, term in self.declared.terms.items():  # the same order on all ranks
+                if name not in names:
+                    continue
+                if isinstance(term, Partner) and not rows and self.pairing is not None and not self.pairing.all_cols:
+                    raise ValueError(
+                        f"{CALLER}: column_loss must not read the Partner {name!r} where rows of y have a negative "
+                        "'pair' and so no partner; leave it to row_loss"
+                    )
+                if isinstance(term, Partner):
+                    found[name] = self._with_partners(self._pairs(rows=rows), rows=rows).scores(term, self.parameters)
+                elif isinstance(term, Max | Min) and term.over != "own":
+                    found[name] = self._winners(term, found[name], rows=rows)
+                if rows and term.over != "batch":
+                    own = self._own(term)
+                    found[name] = own if term.over == "own" else combined(term, found[name], own)
+        return of_rows, of_cols
+
+    def _with_partners(self, pairs: Pairs, *, rows: bool) -> Pairs:
+        """Return pairs of partners whose rows and columns know the similarity with their partner."""
+        mine = self.partners[0 if rows else 1]
+        pairs.x_numbers.update(mine)
+        pairs.y_numbers.update(mine)
+        return pairs
+
+    def _winners(self, term: Term, index: Tensor, *, rows: bool) -> Tensor:
+        x, y = (
+            Tower(tower.features, {**tower.numbers, **partners}, tower.rows)
+            for tower, partners in zip((self.x, self.y), self.partners, strict=True)
+        )
+        towers = (x, y) if rows else (y, x)
+        return winners(self.facts, self.declared.kinds, towers, term, index, self.parameters, rows_are_local=rows)
+
+    def _own(self, term: Term) -> Tensor:
+        """Return a term over each row's own candidates, (b,)."""
+        kinds = self.declared.kinds
+        parts = dict(zip(kinds, self.facts.inputs["own"].split(list(self.call.widths.values()), dim=1), strict=True))
+        shifts = self._shifts() if self.declared.distances else {}
+        features = {of: multiplied(part, kinds[of], shifts.get(of)) for of, part in parts.items()}
+        numbers = {key: self.facts.inputs.get(f"own_data[{key!r}]", one) for key, one in self.call.own_data.items()}
+        own = OwnRows(features, numbers, self.call.owners, self.rows.counts[self.facts.rank])
+        x_numbers = {**self.x.numbers, **self.partners[0], INDEX: self._index(self.rows)}
+        return own.reduce(term, kinds, self.x.features, x_numbers, self.parameters, self.wide)
+
+    def _swept(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what tiles compute: reductions by name, and of a maximum or minimum the index of the winner."""
+        reduced = self.declared.reduced()
+        if not reduced:
+            return {}, {}
+        kinds, facts = self.declared.kinds, self.facts
+        x, y = (_side_by_side([*tower.features.values()]) for tower in (self.x, self.y))
+        x_numbers, y_numbers = (self._numbers(tower, at) for at, tower in enumerate((self.x, self.y)))
+        x_learned, y_learned = (
+            [name for name, one in of.items() if one.requires_grad] for of in (x_numbers, y_numbers)
+        )
+        p_learned = [n for n, one in self.parameters.items() if isinstance(one, Tensor) and one.requires_grad]
+        plan = PairPlan(
+            facts,
+            choose_route(
+                facts,
+                Layout(self.rows, self.cols, symmetric=self.declared.symmetric),
+                keep=False,
+                dtype=facts.dtype,
+                times=len(kinds) + _TILES,
+            ),
+            kinds,
+            self.call.widths,
+            reduced,
+            self.rows,
+            self.cols,
+            {name: one for name, one in x_numbers.items() if name not in x_learned},
+            {name: self._of_all_columns(name, one) for name, one in y_numbers.items() if name not in y_learned},
+            x_learned,
+            y_learned,
+            p_learned,
+            self.parameters,
+            self.declared.symmetric,
+        )
+        learned = [
+            *[x_numbers[name] for name in x_learned],
+            *[y_numbers[name] for name in y_learned],
+            *[self.parameters[name] for name in p_learned],
+        ]
+        of_rows, of_cols = PairSums.apply(plan, x, y, *learned)
+        return (
+            dict(zip([of.name for of in plan.of_rows], of_rows, strict=True)),
+            dict(zip([of.name for of in plan.of_cols], of_cols, strict=not plan.symmetric)),
+        )
+
+    def _of_all_columns(self, name: str, numbers: Tensor) -> Tensor:
+        """Return the numbers of all ranks' columns, (B,). Collective: one all-gather, except for their index."""
+        if name == INDEX:
+            return torch.arange(self.cols.total, device=self.facts.device)
+        return self.facts.all_gather(_as_integers(numbers), self.cols).to(numbers.dtype)
+
+    def _numbers(self, tower: Tower, at: int) -> dict[str, Tensor]:
+        """Return the numbers of one side that tiles need, those of this library in the precision of tiles."""
+        own = self.partners[at] if self.declared.reads.partner else {}
+        found = {**tower.numbers, **{name: one.to(self.facts.dtype) for name, one in own.items()}}
+        read = self.declared.reads.x | self.declared.reads.y
+        found = {name: one for name, one in found.items() if name.split(SEPARATOR)[0] in read}
+        if INDEX in read:
+            found[INDEX] = self._index(tower.rows)
+        for name in self.declared.distances:
+            found[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
+        return found
+
+    def _index(self, rows: Partition) -> Tensor:
+        first, count = rows.offsets[self.facts.rank], rows.counts[self.facts.rank]
+        return torch.arange(first, first + count, device=self.facts.device)
+
+    def _side(
+        self,
+        what: str,
+        function: Callable[..., Any],
+        reduced: dict[str, Tensor],
+        tower: Tower,
+        partners: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weighted losses of this rank's rows or columns, and their weights, or None if all are 1."""
+        numbers = nested({**tower.numbers, **partners, INDEX: self._index(tower.rows)})[0]
+        letter = "x" if what == "row_loss" else "y"
+        found = function(fields("r", reduced), fields(letter, numbers), fields("p", self.parameters))
+        loss, *own_weights = losses_and_weights(f"{CALLER}: {what}", found, tower.rows.counts[self.facts.rank])
+        weights = self.facts.inputs["weights"]
+        if weights is not None and tower is not self.x and self.rows.counts != self.cols.counts:
+            raise ValueError(
+                f"{CALLER}: weights are those of rows, and of columns where there are as many on each rank, got "
+                f"{self.rows.counts} and {self.cols.counts}; return (losses, weights) from column_loss instead"
+            )
+        each = [one.to(self.wide) for one in (*own_weights, *([] if weights is None else [weights]))]
+        weight = None
+        for one in each:
+            weight = one if weight is None else weight * one
+        loss = loss.to(self.wide)
+        return (loss if weight is None else weight * loss), weight
+
+    def _total(self, losses: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the mean or the sum over all ranks. Collective: one all-reduce, two with weights."""
+        found = total(self.facts.comm, losses.sum())
+        if self.facts.options.reduction == "sum":
+            return found
+        if weights is None:
+            count = self.facts.comm.all_reduce(losses.new_full((), float(len(losses))), check=False)
+            return found / count.clamp(min=1)
+        weight = total(self.facts.comm, weights.sum())
+        return torch.where(weight > 0, found / weight.clamp(min=torch.finfo(found.dtype).tiny), found * 0)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _as_integers(x: Tensor) -> Tensor:
+    """Return booleans as integers, which every transport can send."""
+    return x.to(torch.uint8) if x.dtype == torch.bool else x

@@ -1,0 +1,128 @@
+"""The declaration of a loss: the terms by name, the losses of rows and of columns, and the similarities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._checks import check_callable
+from .._settings import shown
+from .arguments import Arguments
+from .first_use import Reads, first_use
+from .reductions import Mean, Partner, Term
+from .running import rule_of
+from .similarity import Similarity, kinds_of
+from .sweep import Reduced
+
+
+@dataclass
+class Declaration:
+    """A declared loss, without the tensors of a call.
+
+    Attributes:
+        terms: by name.
+        row_loss, column_loss: the functions that combine terms, or None.
+        kinds: of similarities, by name.
+        symmetric: whether the user says that scores and masks of (i, j) and (j, i) are equal.
+        reads: what the functions read, known after their first use.
+    """
+
+    terms: dict[str, Term]
+    row_loss: Callable[..., Any] | None
+    column_loss: Callable[..., Any] | None
+    kinds: dict[str, str]
+    symmetric: bool = False
+    reads: Reads = field(default_factory=Reads)
+    _used: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        terms: object,
+        row_loss: Callable[..., Any] | None,
+        column_loss: Callable[..., Any] | None,
+        similarity: Similarity,
+        *,
+        symmetric: bool = False,
+    ) -> Declaration:
+        """Return the declaration.
+
+        Raises:
+            ValueError: for terms that are none, names that cannot be attributes, and functions that are none.
+        """
+        if not isinstance(terms, Mapping) or not terms:
+            raise ValueError(f"terms must be a mapping of names to terms such as LogSumExp, got {shown(terms)}")
+        for name, term in terms.items():
+            if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+                raise ValueError(
+                    f"terms must have names like 'negatives', which row_loss reads as r.negatives; got {shown(name)}"
+                )
+            if not isinstance(term, Term):
+                raise ValueError(
+                    f"terms[{name!r}] must be a LogSumExp, Sum, Mean, Count, Max, Min or Partner, got {shown(term)}"
+                )
+            if term.over == "both" and isinstance(term, Mean):
+                raise ValueError(
+                    f"terms[{name!r}] must not be a Mean with over='both'; declare a Sum and a Count of each"
+                )
+        if row_loss is None and column_loss is None:
+            raise ValueError("row_loss must be a function of (r, x, p); it may be None only with a column_loss")
+        for what, function in (("row_loss", row_loss), ("column_loss", column_loss)):
+            if function is not None:
+                check_callable(what, function)
+        if symmetric and column_loss is not None:
+            raise ValueError("symmetric must be False with a column_loss: rows and columns are the same then")
+        return cls(dict(terms), row_loss, column_loss, kinds_of(similarity), symmetric)
+
+    def use(self, call: Arguments) -> None:
+        """Look at the functions with data and parameters of these kinds, unless they were used with such before.
+
+        Raises:
+            ValueError: if a function cannot be computed in tiles, see `first_use`.
+        """
+        signature = call.signature
+        if signature in self._used:
+            return
+        if self.symmetric and call.y is not None:
+            raise ValueError("y must be left out with symmetric=True: the rows of x are the columns, too")
+        y_numbers = call.x_data if call.y is None else call.y_data
+        numbers = (call.x_data, y_numbers, None if call.own is None else call.own_data)
+        functions = (self.row_loss, self.column_loss)
+        self.reads = first_use(self.terms, functions, self.kinds, numbers, call.parameters, symmetric=self.symmetric)
+        wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")
+        if wrong:
+            raise ValueError(f"column_loss must not read {wrong[0]!r}: own candidates belong to rows")
+        self._used.append(signature)
+
+    def reduced(self) -> list[Reduced]:
+        """Return the terms that tiles compute, with the sides that read them."""
+        found = []
+        for name, term in self.terms.items():
+            rows = name in self.reads.rows and term.over != "own"
+            cols = name in self.reads.cols or (rows and self.symmetric)
+            if (rows or cols) and not isinstance(term, Partner):
+                found.append(Reduced(name, term, rule_of(term), rows, cols))
+        return found
+
+    @property
+    def functions(self) -> list[Any]:
+        """Everything of which a fingerprint is made."""
+        terms = [[name, type(term).__name__, term.over, term.functions] for name, term in self.terms.items()]
+        return [terms, self.row_loss, self.column_loss, self.kinds, self.symmetric]
+
+    @property
+    def unread(self) -> list[str]:
+        """The terms that neither side reads."""
+        return sorted(set(self.terms) - self.reads.rows - self.reads.cols)
+
+    @property
+    def wants_partners(self) -> bool:
+        """Whether anything needs partners."""
+        read = self.reads.rows | self.reads.cols
+        return self.reads.partner or any(isinstance(self.terms[name], Partner) for name in read)
+
+    @property
+    def distances(self) -> list[str]:
+        """The names of similarities that are distances."""
+        return [name for name, kind in self.kinds.items() if kind == "neg_squared_distance"]

@@ -1,0 +1,190 @@
+"""Masks and scores of some entries of the matrix of pairs: those of a tile, or a list of single pairs.
+
+A list of k pairs looks to the user's functions like a tile of k rows and one column.
+
+An entry that is no candidate reaches the score as a safe value, so that no NaN or infinity of it enters a gradient. The
+values of a masked entry are replaced before the score is computed, in all that the score reads: similarities, and data
+of floating point. Where no gradient is taken, or where it is looked at afterwards, `values` may leave this out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .fields import HINTS, Fields, fields
+from .reductions import Term
+from .similarity import ONE, safe_value
+
+_SAFE_DATA = 0.5
+PARTNER = "partner"
+
+Numbers = Mapping[str, Any]  # tensors by name; of several similarities: again by name
+
+
+@dataclass(frozen=True)
+class Values:
+    """The numbers of one term at some entries.
+
+    Args:
+        shape: of the entries.
+        mask: the candidates, broadcast to the shape; None: all entries.
+        value: the scores; None: the term has none.
+        log_weight: of a weighted mean.
+        room: memory of this shape, which rules may overwrite; None: they take fresh memory.
+    """
+
+    shape: tuple[int, ...]
+    mask: Tensor | None
+    value: Tensor | None = None
+    log_weight: Tensor | None = None
+    room: Tensor | None = None
+
+    def filled(self, x: Tensor, value: float) -> Tensor:
+        """Return scores or weights of candidates, and 0 or -inf elsewhere, in the whole shape; without a gradient.
+
+        On a CPU `torch.where` takes up to thirty times as long as arithmetic, because it branches at each entry. So
+        finite numbers are multiplied by 0 and 1, or compared with -inf and inf.
+        """
+        x = x.detach().expand(self.shape)
+        if self.mask is None:
+            return x
+        if x.device.type != "cpu" or x.dtype == torch.bool or not bool(x.sum().isfinite()):
+            return torch.where(self.mask, x, value)
+        ones = self.ones.to(x.dtype)
+        return x * ones if value == 0 else torch.minimum(x, (ones - 0.5) * math.inf)
+
+    def exponentials(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Return exp(x - shift) of candidates and 0 elsewhere, without a gradient, in `room` if there is one."""
+        scores = self.filled(x, float("-inf"))
+        room = self.room if self.room is not None and self.room.dtype == scores.dtype else None
+        return torch.sub(scores, shift.to(scores.dtype), out=room).exp_()
+
+    @property
+    def ones(self) -> Tensor:
+        """1 for candidates and 0 elsewhere, in float32; there must be a mask."""
+        assert self.mask is not None
+        return self.mask.view(torch.uint8).to(torch.float32).expand(self.shape)
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """Scores and weights that have a gradient."""
+        return [x for x in (self.value, self.log_weight) if x is not None and x.requires_grad]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Some entries, and what the user's functions may read of them.
+
+    Args:
+        kinds: of similarities, by name.
+        s: similarities by name, (m, n) each.
+        x: numbers of rows, (m, 1) each.
+        y: numbers of columns, (1, n) each; of a list of pairs (m, 1).
+        p: parameters.
+        reads: sets that get the names that are read of "x", "y" and "p"; None: they are not recorded.
+    """
+
+    kinds: Mapping[str, str]
+    s: Mapping[str, Tensor]
+    x: Numbers
+    y: Numbers
+    p: Numbers
+    reads: Mapping[str, set[str]] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return tuple(next(iter(self.s.values())).shape)
+
+    def first(self) -> Entries:
+        """Return the first entry alone."""
+
+        def cut(numbers: Numbers) -> dict[str, Any]:
+            return {
+                name: fields("s", {of: x[of][:1, :1] for of in x}) if isinstance(x, Fields) else x[:1, :1]
+                for name, x in numbers.items()
+            }
+
+        return replace(self, s={name: s[:1, :1] for name, s in self.s.items()}, x=cut(self.x), y=cut(self.y))
+
+    def mask(self, term: Term) -> Tensor | None:
+        """Return the candidates of a term, without a gradient; None: all entries."""
+        if term.where is None:
+            return None
+        x, y, _ = self._arguments(None)
+        with torch.no_grad():
+            if not term.mask_reads_similarity:
+                return term.where(x, y)
+            return term.where(x, y, self._similarity(None, detached=True))
+
+    def values(self, term: Term, mask: Tensor | None, *, safe: bool = True) -> Values:
+        """Return the scores of a term at all entries; those of other entries than candidates mean nothing.
+
+        Args:
+            term: the reduction.
+            mask: its candidates.
+            safe: whether other entries reach the score as safe values.
+        """
+        if not term.scored:
+            return Values(self.shape, mask)
+        replaced = mask if safe else None
+        s, (x, y, p) = self._similarity(replaced), self._arguments(replaced)
+
+        def call(function: Callable[..., Tensor] | None) -> Tensor | None:
+            return None if function is None else function(s, x, y, p)
+
+        value = call(term.score) if term.score is not None else s
+        return Values(self.shape, mask, value, call(getattr(term, "log_weight", None)))
+
+    def _similarity(self, mask: Tensor | None, *, detached: bool = False) -> Any:
+        found = {}
+        for name, s in self.s.items():
+            s = s.detach() if detached else s
+            found[name] = s if mask is None else torch.where(mask, s, safe_value(self.kinds[name]))
+        return found[ONE] if ONE in found else fields("s", found)
+
+    def _arguments(self, mask: Tensor | None) -> tuple[Fields, Fields, Fields]:
+        made = []
+        for what, numbers in (("x", self.x), ("y", self.y)):
+            read = None if self.reads is None else self.reads[what]
+            made.append(
+                fields(what, numbers, read)
+                if mask is None
+                else _SafeFields(what, numbers, HINTS[what], read, mask, self.kinds)
+            )
+        read = None if self.reads is None else self.reads["p"]
+        return made[0], made[1], fields("p", self.p, read)
+
+
+class _SafeFields(Fields):
+    """Numbers of rows or columns, with safe values where an entry is no candidate."""
+
+    __slots__ = ("_kinds", "_mask")
+
+    def __init__(
+        self,
+        what: str,
+        values: Numbers,
+        hint: str,
+        read: set[str] | None,
+        mask: Tensor,
+        kinds: Mapping[str, str],
+    ) -> None:
+        super().__init__(what, values, hint, read)
+        object.__setattr__(self, "_mask", mask)
+        object.__setattr__(self, "_kinds", kinds)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if isinstance(found, Fields):  # of several similarities
+            return fields("s", {of: self._replaced(found[of], safe_value(self._kinds[of])) for of in found})
+        return self._replaced(found, safe_value(self._kinds[ONE]) if name == PARTNER else _SAFE_DATA)
+
+    def _replaced(self, x: Tensor, value: float) -> Tensor:
+        return torch.where(self._mask, x, value) if x.is_floating_point() else x

@@ -1,0 +1,71 @@
+"""The objects x, y, p and r that a user's functions read: numbers by name, as attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+
+class FieldError(AttributeError):
+    """A function read a name that its argument does not have."""
+
+
+class Fields:
+    """Numbers by name, as attributes: `x.label`, `p.alpha`, `r.positives`.
+
+    Args:
+        what: the argument's name in the user's functions, for messages.
+        values: the numbers.
+        hint: how to pass more of them, for messages.
+        read: a set that gets the names that were read; None: they are not recorded.
+    """
+
+    __slots__ = ("_hint", "_read", "_values", "_what")
+
+    def __init__(self, what: str, values: Mapping[str, Any], hint: str = "", read: set[str] | None = None) -> None:
+        for name, value in (("_what", what), ("_values", values), ("_hint", hint), ("_read", read)):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._read is not None:
+            self._read.add(name)
+        try:
+            return self._values[name]
+        except KeyError:
+            pass
+        if name.startswith("__"):
+            raise AttributeError(name)
+        similar = get_close_matches(name, self._values, n=1)
+        known = ", ".join(self._values) or "nothing"
+        fix = f"did you mean {self._what}.{similar[0]}?" if similar else self._hint
+        raise FieldError(f"{self._what}.{name} does not exist: {self._what} has {known}; {fix}")
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FieldError(f"{self._what}.{name} cannot be set: functions of a PairLoss only read their arguments")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __repr__(self) -> str:
+        return f"{self._what} with {', '.join(self._values) or 'nothing'}"
+
+
+HINTS = {
+    "x": "pass it in x_data",
+    "y": "pass it in y_data, or in x_data where y is left out",
+    "p": "pass it in parameters",
+    "r": "name it among the terms",
+    "s": "similarity must be a mapping with this name",
+}
+
+
+def fields(what: str, values: Mapping[str, Any], read: set[str] | None = None) -> Fields:
+    """Return the argument of this name of a user's functions."""
+    return Fields(what, values, HINTS[what], read)

@@ -1,0 +1,129 @@
+"""A text that two functions share only if they compute alike: ranks that run different versions of a loss then raise.
+
+It is made of bytecode, nested constants, defaults, and the plain values that a function captures or finds in its
+module. Addresses, paths and line numbers are left out: they differ between ranks that run the same program.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_DEEPEST = 8  # functions that call functions
+
+
+def fingerprint(*values: object) -> str:
+    """Return a digest of functions and plain values."""
+    return sha256(repr([_text(value, _DEEPEST, frozenset()) for value in values]).encode()).hexdigest()[:16]
+
+
+def _text(value: object, depth: int, within: frozenset[int]) -> Any:
+    """Return something whose repr stands for the value; `within` are the ids of functions that are being described."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if depth == 0 or id(value) in within:
+        return type(value).__qualname__
+    inside = within | {id(value)}
+    if isinstance(value, tuple | list):
+        return [_text(item, depth - 1, inside) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_text(item, depth - 1, inside)) for item in value)
+    if isinstance(value, Mapping):
+        return [(repr(key), _text(item, depth - 1, inside)) for key, item in value.items()]
+    if isinstance(value, functools.partial):
+        return ["partial", *(_text(part, depth - 1, inside) for part in (value.func, value.args, value.keywords))]
+    if isinstance(value, types.MethodType):
+        return ["method", _text(value.__func__, depth - 1, inside), _text(value.__self__, depth - 1, inside)]
+    if isinstance(value, types.FunctionType):
+        return _function(value, depth - 1, inside)
+    if isinstance(value, types.CodeType):
+        return _code(value, depth - 1, inside)
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if isinstance(value, Tensor):
+        return [type(value).__qualname__, str(value.dtype), tuple(value.shape)]
+    if isinstance(value, nn.Module):
+        named = [(name, _text(x, depth - 1, inside)) for name, x in value.state_dict().items()]
+        return [type(value).__qualname__, named, value.extra_repr()]
+    name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    own = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
+    plain = {key: of for key, of in own.items() if isinstance(of, (*_PLAIN, tuple))}
+    call = None if isinstance(value, type) else vars(type(value)).get("__call__")
+    code = [_text(call, depth - 1, inside)] if isinstance(call, types.FunctionType) else []
+    return [name, _text(plain, depth - 1, inside), *code]
+
+
+def _function(function: types.FunctionType, depth: int, within: frozenset[int]) -> list[Any]:
+    code = function.__code__
+    captured = [_text(_content(cell), depth, within) for cell in function.__closure__ or ()]
+    found = [
+        (name, _text(function.__globals__[name], depth, within))
+        for name in sorted(_names(code))
+        if name in function.__globals__
+    ]
+    defaults = _text([function.__defaults__, function.__kwdefaults__], depth, within)
+    return [_code(code, depth, within), captured, found, defaults]
+
+
+def _code(code: types.CodeType, depth: int, within: frozenset[int]) -> list[Any]:
+    constants = [_text(constant, depth, within) for constant in code.co_consts]
+    return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Return the names that a function and those inside of it look up."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def captured(function: object, tensor: Tensor) -> str:
+    """Return where a function has found a tensor that it did not receive, in words; "" if nobody can tell."""
+    if isinstance(function, functools.partial):
+        for name, value in [*enumerate(function.args), *function.keywords.items()]:
+            if value is tensor:
+                return f"{name!r} of a functools.partial"
+        return captured(function.func, tensor)
+    if isinstance(function, nn.Module):
+        named = [*function.named_parameters(), *function.named_buffers()]
+        return next((f"{name!r} of a {type(function).__name__}" for name, x in named if x is tensor), "")
+    if isinstance(function, types.MethodType):
+        owner = function.__self__
+        for name, value in {**getattr(owner, "__dict__", {}), **getattr(owner, "_parameters", {})}.items():
+            if value is tensor:
+                return f"'self.{name}'"
+        return captured(function.__func__, tensor) or captured(owner, tensor)
+    if not isinstance(function, types.FunctionType):
+        return next((f"{name!r}" for name, value in getattr(function, "__dict__", {}).items() if value is tensor), "")
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values = {name: _content(cell) for name, cell in cells}
+    values |= {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    values |= {f"default {number}": value for number, value in enumerate(function.__defaults__ or ())}
+    for name, value in values.items():
+        if value is tensor:
+            return f"{name!r}"
+    for name, value in values.items():
+        for attribute, of in getattr(value, "__dict__", {}).items() if not isinstance(value, types.ModuleType) else ():
+            if of is tensor:
+                return f"'{name}.{attribute}'"
+        inside = (
+            captured(value, tensor)
+            if isinstance(value, types.FunctionType | nn.Module) and value is not function
+            else ""
+        )
+        if inside:
+            return inside
+    return ""

@@ -1,0 +1,362 @@
+"""Compute a small tile at first use, before any communication, and find functions that no sweep can compute.
+
+    a captured tensor      it would get no gradient, and would meet each tile's rows as if they were the first
+    random draws           the backward pass would draw others
+    writing                into s, data or parameters
+    mixed entries          a value that depends on other entries: it differs when the tile is cut into two
+    shapes and dtypes      masks that are not boolean, scores and losses of another shape
+
+The same tile tells which terms each side reads, and which data and parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .._settings import shown
+from .entries import PARTNER, Entries, Values
+from .fields import Fields, fields
+from .fingerprint import captured
+from .reductions import Mean, Term
+from .similarity import DISTANCE, ONE
+from .sweep import INDEX
+
+_ROWS, _COLUMNS = 4, 6
+_CUTS = ((slice(0, 1), slice(0, 6)), (slice(1, 4), slice(0, 6)), (slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 6)))
+_ALL, _SQUARE = slice(None), slice(0, _ROWS)
+_CLOSE = 1e-4
+
+
+@dataclass
+class Reads:
+    """The names that a declaration's functions read.
+
+    Attributes:
+        rows: terms that the row loss reads.
+        cols: terms that the column loss reads.
+        x, y, p: data and parameters that scores read.
+    """
+
+    rows: set[str] = field(default_factory=set)
+    cols: set[str] = field(default_factory=set)
+    x: set[str] = field(default_factory=set)
+    y: set[str] = field(default_factory=set)
+    p: set[str] = field(default_factory=set)
+
+    @property
+    def partner(self) -> bool:
+        """Whether a score reads partners."""
+        return PARTNER in self.x or PARTNER in self.y
+
+
+def first_use(
+    terms: Mapping[str, Term],
+    functions: tuple[Callable[..., Any] | None, Callable[..., Any] | None],
+    kinds: Mapping[str, str],
+    data: tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor] | None],
+    parameters: Mapping[str, Any],
+    *,
+    symmetric: bool = False,
+) -> Reads:
+    """Return what the functions read, or raise.
+
+    Args:
+        terms: of the declaration.
+        functions: its row loss and its column loss.
+        kinds: its similarities, by name.
+        data: the numbers of rows, of columns, and of own candidates or None; a few of them are used.
+        parameters: by name.
+        symmetric: whether scores and masks have to be symmetric.
+
+    Raises:
+        ValueError: naming the function, what it did, and the fix.
+    """
+    reads = Reads()
+    x, y, own = (
+        None if of is None else {name: _some(one, n) for name, one in of.items()}
+        for of, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
+    )
+    assert x is not None
+    assert y is not None
+    p = {name: value.detach() if isinstance(value, Tensor) else value for name, value in parameters.items()}
+    p = {name: one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for name, one in p.items()}
+    for name, term in terms.items():
+        columns = y if term.over != "own" else own
+        if term.over != "batch" and own is None:
+            raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
+        assert columns is not None
+        _check_term(name, term, _tile(kinds, x, columns, p, reads))
+    for what, function, read, side in (
+        ("row_loss", functions[0], reads.rows, x),
+        ("column_loss", functions[1], reads.cols, y),
+    ):
+        if function is not None:
+            _check_loss(what, function, terms, side, (kinds, p, read))
+    if symmetric:
+        rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
+        for name, term in terms.items():
+            _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads()), _ALL, _SQUARE))
+    return reads
+
+
+def _device(*sides: Mapping[str, Tensor]) -> torch.device:
+    return next((x.device for side in sides for x in side.values()), torch.device("cpu"))
+
+
+def _some(x: Tensor, rows: int) -> Tensor:
+    """Return a few of a vector's numbers, some several times if it is short; zeros if it is empty."""
+    x = x.detach()
+    return x[torch.arange(rows, device=x.device) % len(x)] if len(x) else x.new_zeros(rows)
+
+
+def _tile(
+    kinds: Mapping[str, str],
+    x: Mapping[str, Tensor],
+    y: Mapping[str, Tensor],
+    p: Mapping[str, Any],
+    reads: Reads,
+) -> Entries:
+    """Return a tile of similarities that differ from each other, away from 0 and 1."""
+    device, dtype = _device(x, y), torch.float64
+    even = torch.linspace(0.2, 0.8, _ROWS * _COLUMNS, dtype=dtype, device=device).view(_ROWS, _COLUMNS)
+    s = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
+    rows = _columns({**x, **_partners(kinds, _ROWS, dtype, device), INDEX: torch.arange(_ROWS, device=device)}, 1)
+    cols = _columns({**y, **_partners(kinds, _COLUMNS, dtype, device), INDEX: torch.arange(_COLUMNS, device=device)}, 0)
+    return Entries(kinds, s, rows, cols, p, {"x": reads.x, "y": reads.y, "p": reads.p})
+
+
+def _partners(kinds: Mapping[str, str], rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    even = torch.linspace(0.3, 0.7, rows, dtype=dtype, device=device)
+    each = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
+    return {PARTNER: each.get(ONE, each)}
+
+
+def _columns(numbers: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    return {
+        name: fields("s", {of: one.unsqueeze(dim) for of, one in x.items()})
+        if isinstance(x, Mapping)
+        else x.unsqueeze(dim)
+        for name, x in numbers.items()
+    }
+
+
+def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
+    """Return a part of a tile."""
+
+    def of(numbers: Mapping[str, Any], at: tuple[slice, slice]) -> dict[str, Any]:
+        return {
+            name: fields("s", {key: x[key][at] for key in x}) if isinstance(x, Fields) else x[at]
+            for name, x in numbers.items()
+        }
+
+    s = {name: one[rows, cols] for name, one in entries.s.items()}
+    everything = slice(None)
+    return Entries(entries.kinds, s, of(entries.x, (rows, everything)), of(entries.y, (everything, cols)), entries.p)
+
+
+def _check_term(name: str, term: Term, entries: Entries) -> None:
+    what = f"the {'/'.join(term.functions) or 'score'} of term {name!r}"
+    values = _watched(what, term.functions, _tensors(entries), lambda: _values(name, term, entries))
+    for rows, cols in _CUTS:
+        part = _part(entries, rows, cols)
+        for whole, of_part in zip(_numbers(values), _numbers(_values(name, term, part)), strict=True):
+            if not torch.allclose(
+                whole.expand(values.shape)[rows, cols], of_part.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True
+            ):
+                raise ValueError(
+                    f"{what} must compute each entry from its own s, x, y and p alone; its values change when the tile "
+                    "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
+                )
+
+
+def _numbers(values: Values) -> list[Tensor]:
+    """Return everything that was computed of a tile: masks as numbers, and other numbers where they count."""
+    found = [] if values.mask is None else [values.mask.double()]
+    return [*found, *(values.filled(x, 0.0).double() for x in (values.value, values.log_weight) if x is not None)]
+
+
+def _values(name: str, term: Term, entries: Entries) -> Values:
+    """Return the values of a term, whose shapes and dtypes are checked."""
+    mask = entries.mask(term)
+    if term.where is not None:
+        _check_shape(f"where of term {name!r}", mask, entries.shape)
+        assert mask is not None
+        if mask.dtype != torch.bool:
+            raise ValueError(f"where of term {name!r} must return booleans, got {mask.dtype}; compare, or use .bool()")
+    values = entries.values(term, mask)
+    given: list[tuple[str, Any]] = [("score", values.value)] if term.scored else []
+    if isinstance(term, Mean) and term.log_weight is not None:
+        given.append(("log_weight", values.log_weight))
+    for function, x in given:
+        what = f"{function} of term {name!r}"
+        if isinstance(x, Fields):
+            raise ValueError(
+                f"{what} must be a function where similarity has names, such as lambda s, x, y, p: s.{next(iter(x))}"
+            )
+        _check_shape(what, x, entries.shape)
+        assert x is not None
+        if not x.is_floating_point():
+            raise ValueError(
+                f"{what} must return floating-point numbers, got {x.dtype}; use Count for numbers of entries"
+            )
+    return values
+
+
+def _check_shape(what: str, x: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{what} must return a tensor, got {shown(x)}")
+    try:
+        fits = torch.broadcast_shapes(x.shape, shape) == shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{what} must return one value for each entry, {shape} in a tile like this, got {tuple(x.shape)}"
+        )
+
+
+def _check_loss(
+    what: str,
+    function: Callable[..., Any],
+    terms: Mapping[str, Term],
+    side: Mapping[str, Tensor],
+    other: tuple[Mapping[str, str], Mapping[str, Any], set[str]],
+) -> None:
+    kinds, p, read = other
+    rows = _ROWS
+    device = next((x.device for x in side.values()), torch.device("cpu"))
+    even = torch.linspace(0.4, 1.6, rows, dtype=torch.float64, device=device)
+    r = {name: even + number for number, name in enumerate(terms)}
+    numbers: dict[str, Any] = {name: _some(x, rows) for name, x in side.items()}
+    partners = _partners(kinds, rows, torch.float64, device)
+    partners = {name: fields("s", x) if isinstance(x, Mapping) else x for name, x in partners.items()}
+    numbers = {**numbers, **partners, INDEX: torch.arange(rows, device=device)}
+    p = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in p.items()}
+    letter = "x" if what == "row_loss" else "y"
+
+    def call(at: slice) -> list[Tensor]:
+        of_r = fields("r", {name: x[at] for name, x in r.items()}, read)
+        of_side = fields(letter, {n: x if isinstance(x, Fields) else x[at] for n, x in numbers.items()})
+        return losses_and_weights(what, function(of_r, of_side, fields("p", p)), len(range(rows)[at]))
+
+    given = [*r.values(), *(x for x in tree_leaves([*numbers.values(), *p.values()]) if isinstance(x, Tensor))]
+    whole = _watched(what, {what: function}, given, lambda: call(slice(0, rows)))
+    if any(isinstance(x, Fields) for x in numbers.values()):
+        return
+    for at in (slice(0, 1), slice(1, rows)):
+        for one, part in zip(whole, call(at), strict=True):
+            if not torch.allclose(
+                one.expand(rows)[at], part.expand(len(range(rows)[at])), _CLOSE, _CLOSE, equal_nan=True
+            ):
+                raise ValueError(
+                    f"{what} must compute the loss of each row from its own numbers alone; its values change when the "
+                    "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
+                )
+
+
+def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
+    """Return what a row loss has returned: losses, or losses and weights, checked."""
+    parts: Sequence[Any] = found if isinstance(found, tuple) else (found,)
+    if len(parts) not in (1, 2):
+        raise ValueError(f"{what} must return losses, or (losses, weights), got {len(parts)} values")
+    for part in parts:
+        if not isinstance(part, Tensor) or tuple(part.shape) not in ((rows,), ()):
+            got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
+            raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
+    return [part.expand(rows) for part in parts]
+
+
+def _check_symmetry(name: str, term: Term, entries: Entries) -> None:
+    """Raise ValueError unless masks and scores of a square tile, whose similarities are symmetric, are symmetric."""
+    even = {of: (s + s.T) / 2 for of, s in entries.s.items()}
+    values = _values(name, term, replace(entries, s=even, reads=None))
+    for x in _numbers(values):
+        whole = x.expand(values.shape)
+        if not torch.allclose(whole, whole.T, _CLOSE, _CLOSE, equal_nan=True):
+            raise ValueError(
+                f"term {name!r} must have equal masks and scores for (i, j) and (j, i) with symmetric=True, and they "
+                "differ; pass symmetric=False, or read x and y alike"
+            )
+
+
+def _tensors(entries: Entries) -> list[Tensor]:
+    of_fields = [x[key] for x in (*entries.x.values(), *entries.y.values()) if isinstance(x, Fields) for key in x]
+    plain = [*entries.s.values(), *entries.x.values(), *entries.y.values(), *entries.p.values(), *of_fields]
+    return [x for x in plain if isinstance(x, Tensor)]
+
+
+def _watched(
+    what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor], call: Callable[[], Any]
+) -> Any:
+    """Return what a call of the user's functions returns; raise if it reads, draws or writes what it must not."""
+    versions = [_version(x) for x in given]
+    with torch.no_grad(), _Random(what), _Captured(what, functions, given):
+        try:
+            found = call()
+        except (ValueError, AttributeError) as error:
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(f"{what} failed: {error}") from error
+        except Exception as error:
+            raise ValueError(
+                f"{what} failed on a tile of {_ROWS} rows and {_COLUMNS} columns: {type(error).__name__}: {error}"
+            ) from error
+    if versions != [_version(x) for x in given]:
+        raise ValueError(f"{what} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
+    return found
+
+
+def _version(x: Tensor) -> int:
+    """Return the number of writes into a tensor; those into tensors of torch.inference_mode are not counted."""
+    return 0 if x.is_inference() else x._version
+
+
+class _Captured(TorchFunctionMode):
+    """Raise if an operation gets a tensor that the function has neither received nor made."""
+
+    def __init__(self, what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.what, self.functions = what, functions
+        self.known = {id(x): x for x in given}  # they live as long as their ids are compared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in itertools.chain(tree_leaves(args), tree_leaves(kwargs)):
+            if isinstance(x, Tensor) and id(x) not in self.known:
+                names = (captured(function, x) for function in self.functions.values())
+                name = next((found for found in names if found), "a tensor without a name")
+                what = f"{name} of shape {tuple(x.shape)}{' with a gradient' if x.requires_grad else ''}"
+                raise ValueError(
+                    f"{self.what} must receive its tensors as x, y or p, got {what} from elsewhere: pass numbers of "
+                    "rows in x_data or y_data, and shared ones in parameters"
+                )
+        found = func(*args, **kwargs)
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor):
+                self.known[id(x)] = x
+        return found
+
+
+class _Random(TorchDispatchMode):
+    """Raise if an operation draws random numbers."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ValueError(
+                f"{self.what} must not draw random numbers ({resolve_name(func) or func}): the backward pass computes "
+                "it again; draw them before the call, and pass them in x_data or parameters"
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,216 @@
+"""The module that holds a declared loss, and computes it on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._checks import check_flag, on_host
+from .._settings import shown
+from ..comm import Group, select_communicator
+from ..comm.select import check_group
+from ..contract import Checks, Options, Reduction, agree, entry
+from ..exchange import ExchangeName
+from ..sweep import Memory, Precision
+from ..sync import Sync
+from .arguments import Arguments
+from .call import CALLER, Call
+from .declaration import Declaration
+from .fingerprint import fingerprint
+from .reductions import Term
+from .reference import Dense, OwnCandidates
+from .similarity import Similarity
+
+_FINGERPRINT = "the fingerprint of the declared functions"
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class PairLoss(nn.Module):
+    r"""A loss over all pairs of a batch that is given by its formula: terms, and how a row combines them.
+
+    R_k(i) = reduction over candidates j of f_k(s_ij, x_i, y_j, p),    L = sum_i w_i F(R_1(i), ..., x_i, p) / sum_i w_i
+
+    plus the same over columns with `column_loss`. Candidates are the rows of y on all ranks; S is never stored.
+
+    Args:
+        terms: reductions by name: :class:`wholebatch.LogSumExp`, `Sum`, `Mean`, `Count`, `Max`, `Min`, `Partner`.
+            Their scores f(s, x, y, p) and masks where(x, y) or where(x, y, s) treat each pair by itself: x.name and
+            y.name are data of its row and its column, p.name are parameters. x.index and y.index number the rows of
+            all ranks. x.partner (y.partner) is the similarity of a row (column) with its partner.
+        row_loss: F(r, x, p) -> losses of rows, (b,), or (losses, weights); r.name are reductions. It mixes no rows.
+        column_loss: likewise of columns, (r, y, p); None: there is none.
+        similarity: s: "dot", "cosine", "neg_squared_distance", or a mapping of names to these. Then x and y are
+            mappings with these names, and a score reads s.name.
+        symmetric: whether S and all functions are symmetric, so that rows are columns; checked on a tile.
+        reduction: "mean", "sum" (over sum_i w_i F_i), or "none": w_i F_i of this rank's rows, (b_r,).
+        parameters: numbers, tensors, or modules such as :class:`wholebatch.Scale`, by name. A torch.nn.Parameter is
+            learned; other tensors are buffers.
+        group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
+
+    Raises:
+        ValueError: for an argument that is no such thing.
+
+    >>> import torch, wholebatch as wb
+    >>> others = wb.LogSumExp(lambda s, x, y, p: p.scale * s)
+    >>> own = wb.Partner(lambda s, x, y, p: p.scale * s)
+    >>> loss_fn = wb.PairLoss({"all": others, "own": own}, lambda r, x, p: r.all - r.own, parameters={"scale": 10.0})
+    >>> loss_fn(torch.eye(3), torch.eye(3))
+    tensor(9.0796e-05)
+    """
+
+    def __init__(
+        self,
+        terms: Mapping[str, Term],
+        row_loss: Callable[..., Any] | None,  # losses, or (losses, weights)
+        *,
+        column_loss: Callable[..., Any] | None = None,  # likewise
+        similarity: Similarity = "dot",
+        symmetric: bool = False,
+        reduction: Reduction = "mean",
+        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+        group: Group = None,
+        sync: Sync = "mean",
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__()
+        symmetric = check_flag("symmetric", symmetric)
+        self.declaration = Declaration.of(terms, row_loss, column_loss, similarity, symmetric=symmetric)
+        check_group(group)
+        self.options = Options(group, sync, exchange, memory, reduction, precision=precision)
+        self.options.check()
+        self.values, self._constants = nn.Module(), dict[str, Any]()
+        if not isinstance(parameters, Mapping):
+            raise ValueError(f"parameters must be a mapping such as {{'scale': 20.0}}, got {shown(parameters)}")
+        for name, value in parameters.items():
+            if isinstance(value, nn.Parameter):
+                self.values.register_parameter(name, value)
+            elif isinstance(value, Tensor):
+                self.values.register_buffer(name, value)
+            elif isinstance(value, nn.Module):
+                self.values.add_module(name, value)
+            else:
+                self._constants[name] = value
+        self._said = False
+
+    @entry
+    def forward(
+        self,
+        x: Tensor | Mapping[str, Tensor],
+        y: Tensor | Mapping[str, Tensor] | None = None,
+        *,
+        x_data: Mapping[str, Tensor] = _NOTHING,
+        y_data: Mapping[str, Tensor] = _NOTHING,
+        own: Tensor | Mapping[str, Tensor] | None = None,
+        own_data: Mapping[str, Tensor] = _NOTHING,
+        own_offsets: Tensor | None = None,
+        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return L, the same on all ranks.
+
+        Args:
+            x: (b_r, d), this rank's rows, as they are. b_r may differ between ranks and may be 0. float64, float32,
+                bfloat16 or float16.
+            y: (n_r, d), this rank's columns; None: the rows of x are the columns, too.
+            x_data: numbers of rows by name, (b_r,) each, of any dtype. Floating ones may have a gradient.
+            y_data: numbers of columns, (n_r,) each.
+            own: (b_r, h, d), each row's own further candidates, for terms with over="own" or "both"; or (k, d) with
+                `own_offsets`.
+            own_data: numbers of own candidates, (b_r, h), or (k,).
+            own_offsets: (b_r + 1,) integers: row i has the candidates from own_offsets[i] up to own_offsets[i + 1].
+            parameters: as in the constructor, for this call; equal on all ranks.
+            weights: (b_r,), >= 0, of rows; of columns as well, if there are as many on each rank.
+
+        Collectives: forward 1 handshake, 1 all-gather of each number of y that is read, those of the exchange for Y, 3
+        all-reduces of columns' numbers, and for each partner by `pair`, maximum or minimum 3 all-to-alls; backward 1
+        handshake, those of the exchange, and 1 all-reduce of parameters. Memory beyond inputs and gradients: a few
+        tiles, and O(B) numbers.
+
+        Raises:
+            ValueError: on every rank, whichever rank made the mistake.
+            RuntimeError: if the gradient is differentiated again.
+        """
+        given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
+        call = self._prepared(x, y, (x_data, y_data, own_data), own, own_offsets, given)
+        facts = agree(CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,)))
+        self._say_what_nobody_reads()
+        return Call(self.declaration, call, facts.widened()).loss()
+
+    def reference(
+        self,
+        x: Tensor | Mapping[str, Tensor],
+        y: Tensor | Mapping[str, Tensor] | None = None,
+        *,
+        x_data: Mapping[str, Tensor] = _NOTHING,
+        y_data: Mapping[str, Tensor] = _NOTHING,
+        own: Tensor | Mapping[str, Tensor] | None = None,
+        own_data: Mapping[str, Tensor] = _NOTHING,
+        own_offsets: Tensor | None = None,
+        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return L of the rows given, from one dense matrix, without communication; arguments as in `forward`.
+
+        Raises:
+            ValueError: as in `forward`.
+        """
+        given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
+        call = self._checked_arguments(x, y, (x_data, y_data, own_data), own, own_offsets, given)
+        inputs = call.inputs(weights)
+        inputs.check_features()
+        inputs.check_rest()
+        inputs.check_values(on_host(inputs.numbers()))
+        kinds, sizes = self.declaration.kinds, list(call.widths.values())
+        of_x, of_y, of_own = (
+            None if one is None else dict(zip(kinds, one.split(sizes, dim=1), strict=True))
+            for one in (call.x, call.x if call.y is None else call.y, call.own)
+        )
+        assert of_x is not None
+        assert of_y is not None
+        candidates = None if of_own is None else OwnCandidates(of_own, call.own_data, call.owners)
+        y_data = call.x_data if call.y is None else call.y_data
+        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, candidates, call.parameters)
+        return whole.loss(weights, self.options.reduction)
+
+    def _parameters_here(self) -> dict[str, Any]:
+        own = {**dict(self.values.named_parameters(recurse=False)), **dict(self.values.named_buffers(recurse=False))}
+        return {**self._constants, **own, **dict(self.values.named_children())}
+
+    def _prepared(self, *arguments: Any) -> Arguments:
+        """Return the arguments, or raise on all ranks, which are in the handshake of `agree`."""
+        try:
+            return self._checked_arguments(*arguments)
+        except Exception as error:  # whatever it is, the other ranks must not wait
+            mistake = error
+
+        def state() -> dict[str, Any]:
+            raise mistake
+
+        select_communicator(self.options.group).handshake(state, caller=CALLER)
+        raise AssertionError("a handshake with an error raises")
+
+    def _checked_arguments(self, x: Any, y: Any, data: Any, own: Any, own_offsets: Any, parameters: Any) -> Arguments:
+        call = Arguments.of(self.declaration.kinds, x, y, data, own, own_offsets, parameters)
+        if isinstance(call.x, Tensor) and call.x.is_floating_point():  # else `agree` refuses it
+            self.declaration.use(call)
+        return call
+
+    def _facts(self) -> dict[str, Any]:
+        return {_FINGERPRINT: fingerprint(*self.declaration.functions)}
+
+    def _say_what_nobody_reads(self) -> None:
+        if self.declaration.unread and not self._said:
+            self._said = True
+            names = ", ".join(self.declaration.unread)
+            warnings.warn(f"PairLoss does not compute terms that neither side reads: {names}", stacklevel=4)
+
+    def extra_repr(self) -> str:
+        terms = ", ".join(f"{name}={term!r}" for name, term in self.declaration.terms.items())
+        options = f"reduction={self.options.reduction!r}, sync={self.options.sync!r}"
+        return f"{terms}, similarity={self.declaration.kinds!r}, {options}"

@@ -1,0 +1,199 @@
+"""The sweep of a declared loss as an autograd node: reductions of all rows and columns, and gradients of all inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import no_autocast, once_differentiable
+from .._precision import accumulation_dtype, wide_dtype
+from ..contract import Facts
+from ..exchange import ColumnData
+from ..nodes import Route
+from ..partition import Partition
+from ..sweep import Block
+from .running import Kept
+from .sweep import Gradients, PairSweep, Reduced, Side
+
+
+@dataclass(frozen=True)
+class PairPlan:
+    """The facts that the forward and the backward pass of one call share.
+
+    Args:
+        facts: of the call.
+        route: of Y.
+        kinds: of similarities, by name.
+        widths: columns of the features of each.
+        reduced: the terms that tiles compute.
+        rows, cols: the owners of the rows of X and of Y.
+        x_numbers: constants of the local rows, (b,) each.
+        y_numbers: constants of all columns, (B,) each.
+        x_learned, y_learned, p_learned: the names of the numbers and parameters with a gradient, in order.
+        parameters: by name; those with a gradient are replaced by the node's inputs.
+        symmetric: whether Y is X and half of the tiles suffice.
+    """
+
+    facts: Facts
+    route: Route
+    kinds: Mapping[str, str]
+    widths: Mapping[str, int]
+    reduced: Sequence[Reduced]
+    rows: Partition
+    cols: Partition
+    x_numbers: Mapping[str, Tensor]
+    y_numbers: Mapping[str, Tensor]
+    x_learned: Sequence[str]
+    y_learned: Sequence[str]
+    p_learned: Sequence[str]
+    parameters: Mapping[str, Any]
+    symmetric: bool = False
+
+    @property
+    def of_rows(self) -> list[Reduced]:
+        """The terms that rows read."""
+        return [of for of in self.reduced if of.rows]
+
+    @property
+    def of_cols(self) -> list[Reduced]:
+        """The terms that columns read."""
+        return [of for of in self.reduced if of.cols]
+
+    def sweep(self, x: Tensor, learned: Sequence[Tensor], y_learned: Sequence[Tensor]) -> PairSweep:
+        """Return a sweep of the local rows.
+
+        Args:
+            x: the local rows.
+            learned: the numbers of local rows, then parameters, with a gradient.
+            y_learned: the numbers of all columns with a gradient.
+        """
+        drivers, start = {}, 0
+        for name, width in self.widths.items():
+            drivers[name] = self.route.driver(x[:, start : start + width], 1.0)
+            start += width
+        of_x, of_p = learned[: len(self.x_learned)], learned[len(self.x_learned) :]
+        device, offset = x.device, self.rows.offsets[self.facts.rank]
+        numbers = {**self.x_numbers, **dict(zip(self.x_learned, of_x, strict=True))}
+        columns = {**self.y_numbers, **dict(zip(self.y_learned, y_learned, strict=True))}
+        return PairSweep(
+            self.kinds,
+            drivers,
+            self.reduced,
+            Side(numbers, offset, device, self.x_learned),
+            Side(columns, 0, device, self.y_learned),
+            {**self.parameters, **dict(zip(self.p_learned, of_p, strict=True))},
+            self.p_learned,
+            self.symmetric,
+        )
+
+
+class PairSums(torch.autograd.Function):
+    """Reduce the matrix of pairs by rows and by columns: -> (terms of rows, b), (terms of columns, n_r)."""
+
+    @staticmethod
+    @no_autocast
+    def forward(ctx: Any, plan: PairPlan, x: Tensor, y: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor]:
+        exchange, wide = plan.route.exchange, wide_dtype(x.device)
+        ctx.dtypes = x.dtype, y.dtype
+        x, y = plan.route.products.rounded(x), plan.route.products.rounded(y)
+        fetched = exchange.fetch(y)
+        of_x, of_y, of_p = _split(learned, plan)
+        all_y = [plan.facts.all_gather(one, plan.cols) for one in of_y]
+        sweep = plan.sweep(x, [*of_x, *of_p], all_y)
+        kept_rows, kept_cols = (Kept([of.rule for of in some]) for some in (plan.of_rows, plan.of_cols))
+        rows = kept_rows.start(len(x), wide, x.device)
+        slices = kept_rows.slices, kept_cols.slices
+
+        def visit(block: Block, columns: ColumnData) -> None:
+            # Of a symmetric matrix, the sums of columns are those of rows, too: one accumulation has both.
+            sweep.forward(block, rows if columns.local is None else columns.local, columns.accumulated, slices)
+
+        initial = kept_cols.start(1, wide, x.device) if plan.of_cols else None
+        cols = exchange.accumulate(fetched, visit, initial=initial, op=kept_cols)
+        local = x.new_zeros(len(y), 0, dtype=wide)
+        if cols is not None:
+            local = exchange.reduce(cols, kept_cols)[exchange.kept_local]
+        if plan.symmetric:
+            rows = local
+        ctx.plan, ctx.slices = plan, slices
+        ctx.save_for_backward(x, y, fetched, rows, local, *learned, *all_y)
+        of_cols = local.new_zeros(0, len(local)) if plan.symmetric else _results(plan.of_cols, local, kept_cols.slices)
+        return _results(plan.of_rows, rows, kept_rows.slices), of_cols
+
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        plan: PairPlan = ctx.plan
+        x, y, fetched, rows, cols, *rest = ctx.saved_tensors
+        count = len(plan.x_learned) + len(plan.y_learned) + len(plan.p_learned)
+        learned, all_y = rest[:count], rest[count:]
+        of_x, of_y, of_p = _split(learned, plan)
+        sweep, dtype, wide = plan.sweep(x, [*of_x, *of_p], all_y), accumulation_dtype(x.dtype), wide_dtype(x.device)
+        _, want_x, want_y, *want_rest = ctx.needs_input_grad
+        of_rows = _constants(plan.of_rows, rows, ctx.slices[0], grads[0])
+        of_cols = of_rows if plan.symmetric else _constants(plan.of_cols, cols, ctx.slices[1], grads[1])
+        carried = plan.route.exchange.distribute(torch.cat(of_cols)) if any(map(len, of_cols)) else None
+        into = Gradients(
+            torch.zeros_like(x, dtype=dtype) if want_x else None,
+            x.new_zeros(len(x), len(of_x), dtype=wide),
+            [torch.zeros_like(one, dtype=wide) for one in of_p],
+        )
+        by_term = _by_term(plan, of_rows, rows=True)
+
+        def visit(block: Block, columns: ColumnData) -> None:
+            numbers: list[Tensor] = []
+            if columns.carried is not None:
+                numbers = list(columns.carried.split([len(one) for one in of_cols]))
+            sweep.backward(block, by_term, _by_term(plan, numbers, rows=False), into, columns.accumulated)
+
+        wants_y = want_y or any(want_rest[len(of_x) : len(of_x) + len(of_y)])
+        v = plan.route.exchange.accumulate(
+            fetched,
+            visit,
+            carried=carried,
+            initial=x.new_zeros(1, y.shape[1] + _aligned(len(of_y)), dtype=dtype) if wants_y else None,
+            to_owner=True,
+        )
+        grad_x = None if into.u is None else into.u.to(ctx.dtypes[0])
+        grad_y = v[:, : y.shape[1]].to(ctx.dtypes[1]) if v is not None and want_y else None
+        of_numbers = [into.of_rows[:, at].to(one.dtype) for at, one in enumerate(of_x)]
+        of_columns = [None if v is None else v[:, y.shape[1] + at].to(one.dtype) for at, one in enumerate(of_y)]
+        of_parameters = [grad.to(one.dtype) for grad, one in zip(into.of_parameters, of_p, strict=True)]
+        return None, grad_x, grad_y, *of_numbers, *of_columns, *of_parameters
+
+
+def _aligned(columns: int) -> int:
+    """Return the number of columns beside a gradient: products write slowly into rows that begin at odd places."""
+    return -(-columns // 16) * 16
+
+
+def _split(learned: Sequence[Tensor], plan: PairPlan) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Return the numbers of rows, of columns, and the parameters."""
+    first, second = len(plan.x_learned), len(plan.x_learned) + len(plan.y_learned)
+    return learned[:first], learned[first:second], learned[second:]
+
+
+def _results(reduced: Sequence[Reduced], kept: Tensor, slices: Sequence[slice]) -> Tensor:
+    found = [of.rule.result(kept[:, at]) for of, at in zip(reduced, slices, strict=True)]
+    return torch.stack(found) if found else kept.new_zeros(0, len(kept))
+
+
+def _constants(reduced: Sequence[Reduced], kept: Tensor, slices: Sequence[slice], grads: Tensor) -> list[Tensor]:
+    """Return the numbers that each term's rule needs of each row or column, (constants, k)."""
+    none = kept.new_zeros(0, len(kept))
+    return [
+        of.rule.backward(kept[:, at], grad) if of.rule.constants else none
+        for of, at, grad in zip(reduced, slices, grads, strict=True)
+    ]
+
+
+def _by_term(plan: PairPlan, numbers: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
+    """Return the numbers in the order of all terms; none for those that the side does not read."""
+    given = iter(numbers)
+    none = torch.empty(0, 0)
+    return [next(given, none) if (of.rows if rows else of.cols) else none for of in plan.reduced]

@@ -1,0 +1,198 @@
+"""Single pairs, computed from their two rows: partners, and the pairs that a maximum or a minimum has chosen.
+
+A product of matrices rounds a small distance between long rows, and a choice carries no gradient. So the sweep only
+tells which pair it is. Its rows are fetched from their ranks, and its similarity and score are computed from them, in
+the precision of sums; autograd does the rest.
+
+    partner of row i    the row of y with the same integer `pair`, where both data have it; each value is there once.
+                        Rows of y with a negative `pair` are nobody's partner
+                        else the row of y with the same index; each rank must have as many of both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._precision import wide_dtype
+from ..contract import Facts
+from ..nodes.fetch import fetch_rows
+from ..partition import Partition
+from .entries import PARTNER, Entries
+from .reductions import Max, Min, Term
+from .similarity import ONE, of_pairs
+from .sweep import INDEX, SEPARATOR, nested
+
+PAIR = "pair"
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The rows of one side on this rank.
+
+    Args:
+        features: for each similarity, (b, d), as products take them.
+        numbers: data of rows by name, (b,) each.
+        rows: the owners of the rows.
+    """
+
+    features: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor]
+    rows: Partition
+
+    def fetched(self, facts: Facts, index: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return features and numbers of rows of any rank, by their index. Collective: three messages for each."""
+        features = {name: fetch_rows(facts.comm, x, self.rows, index) for name, x in self.features.items()}
+        numbers = {name: _fetch(facts, x, self.rows, index) for name, x in self.numbers.items()}
+        return features, numbers
+
+
+def _fetch(facts: Facts, x: Tensor, rows: Partition, index: Tensor) -> Tensor:
+    """Return numbers of rows of any rank; those without a gradient keep their dtype."""
+    as_bytes = x.to(torch.uint8) if x.dtype == torch.bool else x
+    return fetch_rows(facts.comm, as_bytes[:, None], rows, index)[:, 0].to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The partners of the local rows, and of the local columns.
+
+    Args:
+        of_rows: for each local row, the index of its partner among all columns; None: the local row of the same place.
+        of_cols: likewise for columns, among all rows; -1 without a partner.
+        all_cols: whether every column of every rank has a partner.
+    """
+
+    of_rows: Tensor | None = None
+    of_cols: Tensor | None = None
+    all_cols: bool = True
+
+
+def pairing(facts: Facts, x: Tower, y: Tower) -> Pairing:
+    """Return who is whose partner, or raise on all ranks. Collective with `pair`: two all-gathers of integers.
+
+    Raises:
+        ValueError: on every rank, if the numbers of rows differ and there is no `pair`, or if a value of `pair` is not
+            exactly once on each side.
+    """
+    if PAIR not in x.numbers or PAIR not in y.numbers:
+        if x.rows.counts != y.rows.counts:
+            raise ValueError(
+                f"{facts.caller}: partners need as many rows of x as of y on each rank, got {x.rows.counts} and "
+                f"{y.rows.counts}; or integers named 'pair' in both x_data and y_data, equal for partners"
+            )
+        return Pairing()
+    of_x, of_y = (facts.all_gather(side.numbers[PAIR].to(torch.int64), side.rows) for side in (x, y))
+    (x_sorted, x_order), (y_sorted, y_order) = of_x.sort(), of_y.sort()
+    alone = int((of_y < 0).sum())  # the first ones of y
+    partners = y_sorted[alone:]
+    if partners.shape != x_sorted.shape or bool((x_sorted != partners).any()) or _repeated(x_sorted):
+        raise ValueError(
+            f"{facts.caller}: each value of 'pair' in x_data must be there once, and once in y_data, over all ranks; "
+            f"got {len(of_x.unique())} values in {len(of_x)} rows of x, and {len(partners.unique())} in "
+            f"{len(partners)} rows of y whose pair is not negative"
+        )
+    to_y = torch.empty_like(x_order).scatter_(0, x_order, y_order[alone:])
+    to_x = torch.full_like(y_order, -1).scatter_(0, y_order[alone:], x_order)
+    return Pairing(to_y[x.rows.rows(facts.rank)], to_x[y.rows.rows(facts.rank)], all_cols=not alone)
+
+
+def _repeated(ordered: Tensor) -> bool:
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
+class Pairs:
+    """Pairs of a local row and a row of any rank.
+
+    Args:
+        facts: of the call.
+        kinds: of similarities, by name.
+        local: the side whose rows are here.
+        other: the other side.
+        index: for each pair, the row among all rows of the other side; None: the local row of the same place.
+        at: for each pair, the local row; None: all, in order.
+        rows_are_local: whether `local` is x.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        kinds: Mapping[str, str],
+        local: Tower,
+        other: Tower,
+        index: Tensor | None,
+        *,
+        at: Tensor | None = None,
+        rows_are_local: bool,
+    ) -> None:
+        here = local.rows.offsets[facts.rank]
+        if index is None:
+            features, numbers = dict(other.features), dict(other.numbers)
+            index = (
+                torch.arange(len(next(iter(features.values()))), device=facts.device) + other.rows.offsets[facts.rank]
+            )
+        else:
+            features, numbers = other.fetched(facts, index)
+        own, own_numbers = local.features, local.numbers
+        own_index = torch.arange(len(next(iter(own.values()))), device=facts.device) + here
+        if at is not None:
+            own = {name: x[at] for name, x in own.items()}
+            own_numbers = {name: x[at] for name, x in own_numbers.items()}
+            own_index = own_index[at]
+        sides = [(own, {**own_numbers, INDEX: own_index}), (features, {**numbers, INDEX: index})]
+        (self.x, self.x_numbers), (self.y, self.y_numbers) = sides if rows_are_local else sides[::-1]
+        self.kinds, self.dtype = kinds, wide_dtype(facts.device)
+
+    def similarities(self) -> dict[str, Tensor]:
+        """Return the similarity of each pair, (k,), by name."""
+        return {name: of_pairs(kind, self.x[name], self.y[name], self.dtype) for name, kind in self.kinds.items()}
+
+    def scores(self, term: Term, parameters: Mapping[str, Any]) -> Tensor:
+        """Return the score of each pair, (k,)."""
+        s = {name: x[:, None] for name, x in self.similarities().items()}
+        x, y = (
+            nested({name: one[:, None] for name, one in side.items()})[0] for side in (self.x_numbers, self.y_numbers)
+        )
+        value = Entries(self.kinds, s, x, y, parameters).values(term, None).value
+        assert value is not None
+        return value.to(self.dtype).expand(len(next(iter(s.values()))), 1)[:, 0]
+
+
+def partner_numbers(similarities: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the similarities with partners as numbers of rows, by name."""
+    return {PARTNER if name == ONE else f"{PARTNER}{SEPARATOR}{name}": s for name, s in similarities.items()}
+
+
+def winners(
+    facts: Facts,
+    kinds: Mapping[str, str],
+    towers: tuple[Tower, Tower],
+    term: Term,
+    index: Tensor,
+    parameters: Mapping[str, Any],
+    *,
+    rows_are_local: bool,
+) -> Tensor:
+    """Return the scores of the pairs that have won, (b,), and without candidates -inf, or inf for a minimum.
+
+    Args:
+        facts: of the call.
+        kinds: of similarities, by name.
+        towers: the local side, and the other one.
+        term: the maximum or minimum.
+        index: (b,), of the winner among all rows of the other side; negative without one.
+        parameters: by name.
+        rows_are_local: whether the local side is x.
+    """
+    assert isinstance(term, Max | Min)
+    found = index >= 0
+    (at,) = found.nonzero(as_tuple=True)
+    local, other = towers
+    chosen = Pairs(facts, kinds, local, other, index[at].long(), at=at, rows_are_local=rows_are_local)
+    none = float("-inf") if isinstance(term, Max) else float("inf")
+    scores = chosen.scores(term, parameters)
+    return torch.full_like(index, none, dtype=scores.dtype).index_put((at,), scores)

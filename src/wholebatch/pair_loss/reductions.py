@@ -1,0 +1,162 @@
+"""The terms of a declared loss: what is reduced, and over which candidates.
+
+A score f(s, x, y, p) returns a number for each pair, and a mask where(x, y) or where(x, y, s) says which pairs are
+candidates. In a tile, `s` is (m, n), the data of rows `x` are (m, 1), those of columns `y` are (1, n), and `p` holds
+the parameters. Both are called with other shapes as well, so they must treat every pair alike, by itself.
+
+Source: losses of this form with a row-wise maximum or sum are listed in Musgrave et al., 2020, arXiv:2003.08505.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .._checks import check_callable, check_choice
+
+Score = Callable[..., Tensor]
+Mask = Callable[..., Tensor]
+OVER = ("batch", "own", "both")
+
+
+class Term:
+    """A reduction over the candidates of each row: the base of all terms.
+
+    Args:
+        score: f(s, x, y, p); None: the similarity itself.
+        where: (x, y) or (x, y, s), returns True for candidates; None: all pairs are.
+        over: "batch": the candidates are the rows of y on all ranks; "own": the further candidates that each row
+            brings, `own=`; "both": all of these.
+    """
+
+    scored: ClassVar[bool] = True
+
+    def __init__(self, score: Score | None = None, where: Mask | None = None, *, over: str = "batch") -> None:
+        if score is not None:
+            check_callable("score", score)
+        if where is not None:
+            check_callable("where", where)
+        check_choice("over", over, OVER)
+        self.score, self.where, self.over = score, where, over
+
+    @property
+    def mask_reads_similarity(self) -> bool:
+        """Whether the mask has the similarity as a third argument."""
+        return self.where is not None and takes(self.where, 3)
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        """The user's functions, by the names of the arguments."""
+        found = {"score": self.score, "where": self.where, "log_weight": getattr(self, "log_weight", None)}
+        return {name: function for name, function in found.items() if function is not None}
+
+    def __repr__(self) -> str:
+        names = [f"{name}={getattr(function, '__name__', function)}" for name, function in self.functions.items()]
+        over = [] if self.over == "batch" else [f"over={self.over!r}"]
+        return f"{type(self).__name__}({', '.join([*names, *over])})"
+
+
+class LogSumExp(Term):
+    r"""R_i = log sum_j exp f_ij over the candidates of row i; -inf, with gradient 0, where there are none.
+
+    A score of -inf is no candidate. Sums are relative to the largest score of the row: nothing overflows.
+
+    Args:
+        score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+
+    >>> import torch, wholebatch as wb
+    >>> loss_fn = wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all)
+    >>> loss_fn(torch.zeros(2, 3))
+    tensor(0.6931)
+    """
+
+
+class Sum(Term):
+    """R_i = sum_j f_ij over the candidates of row i; 0 where there are none.
+
+    Args:
+        score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+    """
+
+
+class Mean(Term):
+    r"""R_i = sum_j f_ij / n_i over the n_i candidates of row i, or a mean weighted by exp(log_weight).
+
+    With `log_weight` l: R_i = sum_j exp(l_ij) f_ij / sum_j exp(l_ij), a mean under a softmax. 0 without candidates.
+
+    Args:
+        score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+        log_weight: l(s, x, y, p), a function like a score.
+    """
+
+    def __init__(
+        self,
+        score: Score | None = None,
+        where: Mask | None = None,
+        *,
+        log_weight: Score | None = None,
+        over: str = "batch",
+    ) -> None:
+        super().__init__(score, where, over=over)
+        if log_weight is not None:
+            check_callable("log_weight", log_weight)
+        self.log_weight = log_weight
+
+
+class Count(Term):
+    """R_i = the number of candidates of row i, without a gradient.
+
+    Args:
+        where, over: as for every term, see :class:`wholebatch.PairLoss`.
+    """
+
+    scored = False
+
+    def __init__(self, where: Mask | None = None, *, over: str = "batch") -> None:
+        super().__init__(None, where, over=over)
+
+
+class Max(Term):
+    """R_i = max_j f_ij over the candidates of row i; -inf, with gradient 0, where there are none.
+
+    The gradient belongs to the pair that wins, the one with the lowest index where several are equal. Its score is
+    computed again from its two rows. A score of -inf is no candidate.
+
+    Args:
+        score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+    """
+
+
+class Min(Term):
+    """R_i = min_j f_ij over the candidates of row i; inf, with gradient 0, where there are none.
+
+    Otherwise as :class:`wholebatch.Max`; a score of inf is no candidate.
+
+    Args:
+        score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+    """
+
+
+class Partner(Term):
+    """R_i = f of row i and its partner: the row of y with the same index, or with the same integer `pair`.
+
+    It is computed from the two rows in the precision of sums, whatever the precision of tiles.
+
+    Args:
+        score: f(s, x, y, p); None: the similarity itself.
+    """
+
+    def __init__(self, score: Score | None = None) -> None:
+        super().__init__(score)
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with this number of positional arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except (TypeError, ValueError):
+        return False
+    return True

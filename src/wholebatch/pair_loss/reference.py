@@ -1,0 +1,219 @@
+"""A declared loss on one dense matrix of all pairs: one process, no tiles, derivatives by autograd.
+
+It shares with the sweep what the user reads (fields, masks, safe values), and computes everything else by itself: the
+whole matrix at once, and each row's reduction by the function of torch that has its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .declaration import Declaration
+from .entries import PARTNER, Entries
+from .fields import Fields, fields
+from .first_use import losses_and_weights
+from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum, Term
+from .similarity import ONE
+from .sweep import INDEX
+
+Features = Mapping[str, Tensor]  # of each similarity, (rows, d)
+Numbers = Mapping[str, Any]  # of rows, (rows,), or Fields of such
+
+
+class OwnCandidates(NamedTuple):
+    """Own candidates of all rows: features, numbers, and the row of each, (k,)."""
+
+    features: Features
+    numbers: Numbers
+    owners: Tensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The matrix of all pairs.
+
+    Args:
+        declaration: of the loss, after its first use.
+        x, y: features of rows and of columns.
+        x_data, y_data: their numbers, as the caller passed them.
+        own: own candidates, or None.
+        parameters: by name.
+    """
+
+    declaration: Declaration
+    x: Features
+    y: Features
+    x_data: Mapping[str, Tensor]
+    y_data: Mapping[str, Tensor]
+    own: OwnCandidates | None
+    parameters: Mapping[str, Any]
+
+    def loss(self, weights: Tensor | None, reduction: str) -> Tensor:
+        """Return L of these rows, as if they were the whole batch."""
+        declared, kinds = self.declaration, self.declaration.kinds
+        s = {name: _similarities(kind, self.x[name], self.y[name]) for name, kind in kinds.items()}
+        rows, cols = next(iter(s.values())).shape
+        to_y = self._partners_of_rows(rows, cols)
+        x_numbers, y_numbers = self._numbers(to_y, rows, cols)
+        entries = Entries(kinds, s, _unsqueezed(x_numbers, 1), _unsqueezed(y_numbers, 0), self.parameters)
+        sides = []
+        if declared.row_loss is not None:
+            r = {name: self._term(name, entries, x_numbers, to_y) for name in declared.reads.rows}
+            found = declared.row_loss(fields("r", r), fields("x", x_numbers), fields("p", self.parameters))
+            sides.append(losses_and_weights("row_loss", found, rows))
+        if declared.column_loss is not None:
+            r = {name: self._term(name, entries, None, to_y) for name in declared.reads.cols}
+            found = declared.column_loss(fields("r", r), fields("y", y_numbers), fields("p", self.parameters))
+            sides.append(losses_and_weights("column_loss", found, cols))
+        return _combined(sides, weights, reduction)
+
+    def _partners_of_rows(self, rows: int, cols: int) -> Tensor | None:
+        """Return the column of each row's partner."""
+        if "pair" in self.x_data and "pair" in self.y_data:
+            return (self.x_data["pair"][:, None] == self.y_data["pair"]).long().argmax(1)
+        device = next(iter(self.x.values())).device
+        return torch.arange(rows, device=device) if rows == cols else None
+
+    def _numbers(self, to_y: Tensor | None, rows: int, cols: int) -> tuple[Numbers, Numbers]:
+        """Return what functions read of rows and of columns."""
+        device = next(iter(self.x.values())).device
+        x: dict[str, Any] = {**self.x_data, INDEX: torch.arange(rows, device=device)}
+        y: dict[str, Any] = {**self.y_data, INDEX: torch.arange(cols, device=device)}
+        if to_y is not None:
+            kinds = self.declaration.kinds
+            s = {name: _of_pairs(kind, self.x[name], self.y[name][to_y]) for name, kind in kinds.items()}
+            none = torch.zeros(cols, dtype=next(iter(s.values())).dtype, device=device)
+            back = {name: none.index_put((to_y,), one) for name, one in s.items()}
+            x[PARTNER], y[PARTNER] = (of.get(ONE, fields("s", of)) for of in (s, back))
+        return x, y
+
+    def _term(self, name: str, entries: Entries, x_numbers: Numbers | None, to_y: Tensor | None) -> Tensor:
+        """Return one reduction of all rows, or of all columns, without `x_numbers`."""
+        term = self.declaration.terms[name]
+        if isinstance(term, Partner):
+            assert to_y is not None
+            value = entries.values(term, None).value
+            assert value is not None
+            of_rows = value.expand(entries.shape)[torch.arange(len(to_y), device=to_y.device), to_y]
+            return of_rows if x_numbers is not None else torch.zeros_like(of_rows).index_put((to_y,), of_rows)
+        groups = [list[_Candidates]() for _ in range(entries.shape[0 if x_numbers is not None else 1])]
+        if term.over != "own":
+            whole = _Candidates.of(entries, term)
+            for row, group in enumerate(groups):
+                group.append(whole.row(row) if x_numbers is not None else whole.column(row))
+        if term.over != "batch":
+            assert x_numbers is not None
+            for row, group in enumerate(groups):
+                group.append(_Candidates.of(self._own_entries(row, x_numbers), term).row(0))
+        found = [
+            _reduced(term, _Candidates(*(torch.cat(parts) for parts in zip(*group, strict=True)))) for group in groups
+        ]
+        return torch.stack(found) if found else next(iter(entries.s.values())).sum(1)[:0]
+
+    def _own_entries(self, row: int, x_numbers: Numbers) -> Entries:
+        """Return one row's own candidates as a matrix of one row."""
+        assert self.own is not None
+        at = self.own.owners == row
+        s = {
+            name: _of_pairs(kind, self.x[name][row : row + 1], self.own.features[name][at])[None]
+            for name, kind in self.declaration.kinds.items()
+        }
+        of_row = {
+            name: fields("s", {key: x[key][row : row + 1] for key in x}) if isinstance(x, Fields) else x[row : row + 1]
+            for name, x in x_numbers.items()
+        }
+        numbers = {name: x[at] for name, x in self.own.numbers.items()}
+        columns = {**numbers, INDEX: torch.full_like(self.own.owners[at], -1)}
+        return Entries(self.declaration.kinds, s, _unsqueezed(of_row, 1), _unsqueezed(columns, 0), self.parameters)
+
+
+class _Candidates(NamedTuple):
+    """Masks, scores and log weights of some pairs, all of one shape."""
+
+    mask: Tensor
+    value: Tensor
+    log_weight: Tensor
+
+    @classmethod
+    def of(cls, entries: Entries, term: Term) -> _Candidates:
+        like = next(iter(entries.s.values()))
+        mask = entries.mask(term)
+        values = entries.values(term, mask)
+        every = torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+        given = (torch.zeros_like(like) if x is None else x for x in (values.value, values.log_weight))
+        return cls(*(x.expand(entries.shape) for x in (every, *given)))
+
+    def row(self, at: int) -> _Candidates:
+        return _Candidates(*(x[at] for x in self))
+
+    def column(self, at: int) -> _Candidates:
+        return _Candidates(*(x[:, at] for x in self))
+
+
+def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:
+    """Return the reduction of one row over its candidates."""
+    value, log_weight = all_pairs.value[all_pairs.mask], all_pairs.log_weight[all_pairs.mask]
+    if isinstance(term, LogSumExp):
+        value = value[~value.isneginf()]
+        return value.logsumexp(0) if len(value) else value.new_full((), float("-inf"))
+    if isinstance(term, Max | Min):
+        none = float("-inf") if isinstance(term, Max) else float("inf")
+        value = value[value != none]
+        if not len(value):
+            return value.new_full((), none)
+        return value[value.argmax() if isinstance(term, Max) else value.argmin()]
+    if isinstance(term, Count):
+        return value.new_full((), len(value))
+    if isinstance(term, Sum):
+        return value.sum()
+    assert isinstance(term, Mean)
+    if not len(value):
+        return value.new_zeros(())
+    return value.mean() if term.log_weight is None else (log_weight.softmax(0) * value).sum()
+
+
+def _similarities(kind: str, x: Tensor, y: Tensor) -> Tensor:
+    if kind == "neg_squared_distance":
+        return -(x[:, None] - y).square().sum(2)
+    if kind == "cosine":
+        x, y = normalize(x, dim=1), normalize(y, dim=1)
+    return x @ y.T
+
+
+def _of_pairs(kind: str, x: Tensor, y: Tensor) -> Tensor:
+    if kind == "neg_squared_distance":
+        return -(x - y).square().sum(1)
+    if kind == "cosine":
+        x, y = normalize(x, dim=1), normalize(y, dim=1)
+    return (x * y).sum(1)
+
+
+def _unsqueezed(numbers: Numbers, dim: int) -> dict[str, Any]:
+    """Return numbers of rows as (m, 1), dim 1, or of columns as (1, n), dim 0."""
+    return {
+        name: fields("s", {key: x[key].unsqueeze(dim) for key in x}) if isinstance(x, Fields) else x.unsqueeze(dim)
+        for name, x in numbers.items()
+    }
+
+
+def _combined(sides: list[list[Tensor]], weights: Tensor | None, reduction: str) -> Tensor:
+    """Return the weighted losses of rows and columns, added up as `reduction` asks."""
+    weighted = []
+    for loss, *own in sides:
+        each = torch.ones_like(loss) if weights is None else weights.to(loss)
+        for one in own:
+            each = each * one
+        weighted.append((each * loss, each))
+    if reduction == "none":
+        parts = [loss for loss, _ in weighted]
+    elif reduction == "sum":
+        parts = [loss.sum() for loss, _ in weighted]
+    else:
+        parts = [loss.sum() / each.sum() if each.sum() > 0 else (loss * 0).sum() for loss, each in weighted]
+    return sum(parts[1:], start=parts[0])

@@ -1,0 +1,111 @@
+"""Similarities of rows: by matrix products in a tile, and from the two rows themselves for a single pair.
+
+    dot                     s_ij = x_i . y_j
+    cosine                  s_ij = x_i . y_j / (|x_i| |y_j|), by the rule of `_normalize`
+    neg_squared_distance    s_ij = -|x_i - y_j|^2 = min(0, 2 x_i . y_j - |x_i|^2 - |y_j|^2)
+
+In a tile, |x|^2 and |y|^2 are numbers of rows like any data: with a gradient, which reaches the features outside of the
+sweep. A common vector is subtracted from all rows first. It changes no distance, and if it is the mean, the squares are
+small, and so is the rounding of their difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import once_differentiable
+from .._checks import check_choice
+from .._normalize import normalize_rows
+from .._precision import rows_at_a_time
+from .._settings import shown
+
+SIMILARITIES = ("dot", "cosine", "neg_squared_distance")
+DISTANCE = "neg_squared_distance"
+ONE = ""  # the name of the similarity where there is only one
+SQUARES = "|x|^2"  # the name of a row's numbers, which no user can choose
+_SAFE = {
+    "dot": 0.5,
+    "cosine": 0.5,
+    DISTANCE: -0.5,
+}  # where a logarithm, a root, a quotient are finite, and so are slopes
+
+Similarity = str | Mapping[str, str]
+
+
+def kinds_of(similarity: object) -> dict[str, str]:
+    """Return the kind of each similarity by its name, `ONE` if it has none.
+
+    Raises:
+        ValueError: for a similarity that does not exist.
+    """
+    if isinstance(similarity, Mapping):
+        if not similarity:
+            raise ValueError("similarity must name at least one similarity, got an empty mapping")
+        for name, kind in similarity.items():
+            if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+                raise ValueError(f"similarity must have names like 'student', got {shown(name)}")
+            check_choice(f"similarity[{name!r}]", kind, SIMILARITIES)
+        return dict(similarity)
+    return {ONE: check_choice("similarity", similarity, SIMILARITIES)}
+
+
+def safe_value(kind: str) -> float:
+    """Return a similarity at which the usual functions and their slopes are finite."""
+    return _SAFE[kind]
+
+
+def multiplied(x: Tensor, kind: str, shift: Tensor | None = None) -> Tensor:
+    """Return the rows whose products a tile holds."""
+    if kind == "cosine":
+        return normalize_rows(x)
+    return x - shift if kind == DISTANCE and shift is not None else x
+
+
+def squares(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return |x|^2 of each row, (rows,)."""
+    x = x.to(dtype)
+    return torch.linalg.vecdot(x, x)
+
+
+def of_tile(kind: str, products: Tensor, row_squares: Tensor | None, col_squares: Tensor | None) -> Tensor:
+    """Return the similarities of a tile, (m, n), from its products, (m, n), and squares, (m, 1) and (1, n)."""
+    if kind != DISTANCE:
+        return products
+    assert row_squares is not None
+    assert col_squares is not None
+    return (2 * products - row_squares - col_squares).clamp(max=0)
+
+
+def of_pairs(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the similarity of each row of x with the same row of y, both from `multiplied`: 2 of (k, d) -> (k,)."""
+    found: Tensor = _OfPairs.apply(kind == DISTANCE, x, y, dtype)
+    return found
+
+
+class _OfPairs(torch.autograd.Function):
+    """x_i . y_i, or -|x_i - y_i|^2, a few rows at a time in a wider dtype; the gradients are in that of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, distance: bool, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.distance = distance
+        ctx.save_for_backward(x, y)
+        parts = []
+        for a, b in zip(*(of.split(rows_at_a_time(of.device)) for of in (x, y)), strict=True):
+            a, b = a.to(dtype), b.to(dtype)
+            away = a - b if distance else None
+            parts.append(torch.linalg.vecdot(a, b) if away is None else -torch.linalg.vecdot(away, away))
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        x, y = ctx.saved_tensors
+        grad = grad.to(x.dtype)[:, None]
+        if not ctx.distance:
+            return None, grad * y, grad * x, None
+        of_y = (2 * grad) * (x - y)
+        return None, -of_y, of_y, None

@@ -1,0 +1,225 @@
+"""Declared losses, each with a batch for it; tests compare them with losses of the library and with references."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import softplus
+
+import wholebatch as wb
+
+
+@dataclass
+class Batch:
+    """The global batch: rows and columns with their data, split over ranks by numbers of rows."""
+
+    x: Any
+    y: Any = None
+    x_data: dict = field(default_factory=dict)
+    y_data: dict = field(default_factory=dict)
+    own: Any = None
+    own_data: dict = field(default_factory=dict)
+    parameters: dict = field(default_factory=dict)
+    weights: Any = None
+
+
+def leaves(batch):
+    """Return all tensors with a gradient, by name."""
+    found = {}
+    for name, value in vars(batch).items():
+        for key, one in value.items() if isinstance(value, dict) else [("", value)]:
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                found[f"{name} {key}"] = one
+    return found
+
+
+def part(batch, rows, cols):
+    """Return a rank's part of a batch, as new leaves; parameters are copies."""
+
+    def of(value, at):
+        if isinstance(value, dict):
+            return {key: of(one, at) for key, one in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        cut = value.detach()[at].clone() if at is not None else value.detach().clone()
+        return cut.requires_grad_(value.requires_grad)
+
+    at = {
+        "x": rows,
+        "x_data": rows,
+        "own": rows,
+        "own_data": rows,
+        "weights": rows,
+        "y": cols,
+        "y_data": cols,
+        "parameters": None,
+    }
+    return Batch(**{name: of(value, at[name]) for name, value in vars(batch).items()})
+
+
+def cut(counts, rank):
+    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+
+def call(function, batch):
+    given = dict(vars(batch))
+    return function(given.pop("x"), given.pop("y"), **given)
+
+
+def gradients(function, batch):
+    """Return value and gradients by name."""
+    tensors = leaves(batch)
+    for x in tensors.values():
+        x.grad = None
+    loss = call(function, batch)
+    if loss.requires_grad:
+        loss.backward()
+    return loss.detach(), {
+        name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in tensors.items()
+    }
+
+
+# Losses of the library, each in a few lines. `clip` reads partners inside scores, so that nothing cancels.
+
+
+def other(x, y):
+    return x.index != y.index
+
+
+def same(x, y):
+    return (x.label == y.label) & (x.index != y.index)
+
+
+def different(x, y):
+    return x.label != y.label
+
+
+def clip(**options):
+    return wb.PairLoss(
+        {
+            "rows": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner)),
+            "cols": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - y.partner)),
+        },
+        lambda r, x, p: r.rows / 2,
+        column_loss=lambda r, y, p: r.cols / 2,
+        **options,
+    )
+
+
+def multi_similarity(**options):
+    return wb.PairLoss(
+        {
+            "positives": wb.LogSumExp(lambda s, x, y, p: -p.alpha * (s - p.base), where=same),
+            "negatives": wb.LogSumExp(lambda s, x, y, p: p.beta * (s - p.base), where=different),
+        },
+        lambda r, x, p: softplus(r.positives) / p.alpha + softplus(r.negatives) / p.beta,
+        similarity="cosine",
+        **options,
+    )
+
+
+def hard_triplet(**options):
+    def loss(r, x, p):
+        complete = ~(r.far.isinf() | r.near.isinf())
+        far, near = (torch.where(complete, -one, 1.0).sqrt() for one in (r.far, r.near))
+        return torch.relu(far - near + p.margin), complete.double()
+
+    return wb.PairLoss(
+        {"far": wb.Min(where=same), "near": wb.Max(where=different)}, loss, similarity="neg_squared_distance", **options
+    )
+
+
+def sup_con(**options):
+    return wb.PairLoss(
+        {
+            "all": wb.LogSumExp(lambda s, x, y, p: p.scale * s, where=other),
+            "positives": wb.Mean(lambda s, x, y, p: p.scale * s, where=same),
+            "count": wb.Count(where=same),
+        },
+        lambda r, x, p: (torch.where(r.count > 0, r.all - r.positives, 0.0), (r.count > 0).double()),
+        similarity="cosine",
+        **options,
+    )
+
+
+def sig_lip(**options):
+    return wb.PairLoss(
+        {
+            "all": wb.Sum(lambda s, x, y, p: softplus(p.scale * s + p.bias)),
+            "own": wb.Partner(lambda s, x, y, p: p.scale * s + p.bias),
+        },
+        lambda r, x, p: r.all - r.own,
+        **options,
+    )
+
+
+def weighted_mean(**options):
+    return wb.PairLoss(
+        {
+            "mean": wb.Mean(lambda s, x, y, p: s * y.bias, log_weight=lambda s, x, y, p: p.scale * s + x.partner),
+            "count": wb.Count(where=lambda x, y, s: s > 0),
+            "sum": wb.Sum(lambda s, x, y, p: (s * x.bias).tanh(), where=lambda x, y, s: s > 0.5),
+            "own": wb.Partner(lambda s, x, y, p: s * y.bias),
+            "best": wb.Max(lambda s, x, y, p: s * y.bias + x.bias, where=different),
+        },
+        lambda r, x, p: (r.mean + r.sum / (1 + r.count) + r.own + r.best.clamp(min=-9), 1 + x.bias**2),
+        column_loss=lambda r, y, p: r.mean * y.bias + r.best.clamp(min=-9) + r.count,
+        **options,
+    )
+
+
+def own_negatives(**options):
+    return wb.PairLoss(
+        {
+            "all": wb.LogSumExp(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.label == y.label, over="both"),
+            "best": wb.Max(lambda s, x, y, p: s + y.bias, over="own"),
+            "taught": wb.Mean(lambda s, x, y, p: s, log_weight=lambda s, x, y, p: y.bias, over="own"),
+        },
+        lambda r, x, p: r.all + r.best.clamp(min=-9) + r.taught,
+        **options,
+    )
+
+
+DECLARATIONS = {
+    of.__name__: of for of in (clip, multi_similarity, hard_triplet, sup_con, sig_lip, weighted_mean, own_negatives)
+}
+
+
+def batch_for(name, rows, cols, seed=0, dtype=torch.float64):
+    """Return a batch for a declaration."""
+    made = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape):
+        return torch.randn(*shape, generator=made, dtype=dtype).requires_grad_()
+
+    def one(value):
+        return torch.tensor(value, dtype=dtype, requires_grad=True)
+
+    def labels(n):
+        return torch.randint(0, 3, (n,), generator=made)
+
+    if name == "clip":
+        return Batch(numbers(rows, 5), numbers(cols, 5), parameters={"scale": one([3.0])})
+    if name == "sig_lip":
+        return Batch(numbers(rows, 5), numbers(cols, 5), parameters={"scale": one(2.0), "bias": one(-1.5)})
+    if name == "multi_similarity":
+        return Batch(
+            numbers(rows, 5),
+            x_data={"label": labels(rows)},
+            parameters={"alpha": one(2.0), "beta": 50.0, "base": one(0.5)},
+        )
+    if name == "hard_triplet":
+        return Batch(numbers(rows, 5), x_data={"label": labels(rows)}, parameters={"margin": 0.2})
+    if name == "sup_con":
+        return Batch(numbers(rows, 5), x_data={"label": labels(rows)}, parameters={"scale": 10.0})
+    x_data, y_data = {"bias": numbers(rows), "label": labels(rows)}, {"bias": numbers(cols), "label": labels(cols)}
+    if name == "own_negatives":
+        own_data = {"bias": numbers(rows, 3), "label": torch.randint(0, 3, (rows, 3), generator=made)}
+        return Batch(
+            numbers(rows, 5), numbers(cols, 5), x_data, y_data, numbers(rows, 3, 5), own_data, {"scale": one(2.0)}
+        )
+    weights = torch.rand(rows, generator=made, dtype=dtype).requires_grad_() if rows == cols else None
+    if rows != cols or name == "weighted_mean":
+        pairs = torch.randperm(rows, generator=made)
+        x_data["pair"], y_data["pair"] = pairs, pairs[torch.randperm(rows, generator=made)]
+    return Batch(numbers(rows, 5), numbers(cols, 5), x_data, y_data, parameters={"scale": one(1.5)}, weights=weights)

@@ -1,0 +1,160 @@
+"""wb.PairLoss: declared losses have the value and the gradients of one dense matrix, on any number of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pair_losses import DECLARATIONS, batch_for, cut, gradients, leaves, part
+
+import wholebatch as wb
+from wholebatch.testing import run_ranks
+
+SPLITS = [(7,), (4, 3), (0, 5, 2), (1, 3, 0, 3)]
+
+
+def of_rank(jobs):
+    """Return loss and gradients of this rank's part of each batch."""
+    found = []
+    for name, counts, seed, options in jobs:
+        batch = batch_for(name, sum(counts), sum(counts), seed)
+        at = cut(counts, dist.get_rank())
+        found.append(gradients(DECLARATIONS[name](**options), part(batch, at, at)))
+    return found
+
+
+def distance(found, batch, expected, counts, sync):
+    """Return the largest difference of value and gradients, relative to the largest of these."""
+    value, grads = expected
+    largest = max([1e-2, *(grad.abs().max().item() for grad in grads.values())])
+    most = max(abs(of_rank[0] - value).item() / max(1, abs(value).item()) for of_rank in found)
+    for name in leaves(batch):
+        parts = [of_rank[1][name] for of_rank in found]
+        if name.startswith("parameters"):
+            got = parts[0] if sync == "mean" else sum(parts)
+        else:
+            got = torch.cat(parts) / (len(counts) if sync == "mean" else 1)
+        most = max(most, (got - grads[name]).abs().max().item() / largest)
+    return most
+
+
+@pytest.mark.parametrize("counts", SPLITS, ids=str)
+def test_ranks_have_the_gradients_of_one_dense_matrix(counts):
+    options = [{"exchange": "gather"}, {"exchange": "ring"}, {"exchange": "ring", "sync": "sum"}, {"memory": 128}]
+    jobs = [(name, counts, seed, option) for name in DECLARATIONS for seed, option in enumerate(options)]
+    found = run_ranks(of_rank, len(counts), jobs)
+    for at, (name, _, seed, option) in enumerate(jobs):
+        batch = batch_for(name, sum(counts), sum(counts), seed)
+        loss_fn = DECLARATIONS[name](**option)
+        expected = gradients(loss_fn.reference, batch)
+        error = distance([of[at] for of in found], batch, expected, counts, option.get("sync", "mean"))
+        assert error < 1e-10, (name, option, error)
+
+
+SYMMETRIC = ["multi_similarity", "hard_triplet", "sup_con"]
+
+
+@pytest.mark.parametrize("counts", [*SPLITS, (3, 3, 3, 3)], ids=str)
+def test_half_of_a_symmetric_matrix_suffices(counts):
+    options = [{"exchange": "gather"}, {"exchange": "ring"}, {"memory": 128}]
+    numbered = [*enumerate(options)]
+    jobs = [(name, counts, seed, {"symmetric": True, **option}) for name in SYMMETRIC for seed, option in numbered]
+    found = run_ranks(of_rank, len(counts), jobs)
+    for at, (name, _, seed, option) in enumerate(jobs):
+        batch = batch_for(name, sum(counts), sum(counts), seed)
+        expected = gradients(DECLARATIONS[name]().reference, batch)
+        assert distance([of[at] for of in found], batch, expected, counts, "mean") < 1e-10, (name, option)
+
+
+# Entries that are no candidates, and rows without any.
+
+
+def masked_out(score, similarity="dot"):
+    return wb.PairLoss(
+        {"sum": wb.Sum(score, where=lambda x, y: x.index != y.index)}, lambda r, x, p: r.sum, similarity=similarity
+    )
+
+
+@pytest.mark.parametrize(
+    ("score", "similarity"),
+    [
+        (lambda s, x, y, p: (1 - s).log(), "cosine"),
+        (lambda s, x, y, p: (-s).sqrt(), "neg_squared_distance"),
+        (lambda s, x, y, p: 1 / s, "neg_squared_distance"),
+        (lambda s, x, y, p: s / x.nan_at_one, "dot"),
+    ],
+)
+def test_no_nan_of_an_entry_that_is_no_candidate_enters_a_gradient(score, similarity):
+    """On the diagonal, which is masked, each score or its slope is infinite or NaN."""
+    z = torch.randn(5, 3, dtype=torch.float64)
+    z = (z / z.norm(dim=1, keepdim=True)).requires_grad_()
+    loss_fn = masked_out(score, similarity)
+    data = {"nan_at_one": torch.ones(5, dtype=torch.float64)}
+    loss_fn(z, x_data=data).backward()
+    assert z.grad.isfinite().all()
+    found, z.grad = z.grad, None
+    loss_fn.reference(z, x_data=data).backward()
+    assert torch.allclose(found, z.grad, rtol=0, atol=1e-10)
+
+
+def test_data_of_entries_that_are_no_candidates_enter_no_gradient():
+    """A row that is nobody's candidate has data that are NaN; the parameter that multiplies them has a gradient."""
+    z, bad = torch.randn(4, 3, dtype=torch.float64), torch.tensor([1.0, 2.0, float("nan"), 3.0], dtype=torch.float64)
+    loss_fn = wb.PairLoss(
+        {"sum": wb.Sum(lambda s, x, y, p: p.a * s * y.price, where=lambda x, y: y.price == y.price)},
+        lambda r, x, p: r.sum,
+    )
+    a, b = torch.tensor([2.0], dtype=torch.float64, requires_grad=True), bad.clone().requires_grad_()
+    loss_fn(z, z, y_data={"price": b}, parameters={"a": a}).backward()
+    some = [0, 1, 3]
+    assert torch.allclose(a.grad, (z @ z[some].T * bad[some]).sum() / 4)
+    assert b.grad[2] == 0
+    assert torch.allclose(b.grad[some], 2 * (z @ z[some].T).sum(0) / 4)
+
+
+@pytest.mark.parametrize(
+    ("term", "value"),
+    [(wb.LogSumExp, -torch.inf), (wb.Max, -torch.inf), (wb.Min, torch.inf), (wb.Sum, 0), (wb.Mean, 0), (wb.Count, 0)],
+)
+def test_over_no_candidates(term, value):
+    """Row 1 has none: its value is that of the table, and the gradient of its features is exactly 0."""
+
+    def someone(x, y):
+        return x.index != 1
+
+    made = term(where=someone) if term is wb.Count else term(lambda s, x, y, p: s, where=someone)
+    seen = []
+
+    def row_loss(r, x, p):
+        seen.append(r.t.detach())
+        return torch.where(r.t.isinf(), 0.0, r.t)
+
+    x, y = (torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    loss = wb.PairLoss({"t": made}, row_loss)(x, y)
+    assert seen[-1][1] == value
+    assert (seen[-1][[0, 2]] != value).all()
+    if loss.requires_grad:
+        loss.backward()
+        assert (x.grad[1] == 0).all()
+
+
+def test_a_score_of_minus_infinity_is_no_candidate():
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+
+    def declared(score, where=None):
+        return wb.PairLoss({"a": wb.LogSumExp(score, where), "b": wb.Max(score, where)}, lambda r, x, p: r.a + r.b)
+
+    by_score = declared(lambda s, x, y, p: torch.where(x.index == y.index, -torch.inf, s))(x)
+    by_mask = declared(lambda s, x, y, p: s, lambda x, y: x.index != y.index)(x)
+    (of_score,), (of_mask,) = (torch.autograd.grad(loss, x) for loss in (by_score, by_mask))
+    assert torch.equal(by_score, by_mask)
+    assert torch.allclose(of_score, of_mask, rtol=0, atol=1e-12)
+
+
+def test_the_distance_of_a_row_from_itself_is_not_positive():
+    """Products round it to either side of 0: the root of a positive similarity is NaN."""
+    z = 100 + torch.randn(64, 16)
+    loss_fn = wb.PairLoss(
+        {"sum": wb.Sum(lambda s, x, y, p: (-s).sqrt())}, lambda r, x, p: r.sum, similarity="neg_squared_distance"
+    )
+    found, expected = loss_fn(z), loss_fn.reference(z)
+    assert found.isfinite()
+    assert torch.allclose(found, expected, rtol=1e-3)

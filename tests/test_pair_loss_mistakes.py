@@ -1,0 +1,236 @@
+"""Mistakes in a declaration or a call of wb.PairLoss raise at entry, on all ranks, and say how to go on."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import wholebatch as wb
+from wholebatch.testing import RankError, run_ranks
+
+X = torch.randn(5, 3)
+LABELS = torch.tensor([0, 1, 0, 1, 2])
+MODULE_BIAS = torch.randn(5)
+
+
+def read(r, x, p):
+    return r.t
+
+
+def declared(score=None, where=None, row_loss=read, term=wb.Sum, **options):
+    return wb.PairLoss({"t": term(score, where)}, row_loss, **options)
+
+
+class Owner:
+    def __init__(self):
+        self.margin = torch.ones(3, requires_grad=True)
+
+    def score(self, s, x, y, p):
+        return s - self.margin[0]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, s, x, y, p):
+        return s * self.scale
+
+
+def with_keyword(s, x, y, p, *, bias):
+    return s + bias
+
+
+def draws(s, x, y, p):
+    return s + torch.rand_like(s)
+
+
+def drops(s, x, y, p):
+    return torch.nn.functional.dropout(s, 0.5)
+
+
+CLOSURE = torch.randn(5, 5)
+LOCAL = [torch.zeros(4)]
+DECLARATIONS = {
+    "closure": (lambda: declared(lambda s, x, y, p, of=CLOSURE: s + of[:1, :1]), "got 'default 0' of shape (5, 5)"),
+    "global": (
+        lambda: declared(lambda s, x, y, p: s + MODULE_BIAS[0]),
+        "got 'MODULE_BIAS' of shape (5,) from elsewhere",
+    ),
+    "self": (lambda: declared(Owner().score), "got 'self.margin' of shape (3,) with a gradient"),
+    "module": (lambda: declared(Layer()), "got 'scale' of a Layer of shape (1,) with a gradient"),
+    "partial": (
+        lambda: declared(functools.partial(with_keyword, bias=torch.ones(1))),
+        "got 'bias' of a functools.partial",
+    ),
+    "in a mask": (
+        lambda: declared(None, lambda x, y: x.index > LOCAL[0].sum()),
+        "must receive its tensors as x, y or p",
+    ),
+    "in a row loss": (
+        lambda: declared(row_loss=lambda r, x, p: r.t * MODULE_BIAS[0]),
+        "row_loss must receive its tensors",
+    ),
+    "random": (lambda: declared(draws), "must not draw random numbers"),
+    "dropout": (lambda: declared(drops), "must not draw random numbers"),
+    "writing": (lambda: declared(lambda s, x, y, p: s.mul_(2)), "must not write into its arguments"),
+    "writing data": (lambda: declared(lambda s, x, y, p: s * x.bias.mul_(2)), "must not write into its arguments"),
+    "softmax": (lambda: declared(lambda s, x, y, p: s.softmax(1)), "its values change when the tile is cut"),
+    "mean of a tile": (lambda: declared(lambda s, x, y, p: s - s.mean()), "its values change when the tile is cut"),
+    "sum": (lambda: declared(lambda s, x, y, p: s.sum(1)), "must return one value for each entry, (4, 6) in a tile"),
+    "transposed": (lambda: declared(lambda s, x, y, p: s.T), "must return one value for each entry"),
+    "integers": (
+        lambda: declared(lambda s, x, y, p: (s > 0).long()),
+        "must return floating-point numbers, got torch.int64",
+    ),
+    "a number": (lambda: declared(lambda s, x, y, p: 1.0), "must return a tensor, got 1.0"),
+    "mask": (
+        lambda: declared(None, lambda x, y: (x.label == y.label).float()),
+        "must return booleans, got torch.float32",
+    ),
+    "no such data": (lambda: declared(lambda s, x, y, p: s * x.lable), "did you mean x.label?"),
+    "no such parameter": (lambda: declared(lambda s, x, y, p: s * p.gamma), "p.gamma does not exist"),
+    "no such term": (lambda: declared(row_loss=lambda r, x, p: r.positives), "r.positives does not exist: r has t"),
+    "arguments": (lambda: declared(lambda s, x, y: s), "failed on a tile of 4 rows and 6 columns: TypeError"),
+    "mixes rows": (
+        lambda: declared(row_loss=lambda r, x, p: r.t - r.t.mean()),
+        "its values change when the rows are cut",
+    ),
+    "mean of rows": (lambda: declared(row_loss=lambda r, x, p: r.t.mean()), "its values change when the rows are cut"),
+    "pairs of rows": (lambda: declared(row_loss=lambda r, x, p: r.t[:, None]), "must return one number for each row"),
+    "own": (lambda: wb.PairLoss({"t": wb.Sum(over="own")}, read), "needs own="),
+    "asymmetric": (lambda: declared(lambda s, x, y, p: s * x.bias, symmetric=True), "differ; pass symmetric=False"),
+    "two similarities": (lambda: declared(similarity={"a": "dot"}), "x must be a mapping with the names of similarity"),
+}
+
+
+@pytest.mark.parametrize("name", DECLARATIONS)
+def test_a_function_that_no_tile_can_be_computed_with(name):
+    make, message = DECLARATIONS[name]
+    with pytest.raises(ValueError, match=r"^PairLoss: ") as error:
+        make()(X, x_data={"label": LABELS, "bias": torch.rand(5)})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({}, read), "terms must be a mapping of names to terms"),
+        (({"t": max}, read), r"terms\['t'\] must be a LogSumExp"),
+        (({"1": wb.Sum()}, read), "terms must have names like 'negatives'"),
+        (({"t": wb.Sum()}, None), "row_loss must be a function"),
+        (({"t": wb.Sum()}, 3), "row_loss must be callable"),
+        (({"t": wb.Mean(over="both")}, read), "must not be a Mean with over='both'"),
+    ],
+)
+def test_wrong_declarations(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        wb.PairLoss(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"similarity": "euclidean"}, "similarity must be one of 'dot', 'cosine', 'neg_squared_distance'"),
+        ({"similarity": {}}, "at least one similarity"),
+        ({"symmetric": 1}, "symmetric must be True or False"),
+        ({"symmetric": True, "column_loss": read}, "symmetric must be False with a column_loss"),
+        ({"reduction": "avg"}, "reduction must be one of"),
+        ({"parameters": [1]}, "parameters must be a mapping"),
+        ({"exchange": "tree"}, "exchange must be one of"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        declared(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"x_data": {"label": LABELS[:3]}}, r"x_data\['label'\] must have shape \(5,\)"),
+        ({"x_data": {"label": LABELS[:, None]}}, r"x_data\['label'\] must be a vector"),
+        ({"x_data": {"label": [1, 2]}}, r"x_data\['label'\] must be a vector"),
+        ({"x_data": [LABELS]}, "x_data must be a mapping"),
+        ({"x_data": {"index": LABELS}}, "must not have the name 'index'"),
+        ({"x_data": {"partner": LABELS}}, "must not have the name 'partner'"),
+        ({"y_data": {"label": LABELS}}, "y_data must be left out where y is"),
+        ({"own": X}, "own must have shape"),
+        ({"own_data": {"a": X}}, "need own="),
+        ({"parameters": {"a": "1"}}, r"parameters\['a'\] must be a number, a tensor or a module"),
+        ({"weights": torch.ones(3)}, "weights must have shape"),
+        ({"weights": -torch.ones(5)}, "weights must not be negative"),
+        ({"y": X[:, :2]}, "same embedding size"),
+        ({"x": X * torch.nan}, "x must be finite"),
+        ({"x": X.long()}, "x must be float64, float32, bfloat16 or float16"),
+        ({"x": None}, "x must be a tensor"),
+    ],
+)
+def test_wrong_calls(call, message):
+    arguments = {"x": X, **call}
+    with pytest.raises(ValueError, match=message):
+        declared()(**arguments)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [([0, 1, 2, 3, 4], [0, 1, 2, 3, 5]), ([0, 0, 2, 3, 4], [0, 0, 2, 3, 4]), ([0, 1, 2, 3, 4], [0, 1, 2, 3, -1])],
+)
+def test_pairs_that_do_not_match(pairs):
+    of_x, of_y = map(torch.tensor, pairs)
+    loss_fn = wb.PairLoss({"t": wb.Partner()}, read)
+    with pytest.raises(ValueError, match="each value of 'pair' in x_data must be there once"):
+        loss_fn(X, X, x_data={"pair": of_x}, y_data={"pair": of_y})
+    with pytest.raises(ValueError, match="partners need as many rows of x as of y"):
+        loss_fn(X, X[:4])
+
+
+def test_a_term_that_nobody_reads_is_said_once(recwarn):
+    loss_fn = wb.PairLoss({"t": wb.Sum(), "spare": wb.Sum()}, read)
+    with pytest.warns(UserWarning, match="terms that neither side reads: spare"):
+        loss_fn(X)
+    loss_fn(X)
+
+
+def differing(what):
+    rank = dist.get_rank()
+    margin = 0.5 + rank if what == "captured value" else 0.5
+    if what == "code" and rank:
+        loss_fn = declared(lambda s, x, y, p: s + margin * 2)
+    else:
+        loss_fn = declared(lambda s, x, y, p: s + margin)
+    data = {"label": LABELS} if what == "data" and rank else {}
+    parameters = {"a": torch.ones(3) * (1 + rank)} if what == "parameter" else {}
+    x = None if what == "no features" and rank else X
+    loss_fn(x, x_data=data, parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("captured value", "the fingerprint of the declared functions"),
+        ("code", "the fingerprint of the declared functions"),
+        ("data", "the arguments that are given"),
+        ("parameter", "parameters['a']"),
+        ("no features", "x must be a tensor"),
+    ],
+)
+def test_ranks_that_differ_raise_on_all(what, message):
+    with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
+        run_ranks(differing, 2, what)
+    assert str(error.value).count(message) >= 2
+
+
+def test_the_same_program_has_the_same_fingerprint():
+    for found in run_ranks(fingerprints, 2):
+        assert found == fingerprints()
+
+
+def fingerprints():
+    from wholebatch.pair_loss.fingerprint import fingerprint
+
+    made = [make() for make, _ in DECLARATIONS.values()]
+    return [fingerprint(*of.declaration.functions) for of in made]
