@@ -218,12 +218,8 @@ class Call:
 
     def _numbers(self, tower: Tower, at: int) -> dict[str, Tensor]:
         """Return the numbers of one side that tiles need, those of this library in the precision of tiles."""
-        own = self.partners[at] if self.declared.reads.partner else {}
-        found = {**tower.numbers, **{name: one.to(self.facts.dtype) for name, one in own.items()}}
-        read = self.declared.reads.x | self.declared.reads.y
-        found = {name: one for name, one in found.items() if name.split(SEPARATOR)[0] in read}
-        if INDEX in read:
-            found[INDEX] = self._index(tower.rows)
+        found = {name: one.to(self.facts.dtype) for name, one in self.partners[at].items()}
+        found |= {**tower.numbers, INDEX: self._index(tower.rows)}
         for name in self.declared.distances:
             found[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
         return found
