@@ -180,3 +180,10 @@ def test_wrong_answers_are_rejected(wrong):
     batch = batch_for(name, 7, 7)
     expected = gradients(DECLARATIONS[name]().reference, batch)
     assert distance(run_ranks(wrong_ranks, 2, wrong), batch, expected, (4, 3), "mean") > 1e-2
+
+
+def test_a_loss_of_constants_is_a_constant():
+    loss_fn = wb.PairLoss(
+        {"all": wb.LogSumExp(), "best": wb.Max()}, lambda r, x, p: r.all - r.best, column_loss=lambda r, y, p: r.all
+    )
+    assert not loss_fn(torch.randn(4, 3), torch.randn(4, 3)).requires_grad

@@ -28,6 +28,8 @@ from .entries import Entries
 from .reductions import Mean, Term
 from .similarity import DISTANCE, ONE
 
+_FAR = 8.0
+
 
 class Coefficients(NamedTuple):
     """a and c of f = a (s + c), (1, 1), (m, 1) or (1, n) each, with the graph of data and parameters."""
@@ -73,19 +75,34 @@ def may_be_affine(term: Term, kinds: Mapping[str, str]) -> bool:
 
 
 def is_affine(term: Term, entries: Entries) -> bool:
-    """Return whether the operations of a score, called with a tile of one entry, leave no doubt that it is affine."""
+    """Return whether the operations of a score, called with a few entries, leave no doubt that it is affine."""
     s = entries.s[ONE].detach().clone()
     with torch.no_grad(), _Watch(s) as watch:
         found = replace(entries, s={ONE: s}).values(term, None).value
-    return found is not None and id(found) in watch.affine and not watch.writes
+    if found is not None and found.dtype != s.dtype:
+        return False  # data of a wider type
+    written = any(x._version for x in watch.affine.values() if x is not found and not x.is_inference())
+    certain = not watch.unsure and not written
+    return found is not None and id(found) in watch.affine and id(found) not in watch.other and certain
+
+
+@torch.no_grad()
+def confirmed(term: Term, entries: Entries) -> bool:
+    """Return whether a (s + c) is the score of a few entries."""
+    found = coefficients(term, entries)
+    value = entries.values(term, None).value
+    if found is None or value is None:
+        return found is None  # another tile may have coefficients
+    expected = found.score_(entries.s[ONE], torch.empty_like(entries.s[ONE]))
+    return torch.allclose(value.expand(entries.shape), expected, 1e-3, 1e-3 * max(1.0, float(expected.abs().amax())))
 
 
 def coefficients(term: Term, entries: Entries) -> Coefficients | None:
-    """Return a and c from numbers of a tile's rows and columns; None where they do not exist: a = 0, or a matrix.
+    """Return a and c from numbers of a tile's rows and columns; None if a is 0, one is a matrix or infinite, or c far.
 
     Args:
         term: whose score is affine.
-        entries: their similarities are not used.
+        entries: of the tile, whose similarities c is compared with.
     """
     s = entries.s[ONE]
     at = [
@@ -99,9 +116,11 @@ def coefficients(term: Term, entries: Entries) -> Coefficients | None:
     a, b = at[1] - at[0], at[0]
     if any(1 not in x.shape for x in (a, b, b / a)):
         return None
-    if s.device.type == "cpu" and not bool(a.detach().all()):
-        return None
-    return Coefficients(a, b / a)
+    c = b / a
+    with torch.no_grad():
+        # Where c is much larger than s, the sums of G f and of G c are too near to each other.
+        fits = torch.isfinite(c).all() & torch.isfinite(a).all() & (c.abs().amax() <= _FAR * s.detach().abs().amax())
+    return Coefficients(a, c) if bool(fits) else None
 
 
 _SUMS = {torch.add, torch.sub, torch.subtract, torch.rsub, Tensor.add, Tensor.sub, Tensor.subtract}
@@ -109,7 +128,9 @@ _SUMS |= {Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__}
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
 _QUOTIENTS = {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__}
 _SIGNS = {torch.neg, torch.negative, Tensor.neg, Tensor.__neg__}
-_IN_PLACE = ("__i", "__setitem__")
+_IN_PLACE = ("__i", "__setitem__", "__set__", "__delitem__")
+_TO_PYTHON = {"__bool__", "__float__", "__int__", "__complex__", "__contains__", "__array__", "item", "tolist", "numpy"}
+_TO_PYTHON |= {"is_nonzero", "equal", "allclose", "__len__"}
 
 
 class _Watch(TorchFunctionMode):
@@ -119,12 +140,13 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.affine: dict[int, Tensor] = {id(s): s}  # they live as long as their ids are compared
         self.other: dict[int, Tensor] = {}
-        self.writes = False
+        self.unsure = False  # after a write, and where a tensor becomes a number that may steer the program
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        self.writes |= "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name.startswith(_IN_PLACE)
+        self.unsure |= name in _TO_PYTHON or name.startswith(_IN_PLACE) or (name.endswith("_") and name[-2:] != "__")
+        self.unsure |= "out" in kwargs or bool(kwargs.get("inplace"))
         found = func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         affine, other = (any(id(x) in known for x in given) for known in (self.affine, self.other))

@@ -80,12 +80,10 @@ class Arguments:
 
     @property
     def signature(self) -> list[Any]:
-        """Names, dtypes and shapes of everything that functions read, without the number of rows."""
+        """Names, dtypes and shapes of everything that functions read, and plain numbers, without the number of rows."""
         of_data = (self.x_data, self.y_data, self.own_data)
         dtypes = [[(name, str(one.dtype)) for name, one in of.items()] for of in of_data]
-        shapes = [
-            (name, tuple(one.shape) if isinstance(one, Tensor) else None) for name, one in self.parameters.items()
-        ]
+        shapes = [(name, tuple(one.shape) if isinstance(one, Tensor) else one) for name, one in self.parameters.items()]
         return [dtypes, shapes, self.y is None, self.own is None, str(self.x.dtype), str(self.x.device)]
 
     def inputs(self, weights: Tensor | None) -> Inputs:

@@ -42,6 +42,7 @@ class Call:
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]
+        self.shifts = self._shifts() if declaration.distances else {}
         self.parameters = {name: facts.inputs[f"parameters[{name!r}]"] for name in call.parameters}
         self.x = self._tower("x", "x_data", call.x_data, self.rows)
         self.y = self.x if call.y is None else self._tower("y", "y_data", call.y_data, self.cols)
@@ -68,18 +69,19 @@ class Call:
                     f"each rank, got {self.rows.counts} and {self.cols.counts}"
                 )
             return finish(self.facts, sum(losses[1:], start=losses[0]), one_loss=False)
-        totals = [self._total(*side) for side in sides]
+        counts = [self.rows.total] * (self.declared.row_loss is not None) + [self.cols.total]
+        totals = [self._total(*side, count) for side, count in zip(sides, counts, strict=False)]
         return finish(self.facts, sum(totals[1:], start=totals[0]))
 
     def _tower(self, name: str, of_data: str, data: Mapping[str, Tensor], rows: Partition) -> Tower:
         """Return one side: its features as products take them, and its numbers."""
         kinds, x = self.declared.kinds, self.facts.inputs[name]
         parts = dict(zip(kinds, x.split(list(self.call.widths.values()), dim=1), strict=True))
-        shifts = self._shifts() if self.declared.distances else {}
-        features = {of: multiplied(part, kinds[of], shifts.get(of)) for of, part in parts.items()}
+        features = {of: multiplied(part, kinds[of], self.shifts.get(of)) for of, part in parts.items()}
         numbers = {key: self.facts.inputs.get(f"{of_data}[{key!r}]", one) for key, one in data.items()}
         return Tower(features, numbers, rows)
 
+    @torch.no_grad()
     def _shifts(self) -> dict[str, Tensor]:
         """Return the mean of the rows of x, for similarities that are distances. Collective: one all-reduce."""
         x = self.facts.inputs["x"].detach()
@@ -158,8 +160,7 @@ class Call:
         """Return a term over each row's own candidates, (b,)."""
         kinds = self.declared.kinds
         parts = dict(zip(kinds, self.facts.inputs["own"].split(list(self.call.widths.values()), dim=1), strict=True))
-        shifts = self._shifts() if self.declared.distances else {}
-        features = {of: multiplied(part, kinds[of], shifts.get(of)) for of, part in parts.items()}
+        features = {of: multiplied(part, kinds[of], self.shifts.get(of)) for of, part in parts.items()}
         numbers = {key: self.facts.inputs.get(f"own_data[{key!r}]", one) for key, one in self.call.own_data.items()}
         own = OwnRows(features, numbers, self.call.owners, self.rows.counts[self.facts.rank])
         x_numbers = {**self.x.numbers, **self.partners[0], INDEX: self._index(self.rows)}
@@ -218,12 +219,8 @@ class Call:
 
     def _numbers(self, tower: Tower, at: int) -> dict[str, Tensor]:
         """Return the numbers of one side that tiles need, those of this library in the precision of tiles."""
-        own = self.partners[at] if self.declared.reads.partner else {}
-        found = {**tower.numbers, **{name: one.to(self.facts.dtype) for name, one in own.items()}}
-        read = self.declared.reads.x | self.declared.reads.y
-        found = {name: one for name, one in found.items() if name.split(SEPARATOR)[0] in read}
-        if INDEX in read:
-            found[INDEX] = self._index(tower.rows)
+        found = {name: one.to(self.facts.dtype) for name, one in self.partners[at].items()}
+        found |= {**tower.numbers, INDEX: self._index(tower.rows)}
         for name in self.declared.distances:
             found[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
         return found
@@ -258,14 +255,13 @@ class Call:
         loss = loss.to(self.wide)
         return (loss if weight is None else weight * loss), weight
 
-    def _total(self, losses: Tensor, weights: Tensor | None) -> Tensor:
+    def _total(self, losses: Tensor, weights: Tensor | None, count: int) -> Tensor:
         """Return the mean or the sum over all ranks. Collective: one all-reduce, two with weights."""
         found = total(self.facts.comm, losses.sum())
         if self.facts.options.reduction == "sum":
             return found
         if weights is None:
-            count = self.facts.comm.all_reduce(losses.new_full((), float(len(losses))), check=False)
-            return found / count.clamp(min=1)
+            return found / max(count, 1)
         weight = total(self.facts.comm, weights.sum())
         return torch.where(weight > 0, found / weight.clamp(min=torch.finfo(found.dtype).tiny), found * 0)
 

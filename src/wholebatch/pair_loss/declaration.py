@@ -15,6 +15,8 @@ from .running import rule_of
 from .similarity import Similarity, kinds_of
 from .sweep import Reduced
 
+_REMEMBERED = 256  # kinds of calls
+
 
 @dataclass
 class Declaration:
@@ -34,7 +36,7 @@ class Declaration:
     kinds: dict[str, str]
     symmetric: bool = False
     reads: Reads = field(default_factory=Reads)
-    _used: list[Any] = field(default_factory=list)
+    _used: dict[str, Reads] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -81,8 +83,9 @@ class Declaration:
         Raises:
             ValueError: if a function cannot be computed in tiles, see `first_use`.
         """
-        signature = call.signature
+        signature = repr(call.signature)
         if signature in self._used:
+            self.reads = self._used[signature]
             return
         if self.symmetric and call.y is not None:
             raise ValueError("y must be left out with symmetric=True: the rows of x are the columns, too")
@@ -93,7 +96,9 @@ class Declaration:
         wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")
         if wrong:
             raise ValueError(f"column_loss must not read {wrong[0]!r}: own candidates belong to rows")
-        self._used.append(signature)
+        if len(self._used) >= _REMEMBERED:
+            self._used.clear()
+        self._used[signature] = self.reads
 
     def reduced(self) -> list[Reduced]:
         """Return the terms that tiles compute, with the sides that read them."""

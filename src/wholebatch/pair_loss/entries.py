@@ -3,8 +3,8 @@
 A list of k pairs looks to the user's functions like a tile of k rows and one column.
 
 An entry that is no candidate reaches the score as a safe value, so that no NaN or infinity of it enters a gradient. The
-values of a masked entry are replaced before the score is computed, in all that the score reads: similarities, and data
-of floating point. Where no gradient is taken, or where it is looked at afterwards, `values` may leave this out.
+values of a masked entry are replaced before the score is computed, in all that the score reads: similarities and data.
+Where no gradient is taken, or where it is looked at afterwards, `values` may leave this out.
 """
 
 from __future__ import annotations
@@ -102,16 +102,16 @@ class Entries:
         """Rows and columns."""
         return tuple(next(iter(self.s.values())).shape)
 
-    def first(self) -> Entries:
-        """Return the first entry alone."""
+    def first(self, most: int = 16) -> Entries:
+        """Return the first few rows and columns alone."""
 
         def cut(numbers: Numbers) -> dict[str, Any]:
             return {
-                name: fields("s", {of: x[of][:1, :1] for of in x}) if isinstance(x, Fields) else x[:1, :1]
+                name: fields("s", {of: x[of][:most, :most] for of in x}) if isinstance(x, Fields) else x[:most, :most]
                 for name, x in numbers.items()
             }
 
-        return replace(self, s={name: s[:1, :1] for name, s in self.s.items()}, x=cut(self.x), y=cut(self.y))
+        return replace(self, s={name: s[:most, :most] for name, s in self.s.items()}, x=cut(self.x), y=cut(self.y))
 
     def mask(self, term: Term) -> Tensor | None:
         """Return the candidates of a term, without a gradient; None: all entries."""
@@ -184,7 +184,9 @@ class _SafeFields(Fields):
         found = super().__getattr__(name)
         if isinstance(found, Fields):  # of several similarities
             return fields("s", {of: self._replaced(found[of], safe_value(self._kinds[of])) for of in found})
-        return self._replaced(found, safe_value(self._kinds[ONE]) if name == PARTNER else _SAFE_DATA)
+        if found.is_floating_point():
+            return self._replaced(found, safe_value(self._kinds[ONE]) if name == PARTNER else _SAFE_DATA)
+        return found if found.dtype == torch.bool else torch.where(self._mask, found, 1)
 
     def _replaced(self, x: Tensor, value: float) -> Tensor:
-        return torch.where(self._mask, x, value) if x.is_floating_point() else x
+        return torch.where(self._mask, x, value)

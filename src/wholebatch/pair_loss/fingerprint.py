@@ -6,6 +6,7 @@ module. Addresses, paths and line numbers are left out: they differ between rank
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _DEEPEST = 8  # functions that call functions
+_LONGEST, _SOME = 1000, 100  # items of a list, and of those the first and the last
 
 
 def fingerprint(*values: object) -> str:
@@ -31,6 +33,8 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if depth == 0 or id(value) in within:
         return type(value).__qualname__
     inside = within | {id(value)}
+    if isinstance(value, tuple | list) and len(value) > _LONGEST:
+        return [len(value), *(_text(item, depth - 1, inside) for item in (*value[:_SOME], *value[-_SOME:]))]
     if isinstance(value, tuple | list):
         return [_text(item, depth - 1, inside) for item in value]
     if isinstance(value, set | frozenset):
@@ -40,7 +44,9 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, functools.partial):
         return ["partial", *(_text(part, depth - 1, inside) for part in (value.func, value.args, value.keywords))]
     if isinstance(value, types.MethodType):
-        return ["method", _text(value.__func__, depth - 1, inside), _text(value.__self__, depth - 1, inside)]
+        read = set(value.__func__.__code__.co_names) if isinstance(value.__func__, types.FunctionType) else set()
+        own = {key: of for key, of in getattr(value.__self__, "__dict__", {}).items() if key in read}
+        return ["method", _text(value.__func__, depth - 1, inside), _text(own, depth - 1, inside)]
     if isinstance(value, types.FunctionType):
         return _function(value, depth - 1, inside)
     if isinstance(value, types.CodeType):
@@ -48,7 +54,7 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, types.ModuleType):
         return value.__name__
     if isinstance(value, Tensor):
-        return [type(value).__qualname__, str(value.dtype), tuple(value.shape)]
+        return type(value).__qualname__
     if isinstance(value, nn.Module):
         named = [(name, _text(x, depth - 1, inside)) for name, x in value.state_dict().items()]
         return [type(value).__qualname__, named, value.extra_repr()]
@@ -78,9 +84,10 @@ def _code(code: types.CodeType, depth: int, within: frozenset[int]) -> list[Any]
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names that a function and those inside of it look up."""
+    """Return the global names that a function and those inside of it look up."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+    loaded = {of.argval for of in dis.get_instructions(code) if of.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return loaded.union(*map(_names, inner))
 
 
 def _content(cell: types.CellType) -> object:

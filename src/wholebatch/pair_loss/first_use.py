@@ -53,6 +53,16 @@ class Reads:
     p: set[str] = field(default_factory=set)
 
     @property
+    def names(self) -> dict[str, list[str]]:
+        """The names as JSON."""
+        return {of: sorted(names) for of, names in vars(self).items()}
+
+    @classmethod
+    def union(cls, of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> Reads:
+        """Return everything that is read on any rank: functions may look at their data, which differ."""
+        return cls(**{of: set().union(*(names[of] for names in of_ranks)) for of in of_ranks[0]})
+
+    @property
     def partner(self) -> bool:
         """Whether a score reads partners."""
         return PARTNER in self.x or PARTNER in self.y
@@ -95,12 +105,15 @@ def first_use(
             raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
         assert columns is not None
         _check_term(name, term, _tile(kinds, x, columns, p, reads))
+        if term.over != "batch":
+            assert own is not None
+            _check_term(name, term, _without_partner(_tile(kinds, x, own, p, reads)))
     for what, function, read, side in (
         ("row_loss", functions[0], reads.rows, x),
         ("column_loss", functions[1], reads.cols, y),
     ):
         if function is not None:
-            _check_loss(what, function, terms, side, (kinds, p, read))
+            _check_loss(what, function, terms, side, (kinds, p, read, reads.x))
     if symmetric:
         rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
         for name, term in terms.items():
@@ -165,23 +178,54 @@ def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
 
 def _check_term(name: str, term: Term, entries: Entries) -> None:
     what = f"the {'/'.join(term.functions) or 'score'} of term {name!r}"
-    values = _watched(what, term.functions, _tensors(entries), lambda: _values(name, term, entries))
-    for rows, cols in _CUTS:
-        part = _part(entries, rows, cols)
-        for whole, of_part in zip(_numbers(values), _numbers(_values(name, term, part)), strict=True):
-            if not torch.allclose(
-                whole.expand(values.shape)[rows, cols], of_part.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True
-            ):
+    _watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries))
+    values = _every_entry(name, term, entries)
+    parts = [(_part(entries, rows, cols), (rows, cols)) for rows, cols in _CUTS]
+    for part, at in [*parts, (_as_list(entries), None)]:
+        for whole, of_part in zip(_numbers(values), _numbers(_every_entry(name, term, part)), strict=True):
+            every = whole.expand(values.shape)
+            expected = every.reshape(-1, 1) if at is None else every[at]
+            if not torch.allclose(expected, of_part.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True):
                 raise ValueError(
                     f"{what} must compute each entry from its own s, x, y and p alone; its values change when the tile "
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
                 )
 
 
+def _every_entry(name: str, term: Term, entries: Entries) -> Values:
+    """Return the checked values of a term, whose scores count at all entries, whatever its mask is."""
+    values = _values(name, term, entries)
+    if not term.scored:
+        return values
+    every = entries.values(term, None)
+    return replace(every, mask=values.mask)
+
+
+def _as_list(entries: Entries) -> Entries:
+    """Return the entries of a tile as a list of pairs, (k, 1)."""
+
+    def of(numbers: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: fields("s", {key: listed(x[key]) for key in x}) if isinstance(x, Fields) else listed(x)
+            for name, x in numbers.items()
+        }
+
+    def listed(x: Tensor) -> Tensor:
+        return x.expand(entries.shape).reshape(-1, 1)
+
+    s = {name: listed(one) for name, one in entries.s.items()}
+    return Entries(entries.kinds, s, of(entries.x), of(entries.y), entries.p)
+
+
+def _without_partner(entries: Entries) -> Entries:
+    """Return the entries of own candidates, which are nobody's partners."""
+    return replace(entries, y={name: x for name, x in entries.y.items() if name != PARTNER})
+
+
 def _numbers(values: Values) -> list[Tensor]:
     """Return everything that was computed of a tile: masks as numbers, and other numbers where they count."""
     found = [] if values.mask is None else [values.mask.double()]
-    return [*found, *(values.filled(x, 0.0).double() for x in (values.value, values.log_weight) if x is not None)]
+    return [*found, *(x.detach().double() for x in (values.value, values.log_weight) if x is not None)]
 
 
 def _values(name: str, term: Term, entries: Entries) -> Values:
@@ -229,9 +273,9 @@ def _check_loss(
     function: Callable[..., Any],
     terms: Mapping[str, Term],
     side: Mapping[str, Tensor],
-    other: tuple[Mapping[str, str], Mapping[str, Any], set[str]],
+    other: tuple[Mapping[str, str], Mapping[str, Any], set[str], set[str]],
 ) -> None:
-    kinds, p, read = other
+    kinds, p, read, of_side_read = other
     rows = _ROWS
     device = next((x.device for x in side.values()), torch.device("cpu"))
     even = torch.linspace(0.4, 1.6, rows, dtype=torch.float64, device=device)
@@ -245,13 +289,16 @@ def _check_loss(
 
     def call(at: slice) -> list[Tensor]:
         of_r = fields("r", {name: x[at] for name, x in r.items()}, read)
-        of_side = fields(letter, {n: x if isinstance(x, Fields) else x[at] for n, x in numbers.items()})
+        cut = {
+            name: fields("s", {key: x[key][at] for key in x}) if isinstance(x, Fields) else x[at]
+            for name, x in numbers.items()
+        }
+        of_side = fields(letter, cut, of_side_read)
         return losses_and_weights(what, function(of_r, of_side, fields("p", p)), len(range(rows)[at]))
 
-    given = [*r.values(), *(x for x in tree_leaves([*numbers.values(), *p.values()]) if isinstance(x, Tensor))]
+    plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
+    given = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
     whole = _watched(what, {what: function}, given, lambda: call(slice(0, rows)))
-    if any(isinstance(x, Fields) for x in numbers.values()):
-        return
     for at in (slice(0, 1), slice(1, rows)):
         for one, part in zip(whole, call(at), strict=True):
             if not torch.allclose(
@@ -278,7 +325,9 @@ def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
 def _check_symmetry(name: str, term: Term, entries: Entries) -> None:
     """Raise ValueError unless masks and scores of a square tile, whose similarities are symmetric, are symmetric."""
     even = {of: (s + s.T) / 2 for of, s in entries.s.items()}
-    values = _values(name, term, replace(entries, s=even, reads=None))
+    partner = entries.x[PARTNER]
+    turned = fields("s", {of: partner[of].T for of in partner}) if isinstance(partner, Fields) else partner.T
+    values = _values(name, term, replace(entries, s=even, y={**entries.y, PARTNER: turned}, reads=None))
     for x in _numbers(values):
         whole = x.expand(values.shape)
         if not torch.allclose(whole, whole.T, _CLOSE, _CLOSE, equal_nan=True):

@@ -21,10 +21,12 @@ from .arguments import Arguments
 from .call import CALLER, Call
 from .declaration import Declaration
 from .fingerprint import fingerprint
+from .first_use import Reads
 from .reductions import Term
 from .reference import Dense, OwnCandidates
 from .similarity import Similarity
 
+_READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -59,7 +61,7 @@ class PairLoss(nn.Module):
     >>> own = wb.Partner(lambda s, x, y, p: p.scale * s)
     >>> loss_fn = wb.PairLoss({"all": others, "own": own}, lambda r, x, p: r.all - r.own, parameters={"scale": 10.0})
     >>> loss_fn(torch.eye(3), torch.eye(3))
-    tensor(9.0796e-05)
+    tensor(9.0833e-05)
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class PairLoss(nn.Module):
         if not isinstance(parameters, Mapping):
             raise ValueError(f"parameters must be a mapping such as {{'scale': 20.0}}, got {shown(parameters)}")
         for name, value in parameters.items():
+            if isinstance(value, Tensor | nn.Module) and hasattr(self.values, str(name)):
+                raise ValueError(f"parameters must not have the name {name!r}, which every torch.nn.Module has")
             if isinstance(value, nn.Parameter):
                 self.values.register_parameter(name, value)
             elif isinstance(value, Tensor):
@@ -139,6 +143,7 @@ class PairLoss(nn.Module):
         given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
         call = self._prepared(x, y, (x_data, y_data, own_data), own, own_offsets, given)
         facts = agree(CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,)))
+        self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
         return Call(self.declaration, call, facts.widened()).loss()
 
@@ -179,8 +184,8 @@ class PairLoss(nn.Module):
         return whole.loss(weights, self.options.reduction)
 
     def _parameters_here(self) -> dict[str, Any]:
-        own = {**dict(self.values.named_parameters(recurse=False)), **dict(self.values.named_buffers(recurse=False))}
-        return {**self._constants, **own, **dict(self.values.named_children())}
+        of = self.values
+        return {**self._constants, **of._parameters, **of._buffers, **of._modules}
 
     def _prepared(self, *arguments: Any) -> Arguments:
         """Return the arguments, or raise on all ranks, which are in the handshake of `agree`."""
@@ -202,7 +207,7 @@ class PairLoss(nn.Module):
         return call
 
     def _facts(self) -> dict[str, Any]:
-        return {_FINGERPRINT: fingerprint(*self.declaration.functions)}
+        return {_FINGERPRINT: fingerprint(*self.declaration.functions), _READS: self.declaration.reads.names}
 
     def _say_what_nobody_reads(self) -> None:
         if self.declaration.unread and not self._said:

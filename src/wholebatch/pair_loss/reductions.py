@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._checks import check_callable, check_choice
 
@@ -154,9 +154,10 @@ class Partner(Term):
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with this number of positional arguments."""
+    """Return whether a function requires this number of positional arguments, or more."""
     try:
-        inspect.signature(function).bind(*[None] * count)
+        parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
     except (TypeError, ValueError):
         return False
-    return True
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in parameters.values() if p.kind in kinds and p.default is p.empty]) >= count

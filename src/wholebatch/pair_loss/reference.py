@@ -173,6 +173,9 @@ def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:
     if isinstance(term, Sum):
         return value.sum()
     assert isinstance(term, Mean)
+    if term.log_weight is not None:
+        counted = ~log_weight.isneginf()
+        value, log_weight = value[counted], log_weight[counted]
     if not len(value):
         return value.new_zeros(())
     return value.mean() if term.log_weight is None else (log_weight.softmax(0) * value).sum()

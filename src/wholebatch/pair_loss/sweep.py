@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..partition import Tile, tiles
 from ..sweep import Block, Driver, Factor
-from .affine import Coefficients, coefficients, is_affine, may_be_affine
+from .affine import Coefficients, coefficients, confirmed, is_affine, may_be_affine
 from .entries import Entries, Values
 from .fields import fields
 from .reductions import Term
@@ -219,12 +219,14 @@ class PairSweep:
 
     def _affine_terms(self, entries: Entries) -> dict[int, Coefficients]:
         """Return the coefficients of affine scores on a tile, by the numbers of their terms."""
+        if self.x.device.type != "cpu":
+            return {}  # the host would have to look at the coefficients
         if self._affine is None:
-            one = entries.first()
+            few = entries.first()
             self._affine = [
                 at
                 for at, of in enumerate(self.reduced)
-                if may_be_affine(of.term, self.kinds) and is_affine(of.term, one)
+                if may_be_affine(of.term, self.kinds) and is_affine(of.term, few) and confirmed(of.term, few)
             ]
         found = {at: coefficients(self.reduced[at].term, entries) for at in self._affine}
         return {at: of for at, of in found.items() if of is not None}
@@ -402,7 +404,7 @@ def nested(numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _is_empty(mask: Tensor) -> bool:
     """Return whether a mask leaves no entry; most masks show one in their first row."""
-    return not (bool(mask[0].any()) or bool(mask.any()))
+    return not (bool((mask[0] if mask.dim() else mask).any()) or bool(mask.any()))
 
 
 def _relative(cols: slice, block: Block) -> slice:
