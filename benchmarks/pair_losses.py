@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -80,21 +81,8 @@ def declared_losses() -> dict[str, Callable[[Batch], Tensor]]:
     }
 
 
-def built_in_losses() -> dict[str, Callable[[Batch], Tensor]]:
-    """Return the library's losses of the same formulas."""
-    f = wb.functional
-    return {
-        "clip": lambda b: f.clip_loss(b.x, b.y, b.scale),
-        "info_nce": lambda b: f.info_nce_loss(b.x, b.y, logit_scale=b.scale),
-        "siglip": lambda b: f.siglip_loss(b.x, b.y, b.scale, b.bias),
-        "sup_con": lambda b: f.sup_con_loss(b.x, b.labels, temperature=1 / SCALE),
-        "multi_similarity": lambda b: f.multi_similarity_loss(b.x, b.labels),
-    }
-
-
-def dense_losses() -> dict[str, Callable[[Batch], Tensor]]:
-    """Return the library's dense reference implementations."""
-    f = wb.reference
+def losses_of(f: ModuleType) -> dict[str, Callable[[Batch], Tensor]]:
+    """Return the same formulas from `wholebatch.functional`, built in, or `wholebatch.reference`, dense."""
     return {
         "clip": lambda b: f.clip_loss(b.x, b.y, b.scale),
         "info_nce": lambda b: f.info_nce_loss(b.x, b.y, logit_scale=b.scale),
@@ -107,7 +95,7 @@ def dense_losses() -> dict[str, Callable[[Batch], Tensor]]:
 def check(name: str) -> None:
     """Raise AssertionError unless the declared and the built-in loss are equal on a small batch."""
     results = []
-    for losses in (declared_losses(), built_in_losses()):
+    for losses in (declared_losses(), losses_of(wb.functional)):
         batch = Batch(SMALL, 16)
         results.append((batch.step(losses[name]), batch.x.grad))
     (value, grad), (expected, wanted) = results
@@ -118,9 +106,9 @@ def check(name: str) -> None:
 def times(name: str, rows: int, rounds: int, *, dense: bool) -> list[dict[str, object]]:
     """Return milliseconds of a step, and ratios to the built-in loss."""
     batch = Batch(rows)
-    methods = {"built in": built_in_losses()[name], "declared": declared_losses()[name]}
+    methods = {"built in": losses_of(wb.functional)[name], "declared": declared_losses()[name]}
     if dense:
-        formula = dense_losses()[name]
+        formula = losses_of(wb.reference)[name]
         methods |= {"dense": formula, "dense, torch.compile": torch.compile(formula)}
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     for number in range(rounds + 1):  # the first is a warm-up
@@ -145,7 +133,7 @@ def times(name: str, rows: int, rounds: int, *, dense: bool) -> list[dict[str, o
 
 def memory(name: str, rows: int, method: str) -> float:
     """Return the megabytes by which a step raises the peak beyond inputs and gradients, in this process."""
-    losses = declared_losses() if method == "declared" else built_in_losses()
+    losses = declared_losses() if method == "declared" else losses_of(wb.functional)
     Batch(SMALL).step(losses[name])
     _measure.map_each_tensor()
     batch = Batch(rows)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from declared import clip, different, same, siglip, sup_con
 from torch.nn.functional import softplus
 
 import wholebatch as wb
@@ -79,31 +80,7 @@ def gradients(function, batch):
     }
 
 
-# Losses of the library, each in a few lines. `clip` reads partners inside scores, so that nothing cancels.
-
-
-def other(x, y):
-    return x.index != y.index
-
-
-def same(x, y):
-    return (x.label == y.label) & (x.index != y.index)
-
-
-def different(x, y):
-    return x.label != y.label
-
-
-def clip(**options):
-    return wb.PairLoss(
-        {
-            "rows": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner)),
-            "cols": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - y.partner)),
-        },
-        lambda r, x, p: r.rows / 2,
-        column_loss=lambda r, y, p: r.cols / 2,
-        **options,
-    )
+# Further declarations beside those of `declared`: learned data and parameters, both sides, own candidates.
 
 
 def multi_similarity(**options):
@@ -126,30 +103,6 @@ def hard_triplet(**options):
 
     return wb.PairLoss(
         {"far": wb.Min(where=same), "near": wb.Max(where=different)}, loss, similarity="neg_squared_distance", **options
-    )
-
-
-def sup_con(**options):
-    return wb.PairLoss(
-        {
-            "all": wb.LogSumExp(lambda s, x, y, p: p.scale * s, where=other),
-            "positives": wb.Mean(lambda s, x, y, p: p.scale * s, where=same),
-            "count": wb.Count(where=same),
-        },
-        lambda r, x, p: (torch.where(r.count > 0, r.all - r.positives, 0.0), (r.count > 0).double()),
-        similarity="cosine",
-        **options,
-    )
-
-
-def sig_lip(**options):
-    return wb.PairLoss(
-        {
-            "all": wb.Sum(lambda s, x, y, p: softplus(p.scale * s + p.bias)),
-            "own": wb.Partner(lambda s, x, y, p: p.scale * s + p.bias),
-        },
-        lambda r, x, p: r.all - r.own,
-        **options,
     )
 
 
@@ -181,7 +134,7 @@ def own_negatives(**options):
 
 
 DECLARATIONS = {
-    of.__name__: of for of in (clip, multi_similarity, hard_triplet, sup_con, sig_lip, weighted_mean, own_negatives)
+    of.__name__: of for of in (clip, multi_similarity, hard_triplet, sup_con, siglip, weighted_mean, own_negatives)
 }
 
 
@@ -200,7 +153,7 @@ def batch_for(name, rows, cols, seed=0, dtype=torch.float64):
 
     if name == "clip":
         return Batch(numbers(rows, 5), numbers(cols, 5), parameters={"scale": one([3.0])})
-    if name == "sig_lip":
+    if name == "siglip":
         return Batch(numbers(rows, 5), numbers(cols, 5), parameters={"scale": one(2.0), "bias": one(-1.5)})
     if name == "multi_similarity":
         return Batch(

@@ -9,6 +9,7 @@ module        PairLoss: holds a declaration, and computes its value on all ranks
 reductions    what a user writes for a term: LogSumExp, Sum, Mean, Count, Max, Min, Partner
 declaration   the terms by name, the functions that combine them, and which side reads which
 arguments     the tensors of one call, by the side that they belong to
+watched       calls of user's functions, under watch
 first_use     a small tile, computed before anything else: finds functions that no tile can be computed with
 fingerprint   tells whether two ranks declare the same functions
 fields        the objects x, y, p and r that these functions read

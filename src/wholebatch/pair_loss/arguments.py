@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from .._checks import has_feature_dtype, is_dense
 from .._settings import shown
 from ..contract import Inputs
-from .entries import PARTNER
+from .fields import INDEX, PARTNER, SEPARATOR
 from .similarity import ONE
-from .sweep import INDEX, SEPARATOR
 
 _RESERVED = {INDEX: "it is the number of the row", PARTNER: "it is the similarity with the partner"}
 

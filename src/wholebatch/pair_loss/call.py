@@ -15,14 +15,13 @@ from ..partition import Partition
 from ..sync import total
 from .arguments import Arguments
 from .declaration import Declaration
-from .fields import fields
+from .fields import INDEX, SEPARATOR, SQUARES, fields, nested
 from .first_use import losses_and_weights
 from .node import PairPlan, PairSums
 from .own import OwnRows, combined
-from .pairs import Pairing, Pairs, Tower, pairing, partner_numbers, winners
+from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
-from .similarity import SQUARES, multiplied, squares
-from .sweep import INDEX, SEPARATOR, nested
+from .similarity import multiplied, squares
 
 CALLER = "PairLoss"
 _TILES = 3  # beside that of each similarity: those of scores and weights, each two by two
@@ -49,9 +48,11 @@ class Call:
         self.pairing: Pairing | None = None
         if declaration.wants_partners:
             self.pairing = pairing(facts, self.x, self.y)
-        self.partners = (
-            [self._partners(rows=True), self._partners(rows=False)] if self.pairing is not None else [{}, {}]
-        )
+        self.partners: list[dict[str, Tensor]] = [{}, {}]
+        if self.pairing is not None:
+            of_rows = self._partners(rows=True)
+            # Partners in the same place are the same pairs, seen from either side.
+            self.partners = [of_rows, of_rows if self.pairing.of_cols is None else self._partners(rows=False)]
 
     def loss(self) -> Tensor:
         """Return L."""
@@ -158,13 +159,10 @@ class Call:
 
     def _own(self, term: Term) -> Tensor:
         """Return a term over each row's own candidates, (b,)."""
-        kinds = self.declared.kinds
-        parts = dict(zip(kinds, self.facts.inputs["own"].split(list(self.call.widths.values()), dim=1), strict=True))
-        features = {of: multiplied(part, kinds[of], self.shifts.get(of)) for of, part in parts.items()}
-        numbers = {key: self.facts.inputs.get(f"own_data[{key!r}]", one) for key, one in self.call.own_data.items()}
-        own = OwnRows(features, numbers, self.call.owners, self.rows.counts[self.facts.rank])
-        x_numbers = {**self.x.numbers, **self.partners[0], INDEX: self._index(self.rows)}
-        return own.reduce(term, kinds, self.x.features, x_numbers, self.parameters, self.wide)
+        tower = self._tower("own", "own_data", self.call.own_data, self.facts.rows["own"])
+        own = OwnRows(tower.features, tower.numbers, self.call.owners, self.rows.counts[self.facts.rank])
+        x_numbers = {**self.x.numbers, **self.partners[0], INDEX: self.x.index(self.facts)}
+        return own.reduce(term, self.declared.kinds, self.x.features, x_numbers, self.parameters, self.wide)
 
     def _swept(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what tiles compute: reductions by name, and of a maximum or minimum the index of the winner."""
@@ -215,19 +213,15 @@ class Call:
         """Return the numbers of all ranks' columns, (B,). Collective: one all-gather, except for their index."""
         if name == INDEX:
             return torch.arange(self.cols.total, device=self.facts.device)
-        return self.facts.all_gather(_as_integers(numbers), self.cols).to(numbers.dtype)
+        return self.facts.all_gather(as_integers(numbers), self.cols).to(numbers.dtype)
 
     def _numbers(self, tower: Tower, at: int) -> dict[str, Tensor]:
         """Return the numbers of one side that tiles need, those of this library in the precision of tiles."""
         found = {name: one.to(self.facts.dtype) for name, one in self.partners[at].items()}
-        found |= {**tower.numbers, INDEX: self._index(tower.rows)}
+        found |= {**tower.numbers, INDEX: tower.index(self.facts)}
         for name in self.declared.distances:
             found[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
         return found
-
-    def _index(self, rows: Partition) -> Tensor:
-        first, count = rows.offsets[self.facts.rank], rows.counts[self.facts.rank]
-        return torch.arange(first, first + count, device=self.facts.device)
 
     def _side(
         self,
@@ -238,7 +232,7 @@ class Call:
         partners: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted losses of this rank's rows or columns, and their weights, or None if all are 1."""
-        numbers = nested({**tower.numbers, **partners, INDEX: self._index(tower.rows)})[0]
+        numbers = nested({**tower.numbers, **partners, INDEX: tower.index(self.facts)})[0]
         letter = "x" if what == "row_loss" else "y"
         found = function(fields("r", reduced), fields(letter, numbers), fields("p", self.parameters))
         loss, *own_weights = losses_and_weights(f"{CALLER}: {what}", found, tower.rows.counts[self.facts.rank])
@@ -268,8 +262,3 @@ class Call:
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _as_integers(x: Tensor) -> Tensor:
-    """Return booleans as integers, which every transport can send."""
-    return x.to(torch.uint8) if x.dtype == torch.bool else x

@@ -12,7 +12,7 @@ from .arguments import Arguments
 from .first_use import Reads, first_use
 from .reductions import Mean, Partner, Term
 from .running import rule_of
-from .similarity import Similarity, kinds_of
+from .similarity import DISTANCE, Similarity, kinds_of
 from .sweep import Reduced
 
 _REMEMBERED = 256  # kinds of calls
@@ -130,4 +130,4 @@ class Declaration:
     @property
     def distances(self) -> list[str]:
         """The names of similarities that are distances."""
-        return [name for name, kind in self.kinds.items() if kind == "neg_squared_distance"]
+        return [name for name, kind in self.kinds.items() if kind == DISTANCE]

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fields import HINTS, Fields, fields
+from .fields import HINTS, PARTNER, Fields, changed, fields
 from .reductions import Term
 from .similarity import ONE, safe_value
 
 _SAFE_DATA = 0.5
-PARTNER = "partner"
 
 Numbers = Mapping[str, Any]  # tensors by name; of several similarities: again by name
 
@@ -87,7 +86,7 @@ class Entries:
         x: numbers of rows, (m, 1) each.
         y: numbers of columns, (1, n) each; of a list of pairs (m, 1).
         p: parameters.
-        reads: sets that get the names that are read of "x", "y" and "p"; None: they are not recorded.
+        reads: sets that get the names that are read of "x" and "y"; None: they are not recorded.
     """
 
     kinds: Mapping[str, str]
@@ -104,14 +103,8 @@ class Entries:
 
     def first(self, most: int = 16) -> Entries:
         """Return the first few rows and columns alone."""
-
-        def cut(numbers: Numbers) -> dict[str, Any]:
-            return {
-                name: fields("s", {of: x[of][:most, :most] for of in x}) if isinstance(x, Fields) else x[:most, :most]
-                for name, x in numbers.items()
-            }
-
-        return replace(self, s={name: s[:most, :most] for name, s in self.s.items()}, x=cut(self.x), y=cut(self.y))
+        s, x, y = (changed(numbers, lambda of: of[:most, :most]) for numbers in (self.s, self.x, self.y))
+        return replace(self, s=s, x=x, y=y)
 
     def mask(self, term: Term) -> Tensor | None:
         """Return the candidates of a term, without a gradient; None: all entries."""
@@ -158,8 +151,7 @@ class Entries:
                 if mask is None
                 else _SafeFields(what, numbers, HINTS[what], read, mask, self.kinds)
             )
-        read = None if self.reads is None else self.reads["p"]
-        return made[0], made[1], fields("p", self.p, read)
+        return made[0], made[1], fields("p", self.p)
 
 
 class _SafeFields(Fields):

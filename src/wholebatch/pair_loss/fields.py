@@ -1,10 +1,20 @@
-"""The objects x, y, p and r that a user's functions read: numbers by name, as attributes."""
+"""The objects x, y, p and r that a user's functions read: numbers by name, as attributes.
+
+Numbers of rows are kept by name. Those that belong to one of several similarities have its name after a dot, and are
+read as attributes of an attribute: "partner.student" is `x.partner.student`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
+
+from torch import Tensor
+
+INDEX, PARTNER = "index", "partner"  # names that every side has, and no data may have
+SQUARES = "|x|^2"  # a name that no user can choose
+SEPARATOR = "."  # between a name of data and that of a similarity
 
 
 class FieldError(AttributeError):
@@ -69,3 +79,25 @@ HINTS = {
 def fields(what: str, values: Mapping[str, Any], read: set[str] | None = None) -> Fields:
     """Return the argument of this name of a user's functions."""
     return Fields(what, values, HINTS[what], read)
+
+
+def changed(numbers: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return numbers by name, each changed; those of several similarities one by one."""
+    return {
+        name: fields("s", {of: change(x[of]) for of in x}) if isinstance(x, Fields) else change(x)
+        for name, x in numbers.items()
+    }
+
+
+def nested(numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return numbers as the user reads them, those of several similarities by name once more; and the squares."""
+    found, squares, several = dict[str, Any](), dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, x in numbers.items():
+        of, dot, similarity = name.partition(SEPARATOR)
+        if of == SQUARES:
+            squares[similarity] = x
+        elif dot:
+            several.setdefault(of, {})[similarity] = x
+        else:
+            found[name] = x
+    return found | {name: fields("s", of) for name, of in several.items()}, squares

@@ -1,39 +1,33 @@
 """Compute a small tile at first use, before any communication, and find functions that no sweep can compute.
 
-    a captured tensor      it would get no gradient, and would meet each tile's rows as if they were the first
-    random draws           the backward pass would draw others
-    writing                into s, data or parameters
+    forbidden acts         captured tensors, random draws and writes, see `watched`
     mixed entries          a value that depends on other entries: it differs when the tile is cut into two
     shapes and dtypes      masks that are not boolean, scores and losses of another shape
 
-The same tile tells which terms each side reads, and which data and parameters.
+The same tile tells which terms each side reads, and which data.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .._settings import shown
-from .entries import PARTNER, Entries, Values
-from .fields import Fields, fields
-from .fingerprint import captured
+from .entries import Entries, Values
+from .fields import INDEX, PARTNER, Fields, changed, fields
 from .reductions import Mean, Term
 from .similarity import DISTANCE, ONE
-from .sweep import INDEX
+from .watched import watched
 
 _ROWS, _COLUMNS = 4, 6
 _CUTS = ((slice(0, 1), slice(0, 6)), (slice(1, 4), slice(0, 6)), (slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 6)))
 _ALL, _SQUARE = slice(None), slice(0, _ROWS)
 _CLOSE = 1e-4
+_ON = f"a tile of {_ROWS} rows and {_COLUMNS} columns"
 
 
 @dataclass
@@ -43,14 +37,13 @@ class Reads:
     Attributes:
         rows: terms that the row loss reads.
         cols: terms that the column loss reads.
-        x, y, p: data and parameters that scores read.
+        x, y: data that scores read, and of these partners that row and column losses read.
     """
 
     rows: set[str] = field(default_factory=set)
     cols: set[str] = field(default_factory=set)
     x: set[str] = field(default_factory=set)
     y: set[str] = field(default_factory=set)
-    p: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -144,42 +137,29 @@ def _tile(
     s = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
     rows = _columns({**x, **_partners(kinds, _ROWS, dtype, device), INDEX: torch.arange(_ROWS, device=device)}, 1)
     cols = _columns({**y, **_partners(kinds, _COLUMNS, dtype, device), INDEX: torch.arange(_COLUMNS, device=device)}, 0)
-    return Entries(kinds, s, rows, cols, p, {"x": reads.x, "y": reads.y, "p": reads.p})
+    return Entries(kinds, s, rows, cols, p, {"x": reads.x, "y": reads.y})
 
 
 def _partners(kinds: Mapping[str, str], rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     even = torch.linspace(0.3, 0.7, rows, dtype=dtype, device=device)
     each = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
-    return {PARTNER: each.get(ONE, each)}
+    return {PARTNER: each[ONE] if ONE in each else fields("s", each)}
 
 
 def _columns(numbers: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    return {
-        name: fields("s", {of: one.unsqueeze(dim) for of, one in x.items()})
-        if isinstance(x, Mapping)
-        else x.unsqueeze(dim)
-        for name, x in numbers.items()
-    }
+    return changed(numbers, lambda x: x.unsqueeze(dim))
 
 
 def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
     """Return a part of a tile."""
-
-    def of(numbers: Mapping[str, Any], at: tuple[slice, slice]) -> dict[str, Any]:
-        return {
-            name: fields("s", {key: x[key][at] for key in x}) if isinstance(x, Fields) else x[at]
-            for name, x in numbers.items()
-        }
-
-    s = {name: one[rows, cols] for name, one in entries.s.items()}
-    everything = slice(None)
-    return Entries(entries.kinds, s, of(entries.x, (rows, everything)), of(entries.y, (everything, cols)), entries.p)
+    s = changed(entries.s, lambda x: x[rows, cols])
+    x, y = changed(entries.x, lambda x: x[rows]), changed(entries.y, lambda x: x[:, cols])
+    return Entries(entries.kinds, s, x, y, entries.p)
 
 
 def _check_term(name: str, term: Term, entries: Entries) -> None:
     what = f"the {'/'.join(term.functions) or 'score'} of term {name!r}"
-    _watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries))
-    values = _every_entry(name, term, entries)
+    values = watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
     parts = [(_part(entries, rows, cols), (rows, cols)) for rows, cols in _CUTS]
     for part, at in [*parts, (_as_list(entries), None)]:
         for whole, of_part in zip(_numbers(values), _numbers(_every_entry(name, term, part)), strict=True):
@@ -203,18 +183,11 @@ def _every_entry(name: str, term: Term, entries: Entries) -> Values:
 
 def _as_list(entries: Entries) -> Entries:
     """Return the entries of a tile as a list of pairs, (k, 1)."""
-
-    def of(numbers: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: fields("s", {key: listed(x[key]) for key in x}) if isinstance(x, Fields) else listed(x)
-            for name, x in numbers.items()
-        }
-
-    def listed(x: Tensor) -> Tensor:
-        return x.expand(entries.shape).reshape(-1, 1)
-
-    s = {name: listed(one) for name, one in entries.s.items()}
-    return Entries(entries.kinds, s, of(entries.x), of(entries.y), entries.p)
+    s, x, y = (
+        changed(numbers, lambda x: x.expand(entries.shape).reshape(-1, 1))
+        for numbers in (entries.s, entries.x, entries.y)
+    )
+    return Entries(entries.kinds, s, x, y, entries.p)
 
 
 def _without_partner(entries: Entries) -> Entries:
@@ -277,28 +250,21 @@ def _check_loss(
 ) -> None:
     kinds, p, read, of_side_read = other
     rows = _ROWS
-    device = next((x.device for x in side.values()), torch.device("cpu"))
+    device = _device(side)
     even = torch.linspace(0.4, 1.6, rows, dtype=torch.float64, device=device)
     r = {name: even + number for number, name in enumerate(terms)}
     numbers: dict[str, Any] = {name: _some(x, rows) for name, x in side.items()}
-    partners = _partners(kinds, rows, torch.float64, device)
-    partners = {name: fields("s", x) if isinstance(x, Mapping) else x for name, x in partners.items()}
-    numbers = {**numbers, **partners, INDEX: torch.arange(rows, device=device)}
-    p = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in p.items()}
+    numbers |= {**_partners(kinds, rows, torch.float64, device), INDEX: torch.arange(rows, device=device)}
     letter = "x" if what == "row_loss" else "y"
 
     def call(at: slice) -> list[Tensor]:
         of_r = fields("r", {name: x[at] for name, x in r.items()}, read)
-        cut = {
-            name: fields("s", {key: x[key][at] for key in x}) if isinstance(x, Fields) else x[at]
-            for name, x in numbers.items()
-        }
-        of_side = fields(letter, cut, of_side_read)
+        of_side = fields(letter, changed(numbers, lambda x: x[at]), of_side_read)
         return losses_and_weights(what, function(of_r, of_side, fields("p", p)), len(range(rows)[at]))
 
     plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
     given = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
-    whole = _watched(what, {what: function}, given, lambda: call(slice(0, rows)))
+    whole = watched(what, {what: function}, given, lambda: call(slice(0, rows)), on=_ON)
     for at in (slice(0, 1), slice(1, rows)):
         for one, part in zip(whole, call(at), strict=True):
             if not torch.allclose(
@@ -341,71 +307,3 @@ def _tensors(entries: Entries) -> list[Tensor]:
     of_fields = [x[key] for x in (*entries.x.values(), *entries.y.values()) if isinstance(x, Fields) for key in x]
     plain = [*entries.s.values(), *entries.x.values(), *entries.y.values(), *entries.p.values(), *of_fields]
     return [x for x in plain if isinstance(x, Tensor)]
-
-
-def _watched(
-    what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor], call: Callable[[], Any]
-) -> Any:
-    """Return what a call of the user's functions returns; raise if it reads, draws or writes what it must not."""
-    versions = [_version(x) for x in given]
-    with torch.no_grad(), _Random(what), _Captured(what, functions, given):
-        try:
-            found = call()
-        except (ValueError, AttributeError) as error:
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(f"{what} failed: {error}") from error
-        except Exception as error:
-            raise ValueError(
-                f"{what} failed on a tile of {_ROWS} rows and {_COLUMNS} columns: {type(error).__name__}: {error}"
-            ) from error
-    if versions != [_version(x) for x in given]:
-        raise ValueError(f"{what} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
-    return found
-
-
-def _version(x: Tensor) -> int:
-    """Return the number of writes into a tensor; those into tensors of torch.inference_mode are not counted."""
-    return 0 if x.is_inference() else x._version
-
-
-class _Captured(TorchFunctionMode):
-    """Raise if an operation gets a tensor that the function has neither received nor made."""
-
-    def __init__(self, what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.what, self.functions = what, functions
-        self.known = {id(x): x for x in given}  # they live as long as their ids are compared
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for x in itertools.chain(tree_leaves(args), tree_leaves(kwargs)):
-            if isinstance(x, Tensor) and id(x) not in self.known:
-                names = (captured(function, x) for function in self.functions.values())
-                name = next((found for found in names if found), "a tensor without a name")
-                what = f"{name} of shape {tuple(x.shape)}{' with a gradient' if x.requires_grad else ''}"
-                raise ValueError(
-                    f"{self.what} must receive its tensors as x, y or p, got {what} from elsewhere: pass numbers of "
-                    "rows in x_data or y_data, and shared ones in parameters"
-                )
-        found = func(*args, **kwargs)
-        for x in tree_leaves(found):
-            if isinstance(x, Tensor):
-                self.known[id(x)] = x
-        return found
-
-
-class _Random(TorchDispatchMode):
-    """Raise if an operation draws random numbers."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise ValueError(
-                f"{self.what} must not draw random numbers ({resolve_name(func) or func}): the backward pass computes "
-                "it again; draw them before the call, and pass them in x_data or parameters"
-            )
-        return func(*args, **(kwargs or {}))

@@ -131,10 +131,10 @@ class PairLoss(nn.Module):
             parameters: as in the constructor, for this call; equal on all ranks.
             weights: (b_r,), >= 0, of rows; of columns as well, if there are as many on each rank.
 
-        Collectives: forward 1 handshake, 1 all-gather of each number of y that is read, those of the exchange for Y, 3
+        Collectives: forward 1 handshake, 1 all-gather of each number of y, those of the exchange for Y, 3
         all-reduces of columns' numbers, and for each partner by `pair`, maximum or minimum 3 all-to-alls; backward 1
         handshake, those of the exchange, and 1 all-reduce of parameters. Memory beyond inputs and gradients: a few
-        tiles, and O(B) numbers.
+        tiles, O(b_r d), and O(B) numbers.
 
         Raises:
             ValueError: on every rank, whichever rank made the mistake.

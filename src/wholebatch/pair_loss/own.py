@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .entries import Entries, Values
+from .fields import INDEX, nested
 from .reductions import Count, LogSumExp, Max, Mean, Min, Sum, Term
 from .similarity import of_pairs
-from .sweep import INDEX, nested
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class OwnRows:
             count = self._sum(_filled(values, torch.ones_like(value), 0.0)[:, 0])
             return total / count.clamp(min=1)
         log_weight = _filled(values, values.log_weight.to(dtype), float("-inf"))[:, 0]
-        top = self._shift(log_weight)
+        top = _finite(self._top(log_weight))
         weight = (log_weight - top[self.owners]).exp()
         whole = self._sum(weight)
         return self._sum(weight * _filled(values, value, 0.0)[:, 0]) / torch.where(whole == 0, 1.0, whole)
@@ -91,23 +91,18 @@ class OwnRows:
     def _sum(self, x: Tensor) -> Tensor:
         return x.new_zeros(self.count).index_add(0, self.owners, x)
 
-    def _shift(self, x: Tensor) -> Tensor:
-        """Return the largest number of each row, without a gradient, 0 where it is -inf."""
-        top = x.detach().new_full((self.count,), float("-inf")).scatter_reduce(0, self.owners, x.detach(), "amax")
-        return torch.where(top.isneginf(), 0.0, top)
+    def _top(self, x: Tensor) -> Tensor:
+        """Return the largest number of each row, without a gradient; -inf without any."""
+        x = x.detach()
+        return x.new_full((self.count,), float("-inf")).scatter_reduce(0, self.owners, x, "amax")
 
     def _logsumexp(self, x: Tensor) -> Tensor:
-        top = self._shift(x)
-        candidate = ~x.isneginf()
-        terms = torch.where(candidate, (torch.where(candidate, x, 0.0) - top[self.owners]).exp(), 0.0)
-        total = self._sum(terms)
-        some = total > 0
-        return torch.where(some, torch.where(some, total, 1.0).log() + top, float("-inf"))
+        top = _finite(self._top(x))
+        return _log(self._sum(_exp(x, top[self.owners])), top)
 
     def _max(self, x: Tensor) -> Tensor:
         """Return the largest number of each row; its gradient belongs to the first that has it."""
-        top = x.detach().new_full((self.count,), float("-inf")).scatter_reduce(0, self.owners, x.detach(), "amax")
-        (equal,) = ((x.detach() == top[self.owners]) & ~x.detach().isneginf()).nonzero(as_tuple=True)
+        (equal,) = ((x.detach() == self._top(x)[self.owners]) & ~x.detach().isneginf()).nonzero(as_tuple=True)
         first = torch.full((self.count,), len(x), device=x.device).scatter_reduce(0, self.owners[equal], equal, "amin")
         (some,) = (first < len(x)).nonzero(as_tuple=True)
         return x.new_full((self.count,), float("-inf")).index_put((some,), x[first[some]])
@@ -126,10 +121,18 @@ def combined(term: Term, batch: Tensor, own: Tensor) -> Tensor:
     if isinstance(term, Max | Min):
         return torch.where(own > batch, own, batch) if isinstance(term, Max) else torch.where(own < batch, own, batch)
     assert isinstance(term, LogSumExp)
-    top = torch.maximum(batch, own).detach()
-    top = torch.where(top.isneginf(), 0.0, top)
-    total = _exp(batch, top) + _exp(own, top)
-    return torch.where(total > 0, torch.where(total > 0, total, 1.0).log() + top, float("-inf"))
+    top = _finite(torch.maximum(batch, own).detach())
+    return _log(_exp(batch, top) + _exp(own, top), top)
+
+
+def _finite(top: Tensor) -> Tensor:
+    return torch.where(top.isneginf(), 0.0, top)
+
+
+def _log(total: Tensor, top: Tensor) -> Tensor:
+    """Return log(total) + top, and -inf with gradient 0 where the total is 0."""
+    some = total > 0
+    return torch.where(some, torch.where(some, total, 1.0).log() + top, float("-inf"))
 
 
 def _exp(x: Tensor, top: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ from .._precision import wide_dtype
 from ..contract import Facts
 from ..nodes.fetch import fetch_rows
 from ..partition import Partition
-from .entries import PARTNER, Entries
+from .entries import Entries
+from .fields import INDEX, PARTNER, SEPARATOR, nested
 from .reductions import Max, Min, Term
 from .similarity import ONE, of_pairs
-from .sweep import INDEX, SEPARATOR, nested
 
 PAIR = "pair"
 
@@ -44,6 +44,11 @@ class Tower:
     numbers: Mapping[str, Tensor]
     rows: Partition
 
+    def index(self, facts: Facts) -> Tensor:
+        """Return the indices of this rank's rows among all ranks' rows, (b,)."""
+        first, count = self.rows.offsets[facts.rank], self.rows.counts[facts.rank]
+        return torch.arange(first, first + count, device=facts.device)
+
     def fetched(self, facts: Facts, index: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return features and numbers of rows of any rank, by their index. Collective: three messages for each."""
         features = {name: fetch_rows(facts.comm, x, self.rows, index) for name, x in self.features.items()}
@@ -53,8 +58,12 @@ class Tower:
 
 def _fetch(facts: Facts, x: Tensor, rows: Partition, index: Tensor) -> Tensor:
     """Return numbers of rows of any rank; those without a gradient keep their dtype."""
-    as_bytes = x.to(torch.uint8) if x.dtype == torch.bool else x
-    return fetch_rows(facts.comm, as_bytes[:, None], rows, index)[:, 0].to(x.dtype)
+    return fetch_rows(facts.comm, as_integers(x)[:, None], rows, index)[:, 0].to(x.dtype)
+
+
+def as_integers(x: Tensor) -> Tensor:
+    """Return booleans as integers, which every transport can send, and other numbers as they are."""
+    return x.to(torch.uint8) if x.dtype == torch.bool else x
 
 
 @dataclass(frozen=True)
@@ -129,21 +138,14 @@ class Pairs:
         at: Tensor | None = None,
         rows_are_local: bool,
     ) -> None:
-        here = local.rows.offsets[facts.rank]
         if index is None:
-            features, numbers = dict(other.features), dict(other.numbers)
-            index = (
-                torch.arange(len(next(iter(features.values()))), device=facts.device) + other.rows.offsets[facts.rank]
-            )
+            features, numbers, index = dict(other.features), dict(other.numbers), other.index(facts)
         else:
             features, numbers = other.fetched(facts, index)
-        own, own_numbers = local.features, local.numbers
-        own_index = torch.arange(len(next(iter(own.values()))), device=facts.device) + here
+        own, own_numbers = dict(local.features), {**local.numbers, INDEX: local.index(facts)}
         if at is not None:
-            own = {name: x[at] for name, x in own.items()}
-            own_numbers = {name: x[at] for name, x in own_numbers.items()}
-            own_index = own_index[at]
-        sides = [(own, {**own_numbers, INDEX: own_index}), (features, {**numbers, INDEX: index})]
+            own, own_numbers = ({name: x[at] for name, x in of.items()} for of in (own, own_numbers))
+        sides = [(own, own_numbers), (features, {**numbers, INDEX: index})]
         (self.x, self.x_numbers), (self.y, self.y_numbers) = sides if rows_are_local else sides[::-1]
         self.kinds, self.dtype = kinds, wide_dtype(facts.device)
 

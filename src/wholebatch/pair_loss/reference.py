@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from .declaration import Declaration
-from .entries import PARTNER, Entries
-from .fields import Fields, fields
+from .entries import Entries
+from .fields import INDEX, PARTNER, changed, fields
 from .first_use import losses_and_weights
 from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum, Term
 from .similarity import ONE
-from .sweep import INDEX
 
 Features = Mapping[str, Tensor]  # of each similarity, (rows, d)
 Numbers = Mapping[str, Any]  # of rows, (rows,), or Fields of such
@@ -124,10 +123,7 @@ class Dense:
             name: _of_pairs(kind, self.x[name][row : row + 1], self.own.features[name][at])[None]
             for name, kind in self.declaration.kinds.items()
         }
-        of_row = {
-            name: fields("s", {key: x[key][row : row + 1] for key in x}) if isinstance(x, Fields) else x[row : row + 1]
-            for name, x in x_numbers.items()
-        }
+        of_row = changed(x_numbers, lambda x: x[row : row + 1])
         numbers = {name: x[at] for name, x in self.own.numbers.items()}
         columns = {**numbers, INDEX: torch.full_like(self.own.owners[at], -1)}
         return Entries(self.declaration.kinds, s, _unsqueezed(of_row, 1), _unsqueezed(columns, 0), self.parameters)
@@ -199,10 +195,7 @@ def _of_pairs(kind: str, x: Tensor, y: Tensor) -> Tensor:
 
 def _unsqueezed(numbers: Numbers, dim: int) -> dict[str, Any]:
     """Return numbers of rows as (m, 1), dim 1, or of columns as (1, n), dim 0."""
-    return {
-        name: fields("s", {key: x[key].unsqueeze(dim) for key in x}) if isinstance(x, Fields) else x.unsqueeze(dim)
-        for name, x in numbers.items()
-    }
+    return changed(numbers, lambda x: x.unsqueeze(dim))
 
 
 def _combined(sides: list[list[Tensor]], weights: Tensor | None, reduction: str) -> Tensor:

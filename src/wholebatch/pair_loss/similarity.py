@@ -26,12 +26,8 @@ from .._settings import shown
 SIMILARITIES = ("dot", "cosine", "neg_squared_distance")
 DISTANCE = "neg_squared_distance"
 ONE = ""  # the name of the similarity where there is only one
-SQUARES = "|x|^2"  # the name of a row's numbers, which no user can choose
-_SAFE = {
-    "dot": 0.5,
-    "cosine": 0.5,
-    DISTANCE: -0.5,
-}  # where a logarithm, a root, a quotient are finite, and so are slopes
+# Similarities at which a logarithm, a root and a quotient are finite, and so are their slopes.
+_SAFE = {"dot": 0.5, "cosine": 0.5, DISTANCE: -0.5}
 
 Similarity = str | Mapping[str, str]
 

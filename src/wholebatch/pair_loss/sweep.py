@@ -22,13 +22,10 @@ from ..partition import Tile, tiles
 from ..sweep import Block, Driver, Factor
 from .affine import Coefficients, coefficients, confirmed, is_affine, may_be_affine
 from .entries import Entries, Values
-from .fields import fields
+from .fields import nested
 from .reductions import Term
 from .running import Rule
-from .similarity import ONE, SQUARES, of_tile
-
-INDEX = "index"
-SEPARATOR = "."  # between a name of data and that of a similarity
+from .similarity import ONE, of_tile
 
 
 @dataclass(frozen=True)
@@ -386,20 +383,6 @@ def _collect(
 def _dtype_of(values: Values) -> torch.dtype:
     assert values.value is not None
     return values.value.dtype
-
-
-def nested(numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return numbers as the user reads them, those of several similarities by name once more; and the squares."""
-    found, squares, several = dict[str, Any](), dict[str, Any](), dict[str, dict[str, Any]]()
-    for name, x in numbers.items():
-        of, dot, similarity = name.partition(SEPARATOR)
-        if of == SQUARES:
-            squares[similarity] = x
-        elif dot:
-            several.setdefault(of, {})[similarity] = x
-        else:
-            found[name] = x
-    return found | {name: fields("s", of) for name, of in several.items()}, squares
 
 
 def _is_empty(mask: Tensor) -> bool:

@@ -1,0 +1,86 @@
+"""Watch a call of a user's functions: what they read from elsewhere, draw at random, or write into.
+
+a captured tensor      it would get no gradient, and would meet each tile's rows as if they were the first
+random draws           the backward pass would draw others
+writing                into s, data or parameters
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .fingerprint import captured
+
+
+def watched(
+    what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor], call: Callable[[], Any], *, on: str
+) -> Any:
+    """Return what a call of the user's functions returns; raise if it reads, draws or writes what it must not."""
+    versions = [_version(x) for x in given]
+    with torch.no_grad(), _Random(what), _Captured(what, functions, given):
+        try:
+            found = call()
+        except (ValueError, AttributeError) as error:
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(f"{what} failed: {error}") from error
+        except Exception as error:
+            raise ValueError(f"{what} failed on {on}: {type(error).__name__}: {error}") from error
+    if versions != [_version(x) for x in given]:
+        raise ValueError(f"{what} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
+    return found
+
+
+def _version(x: Tensor) -> int:
+    """Return the number of writes into a tensor; those into tensors of torch.inference_mode are not counted."""
+    return 0 if x.is_inference() else x._version
+
+
+class _Captured(TorchFunctionMode):
+    """Raise if an operation gets a tensor that the function has neither received nor made."""
+
+    def __init__(self, what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.what, self.functions = what, functions
+        self.known = {id(x): x for x in given}  # they live as long as their ids are compared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in itertools.chain(tree_leaves(args), tree_leaves(kwargs)):
+            if isinstance(x, Tensor) and id(x) not in self.known:
+                names = (captured(function, x) for function in self.functions.values())
+                name = next((found for found in names if found), "a tensor without a name")
+                what = f"{name} of shape {tuple(x.shape)}{' with a gradient' if x.requires_grad else ''}"
+                raise ValueError(
+                    f"{self.what} must receive its tensors as x, y or p, got {what} from elsewhere: pass numbers of "
+                    "rows in x_data or y_data, and shared ones in parameters"
+                )
+        found = func(*args, **kwargs)
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor):
+                self.known[id(x)] = x
+        return found
+
+
+class _Random(TorchDispatchMode):
+    """Raise if an operation draws random numbers."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ValueError(
+                f"{self.what} must not draw random numbers ({resolve_name(func) or func}): the backward pass computes "
+                "it again; draw them before the call, and pass them in x_data or parameters"
+            )
+        return func(*args, **(kwargs or {}))
