@@ -79,9 +79,9 @@ def check_real(name: str, value: object, *, or_: str = "") -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def check_number(name: str, value: object, *, fix: str = "check how it was computed") -> float:
+def check_number(name: str, value: object, *, fix: str = "check how it was computed", or_: str = "") -> float:
     """Return value as a float if it is finite and within float32's range, beyond which the first product overflows."""
-    number = check_real(name, value)
+    number = check_real(name, value, or_=or_)
     if not abs(number) <= LARGEST:
         finite = "within the range of float32" if math.isfinite(number) else "finite"
         raise ValueError(f"{name} must be {finite}, got {shown(value)}; {fix}")
@@ -93,6 +93,16 @@ def check_positive_number(name: str, value: object, why: str) -> float:
     number = check_number(name, value)
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {shown(value)}; {why}")
+    return number
+
+
+def check_divisor(name: str, value: object) -> float:
+    """Return value as a float if it is positive, and so large that similarities divided by it do not overflow."""
+    number = check_positive_number(name, value, "similarities are divided by it")
+    if number < SMALLEST_DIVISOR:
+        raise ValueError(
+            f"{name} must be at least {SMALLEST_DIVISOR}, got {shown(value)}; similarities are divided by it"
+        )
     return number
 
 

@@ -8,6 +8,7 @@ from . import gradcache as gradcache
 from . import heads as heads
 from . import partition as partition
 from . import planning as planning
+from . import recipes as recipes
 from . import reference as reference
 from . import testing as testing
 from .auditing._names import Problem as Problem

@@ -195,6 +195,15 @@ VALUES: dict[str, Callable[[], Any]] = {
     "DistillationLoss.forward.teacher_logit_scale": lambda: 3.0,
     "terms": lambda: {"mean": wb.Mean()},
     "row_loss": lambda: of_user(lambda r, x, p: r.mean),
+    "towers": lambda: ["image", "text"],
+    **dict.fromkeys(
+        ("TowersLoss.forward.features", "TowersLoss.reference.features"),
+        lambda: {"image": torch.randn(4, 3), "text": torch.randn(4, 3)},
+    ),
+    "RowMemory.rows": lambda: 3,
+    "data": lambda: {"label": _labels()},
+    "activations": _rows(4, 3),
+    "directions": _rows(2, 3),
     "Problem.batch": lambda: {"x": torch.randn(8, 3)},
     "Problem.loss": lambda: _mean_of_squares,
     "MagFace.norms": lambda: (10.0, 110.0),
@@ -339,7 +348,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def modules() -> list[ModuleType]:
     """Return the modules with public names, except those of JAX."""
-    names = ("functional", "comm", "gradcache", "heads", "partition", "planning", "testing", "reference")
+    names = ("functional", "comm", "gradcache", "heads", "partition", "planning", "recipes", "testing", "reference")
     return [wb, *(getattr(wb, name) for name in names)]
 
 

@@ -32,6 +32,7 @@ _NOT_NEGATIVE = f"{_POSITIVE} zero"
 _FINITE = f"{_NOT_NEGATIVE} minus_one minus_half int_-2^63"
 _FRACTION = "zero one half float_1e-320 np_float64"
 _SCALAR_TENSOR = "t_one t_scalar t_scalar_learned"
+_PARAMETER = "linear " + " ".join(kind for kind in POOL if kind.startswith("t_"))  # checked at the call
 _FUNCTION = "function class module_class linear"
 _FLAG = "true false"
 _STRING = "no number_string nul_string long_string empty_string word"
@@ -124,6 +125,26 @@ LEGAL: dict[str, str] = {
     "PairLoss.reference.x": f"{_FEATURES} {_OTHER_FLOATS} t_5x3 t_4x5 t_0x3",
     **{f"PairLoss.{name}.y": f"none {_FEATURES} t_5x3 t_0x3" for name in ("forward", "reference")},
     "PairLoss.reference.weights": "t_4 t_4_zero",
+    # recipes
+    "scale": f"{_FINITE} {_PARAMETER}",
+    "teacher_temperature": f"none {_TEMPERATURE}",
+    **dict.fromkeys(("near_duplicate_info_nce.threshold", "guided_info_nce.margin"), _FINITE),
+    "semi_hard_triplet.margin": _NOT_NEGATIVE,
+    "uniformity.t": _POSITIVE,
+    **dict.fromkeys(("mined", "missing"), _FLAG),
+    "towers": "strings",
+    "has": "empty_dict",
+    "TowersLoss.reference.weights": "t_4 t_4_zero",
+    "RowMemory.rows": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",
+    "data": "empty_dict",
+    **{
+        f"RowMemory.{name}.features": f"{_FEATURES} {_OTHER_FLOATS} t_4x5 t_4x0 t_4x3_nan t_4x3_inf"
+        for name in ("append", "columns")
+    },
+    "activations": f"{_FEATURES} {_OTHER_FLOATS} t_5x3 t_4x5",
+    "sigreg_loss.features": f"{_FEATURES} {_OTHER_FLOATS} t_5x3",
+    "directions": f"{_FEATURES} {_OTHER_FLOATS} t_5x3",
+    "knots": _INTEGERS.replace("one ", ""),
     # heads
     "embeddings": f"{_FEATURES} {_OTHER_FLOATS}",
     "PartialFC.top_classes.embeddings": f"{_FEATURES} {_OTHER_FLOATS} t_0x3 t_5x3",

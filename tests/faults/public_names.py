@@ -22,7 +22,9 @@ NO_CALL = {
     "KeyQueue": "its collective is KeyQueue.enqueue",
     **dict.fromkeys(("SparseAdamW", "SparseSGD"), "updates local rows"),
     **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts its own ranks"),
-    **dict.fromkeys(("comm", "functional", "gradcache", "heads", "partition", "planning", "reference"), "a module"),
+    **dict.fromkeys(
+        ("comm", "functional", "gradcache", "heads", "partition", "planning", "recipes", "reference"), "a module"
+    ),
     **dict.fromkeys(("testing", "__version__"), "not called on ranks"),
     **dict.fromkeys(("heads.Margin", "heads.Targets", "heads.TopClasses"), "a type"),
     **dict.fromkeys(

@@ -19,7 +19,7 @@ This package knows no loss. A loss decides which entries of S count, and `nodes`
 from .agree import agree
 from .backward import CALL, check_earlier, differed, latest_call, number_call, together
 from .canaries import Canaries, canaries_of
-from .entry import bind_on_all_ranks, entry, raise_on_all_ranks
+from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
 from .even import Late
 from .facts import Facts
 from .gradients import gradient_facts, join
@@ -49,6 +49,7 @@ __all__ = [
     "join",
     "latest_call",
     "number_call",
+    "prepared",
     "raise_on_all_ranks",
     "reduce_losses",
     "reduce_total",

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._autograd import no_autocast
 from .._graph_break import outside_graphs
-from ..comm import select_communicator
+from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from .autocast import remember_autocast
 
@@ -50,6 +50,23 @@ def _refuse(function: Callable[..., object], error: CallError, args: Sequence[An
     module = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)), None)
     options = getattr(module, "options", module)
     raise_on_all_ranks(caller, error, kwargs.get("group", getattr(options, "group", None)))
+
+
+def prepared(caller: str, group: Group, prepare: Callable[[], _R]) -> _R:
+    """Return what a preparation of arguments returns; if it raises on one rank, all ranks raise in its handshake.
+
+    A preparation that succeeds sends nothing: the others are in the first handshake of the loss, which must come next.
+    """
+    try:
+        return prepare()
+    except Exception as error:  # whatever it is, the other ranks must not wait
+        mistake = error
+
+    def state() -> dict[str, Any]:
+        raise mistake
+
+    select_communicator(group).handshake(state, caller=caller)
+    raise AssertionError("a handshake with an error raises")
 
 
 def raise_on_all_ranks(caller: str, error: CallError, group: Any) -> None:

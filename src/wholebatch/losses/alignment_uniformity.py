@@ -110,9 +110,10 @@ def _log_potential(facts: Facts, name: str, t: float) -> Tensor:
     rows = facts.rows[name]
     local = rows.rows(facts.rank)
     itself = Diagonals(Diagonal(0, local.start, local.stop - local.start))
+    twice = 2 * float(t)  # integers beyond 2^63 are no numbers of torch
     side, _ = row_statistics(
         facts,
-        (2 * t, 2 * t),
+        (twice, twice),
         Operands(
             [facts.inputs[name]],
             Towers(stays=(0,), normalize=True),
@@ -130,7 +131,7 @@ def _log_potential(facts: Facts, name: str, t: float) -> Tensor:
         largest = torch.cat([side.logsumexp, side.logsumexp.new_full((1,), -math.inf)]).amax()
         largest = facts.comm.all_reduce(largest, "max", check=False)
     potential = total(facts.comm, (side.logsumexp - largest).exp().sum()).log() + largest
-    return potential - 2 * t - math.log(rows.total * (rows.total - 1))
+    return potential - twice - math.log(rows.total * (rows.total - 1))
 
 
 def _check(alpha: float, t: float, uniformity: float) -> dict[str, Any]:

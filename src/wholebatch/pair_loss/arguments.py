@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import has_feature_dtype, is_dense
-from .._settings import shown
+from .._settings import check_number, shown
 from ..contract import Inputs
 from .fields import INDEX, PARTNER, SEPARATOR
 from .similarity import ONE
@@ -199,18 +199,22 @@ def _owners(offsets: Any, rows: int, count: int) -> Tensor:
     return torch.arange(rows, device=offsets.device).repeat_interleave(offsets.diff())
 
 
-def _parameters(parameters: Any) -> dict[str, Any]:
+def check_parameters(parameters: Any) -> None:
+    """Raise ValueError unless parameters are numbers, tensors or modules by name; what modules return is not known."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"parameters must be a mapping such as {{'scale': 20.0}}, got {shown(parameters)}")
-    found = dict[str, Any]()
     for name, value in parameters.items():
         _check_name("parameters", name)
-        value = value() if isinstance(value, nn.Module) else value
-        if not isinstance(value, Tensor) and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(
-                f"parameters[{name!r}] must be a number, a tensor or a module such as wb.Scale, got {shown(value)}"
-            )
-        if isinstance(value, Tensor) and not is_dense(value):
-            raise ValueError(f"parameters[{name!r}] must be a dense tensor with data")
-        found[name] = value
+        if not isinstance(value, Tensor | nn.Module):
+            check_number(f"parameters[{name!r}]", value, or_=", a tensor or a module such as wb.Scale")
+
+
+def _parameters(parameters: Any) -> dict[str, Any]:
+    """Return the parameters of a call: numbers and tensors."""
+    check_parameters(parameters)
+    found = {name: value() if isinstance(value, nn.Module) else value for name, value in parameters.items()}
+    check_parameters(found)
+    for name, value in found.items():
+        if not is_dense(value) and not isinstance(value, int | float):
+            raise ValueError(f"parameters[{name!r}] must be a number or a dense tensor with data, got {shown(value)}")
     return found

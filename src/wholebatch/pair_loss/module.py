@@ -10,14 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._checks import check_flag, on_host
-from .._settings import shown
-from ..comm import Group, select_communicator
+from ..comm import Group
 from ..comm.select import check_group
-from ..contract import Checks, Options, Reduction, agree, entry
+from ..contract import Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
 from ..sync import Sync
-from .arguments import Arguments
+from .arguments import Arguments, check_parameters
 from .call import CALLER, Call
 from .declaration import Declaration
 from .fingerprint import fingerprint
@@ -87,8 +86,7 @@ class PairLoss(nn.Module):
         self.options = Options(group, sync, exchange, memory, reduction, precision=precision)
         self.options.check()
         self.values, self._constants = nn.Module(), dict[str, Any]()
-        if not isinstance(parameters, Mapping):
-            raise ValueError(f"parameters must be a mapping such as {{'scale': 20.0}}, got {shown(parameters)}")
+        check_parameters(parameters)
         for name, value in parameters.items():
             if isinstance(value, Tensor | nn.Module) and hasattr(self.values, str(name)):
                 raise ValueError(f"parameters must not have the name {name!r}, which every torch.nn.Module has")
@@ -141,7 +139,10 @@ class PairLoss(nn.Module):
             RuntimeError: if the gradient is differentiated again.
         """
         given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
-        call = self._prepared(x, y, (x_data, y_data, own_data), own, own_offsets, given)
+        data = (x_data, y_data, own_data)
+        call = prepared(
+            CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
+        )
         facts = agree(CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,)))
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
@@ -186,19 +187,6 @@ class PairLoss(nn.Module):
     def _parameters_here(self) -> dict[str, Any]:
         of = self.values
         return {**self._constants, **of._parameters, **of._buffers, **of._modules}
-
-    def _prepared(self, *arguments: Any) -> Arguments:
-        """Return the arguments, or raise on all ranks, which are in the handshake of `agree`."""
-        try:
-            return self._checked_arguments(*arguments)
-        except Exception as error:  # whatever it is, the other ranks must not wait
-            mistake = error
-
-        def state() -> dict[str, Any]:
-            raise mistake
-
-        select_communicator(self.options.group).handshake(state, caller=CALLER)
-        raise AssertionError("a handshake with an error raises")
 
     def _checked_arguments(self, x: Any, y: Any, data: Any, own: Any, own_offsets: Any, parameters: Any) -> Arguments:
         call = Arguments.of(self.declaration.kinds, x, y, data, own, own_offsets, parameters)

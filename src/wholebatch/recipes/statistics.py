@@ -1,0 +1,123 @@
+"""Sums over the rows of all ranks that a loss squares: their mean over ranks would be another loss.
+
+    FLOPS     sum_k (1/B sum_i |a_ik|)^2                       few active features, evenly used
+    SIGReg    mean over directions u of the Epps-Pulley distance of the projections X u from a standard normal:
+                  B sum_k w_k |1/B sum_i exp(i t_k x_i . u) - exp(-t_k^2 / 2)|^2
+                  t_k: knots in [0, 3],    w_k = 2 exp(-t_k^2 / 2) by the trapezoid rule (both signs of t)
+
+One all-reduce of these sums makes them exact on any number of ranks. Any other statistic can be written like them.
+
+Source: Paria et al., 2020, arXiv:2004.05665; Balestriero and LeCun, 2025, arXiv:2511.08544.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import has_feature_dtype, is_dense
+from .._settings import check_integer, shown
+from ..comm import Group
+from ..contract import Checks, Facts, Inputs, Options, agree, entry, finish
+from ..sync import Sync, scale_gradient, shared_sum
+
+_LARGEST_KNOT, _MOST_KNOTS = 3.0, 10_000
+
+
+@entry
+def flops_loss(activations: Tensor, *, group: Group = None, sync: Sync = "mean") -> Tensor:
+    """Return the sum of squares of the mean activation of each feature, over the rows of all ranks.
+
+    L = sum_k (1/B sum_i |a_ik|)^2
+
+    Args:
+        activations: (b_r, d), this rank's rows. b_r may differ between ranks and may be 0.
+        group: as in :func:`wholebatch.functional.clip_loss`.
+        sync: as there.
+
+    Returns:
+        L, the same on every rank.
+
+    Collectives: forward 1 handshake and 1 all-reduce of d numbers; backward the same. Memory: O(b_r d).
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake.
+
+    >>> import torch, wholebatch as wb
+    >>> wb.recipes.flops_loss(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    tensor(4.)
+    """
+    facts = agree("flops_loss", Options(group, sync), Inputs(features={"activations": activations}))
+    x = facts.inputs["activations"].to(facts.dtype)
+    mean = shared_sum(facts.comm, x.abs().sum(0)) / facts.rows["activations"].total
+    return _of_all_ranks(facts, mean.square().sum())
+
+
+@entry
+def sigreg_loss(
+    features: Tensor, directions: Tensor, *, knots: int = 17, group: Group = None, sync: Sync = "mean"
+) -> Tensor:
+    """Return the distance of the projections of all ranks' rows from a standard normal distribution.
+
+    L = mean over u of B sum_k w_k |1/B sum_i exp(i t_k x_i . u) - exp(-t_k^2 / 2)|^2
+
+    Args:
+        features: (b_r, d), this rank's rows. b_r may differ between ranks and may be 0.
+        directions: u, (m, d), the same on all ranks: draw others for each step, with the same seed on each rank. They
+            are divided by their norms.
+        knots: number of t_k, from 2 to 10,000, evenly from 0 to 3.
+        group: as in :func:`wholebatch.functional.clip_loss`.
+        sync: as there.
+
+    Returns:
+        L, the same on every rank.
+
+    Collectives: forward 1 handshake and 1 all-reduce of 2 m knots numbers; backward the same. Memory: O(b_r m knots).
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake; also for directions that differ between ranks.
+
+    >>> import torch, wholebatch as wb
+    >>> made = torch.Generator().manual_seed(0)
+    >>> normal = torch.randn(500, 2, generator=made)
+    >>> [round(wb.recipes.sigreg_loss(x, torch.eye(2)).item(), 1) for x in (normal, 3 * normal)]
+    [0.5, 251.9]
+    """
+    facts = agree(
+        "sigreg_loss",
+        Options(group, sync),
+        Inputs(features={"features": features}, parameters={"directions": directions}),
+        Checks(check=lambda: _check(features, directions, knots), must_match=("knots",)),
+    )
+    x, count = facts.inputs["features"].to(facts.dtype), facts.rows["features"].total
+    u = torch.nn.functional.normalize(facts.inputs["directions"].to(facts.dtype), dim=1)
+    t = torch.linspace(0, _LARGEST_KNOT, knots, dtype=x.dtype, device=x.device)
+    normal = (-t.square() / 2).exp()
+    weights = 2 * normal * _LARGEST_KNOT / (knots - 1)
+    weights[[0, -1]] /= 2
+    angles = (x @ u.T)[:, :, None] * t
+    mean = shared_sum(facts.comm, torch.stack([angles.cos().sum(0), angles.sin().sum(0)])) / count
+    distance = (mean[0] - normal).square() + mean[1].square()
+    return _of_all_ranks(facts, count * (distance @ weights).mean())
+
+
+def _check(features: Tensor, directions: Tensor, knots: int) -> dict[str, object]:
+    check_integer("knots", knots, minimum=2, maximum=_MOST_KNOTS)
+    wide = features.shape[1] if is_dense(features) and features.dim() == 2 else "d"
+    if (
+        not is_dense(directions)
+        or not has_feature_dtype(directions)
+        or directions.dim() != 2
+        or not len(directions)
+        or directions.shape[1] != wide
+    ):
+        got = f"{tuple(directions.shape)}, {directions.dtype}" if is_dense(directions) else shown(directions)
+        raise ValueError(
+            f"directions must be a floating-point matrix (m, {wide}) with as many columns as features, got {got}"
+        )
+    return {"knots": knots}
+
+
+def _of_all_ranks(facts: Facts, loss: Tensor) -> Tensor:
+    """Return a loss that every rank has computed from the same sums, with the gradient of one."""
+    return finish(facts, scale_gradient(loss, 1 / facts.comm.size))

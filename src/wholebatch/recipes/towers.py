@@ -1,0 +1,168 @@
+"""Three and more kinds of data of the same examples, such as images, texts and sounds: CLIP's loss of each two of them.
+
+    L = mean over i, and over the pairs (a, b) of towers that example i has, of
+        ( -log softmax_j(scale a_i . b_j)_i  - log softmax_j(scale b_i . a_j)_i ) / 2
+
+Examples may lack some of the data. Candidates are the examples of all ranks that have the other tower. All similarities
+are computed in one sweep, with one exchange.
+
+Source: three towers: Guzhov et al., 2021, arXiv:2106.13043; missing data: Girdhar et al., 2023, arXiv:2305.05665.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import combinations
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import is_dense
+from .._settings import check_flag, shown
+from ..contract import Options, entry, prepared
+from ..pair_loss import LogSumExp, PairLoss
+from ..pair_loss.reductions import Term
+from .retrieval import Scale
+
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class TowersLoss(nn.Module):
+    """CLIP's loss of each two of several towers, with the examples that have both, over the batch of all ranks.
+
+    Args:
+        towers: their names, two or more, such as ("image", "text", "audio").
+        missing: whether examples may lack towers; then each call says which.
+        scale, options: as for :func:`wholebatch.recipes.same_task_info_nce`.
+
+    Attributes:
+        pairs: the :class:`wholebatch.PairLoss` of all pairs of towers.
+
+    Raises:
+        ValueError: for names that are no identifiers, or fewer than two.
+
+    >>> import torch, wholebatch as wb
+    >>> loss_fn = wb.recipes.TowersLoss(["image", "text", "audio"], scale=1.0)
+    >>> loss_fn({name: torch.eye(2) for name in ("image", "text", "audio")})
+    tensor(0.3133)
+    """
+
+    def __init__(
+        self,
+        towers: Sequence[str],
+        *,
+        missing: bool = False,
+        scale: Scale = 20.0,
+        **options: Any,  # of PairLoss
+    ) -> None:
+        super().__init__()
+        names = list(towers) if isinstance(towers, list | tuple) else []
+        good = all(isinstance(name, str) and name.isidentifier() and not name.startswith("_") for name in names)
+        if not good or len(names) < 2 or len(set(names)) < len(names):
+            raise ValueError(f"towers must be two or more different names such as 'image', got {shown(towers)}")
+        self.towers, self.missing = tuple(names), check_flag("missing", missing)
+        self._of_pair = {f"{a}_{b}": (a, b) for a, b in combinations(names, 2)}
+        terms: dict[str, Term] = {}
+        for pair, (a, b) in self._of_pair.items():
+            has_both = {"first": f"has_{a}", "second": f"has_{b}"}
+            of_rows, of_cols = (partial(where, **has_both) if missing else None for where in (_row_has, _col_has))
+            terms[f"{pair}_rows"] = LogSumExp(partial(_over_row_partner, pair=pair), of_rows)
+            terms[f"{pair}_cols"] = LogSumExp(partial(_over_col_partner, pair=pair), of_cols)
+        self.pairs = PairLoss(
+            terms,
+            partial(_mean, terms=[f"{pair}_rows" for pair in self._of_pair]),
+            column_loss=partial(_mean, terms=[f"{pair}_cols" for pair in self._of_pair]),
+            similarity=dict.fromkeys(self._of_pair, "dot"),
+            parameters={"scale": scale},
+            **options,
+        )
+
+    @property
+    def options(self) -> Options:
+        """The options of all losses: group, sync, exchange, memory, reduction, precision."""
+        return self.pairs.options
+
+    @entry
+    def forward(
+        self, features: Mapping[str, Tensor], *, has: Mapping[str, Tensor] = _NOTHING, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return L, the same on all ranks.
+
+        Args:
+            features: (b_r, d) of each tower, by name; normalize them first. Those of a missing example are not used.
+            has: (b_r,) booleans by name, with `missing=True`: which examples have this tower; left out: all have it.
+            weights: (b_r,), >= 0, of examples.
+
+        Collectives: those of :class:`wholebatch.PairLoss`.
+
+        Raises:
+            ValueError: on every rank, whichever rank made the mistake.
+        """
+        x, y, data = prepared("TowersLoss", self.options.group, lambda: self._arguments(features, has))
+        loss: Tensor = self.pairs(x, y, x_data=data, y_data=data, weights=weights)
+        return loss
+
+    def reference(
+        self, features: Mapping[str, Tensor], *, has: Mapping[str, Tensor] = _NOTHING, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return L of the examples given, from dense matrices, without communication; arguments as in `forward`."""
+        x, y, data = self._arguments(features, has)
+        return self.pairs.reference(x, y, x_data=data, y_data=data, weights=weights)
+
+    def _arguments(
+        self, features: Mapping[str, Tensor], has: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Return rows and columns of each pair, and the data of both."""
+        if not isinstance(features, Mapping) or set(features) != set(self.towers):
+            got = sorted(map(str, features)) if isinstance(features, Mapping) else shown(features)
+            raise ValueError(f"features must be a mapping with the names {sorted(self.towers)}, got {got}")
+        if not isinstance(has, Mapping) or not set(has) <= set(self.towers) or (has and not self.missing):
+            got = sorted(map(str, has)) if isinstance(has, Mapping) else shown(has)
+            fix = "" if self.missing else "; it needs TowersLoss(missing=True)"
+            raise ValueError(f"has must be a mapping with names among {sorted(self.towers)}, got {got}{fix}")
+        for name, x in features.items():
+            if not is_dense(x) or x.dim() != 2:
+                raise ValueError(f"features[{name!r}] must be a matrix (rows, embedding size), got {shown(x)}")
+        data, rows = dict[str, Tensor](), dict(features)
+        for name in self.towers if self.missing else ():
+            x = rows[name]
+            there = has.get(name, x.new_ones(len(x), dtype=torch.bool))
+            if not is_dense(there) or there.dtype != torch.bool or tuple(there.shape) != (len(x),):
+                raise ValueError(f"has[{name!r}] must be a boolean vector of {len(x)} examples, got {shown(there)}")
+            data[f"has_{name}"] = there
+            rows[name] = torch.where(there[:, None], x, 0.0)
+        of_rows, of_cols = ({pair: rows[of[side]] for pair, of in self._of_pair.items()} for side in (0, 1))
+        return of_rows, of_cols, data
+
+
+def _over_row_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str) -> Tensor:  # similarities and fields
+    logit: Tensor = p.scale * (s[pair] - x.partner[pair])
+    return logit
+
+
+def _over_col_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str) -> Tensor:  # similarities and fields
+    logit: Tensor = p.scale * (s[pair] - y.partner[pair])
+    return logit
+
+
+def _row_has(x: Any, y: Any, *, first: str, second: str) -> Tensor:  # fields
+    """Return candidates of rows that have both towers: columns with the second."""
+    candidates: Tensor = (x[first] & x[second]) & y[second]
+    return candidates
+
+
+def _col_has(x: Any, y: Any, *, first: str, second: str) -> Tensor:  # fields
+    """Return candidates of columns that have both towers: rows with the first."""
+    candidates: Tensor = (y[first] & y[second]) & x[first]
+    return candidates
+
+
+def _mean(r: Any, of: Any, p: Any, *, terms: Sequence[str]) -> tuple[Tensor, Tensor]:  # fields
+    """Return half of the mean over the pairs of towers that an example has, and their number."""
+    losses = torch.stack([r[name] for name in terms])
+    there = ~losses.isneginf()
+    count = there.sum(0).to(losses.dtype)
+    return torch.where(there, losses, 0.0).sum(0) / count.clamp(min=1) / 2, count
