@@ -51,6 +51,8 @@ class PairLoss(nn.Module):
         reduction: "mean", "sum" (over sum_i w_i F_i), or "none": w_i F_i of this rank's rows, (b_r,).
         parameters: numbers, tensors, or modules such as :class:`wholebatch.Scale`, by name. A torch.nn.Parameter is
             learned; other tensors are buffers.
+        compile_tiles: whether torch.compile fuses the functions of a tile; the first step takes seconds longer, and
+            needs a compiler. Without one, a warning says so, and the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
 
     Raises:
@@ -79,10 +81,14 @@ class PairLoss(nn.Module):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
         precision: Precision = "auto",
+        compile_tiles: bool = False,
     ) -> None:
         super().__init__()
         symmetric = check_flag("symmetric", symmetric)
-        self.declaration = Declaration.of(terms, row_loss, column_loss, similarity, symmetric=symmetric)
+        compiles = check_flag("compile_tiles", compile_tiles)
+        self.declaration = Declaration.of(
+            terms, row_loss, column_loss, similarity, symmetric=symmetric, compiles=compiles
+        )
         check_group(group)
         self.options = Options(group, sync, exchange, memory, reduction, precision=precision)
         self.options.check()
