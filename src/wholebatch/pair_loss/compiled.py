@@ -8,13 +8,14 @@ for all tiles. Entries that are no candidates always reach scores as safe values
 
 The user's functions run only while they are traced. What they read in Python is part of the key under which a kernel is
 kept, see `fingerprint`; and a few entries of each pass are computed by eager PyTorch as well. If these differ, or
-anything fails, this rank warns once and continues with plain tiles. It need not tell others: tiles do not communicate.
+anything fails, this rank continues with plain tiles. It need not tell others at once: tiles do not communicate. All
+ranks hear of it when they agree on the next call.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +26,8 @@ from ..partition import Tile
 from .tile import Leaves, Masks, PlainTiles, Reduced, Slot, collect, sides_of, update_
 
 _FEW = (16, 15)  # entries that are computed in both ways
-_MOST = 16  # kernels of a declaration
-_NOWHERE = 2.0  # divides the largest number: a shift at which every weight is 0
+_MOST = 16  # kernels of a declaration, two for each kind of call
+_CLOSE, _CLOSE_IN_FLOAT64 = 1e-3, 1e-9
 
 Function = Callable[..., list[Tensor]]
 
@@ -41,23 +42,27 @@ class Kernel:
 
 @dataclass
 class Kernels:
-    """The kernels of a declared loss, by what they were traced with. Copies of the loss start without any."""
+    """The kernels of a declared loss, by what they were traced with. Copies of the loss start without any.
+
+    Attributes:
+        found: the kernels.
+        failure: why there are none; "": nothing has failed.
+    """
 
     found: dict[str, Kernel] = field(default_factory=dict)
-    failed: bool = False
+    failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Kernels, ()
 
     def give_up(self, reason: str) -> None:
-        """Use plain tiles from now on, and say why."""
-        self.failed = True
+        """Use plain tiles from now on."""
+        self.failure = reason
         self.found.clear()
-        warnings.warn(f"PairLoss computes its tiles without compiled functions from now on: {reason}", stacklevel=2)
 
 
 class CompiledTiles:
-    """Tiles that compiled functions compute, and plain ones where there are none.
+    """The tiles of one pass that compiled functions compute, and plain ones where there are none.
 
     Args:
         plain: the same tiles without the compiler.
@@ -69,8 +74,9 @@ class CompiledTiles:
     def __init__(self, plain: PlainTiles, kernels: Kernels, signature: str, side: int) -> None:
         self.plain, self.kernels, self.signature, self.side = plain, kernels, signature, side
         self.reduced = plain.reduced
-        self._checked = set[int]()
+        self._kernel: Kernel | None = None
         self._numbers = dict[Slot, Tensor]()
+        self._dtypes = list[torch.dtype]()
 
     def update_(
         self,
@@ -82,40 +88,39 @@ class CompiledTiles:
         firsts: tuple[int, int],
     ) -> None:
         """Add a tile to the kept numbers of its rows and columns, as `PlainTiles` does."""
-        reduced = self.reduced
-        into = [*rows, *cols]
-        # On the diagonal of a symmetric matrix the sums of columns are computed as well, and dropped.
-        wanted = [of.rows for of in reduced] + [of.cols for of in reduced]
-        given = [
-            (mine if mine is not None else other).contiguous() if want else None
-            for want, mine, other in zip(wanted, into, [*rows, *rows], strict=True)
-        ]
-        kept = [x for x in given if x is not None]
-        indices = [torch.tensor(first) for first in firsts] if any("index" in of.rule.kinds for of in reduced) else []
-        indices = [first.to(kept[0].device) for first in indices]
-        form = _Form(leaves)
+        form = _Form(leaves, self._numbers)
+        inputs = _Inputs(form)
+        for number, of in enumerate(self.reduced):
+            # On the diagonal of a symmetric matrix the sums of columns are computed as well, and dropped.
+            for letter, read, mine in (("x", of.rows, rows[number]), ("y", of.cols, cols[number])):
+                kept = rows[number] if mine is None else mine
+                if read and kept is not None:
+                    inputs.add(letter, kept.contiguous())
+        if any("index" in of.rule.kinds for of in self.reduced):
+            for first in firsts:
+                inputs.add("", torch.full((), first, device=form.device))
 
         def function(*tensors: Tensor) -> list[Tensor]:
-            numbers = iter(tensors[form.count : form.count + len(kept)])
-            of_sides = [next(numbers).clone() if want else None for want in wanted]
+            kept = iter(tensors[form.count :])
+            of_sides = [[next(kept).clone() if read else None for read in (of.rows, of.cols)] for of in self.reduced]
+            at: tuple[int | Tensor, int | Tensor] = (next(kept, 0), next(kept, 0))
             entries = form.leaves(tensors).entries()
-            at: tuple[Any, ...] = tensors[form.count + len(kept) :] or (0, 0)
-            for number, of in enumerate(reduced):
+            for of, (of_rows, of_cols) in zip(self.reduced, of_sides, strict=True):
                 values = replace(entries.values(of.term, entries.mask(of.term), safe=False), fused=True)
-                update_(of, values, of_sides[number], of_sides[number + len(reduced)], (at[0], at[1]))
-            return [x for x in of_sides if x is not None]
+                update_(of, values, of_rows, of_cols, at)
+            return [x for of_term in of_sides for x in of_term if x is not None]
 
-        spread = [*(["x"] * sum(wanted[: len(reduced)])), *(["y"] * sum(wanted[len(reduced) :]))]
-        found = self._call("forward", tile, form, kept, spread, indices, function)
+        found = self._call("forward", tile, inputs, function, [])
         if found is None:
             self.plain.update_(tile, leaves, masks, rows, cols, firsts)
             return
-        numbers = iter(found[1])
-        for x, want in zip(into, wanted, strict=True):
-            if want:
-                new = next(numbers)
-                if x is not None:
-                    x.copy_(new)
+        new = iter(found)
+        for number, of in enumerate(self.reduced):
+            for read, mine in ((of.rows, rows[number]), (of.cols, cols[number])):
+                if read:
+                    made = next(new)
+                    if mine is not None:
+                        mine.copy_(made)
 
     def gradients(
         self,
@@ -126,132 +131,111 @@ class CompiledTiles:
         cols: Sequence[Sequence[Tensor]],
     ) -> dict[Slot, Tensor]:
         """Return the gradients of a tile's leaves, as `PlainTiles` does."""
-        form = _Form(leaves)
-        dtypes = self._dtypes_of_scores(leaves)
-        given, spread = list[Tensor](), list[str]()
-        for letter, sides in (("x", rows), ("y", cols)):
-            for number, of in enumerate(self.reduced):
-                numbers: Sequence[Tensor] = sides[number]
-                if (of.rows if letter == "x" else of.cols) and of.rule.constants:
-                    if not len(numbers):  # on the diagonal of a symmetric matrix
-                        numbers = _nowhere(of, rows[number][0], dtypes[number])
-                    given += [x.to(dtypes[number]) for x in numbers]
-                    spread += [letter] * len(numbers)
+        form = _Form(leaves, self._numbers)
+        inputs = _Inputs(form)
+        self._dtypes = self._dtypes or _dtypes_of_scores(leaves, self.reduced)
+        learned = [number for number, of in enumerate(self.reduced) if of.rule.constants]
+        for number in learned:
+            of, dtype = self.reduced[number], self._dtypes[number]
+            for letter, read, mine in (("x", of.rows, rows[number]), ("y", of.cols, cols[number])):
+                if read:  # on the diagonal of a symmetric matrix there are no numbers of columns
+                    for x in mine or _without_weight(of, rows[number]):
+                        inputs.add(letter, x.to(dtype))
         places = list[Slot]()
 
         def function(*tensors: Tensor) -> list[Tensor]:
             numbers = iter(tensors[form.count :])
-            of_sides = [
-                [
-                    [next(numbers) for _ in range(of.rule.constants)]
-                    if (of.rows if letter == "x" else of.cols)
-                    else []
-                    for of in self.reduced
-                ]
-                for letter in "xy"
-            ]
             outputs = list[tuple[Tensor, Tensor]]()
             with torch.enable_grad():
                 here = form.leaves(tensors)
                 entries = here.entries()
-                for number, of in enumerate(self.reduced):
-                    if of.rule.constants:
-                        values = replace(entries.values(of.term, entries.mask(of.term)), fused=True)
-                        collect(of.rule, values, sides_of(*(side[number] for side in of_sides)), outputs)
+                for number in learned:
+                    of = self.reduced[number]
+                    of_rows, of_cols = (_next(numbers, of.rule.constants * read) for read in (of.rows, of.cols))
+                    values = replace(entries.values(of.term, entries.mask(of.term)), fused=True)
+                    collect(of.rule, values, sides_of(of_rows, of_cols), outputs)
                 grads = here.gradients(*zip(*outputs, strict=True)) if outputs else {}
             places[:] = grads
             return [grad.detach() for grad in grads.values()]
 
-        found = self._call("backward", tile, form, given, spread, [], function, places)
+        found = self._call("backward", tile, inputs, function, places)
         if found is None:
             return self.plain.gradients(tile, leaves, masks, rows, cols)
-        return dict(zip(*found, strict=True))
-
-    def _dtypes_of_scores(self, leaves: Leaves) -> list[torch.dtype]:
-        """Return the dtypes of all terms' scores."""
-        if not hasattr(self, "_dtypes"):
-            with torch.no_grad():
-                entries = leaves.entries().first(2)
-                found = [entries.values(of.term, None).value for of in self.reduced]
-            self._dtypes = [torch.float32 if x is None else x.dtype for x in found]
-        return self._dtypes
+        assert self._kernel is not None
+        return dict(zip(self._kernel.places, found, strict=True))
 
     def _call(
-        self,
-        direction: str,
-        tile: Tile,
-        form: _Form,
-        given: list[Tensor],
-        spread: list[str],
-        scalars: list[Tensor],
-        function: Function,
-        places: list[Slot] | None = None,
-    ) -> tuple[list[Slot], list[Tensor]] | None:
+        self, direction: str, tile: Tile, inputs: _Inputs, function: Function, places: list[Slot]
+    ) -> list[Tensor] | None:
         """Return what the kernel of a function computes; None: the tile has to be computed without."""
-        if self.kernels.failed or min(tile.shape) < 2:
+        if self.kernels.failure or min(tile.shape) < 2:
             return None  # a compiler takes a size of 1 for a constant
-        tensors = [*form.tensors(self._numbers), *given, *scalars]
-        key = repr((direction, self.signature, self._describe(), form.described, [x.dtype for x in given]))
         try:
-            kernel = self.kernels.found.get(key)
-            if kernel is None:
-                if len(self.kernels.found) >= _MOST:
-                    raise ValueError(f"it has been called in {_MOST // 2} ways that need functions of their own")
-                sizes = form.sizes(self.side)
-                letters = [*form.letters, *spread, *([""] * len(scalars))]
-                example = [_resized(x, letter, sizes) for x, letter in zip(tensors, letters, strict=True)]
-                kernel = Kernel(compiled(function, example), list(places or ()))
-                kernel.run(*example)
-                self.kernels.found[key] = kernel
-            if id(kernel) not in self._checked:
-                self._checked.add(id(kernel))
-                letters = [*form.letters, *spread, *([""] * len(scalars))]
-                _check(kernel.run, function, [_cut(x, letter) for x, letter in zip(tensors, letters, strict=True)])
-            return kernel.places, kernel.run(*tensors)
+            if self._kernel is None:
+                kernel = self._kernel_of(direction, inputs, function, places)
+                _check(kernel.run, function, inputs.cut())
+                self._kernel = kernel
+            return self._kernel.run(*inputs.tensors)
         except Exception as error:  # of the compiler; plain tiles raise again what is the user's
-            self.kernels.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            self.kernels.give_up(f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
             return None
 
-    def _describe(self) -> list[tuple[str, bool, bool]]:
-        return [(of.name, of.rows, of.cols) for of in self.reduced]
+    def _kernel_of(self, direction: str, inputs: _Inputs, function: Function, places: list[Slot]) -> Kernel:
+        """Return the kernel of a function, which fills `places` while it is traced."""
+        terms = [(of.name, of.rows, of.cols) for of in self.reduced]
+        key = repr((direction, self.signature, terms, inputs.described))
+        if key not in self.kernels.found:
+            if len(self.kernels.found) >= _MOST:
+                raise ValueError(
+                    f"{_MOST // 2} kinds of calls, by dtypes, shapes of parameters, integers among them and numbers "
+                    "that functions read elsewhere, were compiled, and there are more; pass floats or tensors in "
+                    "parameters"
+                )
+            example = inputs.resized(self.side)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own code
+                kernel = Kernel(compiled(function, example), places)
+                kernel.run(*example)
+            self.kernels.found[key] = kernel
+        return self.kernels.found[key]
 
 
 class _Form:
-    """How the tensors of a tile's leaves are passed one after the other, and made into leaves again."""
+    """How a tile's leaves are passed as tensors, one after the other, and made into leaves again.
 
-    def __init__(self, leaves: Leaves) -> None:
-        self.given = leaves
+    Args:
+        leaves: of the tile.
+        numbers: the tensors of Python's numbers among them.
+    """
+
+    def __init__(self, leaves: Leaves, numbers: dict[Slot, Tensor]) -> None:
+        products = next(iter(leaves.products.values()))
+        self.given, self.numbers, self.dtype, self.device = leaves, numbers, products.dtype, products.device
         self.slots = [(at, x) for at, x in leaves.slots() if isinstance(x, Tensor | float)]
         self.learned = {at for at, x in self.slots if isinstance(x, Tensor) and x.requires_grad}
-        self.letters = [letter for (letter, _), _ in self.slots]
         self.count = len(self.slots)
-        self.dtype = next(iter(leaves.products.values())).dtype
-        self.device = next(iter(leaves.products.values())).device
 
     @property
-    def described(self) -> str:
-        """Everything about the leaves that a kernel depends on, except for rows and columns."""
-        tensors = [(at, x.dtype if isinstance(x, Tensor) else "float", at in self.learned) for at, x in self.slots]
+    def described(self) -> list[Any]:
+        """Everything that a kernel depends on beside the user's functions, except for rows and columns."""
+        tensors = [(at, str(x.dtype) if isinstance(x, Tensor) else "", at in self.learned) for at, x in self.slots]
         parameters = [
             (name, tuple(x.shape) if isinstance(x, Tensor) else "" if isinstance(x, float) else x)
             for name, x in self.given.parameters.items()
         ]
-        return repr((tensors, parameters, self.dtype, self.device))
+        return [tensors, parameters, str(self.dtype), str(self.device)]
 
-    def tensors(self, numbers: dict[Slot, Tensor]) -> list[Tensor]:
-        """Return the tensors; numbers of rows and columns are vectors, and Python's numbers become tensors."""
-        found = []
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield letters and tensors; numbers of rows and columns are vectors."""
         for at, x in self.slots:
-            if isinstance(x, Tensor):
-                found.append(x.detach().reshape(-1) if at[0] in "xy" else x.detach())
-            else:
-                if at not in numbers:
-                    numbers[at] = torch.tensor(x, dtype=self.dtype, device=self.device)
-                found.append(numbers[at])
-        return found
+            if not isinstance(x, Tensor):
+                if at not in self.numbers:
+                    self.numbers[at] = torch.full((), x, dtype=self.dtype, device=self.device)
+                x = self.numbers[at]
+            yield at[0], x.detach().reshape(-1) if at[0] in "xy" else x.detach()
 
     def leaves(self, tensors: Sequence[Tensor]) -> Leaves:
-        """Return leaves with these tensors."""
+        """Return leaves with the first of these tensors."""
         values = {}
         for (at, _), x in zip(self.slots, tensors, strict=False):
             if at[0] in "xy":
@@ -259,52 +243,109 @@ class _Form:
             values[at] = x.detach().requires_grad_() if at in self.learned else x
         return self.given.changed(values)
 
-    def sizes(self, side: int) -> tuple[int, int]:
-        """Return two sizes that differ from each other and from all others: a compiler takes equal ones for one."""
-        taken = {size for x in self.given.parameters.values() if isinstance(x, Tensor) for size in x.shape}
-        first, second, *_ = (size for size in range(max(side, 8), 0, -1) if size not in taken)
-        return first, second
+
+class _Inputs:
+    """The tensors that a kernel gets, each with a letter.
+
+    "s" is a tile, "x" has a number or more for each of its rows, "y" for each of its columns, and the rest has neither.
+    """
+
+    def __init__(self, form: _Form) -> None:
+        self.form = form
+        self.letters, self.tensors = (list(of) for of in zip(*form.tensors(), strict=True))
+
+    def add(self, letter: str, x: Tensor) -> None:
+        """Append a tensor."""
+        self.letters.append(letter)
+        self.tensors.append(x)
+
+    @property
+    def described(self) -> list[Any]:
+        """Everything that a kernel depends on beside the user's functions, except for rows and columns."""
+        return [self.form.described, [str(x.dtype) for x in self.tensors[self.form.count :]]]
+
+    def cut(self) -> list[Tensor]:
+        """Return the tensors of a few rows and columns."""
+        rows, cols = _FEW
+        cuts: dict[str, Callable[[Tensor], Tensor]] = {
+            "s": lambda x: x[:rows, :cols].contiguous(),
+            "x": lambda x: x[:rows],
+            "y": lambda x: x[:cols],
+        }
+        return [cuts[letter](x) if letter in cuts else x for letter, x in zip(self.letters, self.tensors, strict=True)]
+
+    def resized(self, side: int) -> list[Tensor]:
+        """Return the tensors of a whole tile, with entries repeated, if need be.
+
+        Its rows and columns differ in number, from each other and from all other sizes: a compiler takes numbers that
+        are equal in an example for one.
+        """
+        pairs = [*zip(self.letters, self.tensors, strict=True)]
+        taken = {size for letter, x in pairs if letter == "p" for size in x.shape}
+        rows, cols, *_ = (size for size in range(max(side, 3 + len(taken)), 1, -1) if size not in taken)
+        found = []
+        for letter, x in pairs:
+            if letter in ("s", "x"):
+                x = x.index_select(0, torch.arange(rows, device=x.device) % len(x))
+            if letter in ("s", "y"):
+                dim = 1 if letter == "s" else 0
+                x = x.index_select(dim, torch.arange(cols, device=x.device) % x.shape[dim])
+            found.append(x)
+        return found
 
 
 def compiled(function: Function, example: Sequence[Tensor]) -> Function:
     """Return a function of tensors, compiled for all sizes; those of the example differ where sizes may differ."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
+    # The import takes a second, which only this way of computing should cost. torch documents no other tracer that
+    # takes the operations of autograd's backward pass into the graph.
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(function, tracing_mode="symbolic")(*example)
-    return torch.compile(graph, dynamic=True)
-
-
-def _resized(x: Tensor, letter: str, sizes: tuple[int, int]) -> Tensor:
-    """Return a tensor of a tile with other numbers of rows and columns, some of them repeated."""
-    for dim, size, letters in ((0, sizes[0], "sx"), (1 if letter == "s" else 0, sizes[1], "sy")):
-        if letter and letter in letters:
-            x = x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
-    return x
+    made = make_fx(function, tracing_mode="symbolic")(*example)
+    _sum_in_two_steps_(made.graph)
+    made.recompile()
+    return torch.compile(made, dynamic=True)
 
 
-def _cut(x: Tensor, letter: str) -> Tensor:
-    """Return a tensor of a tile with few rows and columns."""
-    if letter == "s":
-        return x[: _FEW[0], : _FEW[1]].contiguous()
-    return x[: _FEW[0]] if letter == "x" else x[: _FEW[1]] if letter == "y" else x
+def _sum_in_two_steps_(graph: torch.fx.Graph) -> None:
+    """Sum a whole tile first along its rows: one long sum is slower, and compiled once more for small tiles."""
+    sums: tuple[Any, ...] = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default)
+    for node in list(graph.nodes):
+        if node.target in sums and node.args[0].meta["val"].dim() == 2:
+            dims = node.args[1] if len(node.args) > 1 else (0, 1)
+            if len(dims) == 2:
+                with graph.inserting_before(node):
+                    of_rows = graph.call_function(sums[0], (node.args[0], [1], True))
+                node.args = (of_rows, *node.args[1:])
 
 
 def _check(run: Function, plain: Function, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError unless a kernel and the function that it was traced from agree."""
+    single = any(x.is_floating_point() and x.dtype.itemsize < 8 for x in tensors)
+    close = _CLOSE if single else _CLOSE_IN_FLOAT64
     for found, expected in zip(run(*tensors), plain(*tensors), strict=True):
-        tolerance = 1e-3 if min(found.dtype.itemsize, *(x.dtype.itemsize for x in tensors if x.is_floating_point())) < 8 else 1e-9
-        finite = torch.where(expected.isfinite(), expected, 0.0)
-        largest = float(finite.abs().amax()) if finite.numel() else 0.0
-        if not torch.allclose(found, expected, tolerance, tolerance * max(largest, 1e-30), equal_nan=True):
+        finite = torch.where(expected.isfinite(), expected, 0.0).abs()
+        if not torch.allclose(found, expected, close, close * float(finite.sum()), equal_nan=True):
             raise ValueError(
-                "a compiled function and the declared one differ on a few entries; a score or a mask must not depend "
-                "on Python variables that change between calls: pass these in parameters"
+                "a compiled function and the declared one differ on a few entries; a score or a mask must not read "
+                "Python variables that change between calls: pass these in parameters"
             )
 
 
-def _nowhere(of: Reduced, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return numbers of a rule at which every entry has the weight 0."""
-    values = [0.0] * of.rule.constants
-    if "scaled" in of.rule.kinds:
-        values[0] = torch.finfo(dtype).max / _NOWHERE
-    return [torch.full_like(like, value, dtype=dtype) for value in values]
+def _dtypes_of_scores(leaves: Leaves, reduced: Sequence[Reduced]) -> list[torch.dtype]:
+    """Return the dtypes of all terms' scores."""
+    with torch.no_grad():
+        entries = leaves.entries().first(2)
+        values = [entries.values(of.term, None).value for of in reduced]
+    return [torch.float32 if x is None else x.dtype for x in values]
+
+
+def _without_weight(of: Reduced, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return numbers of a rule, as many as there are, at which every entry has the weight 0."""
+    found = [torch.zeros_like(x) for x in like]
+    if "scaled" in of.rule.kinds:  # exp(f - shift) must not overflow
+        found[0].fill_(torch.finfo(torch.float32).max / 2)
+    return found
+
+
+def _next(numbers: Iterator[Tensor], count: int) -> list[Tensor]:
+    return [next(numbers) for _ in range(count)]

@@ -79,7 +79,9 @@ class Declaration:
                 check_callable(what, function)
         if symmetric and column_loss is not None:
             raise ValueError("symmetric must be False with a column_loss: rows and columns are the same then")
-        return cls(dict(terms), row_loss, column_loss, kinds_of(similarity), symmetric, kernels=Kernels() if compiles else None)
+        return cls(
+            dict(terms), row_loss, column_loss, kinds_of(similarity), symmetric, kernels=Kernels() if compiles else None
+        )
 
     def use(self, call: Arguments) -> None:
         """Look at the functions with data and parameters of these kinds, unless they were used with such before.

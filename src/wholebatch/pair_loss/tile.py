@@ -96,7 +96,8 @@ def update_(
     Args:
         of: the term.
         values: of the tile.
-        rows, cols: the kept numbers; None: that side does not read the term here.
+        rows: the kept numbers of rows; None: they do not read the term here.
+        cols: those of columns, likewise.
         firsts: the indices of the first row and of the first column.
     """
     if rows is not None:
@@ -142,9 +143,7 @@ class PlainTiles:
         looks: whether numbers of a tile may be looked at; a GPU would wait.
     """
 
-    def __init__(
-        self, reduced: Sequence[Reduced], room: Callable[[Tile, int], Tensor], *, looks: bool
-    ) -> None:
+    def __init__(self, reduced: Sequence[Reduced], room: Callable[[Tile, int], Tensor], *, looks: bool) -> None:
         self.reduced, self.room, self.looks = reduced, room, looks
         self._affine: list[int] | None = None
 
@@ -184,8 +183,8 @@ class PlainTiles:
             tile: its place.
             leaves: of the tile.
             masks: of terms.
-            rows, cols: the numbers that each term's rule needs of rows, (m,) each, and of columns, (n,); none where a
-                side does not read the term.
+            rows: the numbers that each term's rule needs of rows, (m,) each; none where rows do not read the term.
+            cols: those of columns, (n,) each, likewise.
         """
         masked = any(reduced.term.where is not None for reduced in self.reduced)
         safe = masked and not self.looks
