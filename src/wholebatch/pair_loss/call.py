@@ -16,6 +16,7 @@ from ..sync import total
 from .arguments import Arguments
 from .declaration import Declaration
 from .fields import INDEX, SEPARATOR, SQUARES, fields, nested
+from .fingerprint import fingerprint
 from .first_use import losses_and_weights
 from .node import PairPlan, PairSums
 from .own import OwnRows, combined
@@ -197,6 +198,8 @@ class Call:
             p_learned,
             self.parameters,
             self.declared.symmetric,
+            self.declared.kernels,
+            "" if self.declared.kernels is None else fingerprint(*self.declared.functions),
         )
         learned = [
             *[x_numbers[name] for name in x_learned],

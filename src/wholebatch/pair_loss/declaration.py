@@ -9,11 +9,12 @@ from typing import Any
 from .._checks import check_callable
 from .._settings import shown
 from .arguments import Arguments
+from .compiled import Kernels
 from .first_use import Reads, first_use
 from .reductions import Mean, Partner, Term
 from .running import rule_of
 from .similarity import DISTANCE, Similarity, kinds_of
-from .sweep import Reduced
+from .tile import Reduced
 
 _REMEMBERED = 256  # kinds of calls
 
@@ -28,6 +29,7 @@ class Declaration:
         kinds: of similarities, by name.
         symmetric: whether the user says that scores and masks of (i, j) and (j, i) are equal.
         reads: what the functions read, known after their first use.
+        kernels: compiled functions of its tiles; None: nobody asked for them.
     """
 
     terms: dict[str, Term]
@@ -36,6 +38,7 @@ class Declaration:
     kinds: dict[str, str]
     symmetric: bool = False
     reads: Reads = field(default_factory=Reads)
+    kernels: Kernels | None = None
     _used: dict[str, Reads] = field(default_factory=dict)
 
     @classmethod
@@ -47,6 +50,7 @@ class Declaration:
         similarity: Similarity,
         *,
         symmetric: bool = False,
+        compiles: bool = False,
     ) -> Declaration:
         """Return the declaration.
 
@@ -75,7 +79,9 @@ class Declaration:
                 check_callable(what, function)
         if symmetric and column_loss is not None:
             raise ValueError("symmetric must be False with a column_loss: rows and columns are the same then")
-        return cls(dict(terms), row_loss, column_loss, kinds_of(similarity), symmetric)
+        return cls(
+            dict(terms), row_loss, column_loss, kinds_of(similarity), symmetric, kernels=Kernels() if compiles else None
+        )
 
     def use(self, call: Arguments) -> None:
         """Look at the functions with data and parameters of these kinds, unless they were used with such before.

@@ -36,6 +36,7 @@ class Values:
         value: the scores; None: the term has none.
         log_weight: of a weighted mean.
         room: memory of this shape, which rules may overwrite; None: they take fresh memory.
+        fused: whether a compiler will make one loop of all operations.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Values:
     value: Tensor | None = None
     log_weight: Tensor | None = None
     room: Tensor | None = None
+    fused: bool = False
 
     def filled(self, x: Tensor, value: float) -> Tensor:
         """Return scores or weights of candidates, and 0 or -inf elsewhere, in the whole shape; without a gradient.
@@ -53,7 +55,7 @@ class Values:
         x = x.detach().expand(self.shape)
         if self.mask is None:
             return x
-        if x.device.type != "cpu" or x.dtype == torch.bool or not bool(x.sum().isfinite()):
+        if self.fused or x.device.type != "cpu" or x.dtype == torch.bool or not bool(x.sum().isfinite()):
             return torch.where(self.mask, x, value)
         ones = self.ones.to(x.dtype)
         return x * ones if value == 0 else torch.minimum(x, (ones - 0.5) * math.inf)
@@ -68,7 +70,8 @@ class Values:
     def ones(self) -> Tensor:
         """1 for candidates and 0 elsewhere, in float32; there must be a mask."""
         assert self.mask is not None
-        return self.mask.view(torch.uint8).to(torch.float32).expand(self.shape)
+        mask = self.mask if self.fused else self.mask.view(torch.uint8)
+        return mask.to(torch.float32).expand(self.shape)
 
     @property
     def differentiable(self) -> list[Tensor]:

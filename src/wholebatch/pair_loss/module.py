@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ from .similarity import Similarity
 
 _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions"
+_NOT_COMPILED = "why tiles are not compiled"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -50,6 +51,8 @@ class PairLoss(nn.Module):
         reduction: "mean", "sum" (over sum_i w_i F_i), or "none": w_i F_i of this rank's rows, (b_r,).
         parameters: numbers, tensors, or modules such as :class:`wholebatch.Scale`, by name. A torch.nn.Parameter is
             learned; other tensors are buffers.
+        compile_tiles: whether torch.compile fuses the functions of a tile; the first step takes seconds longer, and
+            needs a compiler. Without one, a warning says so, and the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
 
     Raises:
@@ -78,10 +81,14 @@ class PairLoss(nn.Module):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
         precision: Precision = "auto",
+        compile_tiles: bool = False,
     ) -> None:
         super().__init__()
         symmetric = check_flag("symmetric", symmetric)
-        self.declaration = Declaration.of(terms, row_loss, column_loss, similarity, symmetric=symmetric)
+        compiles = check_flag("compile_tiles", compile_tiles)
+        self.declaration = Declaration.of(
+            terms, row_loss, column_loss, similarity, symmetric=symmetric, compiles=compiles
+        )
         check_group(group)
         self.options = Options(group, sync, exchange, memory, reduction, precision=precision)
         self.options.check()
@@ -98,7 +105,7 @@ class PairLoss(nn.Module):
                 self.values.add_module(name, value)
             else:
                 self._constants[name] = value
-        self._said = False
+        self._said = self._said_reason = False
 
     @entry
     def forward(
@@ -146,7 +153,13 @@ class PairLoss(nn.Module):
         facts = agree(CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,)))
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
-        return Call(self.declaration, call, facts.widened()).loss()
+        self._say_why_nothing_is_compiled(facts.of_ranks(_NOT_COMPILED))
+        loss = Call(self.declaration, call, facts.widened()).loss()
+        if (
+            facts.comm.size == 1
+        ):  # several ranks say it together, at their next call: under -W error they raise together
+            self._say_why_nothing_is_compiled([self._not_compiled])
+        return loss
 
     def reference(
         self,
@@ -195,7 +208,23 @@ class PairLoss(nn.Module):
         return call
 
     def _facts(self) -> dict[str, Any]:
-        return {_FINGERPRINT: fingerprint(*self.declaration.functions), _READS: self.declaration.reads.names}
+        return {
+            _FINGERPRINT: fingerprint(*self.declaration.functions),
+            _READS: self.declaration.reads.names,
+            _NOT_COMPILED: self._not_compiled,
+        }
+
+    @property
+    def _not_compiled(self) -> str:
+        return "" if self.declaration.kernels is None else self.declaration.kernels.failure
+
+    def _say_why_nothing_is_compiled(self, reasons: Sequence[str]) -> None:
+        """Stop compiling on all ranks if one of them could not."""
+        reason = next(filter(None, reasons), "")
+        if reason and self.declaration.kernels is not None and not self._said_reason:
+            self.declaration.kernels.give_up(reason)
+            self._said_reason = True
+            warnings.warn(f"PairLoss computes without compiled functions from now on. {reason}", stacklevel=4)
 
     def _say_what_nobody_reads(self) -> None:
         if self.declaration.unread and not self._said:

@@ -16,8 +16,10 @@ from ..exchange import ColumnData
 from ..nodes import Route
 from ..partition import Partition
 from ..sweep import Block
+from .compiled import Kernels
 from .running import Kept
-from .sweep import Gradients, PairSweep, Reduced, Side
+from .sweep import Gradients, PairSweep, Side
+from .tile import Reduced
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class PairPlan:
         x_learned, y_learned, p_learned: the names of the numbers and parameters with a gradient, in order.
         parameters: by name; those with a gradient are replaced by the node's inputs.
         symmetric: whether Y is X and half of the tiles suffice.
+        kernels: compiled functions of tiles; None: nobody asked for them.
+        signature: of the declaration, by which they are kept.
     """
 
     facts: Facts
@@ -52,6 +56,8 @@ class PairPlan:
     p_learned: Sequence[str]
     parameters: Mapping[str, Any]
     symmetric: bool = False
+    kernels: Kernels | None = None
+    signature: str = ""
 
     @property
     def of_rows(self) -> list[Reduced]:
@@ -88,6 +94,8 @@ class PairPlan:
             {**self.parameters, **dict(zip(self.p_learned, of_p, strict=True))},
             self.p_learned,
             self.symmetric,
+            self.kernels,
+            self.signature,
         )
 
 

@@ -51,7 +51,7 @@ class Rule(ABC):
     constants: ClassVar[int]
 
     @abstractmethod
-    def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         """Add a tile's entries to the kept numbers of its rows (dim 1) or columns (dim 0), (k, numbers), in place.
 
         Args:
@@ -77,7 +77,7 @@ class Rule(ABC):
 class _LogSumExp(Rule):
     kinds, initial, constants = ("max", "scaled"), (float("-inf"), 0.0), 2
 
-    def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
         scores = values.filled(values.value, float("-inf"))
         shift = _raised_(kept, scores, dim)
@@ -99,7 +99,7 @@ class _LogSumExp(Rule):
 class _Sum(Rule):
     kinds, initial, constants = ("sum",), (0.0,), 1
 
-    def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
         kept[:, 0] += values.filled(values.value, 0.0).sum(dim)
 
@@ -116,7 +116,7 @@ class _Sum(Rule):
 class _Count(Rule):
     kinds, initial, constants = ("sum",), (0.0,), 0
 
-    def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         kept[:, 0] += _number(values, dim)
 
     def result(self, kept: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class _Count(Rule):
 class _Mean(Rule):
     kinds, initial, constants = ("sum", "sum"), (0.0, 0.0), 1
 
-    def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
         kept[:, 0] += values.filled(values.value, 0.0).sum(dim)
         kept[:, 1] += _number(values, dim)
@@ -144,7 +144,7 @@ class _Mean(Rule):
 class _WeightedMean(Rule):
     kinds, initial, constants = ("max", "scaled", "scaled"), (float("-inf"), 0.0, 0.0), 3
 
-    def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
         assert values.log_weight is not None
         weights = values.filled(values.log_weight, float("-inf"))
@@ -170,7 +170,7 @@ class _WeightedMean(Rule):
 class _Max(Rule):
     kinds, initial, constants = ("max", "index"), (float("-inf"), NOBODY), 0
 
-    def update_(self, kept: Tensor, values: Values, dim: int, first: int) -> None:
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         best, at = self.scores(values).max(dim)  # the first of equal ones
         _take_(kept, torch.stack([best.to(kept.dtype), (at + first).to(kept.dtype)], 1))
 

@@ -1,0 +1,269 @@
+"""One tile: the numbers that it is computed from, what it adds to the kept numbers, and its gradients.
+
+`PlainTiles` calls the user's functions on the tile, and autograd for their derivative. The functions of this file also
+run while a tile is traced for the compiler, see `compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..partition import Tile
+from .affine import Coefficients, coefficients, confirmed, is_affine, may_be_affine
+from .entries import Entries, Values
+from .fields import nested
+from .reductions import Term
+from .running import Rule
+from .similarity import ONE, of_tile
+
+Slot = tuple[str, str]  # "s", "x", "y" or "p", and a name
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A term that tiles compute, and its rule.
+
+    Args:
+        name: of the term.
+        term: what the user declared.
+        rule: how it is computed.
+        rows: whether rows are reduced.
+        cols: whether columns are reduced.
+    """
+
+    name: str
+    term: Term
+    rule: Rule
+    rows: bool
+    cols: bool
+
+
+class Leaves(NamedTuple):
+    """Everything that a tile is computed from: products, numbers of rows and of columns, and parameters.
+
+    Tensors that require a gradient are the leaves of the tile's graph. x are (m, 1), y (1, n).
+    """
+
+    kinds: Mapping[str, str]
+    products: Mapping[str, Tensor]
+    x: Mapping[str, Any]
+    y: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+
+    def slots(self) -> Iterator[tuple[Slot, Any]]:
+        """Yield all values with their places, in the same order for all tiles."""
+        for letter, numbers in (("s", self.products), ("x", self.x), ("y", self.y), ("p", self.parameters)):
+            for name, value in numbers.items():
+                yield (letter, name), value
+
+    def changed(self, values: Mapping[Slot, Any]) -> Leaves:
+        """Return the same with other values in some places."""
+        letters = zip("sxyp", (self.products, self.x, self.y, self.parameters), strict=True)
+        made = ({name: values.get((letter, name), of) for name, of in numbers.items()} for letter, numbers in letters)
+        return Leaves(self.kinds, *made)
+
+    def entries(self) -> Entries:
+        """Return the entries of the tile, as the user's functions read them."""
+        (x, x_squares), (y, y_squares) = map(nested, (self.x, self.y))
+        s = {
+            name: of_tile(self.kinds[name], of, x_squares.get(name), y_squares.get(name))
+            for name, of in self.products.items()
+        }
+        return Entries(self.kinds, s, x, y, self.parameters)
+
+    def gradients(self, outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[Slot, Tensor]:
+        """Return the gradients of all leaves that have one."""
+        asked = {at: x for at, x in self.slots() if isinstance(x, Tensor) and x.requires_grad}
+        if not asked or not outputs:
+            return {}
+        found = torch.autograd.grad(outputs, [*asked.values()], weights, allow_unused=True)
+        return {at: grad for at, grad in zip(asked, found, strict=True) if grad is not None}
+
+
+Masks = Sequence[Tensor | None] | None  # of terms that read no similarity; None: none of them is known
+
+
+def update_(
+    of: Reduced, values: Values, rows: Tensor | None, cols: Tensor | None, firsts: tuple[int | Tensor, int | Tensor]
+) -> None:
+    """Add a term's values of a tile to the kept numbers of its rows and of its columns, (k, numbers), in place.
+
+    Args:
+        of: the term.
+        values: of the tile.
+        rows: the kept numbers of rows; None: they do not read the term here.
+        cols: those of columns, likewise.
+        firsts: the indices of the first row and of the first column.
+    """
+    if rows is not None:
+        of.rule.update_(rows, values, 1, firsts[1])
+    if cols is not None:
+        of.rule.update_(cols, values, 0, firsts[0])
+
+
+def sides_of(of_rows: Sequence[Tensor], of_cols: Sequence[Tensor]) -> list[tuple[Sequence[Tensor], int]]:
+    """Return the numbers that a rule needs of rows and of columns, each with the dimension they are spread over."""
+    return [(numbers, dim) for numbers, dim in ((of_rows, 1), (of_cols, 0)) if len(numbers)]
+
+
+def collect(
+    rule: Rule, values: Values, sides: Iterable[tuple[Sequence[Tensor], int]], into: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Append a term's outputs of a tile that have a gradient, each with dL by it.
+
+    Args:
+        rule: of the term.
+        values: of the tile.
+        sides: from `sides_of`.
+        into: the list of outputs.
+    """
+    if not values.differentiable:
+        return
+    assert values.value is not None
+    dtype = values.value.dtype
+    with torch.no_grad():
+        parts = [rule.weights(values, [x.to(dtype).unsqueeze(dim) for x in numbers]) for numbers, dim in sides]
+        for output, *of_sides in zip((values.value, values.log_weight), *parts, strict=True):
+            if output is not None and output.requires_grad:
+                total = of_sides[0] if len(of_sides) == 1 else of_sides[0] + of_sides[1]
+                into.append((output, total.expand(values.shape).sum_to_size(output.shape).to(output.dtype)))
+
+
+class PlainTiles:
+    """Tiles that eager PyTorch computes, scores that are affine in s without autograd.
+
+    Args:
+        reduced: the terms.
+        room: returns memory for a tile, by its number: what was in it is lost at the next tile, and at the next use.
+        looks: whether numbers of a tile may be looked at; a GPU would wait.
+    """
+
+    def __init__(self, reduced: Sequence[Reduced], room: Callable[[Tile, int], Tensor], *, looks: bool) -> None:
+        self.reduced, self.room, self.looks = reduced, room, looks
+        self._affine: list[int] | None = None
+
+    def update_(
+        self,
+        tile: Tile,
+        leaves: Leaves,
+        masks: Masks,
+        rows: Sequence[Tensor | None],
+        cols: Sequence[Tensor | None],
+        firsts: tuple[int, int],
+    ) -> None:
+        """Add a tile to the kept numbers of its rows and columns, of each term that a side reads, in place."""
+        entries = leaves.entries()
+        affine = self._affine_terms(entries)
+        for at, reduced in enumerate(self.reduced):
+            candidates, room = _mask(entries, reduced.term, masks, at), self.room(tile, 0)
+            found = affine.get(at)
+            if found is not None:
+                score = found.score_(leaves.products[ONE].detach(), self.room(tile, 1))
+                values = Values(tile.shape, candidates, score, room=room)
+            else:
+                values = replace(entries.values(reduced.term, candidates, safe=False), room=room)
+            update_(reduced, values, rows[at], cols[at], firsts)
+
+    def gradients(
+        self,
+        tile: Tile,
+        leaves: Leaves,
+        masks: Masks,
+        rows: Sequence[Sequence[Tensor]],
+        cols: Sequence[Sequence[Tensor]],
+    ) -> dict[Slot, Tensor]:
+        """Return the gradients of a tile's leaves.
+
+        Args:
+            tile: its place.
+            leaves: of the tile.
+            masks: of terms.
+            rows: the numbers that each term's rule needs of rows, (m,) each; none where rows do not read the term.
+            cols: those of columns, (n,) each, likewise.
+        """
+        masked = any(reduced.term.where is not None for reduced in self.reduced)
+        safe = masked and not self.looks
+        found = self._gradients(tile, leaves, masks, rows, cols, safe=safe)
+        if masked and not safe and not all(bool(grad.sum().isfinite()) for grad in found.values()):
+            found = self._gradients(tile, leaves, masks, rows, cols, safe=True)
+        return found
+
+    def _gradients(
+        self,
+        tile: Tile,
+        leaves: Leaves,
+        masks: Masks,
+        rows: Sequence[Sequence[Tensor]],
+        cols: Sequence[Sequence[Tensor]],
+        *,
+        safe: bool,
+    ) -> dict[Slot, Tensor]:
+        """Return the gradients of a tile's leaves.
+
+        With `safe=False` entries that are no candidates reach the scores as they are. Their weight is 0, and spoils a
+        sum only if a slope there is infinite or NaN; then the sum is NaN.
+        """
+        outputs = list[tuple[Tensor, Tensor]]()
+        of_products: Tensor | None = None  # from affine scores
+        with torch.enable_grad():
+            entries = leaves.entries()
+            affine = {} if safe else self._affine_terms(entries)
+            for at, reduced in enumerate(self.reduced):
+                if not reduced.rule.constants:
+                    continue
+                candidates, found = _mask(entries, reduced.term, masks, at), affine.get(at)
+                sides = sides_of(rows[at], cols[at])
+                if found is None:
+                    collect(reduced.rule, entries.values(reduced.term, candidates, safe=safe), sides, outputs)
+                    continue
+                score = found.score_(leaves.products[ONE].detach(), self.room(tile, 1))
+                total = self._weights_of(reduced.rule, tile, candidates, score, sides)
+                outputs += found.outputs(score, total)
+                slope = found.a.detach().to(score.dtype)
+                if of_products is None:
+                    of_products = torch.mul(total, slope, out=self.room(tile, 3))
+                else:
+                    of_products.addcmul_(total, slope)
+        grads = leaves.gradients(*zip(*outputs, strict=True)) if outputs else {}
+        products = leaves.products.get(ONE)
+        if of_products is not None and products is not None and products.requires_grad:
+            beside = grads.get(("s", ONE))
+            grads["s", ONE] = of_products if beside is None else of_products.add_(beside)
+        return grads
+
+    @torch.no_grad()
+    def _weights_of(
+        self, rule: Rule, tile: Tile, mask: Tensor | None, score: Tensor, sides: Iterable[tuple[Sequence[Tensor], int]]
+    ) -> Tensor:
+        """Return dL/df of a tile for a term whose scores are known, in memory that the next term overwrites."""
+        found = []
+        for number, (numbers, dim) in enumerate(sides):
+            values = Values(tile.shape, mask, score, room=self.room(tile, 2 * number))
+            weights, _ = rule.weights(values, [x.to(score.dtype).unsqueeze(dim) for x in numbers])
+            assert weights is not None
+            found.append(weights)
+        return found[0] if len(found) == 1 else torch.add(found[0], found[1], out=self.room(tile, 0))
+
+    def _affine_terms(self, entries: Entries) -> dict[int, Coefficients]:
+        """Return the coefficients of affine scores on a tile, by the numbers of their terms."""
+        if not self.looks:
+            return {}
+        if self._affine is None:
+            few = entries.first()
+            self._affine = [
+                at
+                for at, of in enumerate(self.reduced)
+                if may_be_affine(of.term, entries.kinds) and is_affine(of.term, few) and confirmed(of.term, few)
+            ]
+        found = {at: coefficients(self.reduced[at].term, entries) for at in self._affine}
+        return {at: of for at, of in found.items() if of is not None}
+
+
+def _mask(entries: Entries, term: Term, known: Masks, at: int) -> Tensor | None:
+    """Return a term's candidates, which may be known unless they depend on similarities."""
+    return entries.mask(term) if known is None or term.mask_reads_similarity else known[at]
