@@ -48,7 +48,7 @@ class Case:
     settings: dict = field(default_factory=dict)
     matryoshka: dict | None = None
     guide: bool | str = False
-    labels: bool = False
+    labels: bool | int = False  # one for each row, or so many
     ours: dict = field(default_factory=dict)
     trainer: dict = field(default_factory=dict)
 
@@ -90,7 +90,8 @@ def texts(rows, columns, seed=1, labels=False):
 
     found = {name: [text() for _ in range(rows)] for name in COLUMNS[:columns]}
     if labels:
-        found["label"] = torch.rand(rows, generator=generator, dtype=torch.float64).tolist()
+        shape = (rows,) if labels is True else (rows, labels)
+        found["label"] = torch.rand(shape, generator=generator, dtype=torch.float64).tolist()
     return Dataset.from_dict(found)
 
 

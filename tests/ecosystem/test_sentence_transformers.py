@@ -12,7 +12,7 @@ from dual import distance
 from sentence_runs import Case, encoder, on_two, run_cases
 
 pytest.importorskip("sentence_transformers")
-from sentence_transformers.util import dot_score
+from sentence_transformers.util import dot_score, pairwise_cos_sim
 
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
 
@@ -74,6 +74,13 @@ CASES = {
     "CoSENT": Case("CoSENTLoss", 2, labels=True),
     "CoSENT, cached": Case("CoSENTLoss", 2, labels=True, ours={"mini_batch_size": 3}),
     "AnglE": Case("AnglELoss", 2, labels=True),
+    "margins": Case("MarginMSELoss", 3, labels=True),
+    "margins, two negatives": Case("MarginMSELoss", 4, labels=2),
+    "margins from scores, cosines": Case("MarginMSELoss", 4, {"similarity_fct": pairwise_cos_sim}, labels=3),
+    "teacher's softmax": Case("DistillKLDivLoss", 4, labels=3),
+    "teacher's softmax, temperatures": Case(
+        "DistillKLDivLoss", 3, {"student_temperature": 0.5, "teacher_temperature": 0.2}, labels=2
+    ),
 }
 IN_THEIRS = {name: case for name, case in CASES.items() if case.matryoshka}
 ELSEWHERE = ("pairs", "cached", "all directions", "gist", "CoSENT")

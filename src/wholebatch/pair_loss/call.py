@@ -49,11 +49,14 @@ class Call:
         self.pairing: Pairing | None = None
         if declaration.wants_partners:
             self.pairing = pairing(facts, self.x, self.y)
+        # Before the sweep: the backward pass comes to the later nodes first, and one matrix at a time.
+        self.pairs: list[Pairs] = []
         self.partners: list[dict[str, Tensor]] = [{}, {}]
         if self.pairing is not None:
-            of_rows = self._partners(rows=True)
+            of_rows = self._pairs(rows=True)
             # Partners in the same place are the same pairs, seen from either side.
-            self.partners = [of_rows, of_rows if self.pairing.of_cols is None else self._partners(rows=False)]
+            self.pairs = [of_rows, of_rows if self.pairing.of_cols is None else self._pairs(rows=False)]
+            self.partners = [self._partners(of_rows, rows=True), self._partners(self.pairs[1], rows=False)]
 
     def loss(self) -> Tensor:
         """Return L."""
@@ -78,7 +81,8 @@ class Call:
     def _tower(self, name: str, of_data: str, data: Mapping[str, Tensor], rows: Partition) -> Tower:
         """Return one side: its features as products take them, and its numbers."""
         kinds, x = self.declared.kinds, self.facts.inputs[name]
-        parts = dict(zip(kinds, x.split(list(self.call.widths.values()), dim=1), strict=True))
+        widths = [*self.call.widths.values()]
+        parts = dict(zip(kinds, [x] if len(widths) == 1 else x.split(widths, dim=1), strict=True))
         features = {of: multiplied(part, kinds[of], self.shifts.get(of)) for of, part in parts.items()}
         numbers = {key: self.facts.inputs.get(f"{of_data}[{key!r}]", one) for key, one in data.items()}
         return Tower(features, numbers, rows)
@@ -91,9 +95,9 @@ class Call:
         parts = dict(zip(self.declared.kinds, mean.split(list(self.call.widths.values())), strict=True))
         return {name: parts[name] for name in self.declared.distances}
 
-    def _partners(self, *, rows: bool) -> dict[str, Tensor]:
+    def _partners(self, pairs: Pairs, *, rows: bool) -> dict[str, Tensor]:
         """Return the similarities of rows, or of columns, with their partners, by the names of numbers."""
-        found = self._pairs(rows=rows).similarities()
+        found = pairs.similarities
         if not rows and self.pairing is not None and not self.pairing.all_cols:
             (at,) = self._with_partner().nonzero(as_tuple=True)
             none = torch.zeros(self.cols.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
@@ -135,20 +139,14 @@ class Call:
                         "'pair' and so no partner; leave it to row_loss"
                     )
                 if isinstance(term, Partner):
-                    found[name] = self._with_partners(self._pairs(rows=rows), rows=rows).scores(term, self.parameters)
+                    at = 0 if rows else 1
+                    found[name] = self.pairs[at].scores(term, self.parameters, self.partners[at])
                 elif isinstance(term, Max | Min) and term.over != "own":
                     found[name] = self._winners(term, found[name], rows=rows)
                 if rows and term.over != "batch":
                     own = self._own(term)
                     found[name] = own if term.over == "own" else combined(term, found[name], own)
         return of_rows, of_cols
-
-    def _with_partners(self, pairs: Pairs, *, rows: bool) -> Pairs:
-        """Return pairs of partners whose rows and columns know the similarity with their partner."""
-        mine = self.partners[0 if rows else 1]
-        pairs.x_numbers.update(mine)
-        pairs.y_numbers.update(mine)
-        return pairs
 
     def _winners(self, term: Term, index: Tensor, *, rows: bool) -> Tensor:
         x, y = (

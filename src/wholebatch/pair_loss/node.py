@@ -142,13 +142,15 @@ class PairSums(torch.autograd.Function):
         learned, all_y = rest[:count], rest[count:]
         of_x, of_y, of_p = _split(learned, plan)
         sweep, dtype, wide = plan.sweep(x, [*of_x, *of_p], all_y), accumulation_dtype(x.dtype), wide_dtype(x.device)
-        _, want_x, want_y, *want_rest = ctx.needs_input_grad
+        want_x, want_y = ctx.needs_input_grad[1:3]
         of_rows = _constants(plan.of_rows, rows, ctx.slices[0], grads[0])
         of_cols = of_rows if plan.symmetric else _constants(plan.of_cols, cols, ctx.slices[1], grads[1])
         carried = plan.route.exchange.distribute(torch.cat(of_cols)) if any(map(len, of_cols)) else None
+        wants = want_x or want_y
         into = Gradients(
-            torch.zeros_like(x, dtype=dtype) if want_x else None,
+            torch.zeros_like(x, dtype=dtype) if want_x and not plan.symmetric else None,
             x.new_zeros(len(x), len(of_x), dtype=wide),
+            x.new_zeros(plan.cols.total, len(of_y), dtype=wide),
             [torch.zeros_like(one, dtype=wide) for one in of_p],
         )
         by_term = _by_term(plan, of_rows, rows=True)
@@ -157,27 +159,25 @@ class PairSums(torch.autograd.Function):
             numbers: list[Tensor] = []
             if columns.carried is not None:
                 numbers = list(columns.carried.split([len(one) for one in of_cols]))
-            sweep.backward(block, by_term, _by_term(plan, numbers, rows=False), into, columns.accumulated)
+            sums = into if columns.local is None else into._replace(u=columns.local)  # rows are columns, too
+            sweep.backward(block, by_term, _by_term(plan, numbers, rows=False), sums, columns.accumulated)
 
-        wants_y = want_y or any(want_rest[len(of_x) : len(of_x) + len(of_y)])
         v = plan.route.exchange.accumulate(
             fetched,
             visit,
             carried=carried,
-            initial=x.new_zeros(1, y.shape[1] + _aligned(len(of_y)), dtype=dtype) if wants_y else None,
+            initial=x.new_zeros(1, y.shape[1], dtype=dtype) if want_y or (wants and plan.symmetric) else None,
             to_owner=True,
         )
         grad_x = None if into.u is None else into.u.to(ctx.dtypes[0])
-        grad_y = v[:, : y.shape[1]].to(ctx.dtypes[1]) if v is not None and want_y else None
+        grad_y = None if v is None else v.to(ctx.dtypes[1])
+        of_columns = into.of_cols
+        if of_y and plan.facts.comm.size > 1:
+            of_columns = plan.facts.comm.reduce_scatter(of_columns, counts=plan.cols.counts, check=False)
         of_numbers = [into.of_rows[:, at].to(one.dtype) for at, one in enumerate(of_x)]
-        of_columns = [None if v is None else v[:, y.shape[1] + at].to(one.dtype) for at, one in enumerate(of_y)]
+        of_numbers += [of_columns[:, at].to(one.dtype) for at, one in enumerate(of_y)]
         of_parameters = [grad.to(one.dtype) for grad, one in zip(into.of_parameters, of_p, strict=True)]
-        return None, grad_x, grad_y, *of_numbers, *of_columns, *of_parameters
-
-
-def _aligned(columns: int) -> int:
-    """Return the number of columns beside a gradient: products write slowly into rows that begin at odd places."""
-    return -(-columns // 16) * 16
+        return None, grad_x, grad_y, *of_numbers, *of_parameters
 
 
 def _split(learned: Sequence[Tensor], plan: PairPlan) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from .reductions import Max, Min, Term
 from .similarity import ONE, of_pairs
 
 PAIR = "pair"
+NOBODY: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -149,15 +152,23 @@ class Pairs:
         (self.x, self.x_numbers), (self.y, self.y_numbers) = sides if rows_are_local else sides[::-1]
         self.kinds, self.dtype = kinds, wide_dtype(facts.device)
 
+    @cached_property
     def similarities(self) -> dict[str, Tensor]:
-        """Return the similarity of each pair, (k,), by name."""
+        """The similarity of each pair, (k,), by name."""
         return {name: of_pairs(kind, self.x[name], self.y[name], self.dtype) for name, kind in self.kinds.items()}
 
-    def scores(self, term: Term, parameters: Mapping[str, Any]) -> Tensor:
-        """Return the score of each pair, (k,)."""
-        s = {name: x[:, None] for name, x in self.similarities().items()}
+    def scores(self, term: Term, parameters: Mapping[str, Any], partners: Mapping[str, Tensor] = NOBODY) -> Tensor:
+        """Return the score of each pair, (k,).
+
+        Args:
+            term: the reduction.
+            parameters: by name.
+            partners: of pairs of partners, the numbers that both sides have beside their data.
+        """
+        s = {name: x[:, None] for name, x in self.similarities.items()}
         x, y = (
-            nested({name: one[:, None] for name, one in side.items()})[0] for side in (self.x_numbers, self.y_numbers)
+            nested({name: one[:, None] for name, one in {**side, **partners}.items()})[0]
+            for side in (self.x_numbers, self.y_numbers)
         )
         value = Entries(self.kinds, s, x, y, parameters).values(term, None).value
         assert value is not None

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .._autograd import once_differentiable
 from .._checks import check_choice
-from .._normalize import normalize_rows
-from .._precision import rows_at_a_time
+from .._normalize import divisors, known_norms, project_
+from .._precision import accumulation_dtype, rows_at_a_time
 from .._settings import shown
 
 SIMILARITIES = ("dot", "cosine", "neg_squared_distance")
@@ -57,7 +57,8 @@ def safe_value(kind: str) -> float:
 def multiplied(x: Tensor, kind: str, shift: Tensor | None = None) -> Tensor:
     """Return the rows whose products a tile holds."""
     if kind == "cosine":
-        return normalize_rows(x)
+        z: Tensor = _Normalized.apply(x)
+        return z
     return x - shift if kind == DISTANCE and shift is not None else x
 
 
@@ -77,13 +78,17 @@ def of_tile(kind: str, products: Tensor, row_squares: Tensor | None, col_squares
 
 
 def of_pairs(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the similarity of each row of x with the same row of y, both from `multiplied`: 2 of (k, d) -> (k,)."""
-    found: Tensor = _OfPairs.apply(kind == DISTANCE, x, y, dtype)
-    return found
+    """Return the similarity of each row of x with the same row of y, both from `multiplied`: 2 of (k, d) -> (k,).
+
+    Two nodes have the two gradients, so that only one more matrix is held at a time.
+    """
+    distance = kind == DISTANCE
+    found: Tensor = _OfPairs.apply(distance, x, y.detach(), dtype)
+    return found if not y.requires_grad else _AlsoOf.apply(found, distance, x.detach(), y)
 
 
 class _OfPairs(torch.autograd.Function):
-    """x_i . y_i, or -|x_i - y_i|^2, a few rows at a time in a wider dtype; the gradients are in that of the rows."""
+    """x_i . y_i, or -|x_i - y_i|^2, a few rows at a time in a wider dtype; the gradient by x is in that of the rows."""
 
     @staticmethod
     def forward(ctx: Any, distance: bool, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,10 +103,47 @@ class _OfPairs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _gradient(grad, *ctx.saved_tensors, distance=ctx.distance), None, None
+
+
+class _AlsoOf(torch.autograd.Function):
+    """Similarities as they are, and the gradient by y."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, distance: bool, x: Tensor, y: Tensor) -> Tensor:
+        ctx.distance = distance
+        ctx.save_for_backward(x, y)
+        return found.view_as(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor]:
         x, y = ctx.saved_tensors
-        grad = grad.to(x.dtype)[:, None]
-        if not ctx.distance:
-            return None, grad * y, grad * x, None
-        of_y = (2 * grad) * (x - y)
-        return None, -of_y, of_y, None
+        return grad, None, None, _gradient(grad, y, x, distance=ctx.distance)
+
+
+def _gradient(grad: Tensor, of: Tensor, other: Tensor, *, distance: bool) -> Tensor:
+    """Return the gradient by one of the rows: g_i other_i, or -2 g_i (of_i - other_i)."""
+    grad = grad.to(of.dtype)[:, None]
+    return (of - other).mul_(-2 * grad) if distance else grad * other
+
+
+class _Normalized(torch.autograd.Function):
+    """Rows by the rule of `_normalize`, a few at a time: forward and backward hold one matrix beside the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        z, norms = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)), known_norms(x)
+        for found, rows, norm in zip(*(of.split(rows_at_a_time(x.device)) for of in (z, x, norms)), strict=True):
+            torch.div(rows.to(z.dtype), divisors(norm), out=found)
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(z, norms)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        found = grad.clone(memory_format=torch.contiguous_format)
+        project_(found, *ctx.saved_tensors)
+        return (found.to(ctx.dtype),)

@@ -48,10 +48,18 @@ class Side:
 
 
 class Gradients(NamedTuple):
-    """The sums of a backward pass: dL/dX, dL/d(numbers of rows) and dL/d(parameters); None where nobody asks."""
+    """The sums of a backward pass that stay on this rank while it goes on.
+
+    Args:
+        u: (b, d), dL/dX; None: nobody asks.
+        of_rows: (b, k), by the learned numbers of rows.
+        of_cols: (B, k), by the learned numbers of all columns.
+        of_parameters: by each learned parameter.
+    """
 
     u: Tensor | None
     of_rows: Tensor
+    of_cols: Tensor
     of_parameters: list[Tensor]
 
 
@@ -122,7 +130,7 @@ class PairSweep:
             rows: the numbers that each term's rule needs of rows, (constants, b), empty for terms without.
             cols: of the block's columns, (constants, n).
             into: the sums that this rank keeps.
-            v: (n, d + k), dL/dY and dL/d(learned numbers of columns); None: nobody asks.
+            v: (n, d), dL/dY; None: nobody asks. Of a symmetric matrix u may be a part of it.
         """
         wants = v is not None or into.u is not None
         for tile, factors, masks in self._tiles(block):
@@ -206,8 +214,7 @@ class PairSweep:
         v: Tensor | None,
     ) -> None:
         """Add the gradients by a tile's leaves to the sums."""
-        here, start = _relative(tile.cols, block), 0
-        tile = Tile(tile.rows, tile.cols)  # on the diagonal as well, where it holds all of its entries
+        start, tile = 0, Tile(tile.rows, tile.cols)  # on the diagonal as well, where it holds all of its entries
         for name, driver in self.drivers.items():
             columns = slice(start, start + driver.width)
             start = columns.stop
@@ -222,8 +229,8 @@ class PairSweep:
                 into.of_rows[tile.rows, number] += grad[:, 0]
         for number, name in enumerate(self.y.learned):
             grad = grads.get(("y", name))
-            if grad is not None and v is not None:
-                v[here, start + number] += grad[0]
+            if grad is not None:
+                into.of_cols[tile.cols, number] += grad[0]
         for number, name in enumerate(self.learned):
             grad = grads.get(("p", name))
             if grad is not None:

@@ -9,12 +9,14 @@ come from the batches of all processes.
 
 ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms
 gist         GISTEmbedLoss, CachedGISTEmbedLoss: false negatives by a guide
+distillation DistillKLDivLoss, MarginMSELoss: a teacher's scores
 matryoshka   MatryoshkaLoss: one of these losses for several embedding sizes
 whole_batch  WholeBatchLoss: any of their losses that has `compute_loss_from_embeddings`
 embedding    columns of a batch to embeddings, all at once or in chunks
 theirs       the names of sentence-transformers that are used, and its versions
 """
 
+from .distillation import DistillKLDivLoss, MarginMSELoss
 from .gist import CachedGISTEmbedLoss, GISTEmbedLoss
 from .matryoshka import MatryoshkaLoss
 from .ranking import (
@@ -29,7 +31,9 @@ __all__ = [
     "CachedGISTEmbedLoss",
     "CachedMultipleNegativesRankingLoss",
     "CachedMultipleNegativesSymmetricRankingLoss",
+    "DistillKLDivLoss",
     "GISTEmbedLoss",
+    "MarginMSELoss",
     "MatryoshkaLoss",
     "MultipleNegativesRankingLoss",
     "MultipleNegativesSymmetricRankingLoss",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -21,6 +22,30 @@ SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
 def cos_sim(a: Tensor, b: Tensor) -> Tensor:
     """Return the cosines of all pairs of rows; it stands for the function of the same name in sentence-transformers."""
     return normalize(a, dim=-1) @ normalize(b, dim=-1).T
+
+
+def pairwise_dot_score(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of paired rows; it stands for the function of the same name in sentence-transformers."""
+    return torch.linalg.vecdot(a, b)
+
+
+def is_cosine_of_pairs(similarity_fct: SimilarityFunction) -> bool:
+    """Return True for cosines of paired rows, False for their products.
+
+    Raises:
+        ValueError: for any other function.
+    """
+    if similarity_fct is pairwise_dot_score:
+        return False
+    util = SENTENCE_TRANSFORMERS.load("sentence_transformers.util")
+    for name in ("pairwise_cos_sim", "pairwise_dot_score"):
+        if similarity_fct is getattr(util, SENTENCE_TRANSFORMERS.seam(util, name)):
+            return name == "pairwise_cos_sim"
+    raise ValueError(
+        "similarity_fct must be pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util, got "
+        f"{getattr(similarity_fct, '__name__', similarity_fct)!r}; for another function use WholeBatchLoss(model, "
+        "their loss)"
+    )
 
 
 def is_cosine(similarity_fct: SimilarityFunction) -> bool:
