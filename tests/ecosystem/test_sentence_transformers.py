@@ -17,6 +17,7 @@ from sentence_transformers.util import dot_score, pairwise_cos_sim
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
 
 ROUNDING = 1e-11  # of the distance moved: 20 steps in float64, summed in another order
+OF_LABELS = 1e-6  # they compute the teacher's softmax in the labels' float32
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 RANKING, CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
 PARTS = {"matryoshka_dims": [16, 4, 8], "matryoshka_weights": [1, 2, 3]}
@@ -76,8 +77,10 @@ CASES = {
     "AnglE": Case("AnglELoss", 2, labels=True),
     "margins": Case("MarginMSELoss", 3, labels=True),
     "margins, two negatives": Case("MarginMSELoss", 4, labels=2),
-    "margins from scores, cosines": Case("MarginMSELoss", 4, {"similarity_fct": pairwise_cos_sim}, labels=3),
-    "teacher's softmax": Case("DistillKLDivLoss", 4, labels=3),
+    "margins from scores, cosines": Case(
+        "MarginMSELoss", 4, {"similarity_fct": pairwise_cos_sim}, labels=3, trainer={"learning_rate": 0.5}
+    ),
+    "teacher's softmax": Case("DistillKLDivLoss", 4, labels=3, trainer={"learning_rate": 0.2}),
     "teacher's softmax, temperatures": Case(
         "DistillKLDivLoss", 3, {"student_temperature": 0.5, "teacher_temperature": 0.2}, labels=2
     ),
@@ -118,11 +121,11 @@ def found(folder):
     return on_two(jobs, folder)
 
 
-def assert_trained_alike(runs, true):
+def assert_trained_alike(runs, true, most=ROUNDING):
     for run in runs:
         assert not isinstance(run, str), run
         assert (true.weights - true.start).norm() > 0.05 * true.start.norm(), "nothing was trained"
-        assert distance(run, true) < ROUNDING
+        assert distance(run, true) < most
         assert run.losses == pytest.approx(true.losses, rel=1e-6)  # the trainer adds losses up in float32
         assert torch.equal(run.weights, runs[0].weights)
         assert run.reductions == 20
@@ -130,7 +133,8 @@ def assert_trained_alike(runs, true):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_end_with_the_weights_of_one(found, true, name):
-    assert_trained_alike([of_rank["ours"][name] for of_rank in found], true[name])
+    most = OF_LABELS if "softmax" in name else ROUNDING
+    assert_trained_alike([of_rank["ours"][name] for of_rank in found], true[name], most)
 
 
 @pytest.mark.parametrize("name", IN_THEIRS)

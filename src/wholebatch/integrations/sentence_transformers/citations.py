@@ -47,3 +47,19 @@ MATRYOSHKA = """
     year={2022}, eprint={2205.13147}, archivePrefix={arXiv}
 }
 """
+
+MARGIN_MSE = """
+@misc{hofstatter2020margin,
+    title={Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation},
+    author={Hofst{\\"a}tter, Sebastian and others},
+    year={2020}, eprint={2010.02666}, archivePrefix={arXiv}
+}
+"""
+
+TIGHTLY_COUPLED = """
+@misc{lin2020tightly,
+    title={Distilling Dense Representations for Ranking using Tightly-Coupled Teachers},
+    author={Lin, Sheng-Chieh and Yang, Jheng-Hong and Lin, Jimmy},
+    year={2020}, eprint={2010.11386}, archivePrefix={arXiv}
+}
+"""

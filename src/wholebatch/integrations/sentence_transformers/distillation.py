@@ -17,6 +17,7 @@ import wholebatch as wb
 from ...comm import Group
 from ...contract import prepared
 from .arguments import checked_positive
+from .citations import MARGIN_MSE, TIGHTLY_COUPLED
 from .embedding import BatchLoss
 from .theirs import SimilarityFunction, is_cosine_of_pairs, pairwise_dot_score
 
@@ -38,7 +39,7 @@ class _ScoredColumns(BatchLoss):
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
-        return {"similarity_fct": getattr(self.similarity_fct, "__name__", str(self.similarity_fct))}
+        return {"similarity_fct": f"pairwise_{'cos_sim' if self.similarity == 'cosine' else 'dot_score'}"}
 
     def _labels(self, labels: object, shapes: Sequence[tuple[int, ...]]) -> Tensor:
         """Return labels of one of these shapes.
@@ -102,6 +103,11 @@ class DistillKLDivLoss(_ScoredColumns):
         found = super().get_config_dict() | {"temperature": self.temperature}
         return found | {name: of for name in names[1:] if (of := getattr(self, name)) != self.temperature}
 
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        return TIGHTLY_COUPLED
+
 
 class MarginMSELoss(_ScoredColumns):
     """Their `MarginMSELoss`, by :func:`wholebatch.recipes.margin_mse`.
@@ -135,3 +141,8 @@ class MarginMSELoss(_ScoredColumns):
         own = torch.stack(negatives, 1)
         loss: Tensor = self.loss(queries, positives, own=own, own_data={"margin": margins.to(queries)})
         return loss
+
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        return MARGIN_MSE
