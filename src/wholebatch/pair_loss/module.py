@@ -19,6 +19,7 @@ from ..sweep import Memory, Precision
 from ..sync import Sync
 from .arguments import Arguments
 from .call import CALLER, Call
+from .counted import tiles_held
 from .declaration import Declaration
 from .fingerprint import fingerprint
 from .first_use import Reads
@@ -28,6 +29,7 @@ from .similarity import Similarity
 
 _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions"
+_TILES = "how many times two tiles a step holds"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -101,6 +103,7 @@ class PairLoss(nn.Module):
             else:
                 self._constants[name] = value
         self._said = False
+        self._tiles: dict[str, int] = {}
 
     @entry
     def forward(
@@ -142,10 +145,11 @@ class PairLoss(nn.Module):
         """
         given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
         call = self._prepared(x, y, (x_data, y_data, own_data), own, own_offsets, given)
-        facts = agree(CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,)))
+        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT,))
+        facts = agree(CALLER, self.options, call.inputs(weights), checks)
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
-        return Call(self.declaration, call, facts.widened()).loss()
+        return Call(self.declaration, call, facts.widened(), tiles=max(facts.of_ranks(_TILES))).loss()
 
     def reference(
         self,
@@ -206,8 +210,18 @@ class PairLoss(nn.Module):
             self.declaration.use(call)
         return call
 
-    def _facts(self) -> dict[str, Any]:
-        return {_FINGERPRINT: fingerprint(*self.declaration.functions), _READS: self.declaration.reads.names}
+    def _facts(self, call: Arguments) -> dict[str, Any]:
+        of_functions = fingerprint(*self.declaration.functions)
+        return {_FINGERPRINT: of_functions, _READS: self.declaration.reads.names, _TILES: self._tiles_of(call)}
+
+    def _tiles_of(self, call: Arguments) -> int:
+        """Return how many times two tiles a step holds; only a number of bytes as `memory` asks for it."""
+        if not isinstance(self.options.memory, int):
+            return 1
+        kind = repr([*call.signature, call.learned])
+        if kind not in self._tiles:
+            self._tiles[kind] = tiles_held(self.declaration, call)
+        return self._tiles[kind]
 
     def _say_what_nobody_reads(self) -> None:
         if self.declaration.unread and not self._said:
@@ -219,3 +233,21 @@ class PairLoss(nn.Module):
         terms = ", ".join(f"{name}={term!r}" for name, term in self.declaration.terms.items())
         options = f"reduction={self.options.reduction!r}, sync={self.options.sync!r}"
         return f"{terms}, similarity={self.declaration.kinds!r}, {options}"
+
+
+def arguments_of(
+    loss_fn: PairLoss,
+    x: Tensor | Mapping[str, Tensor],
+    y: Tensor | Mapping[str, Tensor] | None = None,
+    *,
+    x_data: Mapping[str, Tensor] = _NOTHING,
+    y_data: Mapping[str, Tensor] = _NOTHING,
+    own: Tensor | Mapping[str, Tensor] | None = None,
+    own_data: Mapping[str, Tensor] = _NOTHING,
+    own_offsets: Tensor | None = None,
+    parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+    weights: Tensor | None = None,
+) -> Arguments:
+    """Return the checked arguments of a call, without weights; arguments as in `forward`, without communication."""
+    given = {**loss_fn._parameters_here(), **parameters}
+    return loss_fn._checked_arguments(x, y, (x_data, y_data, own_data), own, own_offsets, given)
