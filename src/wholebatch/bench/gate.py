@@ -92,10 +92,16 @@ def check_declared(
             got = comm.all_reduce(got.clone(), check=False)
         torch.testing.assert_close(got.double(), of.double(), rtol=0, atol=close * of.abs().max().item() + 1e-12)
     if beside is not None:
-        entry = SUBJECTS[beside]
-        features = [whole[key] for key in ("x", "y") if key in whole]
-        built_in = entry.call(wb.reference, *features, scale=SCALE, bias=torch.tensor(BIAS, dtype=torch.float64))
-        torch.testing.assert_close(loss.double(), built_in.double(), rtol=1e-4, atol=1e-4)
+        _check_beside(name, beside)
+
+
+def _check_beside(name: str, beside: str) -> None:
+    """Raise AssertionError unless a declared loss has the value of a loss of this library, on few rows."""
+    made, arguments = call_of(name, _PEER_ROWS, GATE_SIZE, dtype=torch.float64)
+    features = [arguments[key] for key in ("x", "y") if key in arguments]
+    bias = torch.tensor(BIAS, dtype=torch.float64)
+    expected = SUBJECTS[beside].call(wb.reference, *features, scale=SCALE, bias=bias)
+    torch.testing.assert_close(made.reference(**arguments).double(), expected.double(), rtol=1e-4, atol=1e-4)
 
 
 def _tensors(of: Any) -> list[Tensor]:

@@ -48,6 +48,7 @@ class Counts:
 
     Args:
         symmetric: whether half of the tiles suffice.
+        similarities: the number of them, which share the numbers of a row.
         towers: 1 if the rows of x are the columns, too, else 2.
         of_tile: bytes that are held at a time for each entry of a tile.
         of_row: bytes for each row, beside its features.
@@ -58,6 +59,7 @@ class Counts:
     """
 
     symmetric: bool
+    similarities: int
     towers: int
     of_tile: float
     of_row: float
@@ -245,6 +247,7 @@ def count(loss: DeclaredLoss, dtype: torch.dtype) -> Counts:
     learned += len(declaration.distances) + (PARTNER in declaration.reads.y) * len(declaration.kinds)
     return Counts(
         symmetric=declaration.symmetric,
+        similarities=names,
         towers=1 if call.y is None else 2,
         of_tile=of_an_entry(lambda side: narrow(side).held),
         of_row=linear / rows - of_feature * width,

@@ -109,6 +109,11 @@ def plan(
     rates = (given(device, of_features) if rates is None else rates).with_wire(bandwidth)
     if counts is not None:
         replace(sizes, towers=counts.towers).check_encoders()
+        if embedding_size < counts.similarities:
+            raise UserError(
+                f"embedding_size is that of all similarities together, at least {counts.similarities}; got "
+                f"{embedding_size}"
+            )
         rates = rates.with_entry(name, counts.moved)
     check_rates(rates, name, DTYPES[sizes.dtype], device, ranks)
     shapes = Shapes(

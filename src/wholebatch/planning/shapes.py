@@ -73,7 +73,7 @@ class Shapes:
 
     @property
     def size(self) -> int:
-        """Return s, the bytes of a number that is sent; rows of unit length, and all of a declared loss, are in that of sums."""
+        """Return s, the bytes of a number that is sent; rows of unit length, or of a declared loss, are like sums."""
         return self.sums_size if self.symmetric or self.declared is not None else self.dtype.itemsize
 
     @property

@@ -11,7 +11,7 @@ bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
     NT-Xent    4 of half       (2b)(2B) / 2    as CLIP with 2b rows in a bytes, and   ring: b d a more
     SupCon     4 of half       b B / 2         as NT-Xent with b rows
     PartialFC  4 k B d         k B             the larger of tiles + k d a + B d (s + 2a), k d s + B d (s + 5a)
-    declared   4 units         b B             what `declared.count` finds for tiles, rows and features; half if symmetric
+    declared   4 units         b B             half if symmetric; `declared.count` finds the memory
 
 `losses.catalog` says which of these rows a loss follows. Gather holds Y, its gradient, and the buffer of the
 reduce-scatter; the gradients of X and of the local rows of Y. Ring holds X's gradient, two blocks of Y, two of its
