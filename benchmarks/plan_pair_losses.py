@@ -3,15 +3,18 @@
     .venv/bin/python benchmarks/plan_pair_losses.py --rows 2048 4096 8192 [--time]
 
 Memory is the rise of a process's peak in a second step, without features and their gradients. Times, which need a quiet
-machine, are predicted by rates that are measured first, with those of each loss's own functions ("calibrated"), and without them ("moved": by the
-bytes that its operations move, relative to CLIP's). Results go to results/plan_pair_losses.json.
+machine, are predicted by rates that are measured first: with those of the loss's own functions ("calibrated"), and
+without them ("moved": by the bytes that its operations move, relative to CLIP's). Results go to
+results/plan_pair_losses.json.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +27,8 @@ from wholebatch.planning.shapes import ExchangeUsed, Shapes
 from wholebatch.planning.work import work_of
 
 HERE = Path(__file__).resolve().parent
+RESULTS, PAGE = HERE / "results" / "plan_pair_losses.json", HERE.parent / "docs" / "planning.md"
+MARK = "<!-- declared -->"
 NAMES = ("clip", "info_nce", "siglip", "sup_con", "lifted", "mined")
 
 
@@ -55,6 +60,17 @@ def _memory(predicted: int, measured: int) -> dict[str, float]:
     }
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of the documentation."""
+    lines = ["| ranks | declared loss | B | memory | measured | error |", "|--:|---|--:|--:|--:|--:|"]
+    for row in sorted(rows, key=lambda of: (of["ranks"], NAMES.index(of["loss"]), of["rows"])):
+        lines.append(
+            f"| {row['ranks']} | {row['loss']} | {row['rows']} | {row['predicted_mb']:.1f} MB | "
+            f"{row['measured_mb']:.1f} MB | {row['error_of_memory']:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Predict, measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,7 +80,6 @@ def main() -> None:
     parser.add_argument("--exchange", default="gather", choices=("gather", "ring"))
     parser.add_argument("--time", action="store_true", help="times as well")
     options = parser.parse_args()
-    found = []
     for ranks in options.ranks:
         for name in options.losses:
             loss = f"{HERE / 'declared_losses.py'}:{name}"
@@ -76,9 +91,10 @@ def main() -> None:
                 row |= (
                     memory_of(shapes, options.exchange) if rates is None else times_of(shapes, options.exchange, rates)
                 )
-                found.append(row)
                 print(row, flush=True)
-    keep(HERE / "results" / "plan_pair_losses.json", found, ("loss", "ranks", "exchange", "rows"))
+                everything = keep(RESULTS, [row], ("loss", "ranks", "exchange", "rows"))
+    before, _, rest = PAGE.read_text().partition(MARK)
+    PAGE.write_text(f"{before}{MARK}\n\n{table(everything)}\n\n{MARK}{rest.partition(MARK)[2]}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_the_planned_memory_is_that_of_tensors(name):
     shapes = shapes_of(name, 1400, 96)
     step = make_step(LocalCommunicator(), shapes, "gather", "flat", CPU)
     step()
-    assert work_of(shapes, "gather", "flat").loss == pytest.approx(peak_of(step), rel=0.05)
+    assert work_of(shapes, "gather", "flat").loss == pytest.approx(peak_of(step), rel=0.07)
 
 
 def measured_on_ranks(name, exchange):

@@ -44,7 +44,7 @@ _FORM = "a wb.PairLoss, or a function of (rows, embedding_size) that returns one
 
 @dataclass(frozen=True)
 class Counts:
-    """What steps of few rows show of a declared loss.
+    """The bytes of a declared loss, counted in steps of few rows.
 
     Args:
         symmetric: whether half of the tiles suffice.
@@ -128,7 +128,10 @@ def _module_in(path: Path) -> Any:  # a module of the user
 def _made(loss: DeclaredLoss, rows: int, embedding_size: int) -> tuple[PairLoss, Mapping[str, Any]]:
     """Return the loss and the further arguments of a call that the user's function makes."""
     found = find(loss)
-    made: Any = (found, {}) if isinstance(found, PairLoss) else found(rows, embedding_size)
+    try:
+        made: Any = (found, {}) if isinstance(found, PairLoss) else found(rows, embedding_size)
+    except Exception as error:  # whatever a user's function raises
+        raise UserError(f"{name_of(loss)} must be {_FORM}; it raised {type(error).__name__}: {error}") from error
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     loss_fn, more = pair
     if not isinstance(loss_fn, PairLoss) or not isinstance(more, Mapping):
@@ -174,7 +177,7 @@ def call_of(
             name: normalize(torch.randn(rows, width, generator=generator), dim=1).to(device, dtype).requires_grad_()
             for name, width in widths.items()
         }
-        return parts[ONE] if ONE in parts else parts
+        return parts.get(ONE, parts)
 
     arguments = {"x": features()}
     if not loss_fn.declaration.symmetric and "y" not in more:

@@ -50,8 +50,9 @@ def plan(
 
     peak = model + features + max(activations + loss, gradients),    or with gradient caching as `planning.step` says
 
-    Nothing is run but steps of a few rows of a declared loss: shapes in; bytes, flops and seconds out. The functions that decide `exchange="auto"` and
-    `memory="auto"` are the library's own, for gloo and NCCL of torch.distributed.
+    Shapes in; bytes, flops and seconds out. Nothing is run, except steps of a few rows of a declared loss. The
+    functions that decide `exchange="auto"` and `memory="auto"` are the library's own, for gloo and NCCL of
+    torch.distributed.
 
     Args:
         batch_size: B, examples on all ranks: pairs; images for SupCon and for classes.
