@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from audit_problems import (
+    D,
     Encoders,
     batch,
     clip,
@@ -454,3 +455,70 @@ def not_of_its_loss():
 def sharded_times_w():
     made = right_sharded()
     return Problem(made.model, made.batch, lambda model, batch: size() * made.loss(model, batch), sharded=["head"])
+
+
+# Declared losses, used in a wrong way.
+
+
+def declared_over_w():
+    return declared(lambda model, batch: declared_loss(model, batch) / size())
+
+
+def declared_over_w_sync():
+    """Ask for the gradient of an engine that sums, under one that averages."""
+    return declared(declared_loss, sync="sum")
+
+
+def declared_mean_of_means():
+    """Take the mean over local rows, where ranks have different numbers of them."""
+    return declared(lambda model, batch: declared_loss(model, batch).mean(), uneven=True, reduction="none")
+
+
+def declared_not_gathered():
+    return declared(declared_loss, group=wb.comm.LocalCommunicator())
+
+
+def declared_gathered_without_gradient():
+    """Gather rows before the call, which would gather them itself."""
+
+    def loss(model, batch):
+        images, texts = (gathered(x) for x in model["towers"](batch["images"], batch["texts"])[:2])
+        return model["loss"](images, texts)
+
+    return declared(loss, group=wb.comm.LocalCommunicator())
+
+
+def declared_data_without_gradient():
+    """Gather data of the columns, which lose their gradient, and keep the local ones of them."""
+
+    def loss(model, batch):
+        x, y, _ = model["towers"](batch["images"], batch["texts"])
+        bias = model["bias"](batch["texts"])[:, 0]
+        if size() > 1:
+            bias = gathered(bias, local=False)[dist.get_rank() * len(x) :][: len(x)]
+        return model["loss"](x, y, y_data={"bias": bias})
+
+    terms = {"all": wb.LogSumExp(lambda s, x, y, p: p.scale * s + y.bias), "own": wb.Partner()}
+    return declared(loss, terms)
+
+
+def declared_loss(model, batch):
+    x, y, _ = model["towers"](batch["images"], batch["texts"])
+    return model["loss"](x, y)
+
+
+def declared(loss, terms=None, *, uneven=False, **options):
+    """Return a problem whose model holds a declared loss with a learned scale."""
+    terms = terms or {"all": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner))}
+    loss_fn = wb.PairLoss(
+        terms,
+        lambda r, x, p: r.all - (r.own if "own" in terms else 0),
+        parameters={"scale": nn.Parameter(torch.tensor(3.0))},
+        **options,
+    )
+    towers = Encoders()
+    towers.log_scale.requires_grad_(False)
+    model = nn.ModuleDict({"towers": towers, "bias": nn.Linear(D, 1), "loss": loss_fn})
+    if "own" not in terms:
+        del model["bias"]
+    return Problem(model, batch(), loss, uneven=uneven)

@@ -79,6 +79,11 @@ PLANTED = {
     "scale_times_steps_in_float32": "scale-times-steps",
     "not_of_its_loss": "not-of-its-loss",
     "sharded_times_w": "everything-times-w",
+    "declared_over_w": "everything-over-w",
+    "declared_mean_of_means": "mean-of-means",
+    "declared_not_gathered": "not-gathered",
+    "declared_gathered_without_gradient": "gather-without-gradient",
+    "declared_data_without_gradient": "no-gradient",
 }
 
 
@@ -116,6 +121,14 @@ def test_each_planted_mistake_is_named(name, cause):
     finding = next(finding for finding in report.findings if finding.cause.name == cause)
     assert finding.cause.fix
     assert finding.evidence
+
+
+def test_the_assertion_knows_declared_losses():
+    """A declared loss with the sum's gradient under an engine that averages is found; as declared it is exact."""
+    setting = "PairLoss, x and y, a learned scale"
+    assert_exact(presets.settings("wholebatch")[setting], (2, 3))
+    with pytest.raises(AssertionError, match=r"loss.values.scale +0.5"):
+        assert_exact(audit_mistakes.declared_over_w_sync, (1, 2))
 
 
 @pytest.mark.parametrize("name", ["values_differ", "detached", "detached_first_call", "unused"])

@@ -317,7 +317,7 @@ def test_samples_of_classes_take_less_work_and_memory():
             {"ranks": 128},
             "batch_size is that of all ranks together: at least one example for each of 128 ranks, got 64",
         ),
-        ({"loss": "circle"}, f"loss must be one of {', '.join(LOSSES)}; got 'circle'"),
+        ({"loss": "circle"}, f"loss must be one of {', '.join(LOSSES)}, or a declared loss; got 'circle'"),
         ({"dtype": "int8"}, "dtype must be one of float64, float32"),
         ({"dtype": torch.int64}, "dtype must be one of float64, float32"),
         ({"device": "tpu"}, "device must be one of cpu, cuda, t4"),

@@ -249,6 +249,7 @@ LEGAL: dict[str, str] = {
     "Problem.model": "linear",
     "batch_size": f"{_INTEGERS} int_10^12",
     "plan.embedding_size": f"{_INTEGERS} int_10^12",
+    "plan.loss": _FUNCTION,
     "ranks": _INTEGERS,
     "classes": f"{_INTEGERS} int_10^12",
     "memory_limit": f"{_INTEGERS} int_10^12",

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from wholebatch._declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
 from wholebatch._launcher import LAUNCHED_SIZES, launcher_size
@@ -69,8 +71,11 @@ class LossConfig:
     reference before it is timed.
     """
 
-    losses: tuple[LossName, ...] = LOSSES
-    """The losses to time."""
+    losses: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"[{{{','.join(LOSSES)}}}|FILE.py:NAME ...]")] = LOSSES
+    """The losses to time. A declared loss by the file and the name of a wb.PairLoss, or of a function of (rows,
+    embedding_size) that returns one and the further arguments of its call; it is compared with its dense reference."""
+    beside: LossName | None = None
+    """A loss of this library, of the same value as each declared loss, that takes turns with it."""
     batch_size: int = 4096
     """B, examples on all ranks together."""
     embedding_size: int = 512
@@ -114,6 +119,14 @@ class LossConfig:
         for name in ("losses", "keep", "exchanges", "dtypes", "kernels"):
             if not getattr(self, name):
                 raise UserError(f"{option(name)} needs at least one value")
+        for name in self.losses:
+            if name not in LOSSES and ":" not in name:
+                raise UserError(
+                    f"--losses must be some of {', '.join(LOSSES)}, or declared losses such as my_losses.py:lifted; "
+                    f"got {name!r}"
+                )
+        if self.beside is not None and not any(":" in name for name in self.losses):
+            raise UserError("--beside is timed with a declared loss: name one in --losses, as in my_losses.py:lifted")
         if self.device == "cpu" and "triton" in self.kernels:
             raise UserError("--kernels triton needs --device cuda")
         if any(variable in os.environ for variable in LAUNCHED_SIZES):

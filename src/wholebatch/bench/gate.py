@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch.comm import Communicator
+from wholebatch.planning.declared import call_of, leaves_of, with_options
 from wholebatch.planning.subject import BIAS, SCALE
 
 from .peers import PairLoss
@@ -55,6 +56,74 @@ def check(
     for position, (got, true) in enumerate(zip(actual[1:], expected[1:], strict=True)):
         of_rank = comm.size * true[local] if position < len(whole) else true
         torch.testing.assert_close(got.double(), of_rank, rtol=0, atol=close * of_rank.abs().max().item())
+
+
+def check_declared(
+    comm: Communicator, name: str, configuration: Configuration, device: torch.device = _CPU, beside: str | None = None
+) -> None:
+    """Check a declared loss and its gradients against its dense float64 reference, on a small batch of several tiles.
+
+    Each rank has its own data of the batch; the reference gets all ranks', one after the other. With `beside` the value
+    is also compared with that loss of this library.
+
+    Raises:
+        AssertionError: if they are wrong.
+    """
+    torch.manual_seed(comm.rank)
+    made, arguments = call_of(name, _GATE_ROWS[device.type], 2 * GATE_SIZE, device=device, seed=comm.rank)
+    loss_fn = with_options(made, group=comm, sync=None, reduction="mean", **configuration.exchange_only)
+    rows = [key for key in arguments if key != "parameters"]  # these are the same on all ranks
+    local = {key: _leaves(arguments[key], DTYPES[configuration.dtype]) for key in rows}
+    whole = {key: _gathered(comm, local[key]) for key in rows}
+    shared = {"parameters": arguments["parameters"]} if "parameters" in arguments else {}
+    loss = loss_fn(**local, **shared)
+    expected = made.reference(**whole, **shared)
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-5)
+    learned = leaves_of(made, shared)
+    pairs = [(a, b) for key in rows for a, b in zip(_tensors(local[key]), _tensors(whole[key]), strict=True)]
+    pairs = [(a, b) for a, b in pairs if a.requires_grad]
+    found = torch.autograd.grad(loss, [*(a for a, _ in pairs), *learned])
+    true = torch.autograd.grad(expected, [*(b for _, b in pairs), *learned])
+    close = 2e-2 if DTYPES[configuration.dtype].itemsize == 2 else 1e-4
+    for at, (got, of) in enumerate(zip(found, true, strict=True)):
+        if at < len(pairs):
+            of = of[len(got) * comm.rank : len(got) * (comm.rank + 1)]
+        else:  # with sync=None each rank has its share
+            got = comm.all_reduce(got.clone(), check=False)
+        torch.testing.assert_close(got.double(), of.double(), rtol=0, atol=close * of.abs().max().item() + 1e-12)
+    if beside is not None:
+        _check_beside(name, beside)
+
+
+def _check_beside(name: str, beside: str) -> None:
+    """Raise AssertionError unless a declared loss has the value of a loss of this library, on few rows."""
+    made, arguments = call_of(name, _PEER_ROWS, GATE_SIZE, dtype=torch.float64)
+    features = [arguments[key] for key in ("x", "y") if key in arguments]
+    bias = torch.tensor(BIAS, dtype=torch.float64)
+    expected = SUBJECTS[beside].call(wb.reference, *features, scale=SCALE, bias=bias)
+    torch.testing.assert_close(made.reference(**arguments).double(), expected.double(), rtol=1e-4, atol=1e-4)
+
+
+def _tensors(of: Any) -> list[Tensor]:
+    return [*of.values()] if isinstance(of, Mapping) else [of]
+
+
+def _leaves(of: Any, dtype: torch.dtype) -> Any:
+    """Return features or data of a call as new leaves; features have a dtype, data keep theirs."""
+    if isinstance(of, Mapping):
+        return {name: _leaves(x, dtype if x.dim() > 1 else x.dtype) for name, x in of.items()}
+    found: Tensor = of.detach()
+    found = found.to(dtype) if found.dim() > 1 and found.is_floating_point() else found.clone()
+    return found.clone().requires_grad_(of.requires_grad)
+
+
+def _gathered(comm: Communicator, of: Any) -> Any:
+    """Return all ranks' rows, in float64, as leaves."""
+    if isinstance(of, Mapping):
+        return {name: _gathered(comm, x) for name, x in of.items()}
+    every = comm.all_gather(of.detach(), check=False)
+    found: Tensor = every.double() if every.is_floating_point() else every
+    return found.requires_grad_(of.requires_grad)
 
 
 def check_peer(

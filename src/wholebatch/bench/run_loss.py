@@ -56,16 +56,17 @@ def run_loss(config: LossConfig) -> None:
 
 def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[loss.Row]:
     """Measure one loss on new processes, so that none uses memory that another has left."""
-    sweep = SUBJECTS[name].sweep
-    keeps = (0.0,) if sweep is not None and sweep.one_pass else config.keep  # with one pass there is nothing to keep
+    sweep = SUBJECTS[name].sweep if name in SUBJECTS else None
+    keeps = config.keep if sweep is not None and not sweep.one_pass else (0.0,)  # else there is nothing to keep
+    kernels = config.kernels if name in SUBJECTS else ("auto",)
     exchanges = config.exchanges if ranks > 1 else config.exchanges[:1]
     configurations = [
         Configuration(keep, exchange, dtype, kernel)
-        for dtype, exchange, kernel, keep in product(config.dtypes, exchanges, config.kernels, keeps)
+        for dtype, exchange, kernel, keep in product(config.dtypes, exchanges, kernels, keeps)
     ]
     job = loss.Job(
         name, list(dict.fromkeys(configurations)), config.batch_size, config.embedding_size, config.steps, threads,
-        versions,
+        versions, config.beside,
     )  # fmt: skip
     try:
         if ranks > 1:

@@ -34,6 +34,11 @@ class Configuration:
         parts += [self.kernel] if self.kernel != "auto" else []
         return " ".join(["wholebatch", *parts])
 
+    @property
+    def exchange_only(self) -> dict[str, Any]:
+        """Return the arguments of a declared loss, which keeps nothing and has no kernels."""
+        return {"exchange": self.exchange, "memory": "flat"}
+
     def options(self, entries: int, device: torch.device) -> dict[str, Any]:
         """Return the loss's arguments, for a rank that computes so many entries of S."""
         options = {"exchange": self.exchange, "kernel": self.kernel}

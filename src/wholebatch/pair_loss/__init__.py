@@ -20,6 +20,7 @@ sweep         tiles: forward into what is kept, backward into gradients
 node          the sweep as an autograd node
 pairs         partners, and the entries that have won: computed again from their two rows
 own           candidates that belong to one row
+counted       what a step holds and moves, counted by steps of a few rows
 reference     the same declaration on one dense matrix
 """
 

@@ -85,6 +85,13 @@ class Arguments:
         shapes = [(name, tuple(one.shape) if isinstance(one, Tensor) else one) for name, one in self.parameters.items()]
         return [dtypes, shapes, self.y is None, self.own is None, str(self.x.dtype), str(self.x.device)]
 
+    @property
+    def learned(self) -> list[str]:
+        """Names of the tensors with a gradient."""
+        each = {name: of if isinstance(of, dict) else {"": of} for name, of in vars(self).items()}
+        tensors = [(name, key, x) for name, of in each.items() for key, x in of.items() if isinstance(x, Tensor)]
+        return [f"{name}.{key}" for name, key, x in tensors if x.requires_grad]
+
     def inputs(self, weights: Tensor | None) -> Inputs:
         """Return everything on which ranks have to agree, under the names of the caller's arguments."""
         features = {"x": self.x}

@@ -25,7 +25,6 @@ from .reductions import Max, Min, Partner, Term
 from .similarity import multiplied, squares
 
 CALLER = "PairLoss"
-_TILES = 3  # beside that of each similarity: those of scores and weights, each two by two
 
 
 class Call:
@@ -35,10 +34,11 @@ class Call:
         declaration: of the loss.
         call: its arguments.
         facts: the facts of all ranks.
+        tiles: how many times two tiles a step holds at a time, the same on all ranks.
     """
 
-    def __init__(self, declaration: Declaration, call: Arguments, facts: Facts) -> None:
-        self.declared, self.call, self.facts = declaration, call, facts
+    def __init__(self, declaration: Declaration, call: Arguments, facts: Facts, *, tiles: int) -> None:
+        self.declared, self.call, self.facts, self.tiles = declaration, call, facts, tiles
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]
@@ -182,7 +182,7 @@ class Call:
                 Layout(self.rows, self.cols, symmetric=self.declared.symmetric),
                 keep=False,
                 dtype=facts.dtype,
-                times=len(kinds) + _TILES,
+                times=self.tiles,
             ),
             kinds,
             self.call.widths,

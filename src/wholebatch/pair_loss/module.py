@@ -18,6 +18,7 @@ from ..sweep import Memory, Precision
 from ..sync import Sync
 from .arguments import Arguments, check_parameters
 from .call import CALLER, Call
+from .counted import tiles_held
 from .declaration import Declaration
 from .fingerprint import fingerprint
 from .first_use import Reads
@@ -28,6 +29,7 @@ from .similarity import Similarity
 _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions"
 _NOT_COMPILED = "why tiles are not compiled"
+_TILES = "how many times two tiles a step holds"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -106,6 +108,7 @@ class PairLoss(nn.Module):
             else:
                 self._constants[name] = value
         self._said = self._said_reason = False
+        self._tiles: dict[str, int] = {}
 
     @entry
     def forward(
@@ -150,14 +153,13 @@ class PairLoss(nn.Module):
         call = prepared(
             CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
         )
-        facts = agree(CALLER, self.options, call.inputs(weights), Checks(check=self._facts, must_match=(_FINGERPRINT,)))
+        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT,))
+        facts = agree(CALLER, self.options, call.inputs(weights), checks)
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
         self._say_why_nothing_is_compiled(facts.of_ranks(_NOT_COMPILED))
-        loss = Call(self.declaration, call, facts.widened()).loss()
-        if (
-            facts.comm.size == 1
-        ):  # several ranks say it together, at their next call: under -W error they raise together
+        loss = Call(self.declaration, call, facts.widened(), tiles=max(facts.of_ranks(_TILES))).loss()
+        if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
             self._say_why_nothing_is_compiled([self._not_compiled])
         return loss
 
@@ -207,11 +209,12 @@ class PairLoss(nn.Module):
             self.declaration.use(call)
         return call
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, call: Arguments) -> dict[str, Any]:
         return {
             _FINGERPRINT: fingerprint(*self.declaration.functions),
             _READS: self.declaration.reads.names,
             _NOT_COMPILED: self._not_compiled,
+            _TILES: self._tiles_of(call),
         }
 
     @property
@@ -226,6 +229,15 @@ class PairLoss(nn.Module):
             self._said_reason = True
             warnings.warn(f"PairLoss computes without compiled functions from now on. {reason}", stacklevel=4)
 
+    def _tiles_of(self, call: Arguments) -> int:
+        """Return how many times two tiles a step holds; only a number of bytes as `memory` asks for it."""
+        if not isinstance(self.options.memory, int):
+            return 1
+        kind = repr([*call.signature, call.learned])
+        if kind not in self._tiles:
+            self._tiles[kind] = tiles_held(self.declaration, call)
+        return self._tiles[kind]
+
     def _say_what_nobody_reads(self) -> None:
         if self.declaration.unread and not self._said:
             self._said = True
@@ -236,3 +248,21 @@ class PairLoss(nn.Module):
         terms = ", ".join(f"{name}={term!r}" for name, term in self.declaration.terms.items())
         options = f"reduction={self.options.reduction!r}, sync={self.options.sync!r}"
         return f"{terms}, similarity={self.declaration.kinds!r}, {options}"
+
+
+def arguments_of(
+    loss_fn: PairLoss,
+    x: Tensor | Mapping[str, Tensor],
+    y: Tensor | Mapping[str, Tensor] | None = None,
+    *,
+    x_data: Mapping[str, Tensor] = _NOTHING,
+    y_data: Mapping[str, Tensor] = _NOTHING,
+    own: Tensor | Mapping[str, Tensor] | None = None,
+    own_data: Mapping[str, Tensor] = _NOTHING,
+    own_offsets: Tensor | None = None,
+    parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+    weights: Tensor | None = None,
+) -> Arguments:
+    """Return the checked arguments of a call, without weights; arguments as in `forward`, without communication."""
+    given = {**loss_fn._parameters_here(), **parameters}
+    return loss_fn._checked_arguments(x, y, (x_data, y_data, own_data), own, own_offsets, given)

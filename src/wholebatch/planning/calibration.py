@@ -21,6 +21,7 @@ from .._precision import accumulation_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
 from ..sweep import Memory
+from .declared import count, is_declared
 from .rates import Rates, seconds_of_products
 from .shapes import Shapes
 from .sizes import LOSSES, PARTIAL_FC, LossName
@@ -49,7 +50,7 @@ def calibrate(
 
     Args:
         comm: the ranks, each of which calls this, with the threads of the planned run (`torch.set_num_threads`).
-        losses: names of the losses whose entries are measured; CLIP's are in any case.
+        losses: names of the losses whose entries are measured, as in `plan`; CLIP's are in any case.
         dtype: of features.
         device: of features, this rank's.
 
@@ -62,7 +63,8 @@ def calibrate(
     """
     check_instance("comm", comm, Communicator, "a communicator, such as wholebatch.comm.LocalCommunicator()")
     for loss in check_sequence("losses", losses, "names of losses"):
-        check_choice("losses", loss, LOSSES)
+        if not is_declared(loss):
+            check_choice("losses", loss, LOSSES)
     check_floating_dtype("dtype", dtype)
     check_instance("device", device, torch.device, "a torch.device")
     if device.type not in _TILES:
@@ -73,13 +75,15 @@ def calibrate(
         return median(seconds_of(comm, step, device) for _ in range(_REPEATS))
 
     alone = LocalCommunicator()
+    counts = {loss: count(loss, accumulation_dtype(dtype)) for loss in losses if is_declared(loss)}
     smallest = Shapes("clip", 2, _SMALLEST, 1, dtype, device.type)
     many, wide, few = (smallest.side * tiles for tiles in _TILES[device.type])
 
     def time_loss(loss: LossName, rows: int, embedding_size: int, kept: int) -> tuple[float, Shapes, Memory]:
         classes = _CLASSES * rows if loss == PARTIAL_FC else 0
-        batch_size = rows // 2 if loss == PARTIAL_FC else rows // CATALOG[loss].rows_per_example
-        shapes = Shapes(loss, batch_size, embedding_size, 1, dtype, device.type, classes=classes)
+        each = 1 if loss in counts else 2 if loss == PARTIAL_FC else CATALOG[loss].rows_per_example
+        of = counts.get(loss)
+        shapes = Shapes(loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=of)
         memory: Memory = shapes.memory_for(kept) if kept else "flat"
         return took(make_step(alone, shapes, "gather", memory, device)), shapes, memory
 
@@ -91,7 +95,7 @@ def calibrate(
     entry: dict[str, dict[int, float]] = {}
     for loss in dict.fromkeys((*losses, "clip")):
         entry[loss] = {}
-        for kept in (0, *Shapes(loss, 1, 1, 1, dtype, classes=1).kept_sizes()):
+        for kept in (0, *Shapes(loss, 1, 1, 1, dtype, classes=1, declared=counts.get(loss)).kept_sizes()):
             seconds, shapes, setting = time_loss(loss, few if kept else many, _SMALLEST, kept)
             work = work_of(shapes, "gather", setting)
             of_products = seconds_of_products(work, products[_SMALLEST], again[_SMALLEST])

@@ -85,7 +85,7 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
     memory = setting(shapes)
     arguments, backend = (shapes, exchange, memory), _backend(shapes.device)
     took = run_processes(_time, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
-    rise = run_processes(_memory, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
+    rise = run_processes(rise_of_a_step, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
     predicted = work_of(shapes, exchange, memory)
     return Measured(
         shapes,
@@ -121,7 +121,7 @@ def _time(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> float:
     return median(seconds_of(comm, step, device) for _ in range(_STEPS))
 
 
-def _memory(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> int | None:
+def rise_of_a_step(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> int | None:
     """Return the rise of the peak in a second step, in a process whose heap is empty."""
     map_each_tensor()
     comm, device, step = _after_a_step(shapes, exchange, memory)

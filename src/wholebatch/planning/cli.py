@@ -34,8 +34,9 @@ class PlanConfig:
     """d, numbers of a feature."""
     ranks: int = 1
     """W, number of ranks."""
-    loss: Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(LOSSES)}}}")] = None
-    """The loss; by default clip, with --classes partial_fc."""
+    loss: Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(LOSSES)}}}|FILE.py:NAME")] = None
+    """The loss; by default clip, with --classes partial_fc. A declared loss by the file and the name of a wb.PairLoss,
+    or of a function of (rows, embedding_size) that returns one and the further arguments of its call."""
     dtype: str = "float32"
     """Precision of the features: float32, bfloat16, float16, float64."""
     device: str = "cpu"
@@ -85,7 +86,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     sizes.check()
     rates = None if config.rates is None else _rates(config.rates)
     if rates is not None:
-        check_rates(rates.with_wire(sizes.bandwidth), sizes.loss, DTYPES[sizes.dtype], sizes.device, sizes.ranks)
+        loss = "clip" if sizes.declared else sizes.loss  # that of a declared loss is known after it is imported
+        check_rates(rates.with_wire(sizes.bandwidth), loss, DTYPES[sizes.dtype], sizes.device, sizes.ranks)
     from .command import run
 
     return run(arguments, rates, measure=config.measure, save=config.save, as_json=config.json)

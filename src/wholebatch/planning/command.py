@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from .._precision import accumulation_dtype
 from .._processes import RankError
 from .._user_error import UserError
 from .check import Measured, check, rates_here
+from .declared import count, is_declared
 from .display import print_measured, print_plan
 from .given import given
 from .options import plan
@@ -81,6 +83,7 @@ def _checks(found: Plan, arguments: Mapping[str, Any]) -> list[Measured]:
     shapes = Shapes(
         found.loss, found.batch_size, found.embedding_size, found.ranks, getattr(torch, found.dtype),
         arguments["device"], arguments["classes"] or 0, 1.0 if rate is None else rate,
+        count(found.loss, accumulation_dtype(getattr(torch, found.dtype))) if is_declared(found.loss) else None,
     )  # fmt: skip
     settings = {(option.exchange or "gather", option.memory): None for option in found.options if option.fits}
     try:

@@ -7,13 +7,13 @@ import torch
 from .._user_error import UserError
 from ..losses.catalog import CATALOG
 from .cards import CARDS, card_named
-from .rates import Rates
+from .rates import MOVED_BY_CLIP, Rates
 from .sizes import LOSSES, PARTIAL_FC
 
 _WITHOUT_BFLOAT16 = ("t4", "v100")
 _SHARE, _OF_ENCODERS = 0.7, 0.4  # of a data sheet's figures that are assumed
-# Bytes of tiles in memory for each entry: product, scale, exponential, sums; then once more, factors, two products.
-_ENTRY_BYTES = {0: 88, 2: 72, 4: 76, 8: 152}
+# Bytes of tiles in memory for each entry.
+_ENTRY_BYTES = {0: MOVED_BY_CLIP, 2: 72, 4: 76, 8: 152}
 _ENTRY_BYTES_OF_HALVES = {0: 66, 2: 58, 4: 62, 8: 152}  # the product scales, and dS has two bytes
 # Measured on one rank with two cores of an AMD EPYC, torch 2.13, rounded.
 _CPU_PRODUCTS = {16: 90e9, 64: 120e9, 256: 150e9, 1024: 150e9}

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from .._measure import free_memory
+from .._precision import accumulation_dtype
 from .._settings import shown
 from .._user_error import UserError
+from .declared import DeclaredLoss, count, is_declared, name_of
 from .given import given
 from .rates import Rates, check_rates
 from .report import Option, Plan
@@ -29,7 +31,7 @@ def plan(
     batch_size: int,
     embedding_size: int,
     ranks: int = 1,
-    loss: LossName | None = None,
+    loss: LossName | DeclaredLoss | None = None,
     dtype: torch.dtype | str = torch.float32,
     device: str = "cpu",
     memory_limit: int | None = None,
@@ -48,15 +50,18 @@ def plan(
 
     peak = model + features + max(activations + loss, gradients),    or with gradient caching as `planning.step` says
 
-    Nothing is run: shapes in; bytes, flops and seconds out. The functions that decide `exchange="auto"` and
-    `memory="auto"` are the library's own, for gloo and NCCL of torch.distributed.
+    Shapes in; bytes, flops and seconds out. Nothing is run, except steps of a few rows of a declared loss. The
+    functions that decide `exchange="auto"` and `memory="auto"` are the library's own, for gloo and NCCL of
+    torch.distributed.
 
     Args:
         batch_size: B, examples on all ranks: pairs; images for SupCon and for classes.
         embedding_size: d, numbers of a feature.
         ranks: W.
         loss: "clip", "info_nce", "siglip", "nt_xent", "sup_con" or "partial_fc"; None: "partial_fc" with classes, else
-            "clip".
+            "clip". Or a declared loss: a :class:`wholebatch.PairLoss`; a function of (rows, embedding_size) that
+            returns one and the further arguments of its call (x_data, parameters, ...; y=None without a second
+            matrix); or the name of either, "losses.py:make". Features are random; several similarities share d.
         dtype: of the features, a torch.dtype or its name ("float32", "bf16", ...).
         device: "cpu", "cuda" (the GPU here), or a card: "t4", "v100", "l4", "rtx4090", "a100", "h100", "h200", "b200".
         memory_limit: bytes that a rank may take; None: nine tenths of a named card's memory, the free memory of the GPU
@@ -88,8 +93,10 @@ def plan(
     >>> found.chosen.fits, found.chosen.call
     (True, 'wb.CLIPLoss(memory=1241513984)')
     """
+    user = loss if is_declared(loss) else None
     sizes = Sizes.from_arguments(
-        batch_size=batch_size, embedding_size=embedding_size, ranks=ranks, loss=loss, dtype=_name_of(dtype),
+        batch_size=batch_size, embedding_size=embedding_size, ranks=ranks, declared=user is not None,
+        loss=loss if user is None else name_of(user), dtype=_name_of(dtype),
         device=device, memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes,
         encoder_bytes=encoder_bytes, encoder_flops=encoder_flops, chunk_size=chunk_size, keep_graphs=keep_graphs,
         classes=classes, sample_rate=sample_rate, bandwidth=bandwidth,
@@ -99,11 +106,20 @@ def plan(
         raise UserError(f"rates must be wholebatch.planning.Rates, or None; got {shown(rates)}")
     name, device = sizes.loss, sizes.device
     of_features: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
+    counts = None if user is None else count(user, accumulation_dtype(of_features))
     rates = (given(device, of_features) if rates is None else rates).with_wire(bandwidth)
+    if counts is not None:
+        replace(sizes, towers=counts.towers).check_encoders()
+        if embedding_size < counts.similarities:
+            raise UserError(
+                f"embedding_size is that of all similarities together, at least {counts.similarities}; got "
+                f"{embedding_size}"
+            )
+        rates = rates.with_entry(name, counts.moved)
     check_rates(rates, name, DTYPES[sizes.dtype], device, ranks)
     shapes = Shapes(
         name, batch_size, embedding_size, ranks, of_features, rates.device, classes or 0,
-        1.0 if sample_rate is None else sample_rate,
+        1.0 if sample_rate is None else sample_rate, counts,
     )  # fmt: skip
     of_towers = sizes.activations * shapes.towers if len(sizes.activations) == 1 else sizes.activations
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
@@ -194,13 +210,17 @@ def _auto(shapes: Shapes, setting: Setting) -> tuple[bool, bool]:
 def _call(shapes: Shapes, setting: Setting) -> str:
     arguments = []
     exchange, memory = _auto(shapes, setting)
-    module = "PartialFC" if shapes.entry is None else shapes.entry.module.__name__
-    if shapes.entry is None:
+    module = "PartialFC"
+    if shapes.declared is not None:
+        module = "PairLoss"
+        arguments += ["...", *([] if exchange else [f'exchange="{setting.exchange}"'])]
+    elif shapes.entry is None:
         arguments += [str(shapes.embedding_size), str(shapes.classes)]
         arguments += [f"sample_rate={shapes.sample_rate!r}"] if shapes.sample_rate < 1 else []
         arguments += [f"dtype={shapes.dtype}"] if shapes.dtype != torch.float32 else []
         arguments += ['device="cuda"'] if shapes.device == "cuda" else []
     else:
+        module = shapes.entry.module.__name__
         settings = shapes.entry.required_settings(shapes.embedding_size)
         arguments += [f"{name}={value!r}" for name, value in settings.items()]
         arguments += [] if exchange else [f'exchange="{setting.exchange}"']

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # it imports torch
     from .work import Work
 
 _MOST_BYTES = 2**20
+MOVED_BY_CLIP = 88  # bytes in tiles for each entry: product, scale, exponential, sums; then again, factors, products
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,14 @@ class Rates:
             raise ValueError("each loss needs the seconds of an entry that is not kept, 0")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}")
+
+    def with_entry(self, loss: str, moved: float) -> Rates:
+        """Return the same rates with an estimate for a declared loss, whose operations move so many bytes an entry."""
+        if loss in self.entry:
+            return self
+        seconds = self.of_entry("clip", 0) * moved / MOVED_BY_CLIP
+        source = f"{self.source}; time of the functions of {loss} by the bytes that they move, not measured"
+        return replace(self, entry={**self.entry, loss: {0: seconds}}, source=source)
 
     def with_wire(self, wire: float | None) -> Rates:
         """Return the same rates with another network, if one is given."""

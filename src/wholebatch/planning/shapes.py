@@ -16,6 +16,7 @@ from ..losses.catalog import CATALOG, Declaration
 from ..partition import Partition
 from ..sweep import Products, default_side
 from ..sweep.memory import Budget, Memory, bytes_of_an_entry, fit
+from .declared import Counts
 from .sizes import PARTIAL_FC, LossName
 
 
@@ -24,7 +25,7 @@ class Shapes:
     """The shapes of a step.
 
     Args:
-        loss: its name, one of `LOSSES`.
+        loss: its name, one of `LOSSES`, or that of a declared loss.
         batch_size: B, examples on all ranks: pairs, or images of classes.
         embedding_size: d.
         ranks: W.
@@ -32,6 +33,7 @@ class Shapes:
         device: "cpu" or "cuda"; it decides the side of a tile.
         classes: C, of PartialFC, on all ranks.
         sample_rate: of PartialFC.
+        declared: what is counted of a declared loss; None: the loss is built in.
     """
 
     loss: LossName
@@ -42,11 +44,17 @@ class Shapes:
     device: str = "cpu"
     classes: int = 0
     sample_rate: float = 1.0
+    declared: Counts | None = None
+
+    @property
+    def of_classes(self) -> bool:
+        """Return whether rows meet the centers of classes, as in PartialFC."""
+        return self.loss == PARTIAL_FC
 
     @property
     def entry(self) -> Declaration | None:
-        """Return the loss's entry in the catalog; None for PartialFC."""
-        return None if self.loss == PARTIAL_FC else CATALOG[self.loss]
+        """Return the loss's entry in the catalog; None for PartialFC and for a declared loss."""
+        return None if self.of_classes or self.declared is not None else CATALOG[self.loss]
 
     @property
     def one_pass(self) -> bool:
@@ -65,12 +73,14 @@ class Shapes:
 
     @property
     def size(self) -> int:
-        """Return s, the bytes of a number that is sent; rows of unit length have the precision of sums."""
-        return self.sums_size if self.symmetric else self.dtype.itemsize
+        """Return s, the bytes of a number that is sent; rows of unit length, or of a declared loss, are like sums."""
+        return self.sums_size if self.symmetric or self.declared is not None else self.dtype.itemsize
 
     @property
     def towers(self) -> int:
         """Return the number of feature matrices."""
+        if self.declared is not None:
+            return self.declared.towers
         return 1 if self.entry is None else self.entry.inputs
 
     @property
@@ -99,6 +109,8 @@ class Shapes:
     @property
     def symmetric(self) -> bool:
         """Return whether S holds features against themselves."""
+        if self.declared is not None:
+            return self.declared.symmetric
         return self.entry is not None and self.entry.symmetric
 
     @property
@@ -121,7 +133,7 @@ class Shapes:
     @property
     def entries(self) -> int:
         """Return the entries of S on the first rank, which has most rows."""
-        if self.entry is None:
+        if self.of_classes:
             return self.sampled * self.batch_size
         columns = self.partition
         visits = half(columns, 0) if self.symmetric else full(columns.counts[0], columns, 0)
@@ -129,15 +141,16 @@ class Shapes:
 
     def exchange(self) -> ExchangeUsed:
         """Return the exchange that "auto" selects."""
-        if self.entry is None:
+        if self.of_classes:
             return "gather"
         return automatic(self.partition.total, self.embedding_size * self.sums_size)
 
     def budget(self, memory: Memory) -> Budget:
-        """Return the budget that `memory=` gives; a loss with one pass keeps nothing."""
-        entries = 0 if self.one_pass else self.entries
+        """Return the budget that `memory=` gives; a loss with one pass, or a declared one, keeps nothing."""
+        entries = 0 if self.one_pass or self.declared is not None else self.entries
         dtype = accumulation_dtype(self.dtype)
-        of_entry = bytes_of_an_entry(dtype, self.products)
+        times = 1 if self.declared is None else ceil(self.declared.of_tile / (2 * dtype.itemsize))
+        of_entry = times * bytes_of_an_entry(dtype, self.products)
         exact = self.several_positives
         return fit(memory, entries=entries, side=self.side, dtype=dtype, bytes_of_entry=of_entry, exact=exact)
 
@@ -148,6 +161,6 @@ class Shapes:
 
     def kept_sizes(self) -> tuple[int, ...]:
         """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept."""
-        if self.one_pass:
+        if self.one_pass or self.declared is not None:
             return ()
         return (self.sums_size,) if self.sums_size == 8 or self.several_positives else (2, self.sums_size)

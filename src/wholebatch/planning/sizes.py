@@ -34,6 +34,8 @@ class Sizes:
     Args:
         dtype: by its name.
         activations: `encoder_bytes` as a tuple.
+        declared: whether the loss is a user's; `loss` is then the name of it in tables.
+        towers: the number of feature matrices of a declared loss; None: not known yet.
         spelled: how an error spells the name of an argument: `chunk_size`, or `--chunk-size`.
     """
 
@@ -54,10 +56,12 @@ class Sizes:
     sample_rate: float | None
     bandwidth: float | None
     spelled: Callable[[str], str] = str
+    declared: bool = False
+    towers: int | None = None
 
     @classmethod
     def from_arguments(
-        cls, *, loss: LossName | None, device: Any, encoder_bytes: object, classes: int | None, **others: Any
+        cls, *, loss: Any, device: Any, encoder_bytes: object, classes: int | None, **others: Any
     ) -> Sizes:
         """Return the sizes from the arguments of :func:`wholebatch.plan`, of whatever types; `check` checks them."""
         return cls(
@@ -65,13 +69,14 @@ class Sizes:
             device=device.lower() if isinstance(device, str) else device,
             activations=tuple(encoder_bytes) if isinstance(encoder_bytes, list | tuple) else (encoder_bytes,),
             classes=classes,
-            **others,
+            **{"declared": isinstance(loss, str) and ":" in loss, **others},
         )
 
     def check(self) -> None:
         """Raise UserError for sizes that do not exist or do not go together."""
         self._check_numbers()
-        self._check_encoders()
+        if self.towers is not None or not self.declared:
+            self.check_encoders()
         self._check_classes()
         self._require(isinstance(self.device, str) and self.device in DEVICES, "device", _one_of(DEVICES), self.device)
 
@@ -79,7 +84,8 @@ class Sizes:
         for name in ("batch_size", "embedding_size", "ranks"):
             value = getattr(self, name)
             self._require(_is_count(value, 1), name, "an integer of at least 1", value)
-        self._require(isinstance(self.loss, str) and self.loss in LOSSES, "loss", _one_of(LOSSES), self.loss)
+        known = isinstance(self.loss, str) and (self.declared or self.loss in LOSSES)
+        self._require(known, "loss", f"{_one_of(LOSSES)}, or a declared loss", self.loss)
         self._require(isinstance(self.dtype, str) and self.dtype in DTYPES, "dtype", _one_of(DTYPES), self.dtype)
         if self.batch_size < self.ranks:
             raise UserError(
@@ -102,8 +108,10 @@ class Sizes:
             wire is None or (_is_number(wire) and wire > 0), "bandwidth", "above 0, in bytes per second", wire
         )
 
-    def _check_encoders(self) -> None:
-        towers, rows, spelled = num_towers(self.loss), ceil(self.batch_size / self.ranks), self.spelled
+    def check_encoders(self) -> None:
+        """Raise UserError for sizes of encoders that do not go together; of a declared loss, `towers` must be known."""
+        towers = self.towers if self.towers is not None else num_towers(self.loss)
+        rows, spelled = ceil(self.batch_size / self.ranks), self.spelled
         if len(self.activations) not in (1, towers):
             raise UserError(
                 f"{spelled('encoder_bytes')} must be one number, or one for each of the {towers} "

@@ -88,7 +88,7 @@ def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_gra
         keep_graphs: chunks that are not encoded again; None: none, and as many as fit in nine tenths of the limit.
     """
     shapes = step.shapes
-    rings = shapes.ranks > 1 and shapes.entry is not None and shapes.device == "cpu"
+    rings = shapes.ranks > 1 and not shapes.of_classes and shapes.device == "cpu"
     exchanges: tuple[ExchangeUsed, ...] = USED_EXCHANGES if rings else ("gather",)
     found = []
     for chunked in (False, True) if step.activations else (False,):

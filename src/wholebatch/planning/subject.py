@@ -15,6 +15,7 @@ from ..heads import CosFace, PartialFC
 from ..losses.catalog import Declaration
 from ..partition import Partition
 from ..sweep import Memory
+from .declared import call_of, leaves_of, with_options
 from .shapes import Shapes
 
 SCALE, BIAS = 14.3, -10.0
@@ -41,6 +42,8 @@ def make_step(
         device: of the features.
     """
     rows = Partition.even(shapes.batch_size, comm.size).counts[comm.rank]
+    if shapes.declared is not None:
+        return _step_of_declared(comm, shapes, exchange, memory, device)
     generator = torch.Generator().manual_seed(comm.rank)
     features = [
         normalize(torch.randn(rows, shapes.embedding_size, generator=generator), dim=1)
@@ -61,6 +64,23 @@ def make_step(
 
     def step() -> None:
         entry.call(functional, *features, **options).backward()
+
+    return step
+
+
+def _step_of_declared(
+    comm: Communicator, shapes: Shapes, exchange: str, memory: Memory, device: torch.device
+) -> Callable[[], None]:
+    rows = Partition.even(shapes.batch_size, comm.size).counts[comm.rank]
+    made, arguments = call_of(
+        shapes.loss, rows, shapes.embedding_size, dtype=shapes.dtype, device=device, seed=comm.rank
+    )
+    loss_fn = with_options(made, group=comm, exchange=exchange, memory=memory, reduction="mean")
+    for leaf in leaves_of(loss_fn, arguments):
+        leaf.grad = torch.ones_like(leaf)
+
+    def step() -> None:
+        loss_fn(**arguments).backward()
 
     return step
 

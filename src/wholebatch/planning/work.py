@@ -11,6 +11,7 @@ bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
     NT-Xent    4 of half       (2b)(2B) / 2    as CLIP with 2b rows in a bytes, and   ring: b d a more
     SupCon     4 of half       b B / 2         as NT-Xent with b rows
     PartialFC  4 k B d         k B             the larger of tiles + k d a + B d (s + 2a), k d s + B d (s + 5a)
+    declared   4 units         b B             half if symmetric; `declared.count` finds the memory
 
 `losses.catalog` says which of these rows a loss follows. Gather holds Y, its gradient, and the buffer of the
 reduce-scatter; the gradients of X and of the local rows of Y. Ring holds X's gradient, two blocks of Y, two of its
@@ -35,6 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..sweep.memory import Budget, Memory
+from .declared import Counts
 from .shapes import ExchangeUsed, Shapes
 
 
@@ -89,28 +91,36 @@ class _Transfer:
 def _gather(shapes: Shapes) -> _Transfer:
     s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
     b, total = max(shapes.partition.counts), shapes.partition.total
-    held = 2 * a if shapes.one_pass else s + 2 * a
+    held, beside = 2 * a if shapes.one_pass else s + 2 * a, _columns_beside(shapes)
     return _Transfer(
         columns=total,
         sums=total,
-        rows=total * d * held + 2 * b * d * a,
-        wire=(w - 1) / w * total * (d * (s + a) + 3 * 8),
+        rows=total * (d * held + beside * 2 * a) + 2 * b * d * a,
+        wire=(w - 1) / w * total * (d * (s + a) + beside * a + 3 * 8),
         messages=6,
     )
 
 
 def _ring(shapes: Shapes) -> _Transfer:
     s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
-    b = max(shapes.partition.counts)
+    b, beside = max(shapes.partition.counts), _columns_beside(shapes)
     steps = w // 2 if shapes.symmetric else w - 1
     passes = 1 if shapes.one_pass else 2  # in each, all ranks send a step's rows at once
     return _Transfer(
         columns=b,
         sums=2 * b,
-        rows=b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0),
-        wire=steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8),
+        rows=b * d * (2 * s + 4 * a)
+        + 3 * b * beside * a
+        + (b * d * a if shapes.symmetric else 0)
+        + (b * d * s if s < a else 0),
+        wire=steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * ((d + beside) * a + 8),
         messages=passes * (steps + 1),
     )
+
+
+def _columns_beside(shapes: Shapes) -> int:
+    """Return the columns that travel beside Y's gradient, for learned numbers of a declared loss."""
+    return 0 if shapes.declared is None else shapes.declared.beside
 
 
 TRANSFERS: dict[ExchangeUsed, Callable[[Shapes], _Transfer]] = {"gather": _gather, "ring": _ring}
@@ -140,15 +150,21 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
         kept_size=budget.kept_dtype.itemsize,
         features=shapes.towers * shapes.rows * shapes.embedding_size * shapes.dtype.itemsize,
         centers=_bytes_of_centers(shapes),
-        loss=_peak_of_classes(shapes, held) if shapes.entry is None else _peak_of_pairs(shapes, exchange, held),
+        loss=_peak_of_loss(shapes, exchange, held),
         wire=wire,
         messages=messages,
     )
 
 
+def _peak_of_loss(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
+    if shapes.declared is not None:
+        return _peak_of_declared(shapes, shapes.declared, exchange)
+    return _peak_of_classes(shapes, held) if shapes.of_classes else _peak_of_pairs(shapes, exchange, held)
+
+
 def _mirrored(shapes: Shapes) -> int:
     """Return the entries of diagonal tiles of a symmetric S, whose gradient is multiplied by their rows only."""
-    if not shapes.symmetric:
+    if not shapes.symmetric or shapes.declared is not None:
         return 0
     tiles, rest = divmod(shapes.partition.counts[0], shapes.side)
     return tiles * shapes.side**2 + rest**2
@@ -163,7 +179,7 @@ def _bytes_of_centers(shapes: Shapes) -> int:
 def _bytes_of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
     """Return the bytes of two tiles, and of their rows of X and Y if these are widened to the precision of sums."""
     sums, of_rank = shapes.sums_size, max(shapes.partition.counts)
-    rows = min(budget.side, shapes.sampled if shapes.entry is None else of_rank)
+    rows = min(budget.side, shapes.sampled if shapes.of_classes else of_rank)
     cols = min(budget.side, TRANSFERS[exchange](shapes).columns)
     sweep = None if shapes.entry is None else shapes.entry.sweep
     # A CPU then never writes to the second tile, and untouched memory is not resident.
@@ -183,6 +199,23 @@ def _peak_of_pairs(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
         return held + transfer.rows + of_sums
     rounded = 0 if shapes.dtype.itemsize == a else shapes.towers * shapes.rows * d * shapes.dtype.itemsize
     return 2 * max(shapes.partition.counts) * d * a + max(held, rounded) + of_sums
+
+
+def _peak_of_declared(shapes: Shapes, counts: Counts, exchange: ExchangeUsed) -> int:
+    """Return a declared loss's bytes: the larger of the sweep, and of gradients of features when tiles are gone.
+
+    Counts are of one rank, with both gradients, 2 b d a. On several ranks, rows of Y travel, and columns beside them.
+    """
+    a, d, b = shapes.sums_size, shapes.embedding_size, max(shapes.partition.counts)
+    transfer = TRANSFERS[exchange](shapes)
+    tile = min(shapes.side, b) * min(shapes.side, transfer.columns)
+    rounded = 0 if shapes.dtype.itemsize == a else shapes.towers * b * d * (a + shapes.dtype.itemsize)
+    if shapes.ranks == 1:
+        in_sweep = counts.of_feature * b * d
+    else:
+        in_sweep = transfer.rows + max(0.0, counts.of_feature - 2 * a) * b * d
+    in_sweep += counts.of_tile * tile + counts.of_row * transfer.sums
+    return int(max(in_sweep, counts.after * b * d) + rounded)
 
 
 def _peak_of_classes(shapes: Shapes, held: int) -> int:
@@ -218,7 +251,7 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
     w = shapes.ranks
     if w == 1:
         return 0, 0
-    if shapes.entry is None:  # PartialFC gathers
+    if shapes.of_classes:  # it gathers
         return (w - 1) / w * shapes.partition.total * (2 * shapes.embedding_size * shapes.size + 4 * 8), 9
     transfer = TRANSFERS[exchange](shapes)
     return transfer.wire, transfer.messages

@@ -1,4 +1,4 @@
-"""wholebatch: every loss of the catalog, the head and caching, on any split of the rows, with ranks without rows."""
+"""wholebatch: the catalog, declared losses, the head and caching, on any split of the rows, with ranks without rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import wholebatch as wb
 
 from ...losses.catalog import CATALOG, Declaration
 from ..problem import Problem
+from . import declared_losses
 from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labeled, two_towers, two_views
 
 _ANY: dict[str, Any] = {"uneven": True, "empty": True, "engine": "mean"}
@@ -65,6 +66,10 @@ def _cached(*, dropout: bool) -> Problem:
 SETTINGS: dict[str, Callable[[], Problem]] = {
     **{entry.module.__name__: partial(_loss, entry) for entry in CATALOG.values()},
     'CLIPLoss(exchange="ring")': partial(_loss, CATALOG["clip"], exchange="ring"),
+    "PairLoss, x and y, a learned scale": lambda: declared_losses.two_towers(declared_losses.contrastive(), **_ANY),
+    "PairLoss, x alone, a learned margin": partial(declared_losses.labeled, symmetric=False, **_ANY),
+    "the same, symmetric": partial(declared_losses.labeled, symmetric=True, **_ANY),
+    "PairLoss, data with a gradient, own candidates": partial(declared_losses.tempered, **_ANY),
     "PartialFC, ArcFace": _head,
     "GradCache of CLIPLoss, chunks of 2": partial(_cached, dropout=False),
     "the same, with dropout": partial(_cached, dropout=True),

@@ -1,0 +1,114 @@
+"""Count what a step of a declared loss holds and moves, by steps of a few rows on this rank alone.
+
+How many tensors of the size of a tile there are at a time depends on the user's functions: autograd keeps some of what
+they compute. With tiles of side n and of side 2n, three by three of them each, everything but the tiles doubles:
+
+    bytes(n) = of_entry n^2 + others n,    so    of_entry = (bytes(2n) - 2 bytes(n)) / 2 n^2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._live_bytes import Counted, count_bytes
+from .._precision import accumulation_dtype
+from ..comm import LocalCommunicator
+from ..contract import Options, agree
+from .arguments import Arguments
+from .call import CALLER, Call
+from .declaration import Declaration
+from .pairs import PAIR
+
+SIDE, TILES = 32, 3  # of the smaller tiles, and how many stand in a row
+_WIDTH = 4  # of each similarity
+
+
+def count_step(declaration: Declaration, call: Arguments, side: int) -> Counted:
+    """Return the bytes of a step with tiles of this side. Its leaves have gradients before, as in a second step.
+
+    Args:
+        declaration: of the loss, used with such arguments before.
+        call: the arguments, whose tensors with a gradient are leaves.
+        side: of a tile.
+    """
+    memory = 2 * side * side * accumulation_dtype(call.x.dtype).itemsize
+    options = Options(LocalCommunicator(), None, "gather", memory)
+    for leaf in _leaves(call):
+        leaf.grad = torch.ones_like(leaf)
+
+    def step() -> None:
+        facts = agree(CALLER, options, call.inputs(None)).widened()
+        loss = Call(declaration, call, facts, tiles=1).loss()
+        if loss.requires_grad:
+            loss.backward()
+
+    return count_bytes(step)
+
+
+def of_an_entry(count: Callable[[int], float]) -> float:
+    """Return the part of a count that is proportional to the entries of a tile, for each entry; `count` is by side."""
+    return (count(2 * SIDE) - 2 * count(SIDE)) / (2 * SIDE**2)
+
+
+def tiles_held(declaration: Declaration, call: Arguments) -> int:
+    """Return how many times two tiles a step with such arguments holds at a time.
+
+    Args:
+        declaration: of the loss, used with such arguments before.
+        call: the arguments; of their data some rows are taken, and features are random ones.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        held = of_an_entry(lambda side: count_step(declaration, _few(call, TILES * side), side).held)
+    return max(1, ceil(held / (2 * accumulation_dtype(call.x.dtype).itemsize)))
+
+
+def _leaves(call: Arguments) -> list[Tensor]:
+    mappings = (call.x_data, call.y_data, call.own_data, call.parameters)
+    every = [call.x, call.y, call.own, *(x for of in mappings for x in of.values())]
+    return [x for x in every if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _few(call: Arguments, rows: int) -> Arguments:
+    """Return arguments of the same kinds with so many rows, and one own candidate of each."""
+    made = torch.Generator().manual_seed(0)
+
+    def features(x: Any) -> Any:
+        if x is None:
+            return None
+        width = _WIDTH * len(call.widths)
+        found = torch.randn(rows, width, generator=made).to(call.x.device, call.x.dtype)
+        return found.requires_grad_(x.requires_grad)
+
+    def data(of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _some(x, rows).requires_grad_(x.requires_grad) for name, x in of.items()}
+
+    x_data, y_data = data(call.x_data), data(call.y_data)
+    if PAIR in x_data and PAIR in y_data:
+        x_data[PAIR] = y_data[PAIR] = torch.arange(rows, device=call.x.device)
+    parameters = {
+        name: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for name, x in call.parameters.items()
+    }
+    return replace(
+        call,
+        x=features(call.x),
+        y=features(call.y),
+        own=features(call.own),
+        widths=dict.fromkeys(call.widths, _WIDTH),
+        x_data=x_data,
+        y_data=y_data,
+        own_data=data(call.own_data),
+        owners=torch.arange(rows if call.own is not None else 0, device=call.owners.device),
+        parameters=parameters,
+    )
+
+
+def _some(x: Tensor, rows: int) -> Tensor:
+    x = x.detach()
+    return x[torch.arange(rows, device=x.device) % len(x)] if len(x) else x.new_zeros(rows)
