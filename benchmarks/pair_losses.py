@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +69,10 @@ def _multi_similarity(**options: object) -> wb.PairLoss:
     )
 
 
-def declared_losses() -> dict[str, Callable[[Batch], Tensor]]:
+def declared_losses(**options: Any) -> dict[str, Callable[[Batch], Tensor]]:  # of PairLoss
     """Return the declared losses, by name."""
-    clip, info_nce, siglip = declared.clip(), declared.info_nce(), declared.siglip()
-    sup_con, multi_similarity = declared.sup_con(symmetric=True), _multi_similarity(symmetric=True)
+    clip, info_nce, siglip = (of(**options) for of in (declared.clip, declared.info_nce, declared.siglip))
+    sup_con, multi_similarity = (of(symmetric=True, **options) for of in (declared.sup_con, _multi_similarity))
     return {
         "clip": lambda b: clip(b.x, b.y, parameters={"scale": b.scale}),
         "info_nce": lambda b: info_nce(b.x, b.y, parameters={"scale": b.scale}),
@@ -110,6 +111,8 @@ def times(name: str, rows: int, rounds: int, *, dense: bool) -> list[dict[str, o
     if dense:
         formula = losses_of(wb.reference)[name]
         methods |= {"dense": formula, "dense, torch.compile": torch.compile(formula)}
+        keeping = declared_losses(memory=2 * rows * rows * 4)[name]  # all of S, which the dense formula holds as well
+        methods["declared, memory for S"] = keeping
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     for number in range(rounds + 1):  # the first is a warm-up
         for method, loss in methods.items():

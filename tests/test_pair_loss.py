@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pair_losses import DECLARATIONS, batch_for, cut, gradients, leaves, part
+from torch.utils.flop_counter import FlopCounterMode
 
 import wholebatch as wb
 from wholebatch.testing import run_ranks
@@ -39,7 +40,8 @@ def distance(found, batch, expected, counts, sync):
 @pytest.mark.parametrize("counts", SPLITS, ids=str)
 def test_ranks_have_the_gradients_of_one_dense_matrix(counts):
     options = [{"exchange": "gather"}, {"exchange": "ring"}, {"exchange": "ring", "sync": "sum"}, {"memory": 128}]
-    jobs = [(name, counts, seed, option) for name in DECLARATIONS for seed, option in enumerate(options)]
+    options += [{"memory": 2**22, "exchange": "ring"}]  # keeps all products
+    jobs = [(name, counts, seed % 4, option) for name in DECLARATIONS for seed, option in enumerate(options)]
     found = run_ranks(of_rank, len(counts), jobs)
     for at, (name, _, seed, option) in enumerate(jobs):
         batch = batch_for(name, sum(counts), sum(counts), seed)
@@ -47,6 +49,27 @@ def test_ranks_have_the_gradients_of_one_dense_matrix(counts):
         expected = gradients(loss_fn.reference, batch)
         error = distance([of[at] for of in found], batch, expected, counts, option.get("sync", "mean"))
         assert error < 1e-10, (name, option, error)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_kept_products_are_not_computed_again(symmetric):
+    x = torch.randn(1000, 16, requires_grad=True)
+    found = {}
+    for memory in ("flat", 2**24):
+        loss_fn = wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all, symmetric=symmetric, memory=memory)
+        loss_fn(x)  # its first use computes small tiles as well
+        x.grad = None
+        with FlopCounterMode(display=False) as counter:  # which counts products of tiles, not sums of gradients
+            loss = loss_fn(x)
+            forward = counter.get_total_flops()
+            loss.backward(retain_graph=True)
+        again = counter.get_total_flops() - forward
+        assert again == (forward if memory == "flat" else 0)
+        found[memory] = x.grad.clone()
+        x.grad = None
+        loss.backward()
+        assert torch.equal(x.grad, found[memory])
+    assert torch.allclose(found["flat"], found[2**24], rtol=1e-5, atol=1e-8)
 
 
 SYMMETRIC = ["multi_similarity", "hard_triplet", "sup_con"]

@@ -180,7 +180,7 @@ class Call:
             choose_route(
                 facts,
                 Layout(self.rows, self.cols, symmetric=self.declared.symmetric),
-                keep=False,
+                exact=True,
                 dtype=facts.dtype,
                 times=self.tiles,
             ),

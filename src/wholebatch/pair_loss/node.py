@@ -15,7 +15,7 @@ from ..contract import Facts
 from ..exchange import ColumnData
 from ..nodes import Route
 from ..partition import Partition
-from ..sweep import Block
+from ..sweep import Block, KeptTiles
 from .compiled import Kernels
 from .running import Kept
 from .sweep import Gradients, PairSweep, Side
@@ -69,13 +69,16 @@ class PairPlan:
         """The terms that columns read."""
         return [of for of in self.reduced if of.cols]
 
-    def sweep(self, x: Tensor, learned: Sequence[Tensor], y_learned: Sequence[Tensor]) -> PairSweep:
+    def sweep(
+        self, x: Tensor, learned: Sequence[Tensor], y_learned: Sequence[Tensor], kept: Tensor | None
+    ) -> PairSweep:
         """Return a sweep of the local rows.
 
         Args:
             x: the local rows.
             learned: the numbers of local rows, then parameters, with a gradient.
             y_learned: the numbers of all columns with a gradient.
+            kept: memory for products of the first tiles, or None.
         """
         drivers, start = {}, 0
         for name, width in self.widths.items():
@@ -96,6 +99,7 @@ class PairPlan:
             self.symmetric,
             self.kernels,
             self.signature,
+            None if kept is None else KeptTiles(kept),
         )
 
 
@@ -111,7 +115,9 @@ class PairSums(torch.autograd.Function):
         fetched = exchange.fetch(y)
         of_x, of_y, of_p = _split(learned, plan)
         all_y = [plan.facts.all_gather(one, plan.cols) for one in of_y]
-        sweep = plan.sweep(x, [*of_x, *of_p], all_y)
+        entries = plan.route.budget.kept if any(ctx.needs_input_grad) else 0
+        kept = x.new_empty(entries, dtype=accumulation_dtype(x.dtype)) if entries else None
+        sweep = plan.sweep(x, [*of_x, *of_p], all_y, kept)
         kept_rows, kept_cols = (Kept([of.rule for of in some]) for some in (plan.of_rows, plan.of_cols))
         rows = kept_rows.start(len(x), wide, x.device)
         slices = kept_rows.slices, kept_cols.slices
@@ -128,7 +134,7 @@ class PairSums(torch.autograd.Function):
         if plan.symmetric:
             rows = local
         ctx.plan, ctx.slices = plan, slices
-        ctx.save_for_backward(x, y, fetched, rows, local, *learned, *all_y)
+        ctx.save_for_backward(x, y, fetched, kept, rows, local, *learned, *all_y)
         of_cols = local.new_zeros(0, len(local)) if plan.symmetric else _results(plan.of_cols, local, kept_cols.slices)
         return _results(plan.of_rows, rows, kept_rows.slices), of_cols
 
@@ -137,11 +143,15 @@ class PairSums(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: PairPlan = ctx.plan
-        x, y, fetched, rows, cols, *rest = ctx.saved_tensors
+        x, y, fetched, kept, rows, cols, *rest = ctx.saved_tensors
         count = len(plan.x_learned) + len(plan.y_learned) + len(plan.p_learned)
         learned, all_y = rest[:count], rest[count:]
         of_x, of_y, of_p = _split(learned, plan)
-        sweep, dtype, wide = plan.sweep(x, [*of_x, *of_p], all_y), accumulation_dtype(x.dtype), wide_dtype(x.device)
+        sweep, dtype, wide = (
+            plan.sweep(x, [*of_x, *of_p], all_y, kept),
+            accumulation_dtype(x.dtype),
+            wide_dtype(x.device),
+        )
         want_x, want_y = ctx.needs_input_grad[1:3]
         of_rows = _constants(plan.of_rows, rows, ctx.slices[0], grads[0])
         of_cols = of_rows if plan.symmetric else _constants(plan.of_cols, cols, ctx.slices[1], grads[1])

@@ -6,7 +6,8 @@
     dL/df_ij = (weight of f_ij in row i) + (weight of f_ij in column j)        one pass through the graph for both
 
 A tile in which the masks of all terms leave no entry is skipped before its products are computed, on a CPU, where
-looking at a mask costs little. Work: 1 unit of multiply-adds forward, 3 backward, and the functions of the user.
+looking at a mask costs little. Work: 1 unit of multiply-adds forward, 3 backward (2 for kept products), and the
+functions of the user.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..partition import Tile, tiles
-from ..sweep import Block, Driver, Factor
+from ..sweep import Block, Driver, Factor, KeptTiles
 from .compiled import CompiledTiles, Kernels
 from .entries import Entries
 from .fields import nested
@@ -78,6 +79,7 @@ class PairSweep:
             tile on the diagonal is its own mirror image, and holds all of its entries.
         kernels: compiled functions of tiles; None: nobody asked for them.
         signature: of the declaration, by which they are kept.
+        kept: products of the first tiles, from the forward pass for the backward pass; None: there are none.
     """
 
     kinds: Mapping[str, str]
@@ -90,6 +92,7 @@ class PairSweep:
     symmetric: bool = False
     kernels: Kernels | None = None
     signature: str = ""
+    kept: KeptTiles | None = None
     _in_dtype: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +109,9 @@ class PairSweep:
         """Add a block to the kept numbers of rows, (b, numbers), and of its columns, (n, numbers)."""
         for tile, factors, masks in self._tiles(block):
             products = {name: self.drivers[name].logits(tile, *factors[name]) for name in factors}
+            if self.kept is not None:
+                for s in products.values():
+                    self.kept.keep(s)
             of_rows, of_cols = list[Tensor | None](), list[Tensor | None]()
             each_rows, each_cols = map(iter, slices)
             for reduced in self.reduced:
@@ -135,12 +141,17 @@ class PairSweep:
         wants = v is not None or into.u is not None
         for tile, factors, masks in self._tiles(block):
             here = _relative(tile.cols, block)
-            products = {name: self.drivers[name].logits(tile, *factors[name]) for name in factors}
+            products = {name: self._products(name, tile, factors[name]) for name in factors}
             of_rows = [[*numbers[:, tile.rows]] for numbers in rows]
             of_cols = [[] if tile.self_transposed else [*numbers[:, here]] for numbers in cols]
             leaves = self._leaves(tile, products, wants=wants)
             found = self.functions.gradients(tile, leaves, masks, of_rows, of_cols)
             self._add(tile, block, factors, found, into, v)
+
+    def _products(self, name: str, tile: Tile, factors: tuple[Factor, Factor]) -> Tensor:
+        """Return a tile's products from the forward pass, or computed again."""
+        kept = None if self.kept is None else self.kept.next(tile.shape)
+        return self.drivers[name].logits(tile, *factors) if kept is None else kept
 
     def _tiles(self, block: Block) -> Iterator[tuple[Tile, dict[str, tuple[Factor, Factor]], Masks]]:
         """Yield the tiles that have an entry, with their factors for each similarity, and masks."""
