@@ -281,8 +281,8 @@ class _Inputs:
         are equal in an example for one.
         """
         pairs = [*zip(self.letters, self.tensors, strict=True)]
-        taken = {size for letter, x in pairs if letter == "p" for size in x.shape}
-        rows, cols, *_ = (size for size in range(max(side, 3 + len(taken)), 1, -1) if size not in taken)
+        taken = {size for letter, x in pairs if letter != "s" for size in x.shape[letter in ("x", "y") :]}
+        rows, cols, *_ = (size for size in range(max(side, _FEW[0] + len(taken)), 1, -1) if size not in taken)
         found = []
         for letter, x in pairs:
             if letter in ("s", "x"):
