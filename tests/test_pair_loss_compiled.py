@@ -1,6 +1,7 @@
 """Declared losses with compiled tiles equal those without, in value and every gradient, and do without a compiler."""
 
 import copy
+import shutil
 import warnings
 
 import declared
@@ -90,6 +91,7 @@ def test_compiled_tiles_have_the_same_values_and_gradients(world):
 # With generated code, which needs a compiler for C++.
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("name", "options", "dtype"),
     [
