@@ -114,6 +114,24 @@ def test_generated_code_serves_ragged_tiles_without_compiling_again(name, option
     assert counters["unique_graphs"] - graphs == 2
 
 
+def test_modes_compile_once_each(monkeypatch):
+    compile_, counters = torch.compile, torch._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: compile_(graph, backend="aot_eager", **options))
+    loss_fn, given = DECLARATIONS["sup_con"](memory=10_000, compile_tiles=True), batch_for("sup_con", 50, 50)
+    x, more = given.x.detach(), {"x_data": given.x_data, "parameters": given.parameters}
+    graphs = counters["unique_graphs"]
+    for _ in range(2):
+        with torch.inference_mode():
+            found = [loss_fn(x, **more)]
+        with torch.no_grad():
+            found.append(loss_fn(x, **more))
+        found.append(loss_fn(x.clone().requires_grad_(), **more))
+        found[-1].backward()
+        assert torch.allclose(torch.stack(found).detach(), loss_fn.reference(x, **more), 1e-12)
+    assert is_compiled(loss_fn) == 3
+    assert counters["unique_graphs"] - graphs == 3
+
+
 def same_label(x, y):
     return x.label == y.label
 
