@@ -1,10 +1,12 @@
 """Declared losses beside the built-in losses of the same formulas: time of a step and its memory.
 
     .venv/bin/python benchmarks/pair_losses.py time --rows 4096 8192
+    .venv/bin/python benchmarks/pair_losses.py time --rows 4096 8192 --compile
     .venv/bin/python benchmarks/pair_losses.py memory --rows 4096 16384
 
 Each pair of losses is first compared on a small batch. For the time both take turns in one process with one thread, and
-so does the dense formula, eagerly and under torch.compile, where its matrices fit; a ratio is the median over rounds.
+so do the declared loss with compiled tiles, and the dense formula, eagerly and under torch.compile, where its matrices
+fit; a ratio is the median over rounds.
 The memory is the rise of a process's peak beyond inputs and gradients, each loss in a process of its own. Results go to
 results/pair_losses.json.
 """
@@ -93,26 +95,33 @@ def losses_of(f: ModuleType) -> dict[str, Callable[[Batch], Tensor]]:
     }
 
 
-def check(name: str) -> None:
+COMPILED = declared_losses(compile_tiles=True)
+
+
+def check(name: str, *, compiled: bool) -> None:
     """Raise AssertionError unless the declared and the built-in loss are equal on a small batch."""
     results = []
-    for losses in (declared_losses(), losses_of(wb.functional)):
+    for losses in (losses_of(wb.functional), declared_losses(), *([COMPILED] if compiled else [])):
         batch = Batch(SMALL, 16)
         results.append((batch.step(losses[name]), batch.x.grad))
-    (value, grad), (expected, wanted) = results
-    assert torch.allclose(value, expected, rtol=1e-4, atol=1e-5), name
-    assert torch.allclose(grad, wanted, rtol=1e-3, atol=1e-5), name
+    (expected, wanted), *of_declared = results
+    for value, grad in of_declared:
+        assert torch.allclose(value, expected, rtol=1e-4, atol=1e-5), name
+        assert torch.allclose(grad, wanted, rtol=1e-3, atol=1e-5), name
 
 
-def times(name: str, rows: int, rounds: int, *, dense: bool) -> list[dict[str, object]]:
+def times(name: str, rows: int, rounds: int, *, dense: bool, compiled: bool) -> list[dict[str, object]]:
     """Return milliseconds of a step, and ratios to the built-in loss."""
     batch = Batch(rows)
     methods = {"built in": losses_of(wb.functional)[name], "declared": declared_losses()[name]}
+    if compiled:
+        methods["declared, compile_tiles=True"] = COMPILED[name]
     if dense:
         formula = losses_of(wb.reference)[name]
         methods |= {"dense": formula, "dense, torch.compile": torch.compile(formula)}
-        keeping = declared_losses(memory=2 * rows * rows * 4)[name]  # all of S, which the dense formula holds as well
-        methods["declared, memory for S"] = keeping
+        for compile_tiles in (False, True) if compiled else (False,):  # all of S, which the dense formula holds as well
+            keeping = declared_losses(memory=2 * rows * rows * 4, compile_tiles=compile_tiles)[name]
+            methods["declared, memory for S" + ", compile_tiles=True" * compile_tiles] = keeping
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     for number in range(rounds + 1):  # the first is a warm-up
         for method, loss in methods.items():
@@ -136,7 +145,9 @@ def times(name: str, rows: int, rounds: int, *, dense: bool) -> list[dict[str, o
 
 def memory(name: str, rows: int, method: str) -> float:
     """Return the megabytes by which a step raises the peak beyond inputs and gradients, in this process."""
-    losses = declared_losses() if method == "declared" else losses_of(wb.functional)
+    losses = losses_of(wb.functional)
+    if method != "built in":
+        losses = declared_losses() if method == "declared" else COMPILED
     Batch(SMALL).step(losses[name])
     _measure.map_each_tensor()
     batch = Batch(rows)
@@ -153,6 +164,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4096])
     parser.add_argument("--losses", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="the declared losses with compiled tiles as well")
     parser.add_argument("--dense", action="store_true", help="the dense formulas as well")
     parser.add_argument("--method", default="declared")
     options = parser.parse_args()
@@ -161,15 +173,15 @@ def main() -> None:
         print(memory(options.losses[0], options.rows[0], options.method))
         return
     for name in options.losses:
-        check(name)
+        check(name, compiled=options.compile)
     found: list[dict[str, object]] = []
     for rows in options.rows:
         for name in options.losses:
             if options.what == "time":
-                new = times(name, rows, options.rounds, dense=options.dense)
+                new = times(name, rows, options.rounds, dense=options.dense, compiled=options.compile)
             else:
                 new = []
-                for method in ("built in", "declared"):
+                for method in ("built in", "declared", *(["declared, compile_tiles=True"] * options.compile)):
                     command = [
                         sys.executable,
                         __file__,

@@ -117,7 +117,7 @@ LEGAL: dict[str, str] = {
     # declared losses
     "PairLoss.row_loss": _FUNCTION,
     **dict.fromkeys(("column_loss", "score", "where", "log_weight"), f"{_FUNCTION} none"),
-    "symmetric": _FLAG,
+    **dict.fromkeys(("symmetric", "compile_tiles"), _FLAG),
     **dict.fromkeys(("x_data", "y_data", "own_data"), "empty_dict"),
     "parameters": "empty_dict dict",
     "own": "t_4x2x3",

@@ -12,7 +12,7 @@ from torch import Tensor
 import wholebatch as wb
 from wholebatch.partition import Partition
 
-SETTINGS = ("group", "sync", "exchange", "memory", "reduction", "precision", "similarity", "symmetric")
+SETTINGS = ("group", "sync", "exchange", "memory", "reduction", "precision", "similarity", "symmetric", "compile_tiles")
 DIFFERENTIABLE = ("x", "weights")
 
 

@@ -16,7 +16,9 @@ fields        the objects x, y, p and r that these functions read
 similarity    s of a tile, and of single pairs
 entries       masks and scores of a tile, or of a list of pairs
 running       what is kept of each row and column while tiles come and go
-sweep         tiles: forward into what is kept, backward into gradients
+tile          one tile: what it is computed from, what it adds, and its gradients
+compiled      the same by functions that torch.compile has made of it
+sweep         all tiles: forward into what is kept, backward into gradients
 node          the sweep as an autograd node
 pairs         partners, and the entries that have won: computed again from their two rows
 own           candidates that belong to one row

@@ -95,7 +95,7 @@ class CompiledTiles:
             for letter, read, mine in (("x", of.rows, rows[number]), ("y", of.cols, cols[number])):
                 kept = rows[number] if mine is None else mine
                 if read and kept is not None:
-                    inputs.add(letter, kept.contiguous())
+                    inputs.add(letter, kept.contiguous())  # a row may hold further terms' numbers
         if any("index" in of.rule.kinds for of in self.reduced):
             for first in firsts:
                 inputs.add("", torch.full((), first, device=form.device))
@@ -232,7 +232,7 @@ class _Form:
                 if at not in self.numbers:
                     self.numbers[at] = torch.full((), x, dtype=self.dtype, device=self.device)
                 x = self.numbers[at]
-            yield at[0], x.detach().reshape(-1) if at[0] in "xy" else x.detach()
+            yield at[0], x.detach().reshape(-1) if at[0] in ("x", "y") else x.detach()
 
     def leaves(self, tensors: Sequence[Tensor]) -> Leaves:
         """Return leaves with the first of these tensors."""
@@ -251,18 +251,20 @@ class _Inputs:
     """
 
     def __init__(self, form: _Form) -> None:
-        self.form = form
-        self.letters, self.tensors = (list(of) for of in zip(*form.tensors(), strict=True))
+        self.form, self.letters, self.tensors = form, list[str](), list[Tensor]()
+        for letter, x in form.tensors():
+            self.add(letter, x)
 
     def add(self, letter: str, x: Tensor) -> None:
-        """Append a tensor."""
+        """Append a tensor; numbers of rows and columns are copied, because a compiler also looks at bases of views."""
         self.letters.append(letter)
-        self.tensors.append(x)
+        self.tensors.append(x.clone() if letter in ("x", "y") else x)
 
     @property
     def described(self) -> list[Any]:
         """Everything that a kernel depends on beside the user's functions, except for rows and columns."""
-        return [self.form.described, [str(x.dtype) for x in self.tensors[self.form.count :]]]
+        modes = torch.is_inference_mode_enabled(), torch.get_num_threads(), torch.get_default_dtype()
+        return [self.form.described, [(str(x.dtype), x.is_inference()) for x in self.tensors], modes]
 
     def cut(self) -> list[Tensor]:
         """Return the tensors of a few rows and columns."""
@@ -281,8 +283,8 @@ class _Inputs:
         are equal in an example for one.
         """
         pairs = [*zip(self.letters, self.tensors, strict=True)]
-        taken = {size for letter, x in pairs if letter == "p" for size in x.shape}
-        rows, cols, *_ = (size for size in range(max(side, 3 + len(taken)), 1, -1) if size not in taken)
+        taken = {size for letter, x in pairs if letter != "s" for size in x.shape[letter in ("x", "y") :]}
+        rows, cols, *_ = (size for size in range(max(side, _FEW[0] + len(taken)), 1, -1) if size not in taken)
         found = []
         for letter, x in pairs:
             if letter in ("s", "x"):
