@@ -18,7 +18,7 @@ from wholebatch.pair_loss import compiled
 from wholebatch.testing import run_ranks
 
 SEEDS, COUNTS = {1: range(24), 2: range(0, 24, 3)}, {1: (13,), 2: (9, 4)}
-RAGGED = {"memory": 600}  # bytes: tiles of a few rows
+RAGGED = {"memory": 4000}  # bytes: tiles of a few rows
 PAIR_LOSS = wb.PairLoss
 
 

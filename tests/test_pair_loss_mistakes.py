@@ -99,7 +99,7 @@ DECLARATIONS = {
         lambda: declared(row_loss=lambda r, x, p: r.t - r.t.mean()),
         "its values change when the rows are cut",
     ),
-    "mean of rows": (lambda: declared(row_loss=lambda r, x, p: r.t.mean()), "its values change when the rows are cut"),
+    "mean of rows": (lambda: declared(row_loss=lambda r, x, p: r.t.mean()), "must return one number for each row"),
     "pairs of rows": (lambda: declared(row_loss=lambda r, x, p: r.t[:, None]), "must return one number for each row"),
     "own": (lambda: wb.PairLoss({"t": wb.Sum(over="own")}, read), "needs own="),
     "asymmetric": (lambda: declared(lambda s, x, y, p: s * x.bias, symmetric=True), "differ; pass symmetric=False"),
@@ -211,8 +211,8 @@ def differing(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("captured value", "the fingerprint of the declared functions"),
-        ("code", "the fingerprint of the declared functions"),
+        ("captured value", "the fingerprint of the declared functions, with the values that they capture,"),
+        ("code", "the fingerprint of the declared functions, with the values that they capture,"),
         ("data", "the arguments that are given"),
         ("parameter", "parameters['a']"),
         ("no features", "x must be a tensor"),

@@ -250,7 +250,10 @@ LEFT_OUT = {
     "Handle": "made by a communicator",
     "SparseAdamW.load_state_dict": "torch's own checks of a state; tests/test_sparse_steps.py loads states",
     "Margin": "a protocol",
-    **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that the library returns"),
+    **dict.fromkeys(
+        ("BatchStatistics", "LossAndStatistics", "LossAndAverages", "TermStatistics"),
+        "a record that the library returns",
+    ),
     **dict.fromkeys(("TokenChunk", "TopClasses"), "a record that the library returns"),
     **dict.fromkeys(
         ("NegativeTransform", "ObservesAngles", "ObservesNorms", "Regularizes", "TransformsNegatives"), "a protocol"

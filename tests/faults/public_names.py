@@ -12,7 +12,9 @@ NO_CALL = {
         ("AdaFace", "ArcFace", "CombinedMargin", "CosFace", "CurricularFace", "MagFace", "NormFace", "SphereFace"),
         "a margin: a function of this rank's rows",
     ),
-    **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that a loss returns"),
+    **dict.fromkeys(
+        ("BatchStatistics", "LossAndStatistics", "LossAndAverages", "TermStatistics"), "a record that a loss returns"
+    ),
     **dict.fromkeys(
         ("Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum"),
         "a term of a declared loss: PairLoss has the calls",

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from .._checks import check_choice, check_label_smoothing
+from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
@@ -28,7 +29,7 @@ from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
 from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
-from .statistics import report_statistics, statistics_requested
+from .statistics import report_statistics
 
 
 @entry

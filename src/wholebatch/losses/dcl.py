@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number, check_temperature
+from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
@@ -22,7 +23,7 @@ from ..sync import Sync, total
 from ._declaration import Declaration
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
-from .statistics import report_statistics, statistics_requested
+from .statistics import report_statistics
 
 
 @entry

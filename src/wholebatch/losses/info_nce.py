@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._products import paired_products
+from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Facts, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
@@ -34,7 +35,7 @@ from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
 from ._logit_scale import TakesLogitScale
 from ._module import KernelLoss
 from ._pairs import EqualIdsAre
-from .statistics import report_statistics, statistics_requested
+from .statistics import report_statistics
 
 
 @entry

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
 from .._precision import wide_dtype
+from .._statistics_request import statistics_requested
 from ..comm import Group, select_communicator
 from ..comm.select import check_group
 from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
@@ -26,7 +27,7 @@ from ..partition import Partition
 from ..sweep import Memory, Pairs, Precision, Selection
 from ..sync import Sync
 from ._logit_scale import TakesLogitScale
-from .statistics import report_statistics, statistics_requested
+from .statistics import report_statistics
 
 
 @entry

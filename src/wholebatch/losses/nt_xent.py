@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
@@ -21,7 +22,7 @@ from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
-from .statistics import report_statistics, statistics_requested
+from .statistics import report_statistics
 
 
 @entry

@@ -1,26 +1,23 @@
 """Statistics of the batch that a loss can report beside its value, from numbers that its sweep computes anyway.
 
-A loss computes them when it is called through :func:`with_statistics`. The request is a context variable, so it passes
-through any layers in between, such as a :class:`wholebatch.GradCache` or a trainer's wrapper, and the loss itself
-always returns a tensor.
+A loss computes them when it is called through :func:`with_statistics`, see `_statistics_request`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import wraps
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 
 from .._checks import check_callable
+from .._statistics_request import collecting, report
 from ..comm import Communicator
 from ..nodes.row_statistics import RowStatistics
 
 _P = ParamSpec("_P")
-_requested: ContextVar[list[BatchStatistics] | None] = ContextVar("_requested", default=None)
 
 
 class BatchStatistics(NamedTuple):
@@ -46,18 +43,23 @@ class BatchStatistics(NamedTuple):
 
 
 class LossAndStatistics(NamedTuple):
-    """A loss, and the statistics of the batch from which it was computed."""
+    """A loss, and the statistics of the batch from which it was computed.
+
+    Attributes:
+        loss: the loss.
+        statistics: a :class:`BatchStatistics`, or of a declared loss a :class:`wholebatch.TermStatistics`.
+    """
 
     loss: Tensor
-    statistics: BatchStatistics
+    statistics: Any  # one of these two
 
 
 def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistics]:
     """Return a function with the arguments of a loss that returns :class:`LossAndStatistics`.
 
     Args:
-        loss: a function or a module of CLIP, InfoNCE, NT-Xent, SupCon, DCL or MoCo, or anything that calls one of them
-            once, such as a :class:`wholebatch.GradCache`.
+        loss: a function or a module of CLIP, InfoNCE, NT-Xent, SupCon, DCL or MoCo, a :class:`wholebatch.PairLoss`, or
+            anything that calls one of them once, such as a :class:`wholebatch.GradCache`.
 
     Either every rank asks for statistics or none. Collective: those of the loss, and one all-reduce. No further sweep.
 
@@ -75,25 +77,17 @@ def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistic
 
     @wraps(loss, updated=())
     def call(*args: _P.args, **kwargs: _P.kwargs) -> LossAndStatistics:
-        reported: list[BatchStatistics] = []
-        token = _requested.set(reported)
-        try:
+        with collecting() as reported:
             value = loss(*args, **kwargs)
-        finally:
-            _requested.reset(token)
         if len(reported) != 1:
             raise ValueError(
                 "with_statistics needs a call that computes one loss with statistics (clip_loss, info_nce_loss, "
-                f"nt_xent_loss, sup_con_loss, dcl_loss, moco_loss), got {len(reported)}; wrap the call of a single one"
+                f"nt_xent_loss, sup_con_loss, dcl_loss, moco_loss, PairLoss), got {len(reported)}; wrap the call of a "
+                "single one"
             )
         return LossAndStatistics(value, reported[0])
 
     return call
-
-
-def statistics_requested() -> bool:
-    """Return whether the loss that is being computed was called through `with_statistics`."""
-    return _requested.get() is not None
 
 
 @torch.no_grad()
@@ -105,8 +99,6 @@ def report_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[Ro
         scale: of S.
         sides: for each softmax, the statistics of its rows and the logits of their (mean) positives, NaN without one.
     """
-    requested = _requested.get()
-    assert requested is not None
     sums = []
     for side, target in sides:
         assert side.largest is not None
@@ -121,4 +113,4 @@ def report_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[Ro
             sums.append(torch.stack([torch.where(where, values, 0.0).sum(), where.sum().to(values)]))
     totals = comm.all_reduce(torch.stack(sums).unflatten(0, (len(sides), 4)).sum(0), check=False)
     accuracy, positive, hardest, effective = (totals[:, 0] / totals[:, 1]).unbind()
-    requested.append(BatchStatistics(accuracy, positive, hardest, effective, torch.full_like(accuracy, 1 / scale)))
+    report(BatchStatistics(accuracy, positive, hardest, effective, torch.full_like(accuracy, 1 / scale)))

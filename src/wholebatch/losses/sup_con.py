@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
@@ -22,7 +23,7 @@ from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._labeled import agree_labeled
 from ._module import KernelLoss
-from .statistics import report_statistics, statistics_requested
+from .statistics import report_statistics
 
 
 @entry

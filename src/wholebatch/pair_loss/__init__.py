@@ -21,6 +21,7 @@ compiled      the same by functions that torch.compile has made of it
 sweep         all tiles: forward into what is kept, backward into gradients
 node          the sweep as an autograd node
 pairs         partners, and the entries that have won: computed again from their two rows
+statistics    the means of terms
 own           candidates that belong to one row
 counted       what a step holds and moves, counted by steps of a few rows
 reference     the same declaration on one dense matrix
@@ -28,5 +29,6 @@ reference     the same declaration on one dense matrix
 
 from .module import PairLoss
 from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum
+from .statistics import TermStatistics
 
-__all__ = ["Count", "LogSumExp", "Max", "Mean", "Min", "PairLoss", "Partner", "Sum"]
+__all__ = ["Count", "LogSumExp", "Max", "Mean", "Min", "PairLoss", "Partner", "Sum", "TermStatistics"]

@@ -201,9 +201,18 @@ def _owners(offsets: Any, rows: int, count: int) -> Tensor:
     if not good:
         raise ValueError(
             f"own_offsets must be {rows + 1} integers that rise from 0 to {count}: row i's candidates are those from "
-            f"own_offsets[i] up to own_offsets[i + 1]; got {shown(offsets)}"
+            f"own_offsets[i] up to own_offsets[i + 1]; got {_offsets(offsets)}"
         )
     return torch.arange(rows, device=offsets.device).repeat_interleave(offsets.diff())
+
+
+def _offsets(offsets: object) -> str:
+    """Return the text of wrong offsets."""
+    if not isinstance(offsets, Tensor):
+        return shown(offsets)
+    some = str(offsets.tolist()) if offsets.dim() == 1 and len(offsets) <= 8 else f"shape {tuple(offsets.shape)}"
+    ends = f", from {offsets[0]} to {offsets[-1]}" if offsets.dim() == 1 and len(offsets) > 8 else ""
+    return f"{some}{ends}, {offsets.dtype}; of counts pass torch.nn.functional.pad(counts.cumsum(0), (1, 0))"
 
 
 def check_parameters(parameters: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._precision import wide_dtype
+from .._statistics_request import report, statistics_requested
 from ..contract import Facts, finish
 from ..nodes import Layout, choose_route
 from ..partition import Partition
@@ -17,12 +18,13 @@ from .arguments import Arguments
 from .declaration import Declaration
 from .fields import INDEX, SEPARATOR, SQUARES, fields, nested
 from .fingerprint import fingerprint
-from .first_use import losses_and_weights
+from .first_use import losses_and_weights, weighted
 from .node import PairPlan, PairSums
 from .own import OwnRows, combined
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
 from .similarity import multiplied, squares
+from .statistics import TermStatistics
 
 CALLER = "PairLoss"
 
@@ -59,9 +61,11 @@ class Call:
             self.partners = [self._partners(of_rows, rows=True), self._partners(self.pairs[1], rows=False)]
 
     def loss(self) -> Tensor:
-        """Return L."""
+        """Return L. With statistics, if the caller has requested them: one more all-reduce."""
         sides = []
         of_rows, of_cols = self._reduced()
+        if statistics_requested():
+            report(self._statistics(of_rows, of_cols))
         if self.declared.row_loss is not None:
             sides.append(self._side("row_loss", self.declared.row_loss, of_rows, self.x, self.partners[0]))
         if self.declared.column_loss is not None:
@@ -224,6 +228,17 @@ class Call:
             found[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
         return found
 
+    @torch.no_grad()
+    def _statistics(self, *sides: dict[str, Tensor]) -> TermStatistics:
+        """Return the mean of each term over the rows that have candidates. Collective: one all-reduce."""
+        sums = [torch.zeros(2, dtype=self.wide, device=self.facts.device)]  # a rank may have nothing else
+        for term in (x.to(self.wide) for side in sides for x in side.values()):
+            there = ~term.isinf()
+            sums.append(torch.stack([torch.where(there, term, 0.0).sum(), there.sum().to(self.wide)]))
+        totals = iter(self.facts.comm.all_reduce(torch.stack(sums), check=False)[1:])
+        rows, cols = ({name: a / b for name, (a, b) in zip(side, totals, strict=False)} for side in sides)
+        return TermStatistics(rows, cols)
+
     def _side(
         self,
         what: str,
@@ -248,7 +263,7 @@ class Call:
         for one in each:
             weight = one if weight is None else weight * one
         loss = loss.to(self.wide)
-        return (loss if weight is None else weight * loss), weight
+        return (loss if weight is None else weighted(loss, weight)), weight
 
     def _total(self, losses: Tensor, weights: Tensor | None, count: int) -> Tensor:
         """Return the mean or the sum over all ranks. Collective: one all-reduce, two with weights."""

@@ -30,7 +30,9 @@ _WIDTH = 4  # of each similarity
 
 
 def count_step(declaration: Declaration, call: Arguments, side: int) -> Counted:
-    """Return the bytes of a step with tiles of this side. Its leaves have gradients before, as in a second step.
+    """Return the bytes of a step with tiles of this side, without compiled functions, which hold less.
+
+    Its leaves have gradients before, as in a second step.
 
     Args:
         declaration: of the loss, used with such arguments before.
@@ -44,7 +46,7 @@ def count_step(declaration: Declaration, call: Arguments, side: int) -> Counted:
 
     def step() -> None:
         facts = agree(CALLER, options, call.inputs(None)).widened()
-        loss = Call(declaration, call, facts, tiles=1).loss()
+        loss = Call(replace(declaration, kernels=None), call, facts, tiles=1).loss()
         if loss.requires_grad:
             loss.backward()
 

@@ -99,6 +99,8 @@ class Declaration:
         numbers = (call.x_data, y_numbers, None if call.own is None else call.own_data)
         functions = (self.row_loss, self.column_loss)
         self.reads = first_use(self.terms, functions, self.kinds, numbers, call.parameters, symmetric=self.symmetric)
+        if call.own is not None and all(term.over == "batch" for term in self.terms.values()):
+            raise ValueError("own must be left out: no term has over='own' or over='both', so nothing would read it")
         wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")
         if wrong:
             raise ValueError(f"column_loss must not read {wrong[0]!r}: own candidates belong to rows")

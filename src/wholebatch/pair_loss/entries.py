@@ -89,7 +89,7 @@ class Entries:
         x: numbers of rows, (m, 1) each.
         y: numbers of columns, (1, n) each; of a list of pairs (m, 1).
         p: parameters.
-        reads: sets that get the names that are read of "x" and "y"; None: they are not recorded.
+        reads: sets that get the names that are read of "x", "y" and "p"; None: they are not recorded.
     """
 
     kinds: Mapping[str, str]
@@ -113,11 +113,12 @@ class Entries:
         """Return the candidates of a term, without a gradient; None: all entries."""
         if term.where is None:
             return None
-        x, y, _ = self._arguments(None)
+        x, y, p = self._arguments(None)
         with torch.no_grad():
             if not term.mask_reads_similarity:
                 return term.where(x, y)
-            return term.where(x, y, self._similarity(None, detached=True))
+            s = self._similarity(None, detached=True)
+            return term.where(x, y, s, p) if term.mask_reads_parameters else term.where(x, y, s)
 
     def values(self, term: Term, mask: Tensor | None, *, safe: bool = True) -> Values:
         """Return the scores of a term at all entries; those of other entries than candidates mean nothing.
@@ -154,7 +155,7 @@ class Entries:
                 if mask is None
                 else _SafeFields(what, numbers, HINTS[what], read, mask, self.kinds)
             )
-        return made[0], made[1], fields("p", self.p)
+        return made[0], made[1], fields("p", self.p, None if self.reads is None else self.reads["p"])
 
 
 class _SafeFields(Fields):

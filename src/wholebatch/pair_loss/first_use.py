@@ -38,12 +38,14 @@ class Reads:
         rows: terms that the row loss reads.
         cols: terms that the column loss reads.
         x, y: data that scores read, and of these partners that row and column losses read.
+        p: parameters that any function reads.
     """
 
     rows: set[str] = field(default_factory=set)
     cols: set[str] = field(default_factory=set)
     x: set[str] = field(default_factory=set)
     y: set[str] = field(default_factory=set)
+    p: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -106,7 +108,7 @@ def first_use(
         ("column_loss", functions[1], reads.cols, y),
     ):
         if function is not None:
-            _check_loss(what, function, terms, side, (kinds, p, read, reads.x))
+            _check_loss(what, function, terms, side, (kinds, p, read, reads))
     if symmetric:
         rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
         for name, term in terms.items():
@@ -137,7 +139,7 @@ def _tile(
     s = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
     rows = _columns({**x, **_partners(kinds, _ROWS, dtype, device), INDEX: torch.arange(_ROWS, device=device)}, 1)
     cols = _columns({**y, **_partners(kinds, _COLUMNS, dtype, device), INDEX: torch.arange(_COLUMNS, device=device)}, 0)
-    return Entries(kinds, s, rows, cols, p, {"x": reads.x, "y": reads.y})
+    return Entries(kinds, s, rows, cols, p, {"x": reads.x, "y": reads.y, "p": reads.p})
 
 
 def _partners(kinds: Mapping[str, str], rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
 
 
 def _check_term(name: str, term: Term, entries: Entries) -> None:
-    what = f"the {'/'.join(term.functions) or 'score'} of term {name!r}"
+    what = f"the {' or '.join(term.functions) or 'score'} of term {name!r}"
     values = watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
     parts = [(_part(entries, rows, cols), (rows, cols)) for rows, cols in _CUTS]
     for part, at in [*parts, (_as_list(entries), None)]:
@@ -217,7 +219,8 @@ def _values(name: str, term: Term, entries: Entries) -> Values:
         what = f"{function} of term {name!r}"
         if isinstance(x, Fields):
             raise ValueError(
-                f"{what} must be a function where similarity has names, such as lambda s, x, y, p: s.{next(iter(x))}"
+                f"{what} must return a tensor, got {x!r}: read one of these, such as lambda s, x, y, p: "
+                f"{str(x).split()[0]}.{next(iter(x), 'name')}; the arguments come in this order"
             )
         _check_shape(what, x, entries.shape)
         assert x is not None
@@ -246,30 +249,29 @@ def _check_loss(
     function: Callable[..., Any],
     terms: Mapping[str, Term],
     side: Mapping[str, Tensor],
-    other: tuple[Mapping[str, str], Mapping[str, Any], set[str], set[str]],
+    other: tuple[Mapping[str, str], Mapping[str, Any], set[str], Reads],
 ) -> None:
-    kinds, p, read, of_side_read = other
+    kinds, p, read, reads = other
     rows = _ROWS
     device = _device(side)
-    even = torch.linspace(0.4, 1.6, rows, dtype=torch.float64, device=device)
-    r = {name: even + number for number, name in enumerate(terms)}
+    # Differences of two terms have both signs, and no two are equal: a mean of any of them would show.
+    uneven = torch.tensor([0.4, 1.7, 0.9, 1.3], dtype=torch.float64, device=device)
+    r = {name: uneven.roll(number) * (1 + 0.3 * number) for number, name in enumerate(terms)}
     numbers: dict[str, Any] = {name: _some(x, rows) for name, x in side.items()}
     numbers |= {**_partners(kinds, rows, torch.float64, device), INDEX: torch.arange(rows, device=device)}
     letter = "x" if what == "row_loss" else "y"
 
     def call(at: slice) -> list[Tensor]:
         of_r = fields("r", {name: x[at] for name, x in r.items()}, read)
-        of_side = fields(letter, changed(numbers, lambda x: x[at]), of_side_read)
-        return losses_and_weights(what, function(of_r, of_side, fields("p", p)), len(range(rows)[at]))
+        of_side = fields(letter, changed(numbers, lambda x: x[at]), reads.x)
+        return losses_and_weights(what, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[at]))
 
     plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
     given = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
-    whole = watched(what, {what: function}, given, lambda: call(slice(0, rows)), on=_ON)
+    whole = watched(what, {what: function}, given, lambda: call(slice(0, rows)), on=f"{rows} rows")
     for at in (slice(0, 1), slice(1, rows)):
         for one, part in zip(whole, call(at), strict=True):
-            if not torch.allclose(
-                one.expand(rows)[at], part.expand(len(range(rows)[at])), _CLOSE, _CLOSE, equal_nan=True
-            ):
+            if not torch.allclose(one[at], part, _CLOSE, _CLOSE, equal_nan=True):
                 raise ValueError(
                     f"{what} must compute the loss of each row from its own numbers alone; its values change when the "
                     "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
@@ -282,10 +284,15 @@ def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
     if len(parts) not in (1, 2):
         raise ValueError(f"{what} must return losses, or (losses, weights), got {len(parts)} values")
     for part in parts:
-        if not isinstance(part, Tensor) or tuple(part.shape) not in ((rows,), ()):
+        if not isinstance(part, Tensor) or tuple(part.shape) != (rows,):
             got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
             raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
-    return [part.expand(rows) for part in parts]
+    return [*parts]
+
+
+def weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """Return the weighted losses: a row of weight 0 does not count, though its loss is infinite or NaN."""
+    return weight * torch.where((weight == 0) & ~loss.isfinite(), 0.0, loss)
 
 
 def _check_symmetry(name: str, term: Term, entries: Entries) -> None:

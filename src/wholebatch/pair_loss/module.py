@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._checks import check_flag, on_host
+from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..comm.select import check_group
 from ..contract import Checks, Options, Reduction, agree, entry, prepared
@@ -27,7 +29,7 @@ from .reference import Dense, OwnCandidates
 from .similarity import Similarity
 
 _READS = "names that functions read"
-_FINGERPRINT = "the fingerprint of the declared functions"
+_FINGERPRINT = "the fingerprint of the declared functions, with the values that they capture,"
 _NOT_COMPILED = "why tiles are not compiled"
 _TILES = "how many times two tiles a step holds"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -42,9 +44,9 @@ class PairLoss(nn.Module):
 
     Args:
         terms: reductions by name: :class:`wholebatch.LogSumExp`, `Sum`, `Mean`, `Count`, `Max`, `Min`, `Partner`.
-            Their scores f(s, x, y, p) and masks where(x, y) or where(x, y, s) treat each pair by itself: x.name and
-            y.name are data of its row and its column, p.name are parameters. x.index and y.index number the rows of
-            all ranks. x.partner (y.partner) is the similarity of a row (column) with its partner.
+            Their scores f(s, x, y, p) and masks where(x, y), (x, y, s) or (x, y, s, p) treat each pair by itself:
+            x.name and y.name are data of its row and its column, p.name are parameters. x.index and y.index number the
+            rows of all ranks. x.partner (y.partner) is the similarity of a row (column) with its partner.
         row_loss: F(r, x, p) -> losses of rows, (b,), or (losses, weights); r.name are reductions. It mixes no rows.
         column_loss: likewise of columns, (r, y, p); None: there is none.
         similarity: s: "dot", "cosine", "neg_squared_distance", or a mapping of names to these. Then x and y are
@@ -97,6 +99,11 @@ class PairLoss(nn.Module):
         self.values, self._constants = nn.Module(), dict[str, Any]()
         check_parameters(parameters)
         for name, value in parameters.items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                raise ValueError(
+                    f"parameters[{name!r}] must be a number, a leaf or a module in the constructor, got a computed "
+                    "tensor with a graph, which lasts for one backward pass; pass it in each call"
+                )
             if isinstance(value, Tensor | nn.Module) and hasattr(self.values, str(name)):
                 raise ValueError(f"parameters must not have the name {name!r}, which every torch.nn.Module has")
             if isinstance(value, nn.Parameter):
@@ -153,7 +160,7 @@ class PairLoss(nn.Module):
         call = prepared(
             CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
         )
-        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT,))
+        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, "statistics"))
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
@@ -207,6 +214,7 @@ class PairLoss(nn.Module):
         call = Arguments.of(self.declaration.kinds, x, y, data, own, own_offsets, parameters)
         if isinstance(call.x, Tensor) and call.x.is_floating_point():  # else `agree` refuses it
             self.declaration.use(call)
+            self._check_names(parameters)
         return call
 
     def _facts(self, call: Arguments) -> dict[str, Any]:
@@ -215,6 +223,7 @@ class PairLoss(nn.Module):
             _READS: self.declaration.reads.names,
             _NOT_COMPILED: self._not_compiled,
             _TILES: self._tiles_of(call),
+            "statistics": statistics_requested(),
         }
 
     @property
@@ -243,6 +252,16 @@ class PairLoss(nn.Module):
             self._said = True
             names = ", ".join(self.declaration.unread)
             warnings.warn(f"PairLoss does not compute terms that neither side reads: {names}", stacklevel=4)
+
+    def _check_names(self, parameters: Any) -> None:
+        """Raise ValueError for a parameter of a call that nothing reads, and whose name is nearly that of another."""
+        known = self._parameters_here()
+        for name in parameters:
+            if name not in known and name not in self.declaration.reads.p:
+                for similar in get_close_matches(name, {*known, *self.declaration.reads.p}, n=1):
+                    raise ValueError(
+                        f"parameters[{name!r}] is read by no function of this loss; did you mean {similar!r}?"
+                    )
 
     def extra_repr(self) -> str:
         terms = ", ".join(f"{name}={term!r}" for name, term in self.declaration.terms.items())

@@ -1,8 +1,8 @@
 """The terms of a declared loss: what is reduced, and over which candidates.
 
-A score f(s, x, y, p) returns a number for each pair, and a mask where(x, y) or where(x, y, s) says which pairs are
-candidates. In a tile, `s` is (m, n), the data of rows `x` are (m, 1), those of columns `y` are (1, n), and `p` holds
-the parameters. Both are called with other shapes as well, so they must treat every pair alike, by itself.
+A score f(s, x, y, p) returns a number for each pair, and a mask where(x, y), (x, y, s) or (x, y, s, p) says which pairs
+are candidates. In a tile, `s` is (m, n), the data of rows `x` are (m, 1), those of columns `y` are (1, n), and `p`
+holds the parameters. Both are called with other shapes as well, so they must treat every pair alike, by itself.
 
 Source: losses of this form with a row-wise maximum or sum are listed in Musgrave et al., 2020, arXiv:2003.08505.
 """
@@ -27,7 +27,7 @@ class Term:
 
     Args:
         score: f(s, x, y, p); None: the similarity itself.
-        where: (x, y) or (x, y, s), returns True for candidates; None: all pairs are.
+        where: (x, y), (x, y, s) or (x, y, s, p), returns True for candidates; None: all pairs are.
         over: "batch": the candidates are the rows of y on all ranks; "own": the further candidates that each row
             brings, `own=`; "both": all of these.
     """
@@ -46,6 +46,11 @@ class Term:
     def mask_reads_similarity(self) -> bool:
         """Whether the mask has the similarity as a third argument."""
         return self.where is not None and takes(self.where, 3)
+
+    @property
+    def mask_reads_parameters(self) -> bool:
+        """Whether the mask has the parameters as a fourth argument."""
+        return self.where is not None and takes(self.where, 4)
 
     @property
     def functions(self) -> dict[str, Callable[..., Tensor]]:

@@ -205,6 +205,7 @@ def _combined(sides: list[list[Tensor]], weights: Tensor | None, reduction: str)
         each = torch.ones_like(loss) if weights is None else weights.to(loss)
         for one in own:
             each = each * one
+        loss = loss.masked_fill((each == 0) & ~loss.isfinite(), 0.0)  # such a row does not count
         weighted.append((each * loss, each))
     if reduction == "none":
         parts = [loss for loss, _ in weighted]

@@ -19,6 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from .fingerprint import captured
 
+_SIGNATURES = (
+    "a score is called as f(s, x, y, p), a mask as where(x, y), where(x, y, s) or where(x, y, s, p), a row loss as "
+    "F(r, x, p), a column loss as F(r, y, p)"
+)
+
 
 def watched(
     what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor], call: Callable[[], Any], *, on: str
@@ -33,7 +38,8 @@ def watched(
                 raise
             raise ValueError(f"{what} failed: {error}") from error
         except Exception as error:
-            raise ValueError(f"{what} failed on {on}: {type(error).__name__}: {error}") from error
+            fix = f"; {_SIGNATURES}" if isinstance(error, TypeError) else ""
+            raise ValueError(f"{what} failed on {on}: {type(error).__name__}: {error}{fix}") from error
     if versions != [_version(x) for x in given]:
         raise ValueError(f"{what} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
     return found

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._checks import check_choice
 from .._settings import check_flag, check_number
 from ..pair_loss import LogSumExp, PairLoss
-from .parts import only_all, own
+from .parts import against_negatives, other
 from .retrieval import Scale
 
 MarginStrategy = Literal["absolute", "relative"]
@@ -58,8 +58,8 @@ def guided_info_nce(
     check_choice("strategy", strategy, ("absolute", "relative"))
     where = partial(_negative, margin=check_number("margin", margin), relative=strategy == "relative")
     return PairLoss(
-        {"all": LogSumExp(_score, where=where, over="both" if check_flag("mined", mined) else "batch")},
-        only_all,
+        {"negatives": LogSumExp(_score, where=where, over="both" if check_flag("mined", mined) else "batch")},
+        against_negatives,
         similarity={"features": "cosine", "guide": "cosine"},
         parameters={"scale": scale},
         **options,
@@ -74,4 +74,4 @@ def _score(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarities and fields
 def _negative(x: Any, y: Any, s: Any, *, margin: float, relative: bool) -> Tensor:  # fields and similarities
     pair = x.partner.guide
     negative: Tensor = s.guide <= pair - margin * (pair.abs() if relative else 1)
-    return negative | own(x, y)
+    return negative & other(x, y)

@@ -51,7 +51,7 @@ class RowMemory:
         return 0 if self._features is None else len(self._features)
 
     def append(self, features: Tensor, data: Mapping[str, Tensor]) -> None:
-        """Remember rows, after the step that used them.
+        """Remember rows, after the step that used them; nothing is sent, and a mistake raises on this rank alone.
 
         Args:
             features: (b, d).
@@ -92,7 +92,11 @@ class RowMemory:
             raise ValueError(f"data must have the names {sorted(self._data)} like the rows before, got {names}")
         for name, one in data.items():
             if not is_dense(one) or tuple(one.shape) != (len(features),):
-                raise ValueError(f"data[{name!r}] must be a vector with a number for each of {len(features)} rows")
+                got = tuple(one.shape) if is_dense(one) else shown(one)
+                raise ValueError(
+                    f"data[{name!r}] of a RowMemory must be a vector with a number for each of {len(features)} rows, "
+                    f"got {got}"
+                )
         return features.detach(), {name: one.detach() for name, one in data.items()}
 
 

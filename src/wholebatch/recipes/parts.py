@@ -1,10 +1,11 @@
 """Scores, masks and row losses that several recipes share.
 
-`relative` is the logit minus that of the row's partner. Its log-sum-exp is the cross-entropy of the partner,
+`relative` is the logit minus that of the row's partner. With its log-sum-exp N_i over the other candidates, the
+cross-entropy of the partner is
 
-    log sum_j exp(scale s_ij) - scale s_ii = log sum_j exp(scale (s_ij - s_ii))
+    log sum_j exp(scale s_ij) - scale s_ii = log(1 + exp N_i)
 
-without the difference of two large numbers.
+without the difference of two large numbers, and a loss near 0 keeps its digits.
 """
 
 from __future__ import annotations
@@ -13,11 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-
-def own(x: Any, y: Any) -> Tensor:  # fields of rows and of columns
-    """Return where a column is the row's partner."""
-    found: Tensor = x.index == y.index
-    return found
+from ..nodes.cross_entropy import softplus
 
 
 def other(x: Any, y: Any) -> Tensor:  # fields
@@ -38,7 +35,6 @@ def relative(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields
     return logit
 
 
-def only_all(r: Any, x: Any, p: Any) -> Tensor:  # fields
-    """Return the term `all` as the loss of a row."""
-    loss: Tensor = r.all
-    return loss
+def against_negatives(r: Any, x: Any, p: Any) -> Tensor:  # fields
+    """Return log(1 + exp N) of the term `negatives`."""
+    return softplus(r.negatives)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .._settings import check_number
 from ..pair_loss import LogSumExp, PairLoss
-from .parts import only_all, own, relative
+from .parts import against_negatives, other, relative
 
 Scale = float | Tensor | nn.Module
 
@@ -44,12 +44,13 @@ def same_task_info_nce(*, scale: Scale = 20.0, **options: Any) -> PairLoss:  # o
     >>> wb.recipes.same_task_info_nce(scale=1.0)(rows, rows, x_data=task, y_data=task)
     tensor(0.3133)
     """
-    return PairLoss({"all": LogSumExp(relative, where=_same_task)}, only_all, parameters={"scale": scale}, **options)
+    terms = {"negatives": LogSumExp(relative, where=_same_task)}
+    return PairLoss(terms, against_negatives, parameters={"scale": scale}, **options)
 
 
 def _same_task(x: Any, y: Any) -> Tensor:  # fields
     same: Tensor = x.task == y.task
-    return same | own(x, y)
+    return same & other(x, y)
 
 
 def distinct_document_info_nce(*, scale: Scale = 20.0, **options: Any) -> PairLoss:  # of PairLoss
@@ -62,13 +63,13 @@ def distinct_document_info_nce(*, scale: Scale = 20.0, **options: Any) -> PairLo
     Returns:
         A loss of (queries, keys) with `document`, integers, in `x_data` and `y_data`.
     """
-    terms = {"all": LogSumExp(relative, where=_other_document)}
-    return PairLoss(terms, only_all, parameters={"scale": scale}, **options)
+    terms = {"negatives": LogSumExp(relative, where=_other_document)}
+    return PairLoss(terms, against_negatives, parameters={"scale": scale}, **options)
 
 
 def _other_document(x: Any, y: Any) -> Tensor:  # fields
-    other: Tensor = x.document != y.document
-    return other | own(x, y)
+    distinct: Tensor = x.document != y.document
+    return distinct & other(x, y)
 
 
 def near_duplicate_info_nce(*, threshold: float = 0.95, scale: Scale = 20.0, **options: Any) -> PairLoss:  # of PairLoss
@@ -88,8 +89,8 @@ def near_duplicate_info_nce(*, threshold: float = 0.95, scale: Scale = 20.0, **o
     """
     where = partial(_no_near_duplicate, threshold=check_number("threshold", threshold))
     return PairLoss(
-        {"all": LogSumExp(_relative_pairs, where=where)},
-        only_all,
+        {"negatives": LogSumExp(_relative_pairs, where=where)},
+        against_negatives,
         similarity={"pairs": "dot", "keys": "cosine"},
         parameters={"scale": scale},
         **options,
@@ -103,7 +104,7 @@ def _relative_pairs(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and
 
 def _no_near_duplicate(x: Any, y: Any, s: Any, *, threshold: float) -> Tensor:  # fields and similarity
     distinct: Tensor = s.keys <= threshold
-    return distinct | own(x, y)
+    return distinct & other(x, y)
 
 
 def mined_info_nce(*, scale: Scale = 20.0, **options: Any) -> PairLoss:  # of PairLoss
@@ -117,4 +118,5 @@ def mined_info_nce(*, scale: Scale = 20.0, **options: Any) -> PairLoss:  # of Pa
         A loss of (queries, keys, own=negatives), (b, h, d); for different numbers of negatives (n, d) with
         `own_offsets`, (b + 1,). A query's negatives are nobody else's; :class:`wholebatch.InfoNCELoss` shares them.
     """
-    return PairLoss({"all": LogSumExp(relative, over="both")}, only_all, parameters={"scale": scale}, **options)
+    terms = {"negatives": LogSumExp(relative, where=other, over="both")}  # own candidates have the index -1
+    return PairLoss(terms, against_negatives, parameters={"scale": scale}, **options)

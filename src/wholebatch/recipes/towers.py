@@ -1,10 +1,9 @@
 """Three and more kinds of data of the same examples, such as images, texts and sounds: CLIP's loss of each two of them.
 
-    L = mean over i, and over the pairs (a, b) of towers that example i has, of
-        ( -log softmax_j(scale a_i . b_j)_i  - log softmax_j(scale b_i . a_j)_i ) / 2
+    L = 1/2N sum over pairs of towers (a, b), and over the examples i that have both, of
+        -log softmax_j(scale a_i . b_j)_i  over the j that have b  - log softmax_j(scale b_i . a_j)_i  over those with a
 
-Examples may lack some of the data. Candidates are the examples of all ranks that have the other tower. All similarities
-are computed in one sweep, with one exchange.
+with the number N of these pairs of all examples. All similarities are computed in one sweep, with one exchange.
 
 Source: three towers: Guzhov et al., 2021, arXiv:2106.13043; missing data: Girdhar et al., 2023, arXiv:2305.05665.
 """
@@ -31,7 +30,10 @@ _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class TowersLoss(nn.Module):
-    """CLIP's loss of each two of several towers, with the examples that have both, over the batch of all ranks.
+    """CLIP's loss of each two of several towers, over the batch of all ranks.
+
+    For each two towers a and b, rows are the examples that have both; candidates of a_i are all b_j, those of b_i all
+    a_j, of examples that have them. L = (mean over all rows of all pairs, a to b + the same, b to a) / 2.
 
     Args:
         towers: their names, two or more, such as ("image", "text", "audio").
@@ -121,17 +123,25 @@ class TowersLoss(nn.Module):
             raise ValueError(f"features must be a mapping with the names {sorted(self.towers)}, got {got}")
         if not isinstance(has, Mapping) or not set(has) <= set(self.towers) or (has and not self.missing):
             got = sorted(map(str, has)) if isinstance(has, Mapping) else shown(has)
-            fix = "" if self.missing else "; it needs TowersLoss(missing=True)"
-            raise ValueError(f"has must be a mapping with names among {sorted(self.towers)}, got {got}{fix}")
+            if has and not self.missing:
+                raise ValueError(f"has must be left out, or needs TowersLoss(missing=True); got {got}")
+            raise ValueError(f"has must be a mapping with names among {sorted(self.towers)}, got {got}")
         for name, x in features.items():
             if not is_dense(x) or x.dim() != 2:
                 raise ValueError(f"features[{name!r}] must be a matrix (rows, embedding size), got {shown(x)}")
+        shapes = {name: tuple(x.shape) for name, x in features.items()}
+        if len(set(shapes.values())) > 1:
+            raise ValueError(
+                f"features must have the same shape for all towers, a row for each example, got {shapes}; rows of "
+                "examples without a tower may hold anything, and has= says which they are"
+            )
         data, rows = dict[str, Tensor](), dict(features)
         for name in self.towers if self.missing else ():
             x = rows[name]
             there = has.get(name, x.new_ones(len(x), dtype=torch.bool))
             if not is_dense(there) or there.dtype != torch.bool or tuple(there.shape) != (len(x),):
-                raise ValueError(f"has[{name!r}] must be a boolean vector of {len(x)} examples, got {shown(there)}")
+                given = f"{tuple(there.shape)}, {there.dtype}" if is_dense(there) else shown(there)
+                raise ValueError(f"has[{name!r}] must be a boolean vector of {len(x)} examples, got {given}")
             data[f"has_{name}"] = there
             rows[name] = torch.where(there[:, None], x, 0.0)
         of_rows, of_cols = ({pair: rows[of[side]] for pair, of in self._of_pair.items()} for side in (0, 1))
