@@ -258,7 +258,7 @@ class PairLoss(nn.Module):
         known = self._parameters_here()
         for name in parameters:
             if name not in known and name not in self.declaration.reads.p:
-                for similar in get_close_matches(name, {*known, *self.declaration.reads.p}, n=1):
+                for similar in get_close_matches(name, {*known, *self.declaration.reads.p}, n=1, cutoff=0.75):
                     raise ValueError(
                         f"parameters[{name!r}] is read by no function of this loss; did you mean {similar!r}?"
                     )
