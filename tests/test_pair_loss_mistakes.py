@@ -100,6 +100,12 @@ DECLARATIONS = {
         "its values change when the rows are cut",
     ),
     "mean of rows": (lambda: declared(row_loss=lambda r, x, p: r.t.mean()), "must return one number for each row"),
+    "mean of differences": (
+        lambda: wb.PairLoss({"t": wb.Sum(), "u": wb.Max()}, lambda r, x, p: (r.t - r.u) * (r.t - r.u).relu().mean()),
+        "its values change when the rows are cut",
+    ),
+    "arguments in another order": (lambda: declared(lambda x, y, s, p: s), "the arguments come in this order"),
+    "a mask as score": (lambda: declared(lambda x, y: x.label == y.label), "a score is called as f(s, x, y, p)"),
     "pairs of rows": (lambda: declared(row_loss=lambda r, x, p: r.t[:, None]), "must return one number for each row"),
     "own": (lambda: wb.PairLoss({"t": wb.Sum(over="own")}, read), "needs own="),
     "asymmetric": (lambda: declared(lambda s, x, y, p: s * x.bias, symmetric=True), "differ; pass symmetric=False"),
@@ -140,6 +146,9 @@ def test_wrong_declarations(arguments, message):
         ({"symmetric": True, "column_loss": read}, "symmetric must be False with a column_loss"),
         ({"reduction": "avg"}, "reduction must be one of"),
         ({"parameters": [1]}, "parameters must be a mapping"),
+        ({"parameters": {"a": "1"}}, r"parameters\['a'\] must be a number, a tensor or a module"),
+        ({"parameters": {"a": float("nan")}}, r"parameters\['a'\] must be finite"),
+        ({"parameters": {"a": torch.ones(1, requires_grad=True).exp()}}, "got a computed tensor with a graph"),
         ({"exchange": "tree"}, "exchange must be one of"),
     ],
 )
@@ -160,6 +169,9 @@ def test_wrong_options(options, message):
         ({"y_data": {"label": LABELS}}, "y_data must be left out where y is"),
         ({"own": X}, "own must have shape"),
         ({"own_data": {"a": X}}, "need own="),
+        ({"own": torch.randn(5, 2, 3)}, "own must be left out: no term has over='own'"),
+        ({"own": X, "own_offsets": torch.ones(5, dtype=torch.int64)}, r"of counts pass torch.nn.functional.pad"),
+        ({"parameters": {"sclae": 1.0}}, "did you mean 'scale'"),
         ({"parameters": {"a": "1"}}, r"parameters\['a'\] must be a number, a tensor or a module"),
         ({"weights": torch.ones(3)}, "weights must have shape"),
         ({"weights": -torch.ones(5)}, "weights must not be negative"),
@@ -172,7 +184,7 @@ def test_wrong_options(options, message):
 def test_wrong_calls(call, message):
     arguments = {"x": X, **call}
     with pytest.raises(ValueError, match=message):
-        declared()(**arguments)
+        declared(parameters={"scale": 1.0})(**arguments)
 
 
 @pytest.mark.parametrize(

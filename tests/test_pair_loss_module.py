@@ -11,7 +11,7 @@ from test_pair_loss import distance
 from torch import nn
 
 import wholebatch as wb
-from wholebatch.testing import run_ranks
+from wholebatch.testing import RankError, run_ranks
 
 
 def scaled(s, x, y, p):
@@ -187,3 +187,88 @@ def test_a_loss_of_constants_is_a_constant():
         {"all": wb.LogSumExp(), "best": wb.Max()}, lambda r, x, p: r.all - r.best, column_loss=lambda r, y, p: r.all
     )
     assert not loss_fn(torch.randn(4, 3), torch.randn(4, 3)).requires_grad
+
+
+# Statistics.
+
+
+def of_two_terms():
+    terms = {
+        "near": wb.LogSumExp(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.label != y.label),
+        "count": wb.Count(where=lambda x, y: x.label == y.label),
+    }
+    return wb.PairLoss(terms, lambda r, x, p: r.near.clamp(min=0) + r.count, column_loss=lambda r, y, p: r.count)
+
+
+def statistics_on(counts):
+    x, labels = statistics_batch()
+    at = slice(sum(counts[: dist.get_rank()]), sum(counts[: dist.get_rank() + 1]))
+    loss_fn = of_two_terms()
+    data = {"x_data": {"label": labels[at]}, "parameters": {"scale": 2.0}}
+    loss, statistics = wb.with_statistics(loss_fn)(x[at], **data)
+    return loss, loss_fn(x[at], **data), statistics
+
+
+def statistics_batch():
+    made = torch.Generator().manual_seed(0)
+    return torch.randn(7, 3, generator=made, dtype=torch.float64), torch.tensor([0, 0, 1, 1, 1, 2, 0])
+
+
+@pytest.mark.parametrize("counts", [(7,), (4, 0, 3)], ids=str)
+def test_statistics_are_means_of_terms(counts):
+    x, labels = statistics_batch()
+    other = labels[:, None] != labels
+    near = (2 * x @ x.T).masked_fill(~other, float("-inf")).logsumexp(1).mean()
+    for loss, alone, statistics in run_ranks(statistics_on, len(counts), counts):
+        assert torch.equal(loss, alone)
+        assert set(statistics.rows) == {"near", "count"}
+        assert set(statistics.columns) == {"count"}
+        assert torch.isclose(statistics.rows["near"], near, rtol=1e-12)
+        assert statistics.columns["count"].item() == pytest.approx(19 / 7, rel=1e-12)
+
+
+def test_rows_without_candidates_are_in_no_mean():
+    data = {"x_data": {"label": torch.zeros(3)}, "parameters": {"scale": 2.0}}
+    _, statistics = wb.with_statistics(of_two_terms())(torch.eye(3), **data)
+    assert statistics.rows["near"].isnan()
+    assert statistics.rows["count"] == 3
+
+
+def statistics_on_one_rank():
+    loss_fn = of_two_terms()
+    call = wb.with_statistics(loss_fn) if dist.get_rank() else loss_fn
+    call(torch.eye(3), x_data={"label": torch.arange(3)}, parameters={"scale": 2.0})
+
+
+def test_all_ranks_ask_for_statistics_or_none():
+    with pytest.raises(RankError, match="statistics must be the same on all ranks"):
+        run_ranks(statistics_on_one_rank, 2)
+
+
+# What row losses return, and masks with parameters.
+
+
+def test_an_infinite_loss_of_weight_0_does_not_count():
+    terms = {"far": wb.Min(where=lambda x, y: (x.label == y.label) & (x.index != y.index))}
+    loss_fn = wb.PairLoss(terms, lambda r, x, p: (r.far, (~r.far.isinf()).double()))
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    labels = {"label": torch.tensor([0, 0, 1, 2])}  # two rows have nobody
+    loss, expected = loss_fn(x, x_data=labels), x[0] @ x[1]
+    assert torch.isclose(loss, expected, rtol=1e-12)
+    assert torch.isclose(loss_fn.reference(x, x_data=labels), expected, rtol=1e-12)
+    loss.backward()
+    assert torch.allclose(x.grad, torch.autograd.grad(expected, x)[0], rtol=1e-12)
+
+
+def test_a_mask_may_read_parameters():
+    def where(x, y, s, p):
+        return s < p.most
+
+    loss_fn = wb.PairLoss({"t": wb.Sum(where=where)}, lambda r, x, p: r.t, parameters={"most": 0.0})
+    x = torch.randn(9, 3, dtype=torch.float64)
+    s = x @ x.T
+    for most in (0.0, 0.5, torch.tensor(1.0, requires_grad=True)):
+        expected = torch.where(s < most, s, 0.0).sum(1).mean()
+        assert torch.isclose(loss_fn(x, parameters={"most": most}), expected, rtol=1e-12)
+        assert torch.isclose(loss_fn.reference(x, parameters={"most": most}), expected, rtol=1e-12)
+    assert not torch.isclose(loss_fn(x), expected)

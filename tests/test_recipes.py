@@ -76,6 +76,19 @@ def test_a_plausible_mistake_is_another_loss(name):
     assert abs(call(WRONG[name], batch) - call(RECIPES[name][0](), batch)) > 1e-3
 
 
+def test_a_small_loss_keeps_its_digits():
+    """In float32, of rows that are far from all negatives; the difference of two logits would lose them."""
+    x = torch.nn.functional.normalize(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)), dim=1)
+    task = {"task": torch.zeros(16, dtype=torch.int64)}
+    loss_fn = recipes.same_task_info_nce(scale=20.0)
+    expected = loss_fn.reference(x.double(), x.double(), x_data=task, y_data=task)
+    assert 0 < expected < 1e-4
+    loss = loss_fn(x, x, x_data=task, y_data=task)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    difference = ((20 * x @ x.T).logsumexp(1) - (20 * x * x).sum(1)).mean()
+    assert difference.item() != pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_recipes_can_be_pickled():
     for name, (recipe, _, _) in RECIPES.items():
         batch = batch_for(name, 5, 0)
