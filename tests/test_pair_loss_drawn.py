@@ -12,7 +12,7 @@ import wholebatch as wb
 from wholebatch.testing import run_ranks
 
 COUNT = 300 if os.environ.get("WHOLEBATCH_TEST_PAIRS") == "all" else 60
-OPTIONS = ({"exchange": "gather"}, {"exchange": "ring"}, {"memory": 128}, {"exchange": "ring", "sync": "sum"})
+OPTIONS = ({"exchange": "gather"}, {"exchange": "ring"}, {"memory": 512}, {"exchange": "ring", "sync": "sum"})
 SPLITS = {1: [(6,), (1,)], 2: [(3, 4), (0, 1), (7, 0)], 3: [(2, 0, 4), (1, 1, 1), (0, 0, 1)]}
 
 

@@ -1,6 +1,7 @@
 """Functions of users that look at their data, take other forms, or nearly fool the sweep: right, or refused."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from pair_losses import Batch, gradients
 from torch import nn
 
 import wholebatch as wb
+from wholebatch.pair_loss.tile import Leaves
 from wholebatch.testing import run_ranks
+
+
+def other(x, y):
+    return x.index != y.index
 
 
 def row(r, x, p):
@@ -222,3 +228,139 @@ def test_ranks_may_look_at_different_data(what):
     }[what]
     for found in run_ranks(of_ranks, 2, what, timeout_s=30):
         assert torch.allclose(found, expected.sum(1).mean())
+
+
+# Slopes, bounds, and ties.
+
+
+def sigmoid_losses(**options):
+    """The same loss by autograd and by its slope."""
+
+    def score(s, x, y, p):
+        return torch.nn.functional.softplus(3 * s - 1, threshold=40)
+
+    def slope(s, x, y, p):
+        return 3 * torch.sigmoid(3 * s - 1)
+
+    for given in ({}, {"slope": slope}):
+        terms = {kind.__name__: kind(score, where=other, **given) for kind in (wb.Sum, wb.LogSumExp, wb.Mean)}
+        yield wb.PairLoss(
+            terms, lambda r, x, p: r.Sum + r.LogSumExp * r.Mean, column_loss=lambda r, y, p: r.Sum, **options
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 3000}, {"exchange": "ring"}], ids=str)
+def test_a_slope_replaces_autograd(options):
+    found = []
+    for loss_fn in sigmoid_losses(**options):
+        x, y = (torch.randn(11, 4, generator=torch.Generator().manual_seed(at)).double() for at in (0, 1))
+        x.requires_grad_(), y.requires_grad_()
+        with patch.object(Leaves, "gradients", autospec=True, side_effect=Leaves.gradients) as by_autograd:
+            loss_fn(x, y).backward()
+        found.append((x.grad, y.grad, by_autograd.call_count))
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-12)
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-12)
+    assert found[0][2] > 0
+    assert found[1][2] == 0
+
+
+def test_a_wrong_slope_is_refused():
+    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: s**2, slope=lambda s, x, y, p: s)}, lambda r, x, p: r.t)
+    with pytest.raises(ValueError, match="slope must be the derivative of the score by s"):
+        loss_fn(torch.eye(3))
+    with pytest.raises(ValueError, match="slope must be left out without a score"):
+        wb.Sum(slope=lambda s, x, y, p: s)
+    with pytest.raises(ValueError, match="slope must be left out beside log_weight"):
+        wb.Mean(lambda s, x, y, p: s, log_weight=lambda s, x, y, p: s, slope=lambda s, x, y, p: 1)
+
+
+def test_a_slope_is_not_used_where_data_have_a_gradient():
+    def score(s, x, y, p):
+        return (s * y.bias).exp()
+
+    terms = {"t": wb.Sum(score, slope=lambda s, x, y, p: y.bias * (s * y.bias).exp())}
+    loss_fn = wb.PairLoss(terms, lambda r, x, p: r.t)
+    x, bias = torch.randn(2, 5, 5, dtype=torch.float64).unbind()
+    bias = bias[0].clone().requires_grad_()
+    loss_fn(x, x, y_data={"bias": bias}).backward()
+    assert torch.allclose(bias.grad, torch.autograd.grad(((x @ x.T) * bias).exp().sum(1).mean(), bias)[0])
+
+
+@pytest.mark.parametrize("bound", [0.0, 3.0, -2.0])
+def test_a_bound_changes_nothing(bound):
+    x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    results = []
+    for given in ({}, {"bound": bound}):
+        terms = {"t": wb.LogSumExp(lambda s, x, y, p: s.tanh(), where=other, **given)}
+        loss = wb.PairLoss(terms, lambda r, x, p: r.t, column_loss=lambda r, y, p: r.t, memory=3000)(x)
+        results.append((loss, *torch.autograd.grad(loss, x)))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12)
+    with pytest.raises(ValueError, match="bound must be a number"):
+        wb.LogSumExp(bound="1")
+
+
+def tied(term, where, **options):
+    def loss(r, x, p):
+        return torch.where(r.t.isinf(), 0.0, r.t) * x.factor
+
+    terms = {"t": term(lambda s, x, y, p: s, where=where, ties="split")}
+    return wb.PairLoss(terms, loss, column_loss=loss, **options)
+
+
+def tied_batch():
+    """Small integers: many products are equal, and none is rounded."""
+    made = torch.Generator().manual_seed(0)
+    x = torch.randint(-1, 2, (9, 3), generator=made).double()
+    return x, torch.randint(0, 3, (9,), generator=made), torch.rand(9, generator=made, dtype=torch.float64)
+
+
+def tied_on(counts, term, options):
+    x, labels, factor = tied_batch()
+    at = slice(sum(counts[: dist.get_rank()]), sum(counts[: dist.get_rank() + 1]))
+    x = x[at].clone().requires_grad_()
+    loss = tied(term, other_label, **options)(x, x_data={"label": labels[at], "factor": factor[at]})
+    loss.backward()
+    return loss.detach(), x.grad
+
+
+def other_label(x, y):
+    return x.label != y.label
+
+
+@pytest.mark.parametrize("counts", [(9,), (4, 0, 5)], ids=str)
+@pytest.mark.parametrize("term", [wb.Max, wb.Min])
+def test_ties_are_split_as_in_amax(counts, term):
+    x, labels, factor = tied_batch()
+    x.requires_grad_()
+    none = float("-inf") if term is wb.Max else float("inf")
+    s = (x @ x.T).masked_fill(labels[:, None] == labels, none)
+    assert ((s == s.amax(1, keepdim=True)).sum(1) > 1).any()
+    best = [s.amax(dim) if term is wb.Max else s.amin(dim) for dim in (1, 0)]
+    loss = sum((torch.where(of.isinf(), 0.0, of) * factor).mean() for of in best)
+    loss.backward()
+    for options in ({}, {"exchange": "ring"}, {"memory": 1000}):
+        found = run_ranks(tied_on, len(counts), counts, term, options)
+        assert all(torch.isclose(value, loss.detach(), rtol=1e-12) for value, _ in found)
+        grad = torch.cat([grad for _, grad in found]) / len(counts)
+        assert torch.allclose(grad, x.grad, rtol=1e-12, atol=1e-14)
+    x.grad = None
+    tied(term, other_label).reference(x, x_data={"label": labels, "factor": factor}).backward()
+    assert torch.allclose(x.grad, grad, rtol=1e-12, atol=1e-14)
+    x.grad = None
+    terms = {"t": term(where=other_label)}
+    first = wb.PairLoss(terms, lambda r, x, p: torch.where(r.t.isinf(), 0.0, r.t) * x.factor)
+    first(x, x_data={"label": labels, "factor": factor}).backward()
+    assert not torch.allclose(x.grad, grad)  # the lowest index has all of it
+
+
+def test_ties_of_own_candidates():
+    x, own = torch.ones(1, 2, dtype=torch.float64), torch.ones(1, 3, 2, dtype=torch.float64, requires_grad=True)
+    for term in (wb.Max, wb.Min):
+        own.grad = None
+        wb.PairLoss({"t": term(over="own", ties="split")}, lambda r, x, p: r.t)(x, own=own).backward()
+        assert torch.allclose(own.grad, torch.full_like(own, 1 / 3))
+    with pytest.raises(ValueError, match="ties must be 'first' with over='both'"):
+        wb.Max(over="both", ties="split")
+    with pytest.raises(ValueError, match=r"ties='first' with compile_tiles=True"):
+        wb.PairLoss({"t": wb.Max(ties="split")}, lambda r, x, p: r.t, compile_tiles=True)

@@ -70,7 +70,7 @@ def _scaled_sum(weights: Tensor, a: Tensor, c: Tensor) -> Tensor:
 
 def may_be_affine(term: Term, kinds: Mapping[str, str]) -> bool:
     """Return whether a term's score can be computed in this way if it is affine."""
-    plain = term.scored and not (isinstance(term, Mean) and term.log_weight is not None)
+    plain = term.scored and term.ties == "first" and not (isinstance(term, Mean) and term.log_weight is not None)
     return plain and ONE in kinds and kinds[ONE] != DISTANCE
 
 

@@ -145,7 +145,7 @@ class Call:
                 if isinstance(term, Partner):
                     at = 0 if rows else 1
                     found[name] = self.pairs[at].scores(term, self.parameters, self.partners[at])
-                elif isinstance(term, Max | Min) and term.over != "own":
+                elif isinstance(term, Max | Min) and term.over != "own" and term.ties == "first":
                     found[name] = self._winners(term, found[name], rows=rows)
                 if rows and term.over != "batch":
                     own = self._own(term)

@@ -72,6 +72,11 @@ class Declaration:
                 raise ValueError(
                     f"terms[{name!r}] must not be a Mean with over='both'; declare a Sum and a Count of each"
                 )
+            if compiles and term.ties == "split":
+                raise ValueError(
+                    f"terms[{name!r}] must have ties='first' with compile_tiles=True: compiled functions may round a "
+                    "score differently in the backward pass, and then none equals the maximum"
+                )
         if row_loss is None and column_loss is None:
             raise ValueError("row_loss must be a function of (r, x, p); it may be None only with a column_loss")
         for what, function in (("row_loss", row_loss), ("column_loss", column_loss)):
@@ -121,7 +126,7 @@ class Declaration:
     @property
     def functions(self) -> list[Any]:
         """Everything of which a fingerprint is made."""
-        terms = [[name, type(term).__name__, term.over, term.functions] for name, term in self.terms.items()]
+        terms = [[name, type(term).__name__, term.settings, term.functions] for name, term in self.terms.items()]
         return [terms, self.row_loss, self.column_loss, self.kinds, self.symmetric]
 
     @property

@@ -139,6 +139,10 @@ class Entries:
         value = call(term.score) if term.score is not None else s
         return Values(self.shape, mask, value, call(getattr(term, "log_weight", None)))
 
+    def call(self, function: Callable[..., Tensor]) -> Tensor:
+        """Return what a function like a score returns at all entries."""
+        return function(self._similarity(None), *self._arguments(None))
+
     def _similarity(self, mask: Tensor | None, *, detached: bool = False) -> Any:
         found = {}
         for name, s in self.s.items():

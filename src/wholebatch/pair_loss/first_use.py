@@ -162,6 +162,7 @@ def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
 def _check_term(name: str, term: Term, entries: Entries) -> None:
     what = f"the {' or '.join(term.functions) or 'score'} of term {name!r}"
     values = watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
+    _check_slope(f"term {name!r}", term, entries)
     parts = [(_part(entries, rows, cols), (rows, cols)) for rows, cols in _CUTS]
     for part, at in [*parts, (_as_list(entries), None)]:
         for whole, of_part in zip(_numbers(values), _numbers(_every_entry(name, term, part)), strict=True):
@@ -172,6 +173,24 @@ def _check_term(name: str, term: Term, entries: Entries) -> None:
                     f"{what} must compute each entry from its own s, x, y and p alone; its values change when the tile "
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
                 )
+
+
+def _check_slope(what: str, term: Term, entries: Entries) -> None:
+    """Raise ValueError unless a given slope is the derivative of the score."""
+    if term.slope is None:
+        return
+    if ONE not in entries.s:
+        raise ValueError(f"{what}: slope must be left out with several similarities; autograd takes all derivatives")
+    with torch.enable_grad():
+        s = entries.s[ONE].detach().requires_grad_()
+        given = replace(entries, s={ONE: s})
+        value, slope = given.values(term, None).value, given.call(term.slope)
+        assert value is not None
+        _check_shape(f"slope of {what}", slope, entries.shape)
+        found = torch.autograd.grad(value.expand(entries.shape).sum(), s, allow_unused=True)[0]
+    expected = torch.zeros_like(s) if found is None else found
+    if not torch.allclose(slope.detach().double().expand(entries.shape), expected, _CLOSE, _CLOSE):
+        raise ValueError(f"{what}: slope must be the derivative of the score by s, and differs from autograd's")
 
 
 def _every_entry(name: str, term: Term, entries: Entries) -> Values:

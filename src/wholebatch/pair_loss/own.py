@@ -72,7 +72,8 @@ class OwnRows:
         value = values.value.to(dtype)
         if isinstance(term, Max | Min):
             sign = 1 if isinstance(term, Max) else -1
-            return sign * self._max(_filled(values, sign * value, float("-inf"))[:, 0])
+            best = self._split_max if term.ties == "split" else self._max
+            return sign * best(_filled(values, sign * value, float("-inf"))[:, 0])
         if isinstance(term, LogSumExp):
             return self._logsumexp(_filled(values, value, float("-inf"))[:, 0])
         total = self._sum(_filled(values, value, 0.0)[:, 0])
@@ -106,6 +107,13 @@ class OwnRows:
         first = torch.full((self.count,), len(x), device=x.device).scatter_reduce(0, self.owners[equal], equal, "amin")
         (some,) = (first < len(x)).nonzero(as_tuple=True)
         return x.new_full((self.count,), float("-inf")).index_put((some,), x[first[some]])
+
+    def _split_max(self, x: Tensor) -> Tensor:
+        """Return the largest number of each row; all that have it share its gradient."""
+        equal = (x.detach() == self._top(x)[self.owners]) & ~x.detach().isneginf()
+        count = self._sum(equal.to(x.dtype))
+        mean = self._sum(torch.where(equal, x, 0.0) / count.clamp(min=1)[self.owners])
+        return torch.where(count > 0, mean, float("-inf"))
 
 
 def _filled(values: Values, x: Tensor, value: float) -> Tensor:

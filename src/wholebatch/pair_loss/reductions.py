@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .._checks import check_callable, check_choice
+from .._checks import check_callable, check_choice, check_number
 
 Score = Callable[..., Tensor]
 Mask = Callable[..., Tensor]
 OVER = ("batch", "own", "both")
+TIES = ("first", "split")
 
 
 class Term:
@@ -33,6 +34,9 @@ class Term:
     """
 
     scored: ClassVar[bool] = True
+    slope: Score | None = None
+    bound: float | None = None
+    ties: str = "first"
 
     def __init__(self, score: Score | None = None, where: Mask | None = None, *, over: str = "batch") -> None:
         if score is not None:
@@ -55,8 +59,18 @@ class Term:
     @property
     def functions(self) -> dict[str, Callable[..., Tensor]]:
         """The user's functions, by the names of the arguments."""
-        found = {"score": self.score, "where": self.where, "log_weight": getattr(self, "log_weight", None)}
+        found = {
+            "score": self.score,
+            "where": self.where,
+            "log_weight": getattr(self, "log_weight", None),
+            "slope": self.slope,
+        }
         return {name: function for name, function in found.items() if function is not None}
+
+    @property
+    def settings(self) -> list[Any]:
+        """The settings that are no functions; ranks must have the same."""
+        return [self.over, self.bound, self.ties]
 
     def __repr__(self) -> str:
         names = [f"{name}={getattr(function, '__name__', function)}" for name, function in self.functions.items()]
@@ -64,13 +78,35 @@ class Term:
         return f"{type(self).__name__}({', '.join([*names, *over])})"
 
 
-class LogSumExp(Term):
+class _Sloped(Term):
+    """A term whose score may have a given derivative."""
+
+    def __init__(
+        self,
+        score: Score | None = None,
+        where: Mask | None = None,
+        *,
+        over: str = "batch",
+        slope: Score | None = None,
+    ) -> None:
+        super().__init__(score, where, over=over)
+        if slope is not None:
+            check_callable("slope", slope)
+            if score is None:
+                raise ValueError("slope must be left out without a score: the similarity has slope 1")
+        self.slope = slope
+
+
+class LogSumExp(_Sloped):
     r"""R_i = log sum_j exp f_ij over the candidates of row i; -inf, with gradient 0, where there are none.
 
     A score of -inf is no candidate. Sums are relative to the largest score of the row: nothing overflows.
 
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+        slope: (s, x, y, p) -> df / ds, instead of autograd; used where neither data nor parameters have a gradient.
+        bound: a number that no score exceeds by much: sums are relative to it, which saves a pass over each tile. In
+            float32, scores that are 87 below it vanish, and those that are 88 above it overflow.
 
     >>> import torch, wholebatch as wb
     >>> loss_fn = wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all)
@@ -78,16 +114,29 @@ class LogSumExp(Term):
     tensor(0.6931)
     """
 
+    def __init__(
+        self,
+        score: Score | None = None,
+        where: Mask | None = None,
+        *,
+        over: str = "batch",
+        slope: Score | None = None,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__(score, where, over=over, slope=slope)
+        self.bound = None if bound is None else check_number("bound", bound)
 
-class Sum(Term):
+
+class Sum(_Sloped):
     """R_i = sum_j f_ij over the candidates of row i; 0 where there are none.
 
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+        slope: as for :class:`wholebatch.LogSumExp`.
     """
 
 
-class Mean(Term):
+class Mean(_Sloped):
     r"""R_i = sum_j f_ij / n_i over the n_i candidates of row i, or a mean weighted by exp(log_weight).
 
     With `log_weight` l: R_i = sum_j exp(l_ij) f_ij / sum_j exp(l_ij), a mean under a softmax. 0 without candidates.
@@ -95,6 +144,7 @@ class Mean(Term):
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
         log_weight: l(s, x, y, p), a function like a score.
+        slope: as for :class:`wholebatch.LogSumExp`; not beside log_weight.
     """
 
     def __init__(
@@ -104,10 +154,13 @@ class Mean(Term):
         *,
         log_weight: Score | None = None,
         over: str = "batch",
+        slope: Score | None = None,
     ) -> None:
-        super().__init__(score, where, over=over)
+        super().__init__(score, where, over=over, slope=slope)
         if log_weight is not None:
             check_callable("log_weight", log_weight)
+            if slope is not None:
+                raise ValueError("slope must be left out beside log_weight: autograd takes both derivatives")
         self.log_weight = log_weight
 
 
@@ -124,7 +177,24 @@ class Count(Term):
         super().__init__(None, where, over=over)
 
 
-class Max(Term):
+class _Extreme(Term):
+    """A maximum or a minimum."""
+
+    def __init__(
+        self,
+        score: Score | None = None,
+        where: Mask | None = None,
+        *,
+        over: str = "batch",
+        ties: str = "first",
+    ) -> None:
+        super().__init__(score, where, over=over)
+        self.ties = check_choice("ties", ties, TIES)
+        if ties == "split" and over == "both":
+            raise ValueError("ties must be 'first' with over='both'; declare one term over the batch and one over own")
+
+
+class Max(_Extreme):
     """R_i = max_j f_ij over the candidates of row i; -inf, with gradient 0, where there are none.
 
     The gradient belongs to the pair that wins, the one with the lowest index where several are equal. Its score is
@@ -132,16 +202,19 @@ class Max(Term):
 
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+        ties: "first", or "split": equal scores share the gradient evenly, as in torch.amax. Then the value is that of
+            the tile's product, and whether two scores are equal is decided after its rounding.
     """
 
 
-class Min(Term):
+class Min(_Extreme):
     """R_i = min_j f_ij over the candidates of row i; inf, with gradient 0, where there are none.
 
     Otherwise as :class:`wholebatch.Max`; a score of inf is no candidate.
 
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
+        ties: as for :class:`wholebatch.Max`.
     """
 
 

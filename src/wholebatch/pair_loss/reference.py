@@ -163,6 +163,8 @@ def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:
         value = value[value != none]
         if not len(value):
             return value.new_full((), none)
+        if term.ties == "split":
+            return value.amax() if isinstance(term, Max) else value.amin()
         return value[value.argmax() if isinstance(term, Max) else value.argmin()]
     if isinstance(term, Count):
         return value.new_full((), len(value))

@@ -7,6 +7,7 @@ r"""The numbers that are kept of each row while tiles come and go, one rule for 
     Mean, with l  m = max l, sum exp(l - m), sum exp(l-m) f  w_j = exp(l_j - m) / sum;  dR / dl_j = w_j (f_j - R)
     Count         number                                     none
     Max, Min      the best f, its index                      none: `pairs` computes it again from its rows
+    the same, with ties split: the best f, how many have it  1 / how many, for each of these
 
 Sums are in float64, and m is a number of the tile's precision, so that f - m is not rounded. The same rules hold for
 columns, whose numbers are also combined over the ranks. A kept number is of one of these kinds:
@@ -15,6 +16,7 @@ columns, whose numbers are also combined over the ranks. A kept number is of one
     "sum"     the sum
     "scaled"  a sum of terms relative to the "max" before it: both are brought to the common maximum, then added
     "index"   that of the larger "max" before it; the lower index if they are equal
+    "tied"    that of the larger "max" before it; the sum of both if they are equal
 """
 
 from __future__ import annotations
@@ -94,6 +96,18 @@ class _LogSumExp(Rule):
         assert values.value is not None
         shift, factor = constants
         return values.exponentials(values.value, shift).mul_(factor), None
+
+
+class _BoundedLogSumExp(_LogSumExp):
+    """With a given number instead of the largest score."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
+        assert values.value is not None
+        kept[:, 0] = self.bound
+        kept[:, 1] += values.exponentials(values.value, kept.new_tensor(self.bound)).sum(dim)
 
 
 class _Sum(Rule):
@@ -185,12 +199,51 @@ class _Max(Rule):
 
 class _Min(_Max):
     def scores(self, values: Values) -> Tensor:
-        assert values.value is not None
-        return values.filled(-values.value, float("-inf"))
+        return _negated(values)
+
+
+class _SplitMax(_Max):
+    """The largest score, and how many entries have it: they share the gradient."""
+
+    kinds, initial, constants = ("max", "tied"), (float("-inf"), 0.0), 2
+    sign: ClassVar[int] = 1
+
+    def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
+        scores = self.scores(values)
+        best = scores.amax(dim)
+        count = (scores == best.unsqueeze(dim)).sum(dim)
+        _tie_(kept, torch.stack([best.to(kept.dtype), count.to(kept.dtype)], 1))
+
+    def result(self, kept: Tensor) -> Tensor:
+        return self.sign * kept[:, 0]
+
+    def backward(self, kept: Tensor, grad: Tensor) -> Tensor:
+        return torch.stack([kept[:, 0], torch.where(kept[:, 0].isneginf(), 0.0, _quotient(grad, kept[:, 1]))])
+
+    def weights(self, values: Values, constants: Sequence[Tensor]) -> Weights:
+        best, share = constants
+        return (self.scores(values) == best) * share, None
+
+
+class _SplitMin(_SplitMax):
+    sign: ClassVar[int] = -1
+
+    def scores(self, values: Values) -> Tensor:
+        return _negated(values)
+
+
+def _negated(values: Values) -> Tensor:
+    """Return the numbers of which the largest belongs to the smallest score."""
+    assert values.value is not None
+    return values.filled(-values.value, float("-inf"))
 
 
 def rule_of(term: Term) -> Rule:
     """Return the rule of a term that tiles compute."""
+    if term.ties == "split":
+        return _SplitMax() if isinstance(term, Max) else _SplitMin()
+    if term.bound is not None:
+        return _BoundedLogSumExp(term.bound)
     if isinstance(term, Mean) and term.log_weight is not None:
         return _WeightedMean()
     rules: dict[type[Term], type[Rule]] = {
@@ -232,6 +285,8 @@ class Kept:
             group = slice(at, self._end_of_group(at))
             if self.kinds[at + 1] == "index":
                 _take_(x[:, group], other[:, group])
+            elif self.kinds[at + 1] == "tied":
+                _tie_(x[:, group], other[:, group])
             else:
                 top = torch.maximum(x[:, at], other[:, at])
                 for column in range(at + 1, group.stop):
@@ -250,6 +305,8 @@ class Kept:
                 for column in range(at + 1, self._end_of_group(at)):
                     if self.kinds[column] == "scaled":
                         x[:, column] *= _ratio(x[:, at], top[:, number])
+                    elif self.kinds[column] == "tied":
+                        x[:, column] *= x[:, at] == top[:, number]
                     else:
                         wins = (x[:, at] == top[:, number]) & (x[:, column] != NOBODY)
                         x[:, column] = torch.where(wins, x[:, column], _LAST)
@@ -257,14 +314,14 @@ class Kept:
                 x[:, at] = top[:, number]
             if lowest:
                 x[:, lowest] = comm.all_reduce(x[:, lowest].contiguous(), "min", check=False)
-        added = [at for at, kind in enumerate(self.kinds) if kind in ("sum", "scaled")]
+        added = [at for at, kind in enumerate(self.kinds) if kind in ("sum", "scaled", "tied")]
         if added:
             x[:, added] = comm.all_reduce(x[:, added].contiguous(), check=False)
         return x
 
     def _end_of_group(self, at: int) -> int:
         end = at + 1
-        while end < len(self.kinds) and self.kinds[end] in ("scaled", "index"):
+        while end < len(self.kinds) and self.kinds[end] in ("scaled", "index", "tied"):
             end += 1
         return end
 
@@ -301,3 +358,10 @@ def _take_(best: Tensor, new: Tensor) -> None:
     value, index = new[:, 0], new[:, 1]
     better = (value > best[:, 0]) | ((value == best[:, 0]) & ~value.isneginf() & (index < best[:, 1]))
     best.copy_(torch.where(better[:, None], new, best))
+
+
+def _tie_(best: Tensor, new: Tensor) -> None:
+    """Replace (value, number) by those of a larger value, or add the numbers of equal ones, in place."""
+    larger, equal = new[:, 0] > best[:, 0], new[:, 0] == best[:, 0]
+    count = best[:, 1] + equal * new[:, 1]
+    best.copy_(torch.where(larger[:, None], new, torch.stack([best[:, 0], count], 1)))

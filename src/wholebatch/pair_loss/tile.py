@@ -19,7 +19,7 @@ from .entries import Entries, Values
 from .fields import nested
 from .reductions import Term
 from .running import Rule
-from .similarity import ONE, of_tile
+from .similarity import DISTANCE, ONE, of_tile
 
 Slot = tuple[str, str]  # "s", "x", "y" or "p", and a name
 
@@ -75,6 +75,12 @@ class Leaves(NamedTuple):
             for name, of in self.products.items()
         }
         return Entries(self.kinds, s, x, y, self.parameters)
+
+    @property
+    def only_products(self) -> bool:
+        """Whether nothing but one similarity has a gradient, and that is the product itself."""
+        learned = [at for at, x in self.slots() if isinstance(x, Tensor) and x.requires_grad]
+        return learned == [("s", ONE)] and self.kinds[ONE] != DISTANCE
 
     def gradients(self, outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[Slot, Tensor]:
         """Return the gradients of all leaves that have one."""
@@ -218,6 +224,9 @@ class PlainTiles:
                     continue
                 candidates, found = _mask(entries, reduced.term, masks, at), affine.get(at)
                 sides = sides_of(rows[at], cols[at])
+                if found is None and reduced.term.slope is not None and not safe and leaves.only_products:
+                    of_products = _added(of_products, self._by_slope(reduced, entries, candidates, sides))
+                    continue
                 if found is None:
                     collect(reduced.rule, entries.values(reduced.term, candidates, safe=safe), sides, outputs)
                     continue
@@ -235,6 +244,22 @@ class PlainTiles:
             beside = grads.get(("s", ONE))
             grads["s", ONE] = of_products if beside is None else of_products.add_(beside)
         return grads
+
+    @torch.no_grad()
+    def _by_slope(
+        self, of: Reduced, entries: Entries, mask: Tensor | None, sides: Iterable[tuple[Sequence[Tensor], int]]
+    ) -> Tensor:
+        """Return dL/ds of a tile for a term whose score has a given slope."""
+        assert of.term.slope is not None
+        values = entries.values(of.term, mask, safe=False)
+        assert values.value is not None
+        dtype = values.value.dtype
+        total = torch.zeros(values.shape, dtype=dtype, device=values.value.device)
+        for numbers, dim in sides:
+            weights, _ = of.rule.weights(values, [x.to(dtype).unsqueeze(dim) for x in numbers])
+            assert weights is not None
+            total += weights
+        return total.mul_(entries.call(of.term.slope))
 
     @torch.no_grad()
     def _weights_of(
@@ -262,6 +287,10 @@ class PlainTiles:
             ]
         found = {at: coefficients(self.reduced[at].term, entries) for at in self._affine}
         return {at: of for at, of in found.items() if of is not None}
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total.add_(more)
 
 
 def _mask(entries: Entries, term: Term, known: Masks, at: int) -> Tensor | None:
