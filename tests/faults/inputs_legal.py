@@ -115,6 +115,8 @@ LEGAL: dict[str, str] = {
     "examples": _INTEGERS,
     "size": _INTEGERS,
     # declared losses
+    "slope": "none",
+    "bound": f"none {_FINITE}",
     "PairLoss.row_loss": _FUNCTION,
     **dict.fromkeys(("column_loss", "score", "where", "log_weight"), f"{_FUNCTION} none"),
     **dict.fromkeys(("symmetric", "compile_tiles"), _FLAG),

@@ -121,9 +121,9 @@ class TowersLoss(nn.Module):
         if not isinstance(features, Mapping) or set(features) != set(self.towers):
             got = sorted(map(str, features)) if isinstance(features, Mapping) else shown(features)
             raise ValueError(f"features must be a mapping with the names {sorted(self.towers)}, got {got}")
-        if not isinstance(has, Mapping) or not set(has) <= set(self.towers) or (has and not self.missing):
+        if not isinstance(has, Mapping) or not set(has) <= set(self.towers) or (len(has) and not self.missing):
             got = sorted(map(str, has)) if isinstance(has, Mapping) else shown(has)
-            if has and not self.missing:
+            if isinstance(has, Mapping) and has and not self.missing:
                 raise ValueError(f"has must be left out, or needs TowersLoss(missing=True); got {got}")
             raise ValueError(f"has must be a mapping with names among {sorted(self.towers)}, got {got}")
         for name, x in features.items():
