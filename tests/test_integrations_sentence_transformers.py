@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 from wholebatch.integrations import sentence_transformers as ours
 from wholebatch.integrations._framework import FrameworkError
-from wholebatch.testing import run_ranks
+from wholebatch.testing import RankError, run_ranks
 
 ROWS = (5, 2)
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -80,3 +80,70 @@ def test_a_missing_framework_is_named(monkeypatch):
     with pytest.raises(FrameworkError, match=r"tested with sentence_transformers 6\.2\.0: pip install 'sentence-tr"):
         ours.CachedMultipleNegativesRankingLoss(None)
     assert ours.MultipleNegativesRankingLoss(None, scale=wb.Scale(20.0)).temperature == pytest.approx(0.05)
+
+
+# A teacher's scores.
+
+TEACHERS = (ours.DistillKLDivLoss, ours.MarginMSELoss)
+
+
+def distilled(embeddings, labels):
+    """Return the divergence, and the error of margins, of one process."""
+    q, *documents = embeddings
+    student = torch.stack([(q * d).sum(1) for d in documents], 1)
+    divergence = F.kl_div(student.log_softmax(1), labels.softmax(1), reduction="batchmean")
+    margins, of_teacher = student[:, :1] - student[:, 1:], labels[:, :1] - labels[:, 1:]
+    return torch.stack([divergence, F.mse_loss(margins, of_teacher)])
+
+
+def teacher_scores():
+    return 50 + torch.randn(sum(ROWS), 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def distilled_on_a_rank():
+    rank = torch.distributed.get_rank()
+    local = columns().split(ROWS, dim=1)[rank].clone().requires_grad_()
+    labels = teacher_scores().split(ROWS)[rank]
+    losses = [of(None).compute_loss_from_embeddings([*local], labels) for of in TEACHERS]
+    torch.stack(losses).sum().backward()
+    return torch.stack(losses).detach(), local.grad / len(ROWS)
+
+
+def test_a_teachers_scores_over_uneven_processes():
+    """Exact, where the mean of the processes' own losses is not."""
+    embeddings = columns().requires_grad_()
+    expected = distilled(embeddings, teacher_scores())
+    expected.sum().backward()
+    found = run_ranks(distilled_on_a_rank, len(ROWS))
+    for losses, _ in found:
+        assert torch.allclose(losses, expected.detach(), rtol=1e-12)
+    assert torch.allclose(torch.cat([grad for _, grad in found], 1), embeddings.grad, rtol=1e-10, atol=1e-13)
+    alone = [distilled(x, y) for x, y in zip(columns().split(ROWS, 1), teacher_scores().split(ROWS), strict=True)]
+    assert (torch.stack(alone).mean(0) - expected).abs().min() > 1e-3
+
+
+def test_a_teachers_scores_are_not_rounded_to_half_precision():
+    embeddings, labels = columns().bfloat16(), teacher_scores()
+    expected = distilled(embeddings.double(), labels)
+    for of, value in zip(TEACHERS, expected, strict=True):
+        loss = of(None).compute_loss_from_embeddings([*embeddings], labels)
+        assert loss.item() == pytest.approx(value.item(), rel=1e-3)
+
+
+def uneven_columns():
+    local = list(columns().split(ROWS, dim=1)[torch.distributed.get_rank()])
+    labels = teacher_scores().split(ROWS)[torch.distributed.get_rank()]
+    if torch.distributed.get_rank():
+        local[2] = local[2][:1]
+    ours.DistillKLDivLoss(None).compute_loss_from_embeddings(local, labels)
+
+
+def test_columns_that_differ_on_one_process_raise_on_all():
+    with pytest.raises(RankError, match="embeddings must be 3 or more columns of one shape"):
+        run_ranks(uneven_columns, 2)
+
+
+@pytest.mark.parametrize("labels", [torch.ones(7), torch.ones(7, 3, dtype=torch.complex64), None])
+def test_wrong_labels(labels):
+    with pytest.raises(ValueError, match="labels must be a teacher's numbers of shape"):
+        ours.DistillKLDivLoss(None).compute_loss_from_embeddings([*columns()], labels)

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import types
 import warnings
 
 import declared
@@ -253,3 +254,29 @@ def test_one_process_hears_at_once(monkeypatch):
     with pytest.warns(UserWarning, match=r"No working C\+\+ compiler"):
         found = gradients(loss_fn, batch)
     assert distance([found], batch, gradients(loss_fn.reference, batch), (8,), "mean") < 1e-12
+
+
+class Margin(torch.nn.Module):
+    """A module whose loss reads numbers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.margin, self.nested = 0.1, types.SimpleNamespace(margin=0.1)
+        terms = {"t": wb.Mean(lambda s, x, y, p: (s + self.margin + self.nested.margin).relu(), where=different)}
+        self.loss_fn = wb.PairLoss(terms, lambda r, x, p: r.t, compile_tiles=True)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_number_that_a_function_finds_elsewhere_may_change():
+    """Of sorted labels, the first entries of a tile are all masked: a few of these would show nothing."""
+    x, labels = torch.randn(40, 5, dtype=torch.float64), torch.arange(40) // 20
+    module = Margin()
+    for owner in (module, module.nested, module):
+        owner.margin += 0.3
+        expected = module.loss_fn.reference(x, x_data={"label": labels})
+        assert torch.isclose(module.loss_fn(x, x_data={"label": labels}), expected, rtol=1e-12)
+    assert not module.loss_fn.declaration.kernels.failure
+
+
+def different(x, y):
+    return x.label != y.label

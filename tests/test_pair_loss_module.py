@@ -272,3 +272,30 @@ def test_a_mask_may_read_parameters():
         assert torch.isclose(loss_fn(x, parameters={"most": most}), expected, rtol=1e-12)
         assert torch.isclose(loss_fn.reference(x, parameters={"most": most}), expected, rtol=1e-12)
     assert not torch.isclose(loss_fn(x), expected)
+
+
+# `memory=` in bytes counts tiles by steps of a few rows.
+
+
+def test_counting_tiles_disturbs_nothing():
+    x, _ = statistics_batch()
+    for options in ({}, {"memory": 2000}):
+        terms = {"t": wb.Mean(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.pair != y.pair)}
+        loss_fn = wb.PairLoss(terms, lambda r, x, p: r.t, **options)
+        found = [
+            wb.with_statistics(loss_fn)(x, x_data={"pair": torch.arange(7)}, parameters={"scale": scale})
+            for scale in (1.0, 2.0, 3.0)
+        ]
+        assert found[1].loss.item() == pytest.approx(2 * found[0].loss.item(), rel=1e-12)
+        assert found[2].statistics.rows["t"].item() == pytest.approx(found[2].loss.item())
+        assert len(loss_fn._tiles) == len(options)  # once for all values
+
+
+def data_of_another_dtype():
+    labels = torch.arange(3, dtype=torch.int32 if dist.get_rank() else torch.int64)
+    of_two_terms()(torch.eye(3), x_data={"label": labels}, parameters={"scale": 1.0})
+
+
+def test_data_have_the_same_dtype_on_all_ranks():
+    with pytest.raises(RankError, match="names and dtypes of x_data, y_data and own_data must be the same"):
+        run_ranks(data_of_another_dtype, 2)

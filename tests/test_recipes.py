@@ -156,6 +156,16 @@ def test_a_wrong_tower_raises_on_all_ranks():
         run_ranks(wrong_towers, 2, 1)
 
 
+def test_towers_whose_names_run_together():
+    made = torch.Generator().manual_seed(0)
+    x = [torch.randn(6, 4, generator=made) for _ in range(4)]
+    losses = [
+        recipes.TowersLoss(names, scale=1.0)(dict(zip(names, x, strict=True)))
+        for names in (["a", "b_c", "a_b", "c"], ["q", "w", "e", "r"])
+    ]
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("towers", [["image"], ["image", "image"], "image text", ["image", "2nd"], [1, 2]])
 def test_names_of_towers(towers):
     with pytest.raises(ValueError, match="towers must be two or more different names"):
@@ -224,6 +234,7 @@ def test_a_memory_holds_the_last_rows():
         (torch.ones(2), {"label": torch.ones(2)}, "features must be a floating-point matrix"),
         (torch.ones(2, 1), {"labels": torch.ones(2)}, r"must have the names \['label'\]"),
         (torch.ones(2, 1), {"label": torch.ones(3)}, "a number for each of 2 rows"),
+        (torch.ones(2, 1), {"label": torch.ones(2, dtype=torch.int64)}, "must be torch.float32 like earlier rows"),
         (torch.ones(2, 1), None, r"must have the names \['label'\]"),
     ],
 )

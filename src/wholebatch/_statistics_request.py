@@ -25,6 +25,16 @@ def collecting() -> Iterator[list[Any]]:
         _reports.reset(token)
 
 
+@contextmanager
+def not_collecting() -> Iterator[None]:
+    """Ask for none inside: a loss is computed for another reason."""
+    token = _reports.set(None)
+    try:
+        yield
+    finally:
+        _reports.reset(token)
+
+
 def statistics_requested() -> bool:
     """Return whether the loss that is being computed was called through `with_statistics`."""
     return _reports.get() is not None

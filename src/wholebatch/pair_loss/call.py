@@ -230,7 +230,7 @@ class Call:
 
     @torch.no_grad()
     def _statistics(self, *sides: dict[str, Tensor]) -> TermStatistics:
-        """Return the mean of each term over the rows that have candidates. Collective: one all-reduce."""
+        """Return the mean of each term over the rows where it is finite. Collective: one all-reduce."""
         sums = [torch.zeros(2, dtype=self.wide, device=self.facts.device)]  # a rank may have nothing else
         for term in (x.to(self.wide) for side in sides for x in side.values()):
             there = ~term.isinf()

@@ -267,12 +267,18 @@ class _Inputs:
         return [self.form.described, [(str(x.dtype), x.is_inference()) for x in self.tensors], modes]
 
     def cut(self) -> list[Tensor]:
-        """Return the tensors of a few rows and columns."""
-        rows, cols = _FEW
+        """Return the tensors of a few rows and columns, from all over the tile: those of one corner may be masked."""
+        pairs = zip(self.letters, self.tensors, strict=True)
+        shape = next(tuple(x.shape) for letter, x in pairs if letter == "s")
+        device = self.tensors[0].device
+        rows, cols = (
+            torch.linspace(0, size - 1, min(size, few), device=device).long()
+            for size, few in zip(shape, _FEW, strict=True)
+        )
         cuts: dict[str, Callable[[Tensor], Tensor]] = {
-            "s": lambda x: x[:rows, :cols].contiguous(),
-            "x": lambda x: x[:rows],
-            "y": lambda x: x[:cols],
+            "s": lambda x: x[rows][:, cols].contiguous(),
+            "x": lambda x: x[rows],
+            "y": lambda x: x[cols],
         }
         return [cuts[letter](x) if letter in cuts else x for letter, x in zip(self.letters, self.tensors, strict=True)]
 
@@ -326,7 +332,8 @@ def _check(run: Function, plain: Function, tensors: Sequence[Tensor]) -> None:
     close = _CLOSE if single else _CLOSE_IN_FLOAT64
     for found, expected in zip(run(*tensors), plain(*tensors), strict=True):
         finite = torch.where(expected.isfinite(), expected, 0.0).abs()
-        if not torch.allclose(found, expected, close, close * float(finite.sum()), equal_nan=True):
+        # A sum over entries, such as the gradient of a parameter, may cancel: it is as exact as its largest part.
+        if not torch.allclose(found, expected, close, close * max(1.0, float(finite.max())), equal_nan=True):
             raise ValueError(
                 "a compiled function and the declared one differ on a few entries; a score or a mask must not read "
                 "Python variables that change between calls: pass these in parameters"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._live_bytes import Counted, count_bytes
 from .._precision import accumulation_dtype
+from .._statistics_request import not_collecting
 from ..comm import LocalCommunicator
 from ..contract import Options, agree
 from .arguments import Arguments
@@ -65,7 +66,7 @@ def tiles_held(declaration: Declaration, call: Arguments) -> int:
         declaration: of the loss, used with such arguments before.
         call: the arguments; of their data some rows are taken, and features are random ones.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), not_collecting():
         held = of_an_entry(lambda side: count_step(declaration, _few(call, TILES * side), side).held)
     return max(1, ceil(held / (2 * accumulation_dtype(call.x.dtype).itemsize)))
 
@@ -91,8 +92,9 @@ def _few(call: Arguments, rows: int) -> Arguments:
         return {name: _some(x, rows).requires_grad_(x.requires_grad) for name, x in of.items()}
 
     x_data, y_data = data(call.x_data), data(call.y_data)
-    if PAIR in x_data and PAIR in y_data:
-        x_data[PAIR] = y_data[PAIR] = torch.arange(rows, device=call.x.device)
+    for of in (x_data, y_data):
+        if PAIR in of:
+            of[PAIR] = torch.arange(rows, device=call.x.device)
     parameters = {
         name: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for name, x in call.parameters.items()

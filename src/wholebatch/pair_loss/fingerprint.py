@@ -44,9 +44,9 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, functools.partial):
         return ["partial", *(_text(part, depth - 1, inside) for part in (value.func, value.args, value.keywords))]
     if isinstance(value, types.MethodType):
-        read = set(value.__func__.__code__.co_names) if isinstance(value.__func__, types.FunctionType) else set()
-        own = {key: of for key, of in getattr(value.__self__, "__dict__", {}).items() if key in read}
-        return ["method", _text(value.__func__, depth - 1, inside), _text(own, depth - 1, inside)]
+        read = _looked_up(value.__func__.__code__) if isinstance(value.__func__, types.FunctionType) else set()
+        of_owner = _attributes(value.__self__, read, depth - 1, inside)
+        return ["method", _text(value.__func__, depth - 1, inside), of_owner]
     if isinstance(value, types.FunctionType):
         return _function(value, depth - 1, inside)
     if isinstance(value, types.CodeType):
@@ -57,7 +57,9 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
         return type(value).__qualname__
     if isinstance(value, nn.Module):
         named = [(name, _text(x, depth - 1, inside)) for name, x in value.state_dict().items()]
-        return [type(value).__qualname__, named, value.extra_repr()]
+        forward = type(value).forward
+        read = _looked_up(forward.__code__) if isinstance(forward, types.FunctionType) else set()
+        return [type(value).__qualname__, named, value.extra_repr(), _attributes(value, read, depth, within)]
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
     own = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
     plain = {key: of for key, of in own.items() if isinstance(of, (*_PLAIN, tuple))}
@@ -68,14 +70,34 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
 
 def _function(function: types.FunctionType, depth: int, within: frozenset[int]) -> list[Any]:
     code = function.__code__
-    captured = [_text(_content(cell), depth, within) for cell in function.__closure__ or ()]
-    found = [
-        (name, _text(function.__globals__[name], depth, within))
-        for name in sorted(_names(code))
-        if name in function.__globals__
-    ]
+    contents = [_content(cell) for cell in function.__closure__ or ()]
+    names = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
+    captured = [_text(content, depth, within) for content in contents]
+    found = [(name, _text(value, depth, within)) for name, value in names.items()]
+    attributes = [_attributes(value, _looked_up(code), depth, within) for value in (*contents, *names.values())]
     defaults = _text([function.__defaults__, function.__kwdefaults__], depth, within)
-    return [_code(code, depth, within), captured, found, defaults]
+    return [_code(code, depth, within), captured, found, defaults, attributes]
+
+
+def _attributes(value: object, names: set[str], depth: int, within: frozenset[int]) -> list[Any]:
+    """Return the attributes that a function may read of an object which it has captured: those of these names."""
+    if depth == 0 or id(value) in within or isinstance(value, types.ModuleType | types.FunctionType | type | Tensor):
+        return []
+    inside, found = within | {id(value)}, list[Any]()
+    own = {**getattr(value, "__dict__", {}), **getattr(value, "_modules", {})}
+    for name in sorted(names & own.keys()):
+        of = own[name]
+        if isinstance(of, (*_PLAIN, tuple, list, set, frozenset, Mapping)):
+            found.append((name, _text(of, depth - 1, inside)))
+        else:
+            found.append((name, _attributes(of, names, depth - 1, inside)))
+    return found
+
+
+def _looked_up(code: types.CodeType) -> set[str]:
+    """Return all names that a function and those inside of it look up, those of attributes as well."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_looked_up, inner))
 
 
 def _code(code: types.CodeType, depth: int, within: frozenset[int]) -> list[Any]:

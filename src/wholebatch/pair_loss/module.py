@@ -31,6 +31,7 @@ from .similarity import Similarity
 _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions, with the values that they capture,"
 _NOT_COMPILED = "why tiles are not compiled"
+_DTYPES = "names and dtypes of x_data, y_data and own_data"
 _TILES = "how many times two tiles a step holds"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -160,7 +161,7 @@ class PairLoss(nn.Module):
         call = prepared(
             CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
         )
-        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, "statistics"))
+        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, _DTYPES, "statistics"))
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
@@ -224,6 +225,7 @@ class PairLoss(nn.Module):
             _NOT_COMPILED: self._not_compiled,
             _TILES: self._tiles_of(call),
             "statistics": statistics_requested(),
+            _DTYPES: call.signature[0],
         }
 
     @property
@@ -242,7 +244,7 @@ class PairLoss(nn.Module):
         """Return how many times two tiles a step holds; only a number of bytes as `memory` asks for it."""
         if not isinstance(self.options.memory, int):
             return 1
-        kind = repr([*call.signature, call.learned])
+        kind = repr([*call.signature[:1], *call.signature[2:], call.learned, [*call.parameters]])
         if kind not in self._tiles:
             self._tiles[kind] = tiles_held(self.declaration, call)
         return self._tiles[kind]

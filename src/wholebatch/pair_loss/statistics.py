@@ -9,11 +9,14 @@ from torch import Tensor
 
 
 class TermStatistics(NamedTuple):
-    """The mean of each term over the rows, and columns, of all ranks that have candidates; `wb.with_statistics`.
+    """The mean of each term over the rows, and over the columns, of all ranks; from :func:`wholebatch.with_statistics`.
+
+    A LogSumExp, Max or Min over no candidates is infinite, and such rows are left out; a Mean, Sum or Count is 0 there,
+    and counts.
 
     Attributes:
         rows: scalars without gradient, the same on all ranks, by the names of the terms that row_loss reads. NaN where
-            no row has a candidate.
+            all are left out.
         columns: likewise of column_loss.
     """
 

@@ -164,6 +164,7 @@ def call_of(
         UserError: if the user's function does not return a loss and arguments, or features are too narrow.
     """
     loss_fn, more = _made(loss, rows, embedding_size)
+    loss_fn = copy.deepcopy(loss_fn)  # gradients and device of the user's stay as they are
     kinds = loss_fn.declaration.kinds
     if embedding_size < len(kinds):
         raise UserError(

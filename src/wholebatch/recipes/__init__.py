@@ -11,8 +11,8 @@ towers         three and more kinds of data, some of them missing
 statistics     no losses over pairs, but sums over all ranks: FLOPS, SIGReg
 parts          scores, masks and row losses that several of them share
 
-A recipe returns a :class:`wholebatch.PairLoss`, so a call takes its arguments, and `reference` is the same formula on
-one dense matrix.
+A recipe of a loss over pairs returns a :class:`wholebatch.PairLoss`, so a call takes its arguments, and `reference` is
+the same formula on one dense matrix.
 """
 
 from .distillation import listwise_distillation, margin_mse

@@ -82,7 +82,8 @@ class RowMemory:
     def _checked(self, features: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return features and data without their graphs."""
         if not is_dense(features) or not has_feature_dtype(features) or features.dim() != 2:
-            raise ValueError(f"features must be a floating-point matrix (rows, embedding size), got {shown(features)}")
+            kind = f"{tuple(features.shape)}, {features.dtype}" if is_dense(features) else shown(features)
+            raise ValueError(f"features must be a floating-point matrix (rows, embedding size), got {kind}")
         if self._features is not None and features.shape[1] != self._features.shape[1]:
             raise ValueError(
                 f"features must have {self._features.shape[1]} columns like the rows before, got {features.shape[1]}"
@@ -96,6 +97,11 @@ class RowMemory:
                 raise ValueError(
                     f"data[{name!r}] of a RowMemory must be a vector with a number for each of {len(features)} rows, "
                     f"got {got}"
+                )
+            if name in self._data and one.dtype != self._data[name].dtype:
+                before = self._data[name].dtype
+                raise ValueError(
+                    f"data[{name!r}] of a RowMemory must be {before} like earlier rows, got {one.dtype}"
                 )
         return features.detach(), {name: one.detach() for name, one in data.items()}
 

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import is_dense
+from .._checks import has_feature_dtype, is_dense
 from .._settings import check_flag, shown
 from ..contract import Options, entry, prepared
+from ..nodes.cross_entropy import softplus
 from ..pair_loss import LogSumExp, PairLoss
 from ..pair_loss.reductions import Term
+from .parts import other
 from .retrieval import Scale
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
@@ -66,17 +68,17 @@ class TowersLoss(nn.Module):
         if not good or len(names) < 2 or len(set(names)) < len(names):
             raise ValueError(f"towers must be two or more different names such as 'image', got {shown(towers)}")
         self.towers, self.missing = tuple(names), check_flag("missing", missing)
-        self._of_pair = {f"{a}_{b}": (a, b) for a, b in combinations(names, 2)}
+        self._of_pair = {f"pair_{n}": of for n, of in enumerate(combinations(names, 2))}
         terms: dict[str, Term] = {}
-        for pair, (a, b) in self._of_pair.items():
-            has_both = {"first": f"has_{a}", "second": f"has_{b}"}
-            of_rows, of_cols = (partial(where, **has_both) if missing else None for where in (_row_has, _col_has))
+        has = {pair: (f"has_{a}", f"has_{b}") if missing else None for pair, (a, b) in self._of_pair.items()}
+        for pair, both in has.items():
+            of_rows, of_cols = (partial(where, both=both) if both else other for where in (_row_has, _col_has))
             terms[f"{pair}_rows"] = LogSumExp(partial(_over_row_partner, pair=pair), of_rows)
             terms[f"{pair}_cols"] = LogSumExp(partial(_over_col_partner, pair=pair), of_cols)
         self.pairs = PairLoss(
             terms,
-            partial(_mean, terms=[f"{pair}_rows" for pair in self._of_pair]),
-            column_loss=partial(_mean, terms=[f"{pair}_cols" for pair in self._of_pair]),
+            partial(_mean, terms=[(f"{pair}_rows", both) for pair, both in has.items()]),
+            column_loss=partial(_mean, terms=[(f"{pair}_cols", both) for pair, both in has.items()]),
             similarity=dict.fromkeys(self._of_pair, "dot"),
             parameters={"scale": scale},
             **options,
@@ -127,8 +129,11 @@ class TowersLoss(nn.Module):
                 raise ValueError(f"has must be left out, or needs TowersLoss(missing=True); got {got}")
             raise ValueError(f"has must be a mapping with names among {sorted(self.towers)}, got {got}")
         for name, x in features.items():
-            if not is_dense(x) or x.dim() != 2:
-                raise ValueError(f"features[{name!r}] must be a matrix (rows, embedding size), got {shown(x)}")
+            if not is_dense(x) or not has_feature_dtype(x) or x.dim() != 2:
+                kind = f"{tuple(x.shape)}, {x.dtype}" if is_dense(x) else shown(x)
+                raise ValueError(
+                    f"features[{name!r}] must be a floating-point matrix (rows, embedding size), got {kind}"
+                )
         shapes = {name: tuple(x.shape) for name, x in features.items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(
@@ -158,21 +163,24 @@ def _over_col_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str) -> Tensor:  
     return logit
 
 
-def _row_has(x: Any, y: Any, *, first: str, second: str) -> Tensor:  # fields
-    """Return candidates of rows that have both towers: columns with the second."""
-    candidates: Tensor = (x[first] & x[second]) & y[second]
+def _row_has(x: Any, y: Any, *, both: tuple[str, str]) -> Tensor:  # fields
+    """Return negatives of rows that have both towers: other columns with the second."""
+    first, second = both
+    candidates: Tensor = (x[first] & x[second]) & y[second] & other(x, y)
     return candidates
 
 
-def _col_has(x: Any, y: Any, *, first: str, second: str) -> Tensor:  # fields
-    """Return candidates of columns that have both towers: rows with the first."""
-    candidates: Tensor = (y[first] & y[second]) & x[first]
+def _col_has(x: Any, y: Any, *, both: tuple[str, str]) -> Tensor:  # fields
+    """Return negatives of columns that have both towers: other rows with the first."""
+    first, second = both
+    candidates: Tensor = (y[first] & y[second]) & x[first] & other(x, y)
     return candidates
 
 
-def _mean(r: Any, of: Any, p: Any, *, terms: Sequence[str]) -> tuple[Tensor, Tensor]:  # fields
+def _mean(r: Any, of: Any, p: Any, *, terms: Sequence[tuple[str, tuple[str, str] | None]]) -> tuple[Tensor, Tensor]:
     """Return half of the mean over the pairs of towers that an example has, and their number."""
-    losses = torch.stack([r[name] for name in terms])
-    there = ~losses.isneginf()
+    losses = torch.stack([softplus(r[name]) for name, _ in terms])
+    all_have = torch.ones_like(losses[0], dtype=torch.bool)
+    there = torch.stack([of[both[0]] & of[both[1]] if both else all_have for _, both in terms])
     count = there.sum(0).to(losses.dtype)
-    return torch.where(there, losses, 0.0).sum(0) / count.clamp(min=1) / 2, count
+    return (losses * there).sum(0) / count.clamp(min=1) / 2, count

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import wholebatch as wb
 
+from ..._precision import accumulation_dtype
 from ...comm import Group
 from ...contract import prepared
 from .arguments import checked_positive
@@ -41,16 +42,30 @@ class _ScoredColumns(BatchLoss):
         """Return the arguments, for the model card."""
         return {"similarity_fct": f"pairwise_{'cos_sim' if self.similarity == 'cosine' else 'dot_score'}"}
 
-    def _labels(self, labels: object, shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return labels of one of these shapes.
+    def _own(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
+        """Return the columns that belong to each query, (b, columns, d).
 
         Raises:
-            ValueError: if they have another one.
+            ValueError: if there are too few columns, or they differ in shape.
         """
-        if not isinstance(labels, Tensor) or tuple(labels.shape) not in shapes:
-            got = tuple(labels.shape) if isinstance(labels, Tensor) else labels
+        shapes = [tuple(x.shape) for x in embeddings]
+        if len(shapes) < self.fewest_columns or len(set(shapes)) > 1 or len(shapes[0]) != 2:
+            raise ValueError(
+                f"embeddings must be {self.fewest_columns} or more columns of one shape, (rows, embedding size), got "
+                f"{shapes}"
+            )
+        return torch.stack([*columns], 1)
+
+    def _labels(self, labels: object, shapes: Sequence[tuple[int, ...]], like: Tensor) -> Tensor:
+        """Return labels of one of these shapes, in at least float32.
+
+        Raises:
+            ValueError: if they have another one, or are no real numbers.
+        """
+        if not isinstance(labels, Tensor) or tuple(labels.shape) not in shapes or labels.is_complex():
+            got = f"{tuple(labels.shape)}, {labels.dtype}" if isinstance(labels, Tensor) else labels
             raise ValueError(f"labels must be a teacher's numbers of shape {' or '.join(map(str, shapes))}, got {got}")
-        return labels.detach()
+        return labels.detach().to(like.device, accumulation_dtype(like.dtype))
 
 
 class DistillKLDivLoss(_ScoredColumns):
@@ -91,10 +106,13 @@ class DistillKLDivLoss(_ScoredColumns):
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # labels
         """See `compute_loss_from_embeddings`; labels are the teacher's scores of all columns, (b, columns)."""
-        queries, *documents = embeddings
-        shape = (len(queries), len(documents))
-        scores = prepared(type(self).__name__, self.group, lambda: self._labels(beside, [shape]))
-        loss: Tensor = self.loss(queries, own=torch.stack(documents, 1), own_data={"teacher": scores.to(queries)})
+
+        def prepare() -> tuple[Tensor, Tensor]:
+            own = self._own(embeddings[1:], embeddings)
+            return own, self._labels(beside, [(own.shape[0], own.shape[1])], own)
+
+        own, scores = prepared(type(self).__name__, self.group, prepare)
+        loss: Tensor = self.loss(embeddings[0], own=own, own_data={"teacher": scores})
         return loss
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
@@ -133,13 +151,15 @@ class MarginMSELoss(_ScoredColumns):
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # labels
         """See `compute_loss_from_embeddings`; labels are margins, (b,) or (b, negatives), or scores of all columns."""
-        queries, positives, *negatives = embeddings
-        b, n = len(queries), len(negatives)
-        shapes = [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])]
-        labels = prepared(type(self).__name__, self.group, lambda: self._labels(beside, shapes))
-        margins = labels[:, :1] - labels[:, 1:] if tuple(labels.shape) == (b, n + 1) else labels.reshape(b, n)
-        own = torch.stack(negatives, 1)
-        loss: Tensor = self.loss(queries, positives, own=own, own_data={"margin": margins.to(queries)})
+
+        def prepare() -> tuple[Tensor, Tensor]:
+            own = self._own(embeddings[2:], embeddings)
+            b, n = own.shape[:2]
+            labels = self._labels(beside, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
+            return own, labels[:, :1] - labels[:, 1:] if tuple(labels.shape) == (b, n + 1) else labels.reshape(b, n)
+
+        own, margins = prepared(type(self).__name__, self.group, prepare)
+        loss: Tensor = self.loss(embeddings[0], embeddings[1], own=own, own_data={"margin": margins})
         return loss
 
     @property
