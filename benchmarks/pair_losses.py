@@ -1,14 +1,13 @@
 """Declared losses beside the built-in losses of the same formulas: time of a step and its memory.
 
     .venv/bin/python benchmarks/pair_losses.py time --rows 4096 8192
-    .venv/bin/python benchmarks/pair_losses.py time --rows 4096 8192 --compile
+    .venv/bin/python benchmarks/pair_losses.py time --rows 4096 8192 --compile --dense
     .venv/bin/python benchmarks/pair_losses.py memory --rows 4096 16384
 
 Each pair of losses is first compared on a small batch. For the time both take turns in one process with one thread, and
-so do the declared loss with compiled tiles, and the dense formula, eagerly and under torch.compile, where its matrices
-fit; a ratio is the median over rounds.
-The memory is the rise of a process's peak beyond inputs and gradients, each loss in a process of its own. Results go to
-results/pair_losses.json.
+so do the declared loss with compiled tiles and with memory for all of S, and the dense formula, eagerly and under
+torch.compile, where its matrices fit; a ratio is the median over rounds. The memory is the rise of a process's peak
+beyond inputs and the new gradients, each loss in a process of its own. Results go to results/pair_losses.json.
 """
 
 from __future__ import annotations
@@ -151,10 +150,14 @@ def memory(name: str, rows: int, method: str) -> float:
     Batch(SMALL).step(losses[name])
     _measure.map_each_tensor()
     batch = Batch(rows)
-    batch.step(losses[name])  # its gradients are there already
+    batch.step(losses[name])
+    leaves = (batch.x, batch.y, batch.scale, batch.bias)
+    for leaf in leaves:
+        leaf.grad = None
     before = _measure.reset_peak()
     losses[name](batch).backward()
-    return (_measure.peak() - before) / 2**20
+    gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+    return (_measure.peak() - before - gradients) / 2**20
 
 
 def main() -> None:

@@ -100,9 +100,7 @@ class RowMemory:
                 )
             if name in self._data and one.dtype != self._data[name].dtype:
                 before = self._data[name].dtype
-                raise ValueError(
-                    f"data[{name!r}] of a RowMemory must be {before} like earlier rows, got {one.dtype}"
-                )
+                raise ValueError(f"data[{name!r}] of a RowMemory must be {before} like earlier rows, got {one.dtype}")
         return features.detach(), {name: one.detach() for name, one in data.items()}
 
 
