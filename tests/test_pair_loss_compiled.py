@@ -268,7 +268,7 @@ class Margin(torch.nn.Module):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_number_that_a_function_finds_elsewhere_may_change():
-    """Of sorted labels, the first entries of a tile are all masked: a few of these would show nothing."""
+    """The first entries of a tile are all masked if labels are sorted: a few of these would show nothing."""
     x, labels = torch.randn(40, 5, dtype=torch.float64), torch.arange(40) // 20
     module = Margin()
     for owner in (module, module.nested, module):

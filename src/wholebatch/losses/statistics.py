@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .._checks import check_callable
 from .._statistics_request import collecting, report
 from ..comm import Communicator
 from ..nodes.row_statistics import RowStatistics
+from ..pair_loss import PairLoss, TermStatistics
 
 _P = ParamSpec("_P")
 
@@ -51,10 +52,14 @@ class LossAndStatistics(NamedTuple):
     """
 
     loss: Tensor
-    statistics: Any  # one of these two
+    statistics: BatchStatistics
 
 
-def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistics]:
+@overload
+def with_statistics(loss: PairLoss) -> Callable[..., tuple[Tensor, TermStatistics]]: ...
+@overload
+def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistics]: ...
+def with_statistics(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, BatchStatistics | TermStatistics]]:
     """Return a function with the arguments of a loss that returns :class:`LossAndStatistics`.
 
     Args:
@@ -76,7 +81,7 @@ def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistic
     check_callable("loss", loss)
 
     @wraps(loss, updated=())
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> LossAndStatistics:
+    def call(*args: Any, **kwargs: Any) -> LossAndStatistics:  # the loss's
         with collecting() as reported:
             value = loss(*args, **kwargs)
         if len(reported) != 1:

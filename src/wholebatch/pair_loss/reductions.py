@@ -68,7 +68,7 @@ class Term:
         return {name: function for name, function in found.items() if function is not None}
 
     @property
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[str | float | None]:
         """The settings that are no functions; ranks must have the same."""
         return [self.over, self.bound, self.ties]
 
