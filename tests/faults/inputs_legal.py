@@ -115,6 +115,7 @@ LEGAL: dict[str, str] = {
     "examples": _INTEGERS,
     "size": _INTEGERS,
     # declared losses
+    "with_statistics.loss": _FUNCTION,
     "slope": "none",
     "bound": f"none {_FINITE}",
     "PairLoss.row_loss": _FUNCTION,
