@@ -38,7 +38,6 @@ Make = Callable[[int, int], tuple[PairLoss, Mapping[str, Any]]]
 DeclaredLoss = str | PairLoss | Make
 _NARROW, _WIDE = 2, 1024  # numbers of each similarity, and of all together, while a step is counted
 _FEW, _MORE, _SIDE = 512, 768, 256  # rows and tiles; partners are computed 256 rows at a time
-_BESIDE = 16  # columns beside Y's gradient: their number is rounded up to a multiple of it
 _FORM = "a wb.PairLoss, or a function of (rows, embedding_size) that returns one and the further arguments of its call"
 
 
@@ -55,7 +54,7 @@ class Counts:
         of_feature: bytes for each number of a row while tiles are there, with gradients of both sides.
         after: bytes for each number of a row when they are gone, where similarities of partners have their gradient.
         moved: bytes that operations read and write for each entry of S.
-        beside: columns that travel beside Y's gradient.
+        learned_of_columns: learned numbers of a column, whose gradients are reduced to its owner.
     """
 
     symmetric: bool
@@ -66,7 +65,7 @@ class Counts:
     of_feature: float
     after: float
     moved: float
-    beside: int
+    learned_of_columns: int
 
 
 def is_declared(loss: object) -> TypeGuard[DeclaredLoss]:
@@ -258,5 +257,5 @@ def count(loss: DeclaredLoss, dtype: torch.dtype) -> Counts:
         of_feature=of_feature,
         after=after,
         moved=of_an_entry(lambda side: narrow(side).moved) / tiles,
-        beside=-(-learned // _BESIDE) * _BESIDE,
+        learned_of_columns=learned,
     )

@@ -91,36 +91,28 @@ class _Transfer:
 def _gather(shapes: Shapes) -> _Transfer:
     s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
     b, total = max(shapes.partition.counts), shapes.partition.total
-    held, beside = 2 * a if shapes.one_pass else s + 2 * a, _columns_beside(shapes)
+    held = 2 * a if shapes.one_pass else s + 2 * a
     return _Transfer(
         columns=total,
         sums=total,
-        rows=total * (d * held + beside * 2 * a) + 2 * b * d * a,
-        wire=(w - 1) / w * total * (d * (s + a) + beside * a + 3 * 8),
+        rows=total * d * held + 2 * b * d * a,
+        wire=(w - 1) / w * total * (d * (s + a) + 3 * 8),
         messages=6,
     )
 
 
 def _ring(shapes: Shapes) -> _Transfer:
     s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
-    b, beside = max(shapes.partition.counts), _columns_beside(shapes)
+    b = max(shapes.partition.counts)
     steps = w // 2 if shapes.symmetric else w - 1
     passes = 1 if shapes.one_pass else 2  # in each, all ranks send a step's rows at once
     return _Transfer(
         columns=b,
         sums=2 * b,
-        rows=b * d * (2 * s + 4 * a)
-        + 3 * b * beside * a
-        + (b * d * a if shapes.symmetric else 0)
-        + (b * d * s if s < a else 0),
-        wire=steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * ((d + beside) * a + 8),
+        rows=b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0),
+        wire=steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8),
         messages=passes * (steps + 1),
     )
-
-
-def _columns_beside(shapes: Shapes) -> int:
-    """Return the columns that travel beside Y's gradient, for learned numbers of a declared loss."""
-    return 0 if shapes.declared is None else shapes.declared.beside
 
 
 TRANSFERS: dict[ExchangeUsed, Callable[[Shapes], _Transfer]] = {"gather": _gather, "ring": _ring}
@@ -204,7 +196,7 @@ def _peak_of_pairs(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
 def _peak_of_declared(shapes: Shapes, counts: Counts, exchange: ExchangeUsed) -> int:
     """Return a declared loss's bytes: the larger of the sweep, and of gradients of features when tiles are gone.
 
-    Counts are of one rank, with both gradients, 2 b d a. On several ranks, rows of Y travel, and columns beside them.
+    Counts are of one rank, with both gradients, 2 b d a. On several ranks, rows of Y travel.
     """
     a, d, b = shapes.sums_size, shapes.embedding_size, max(shapes.partition.counts)
     transfer = TRANSFERS[exchange](shapes)
@@ -254,4 +246,6 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
     if shapes.of_classes:  # it gathers
         return (w - 1) / w * shapes.partition.total * (2 * shapes.embedding_size * shapes.size + 4 * 8), 9
     transfer = TRANSFERS[exchange](shapes)
-    return transfer.wire, transfer.messages
+    learned = 0 if shapes.declared is None else shapes.declared.learned_of_columns
+    of_learned = (w - 1) / w * shapes.partition.total * 8 * learned  # one reduce-scatter, in float64
+    return transfer.wire + of_learned, transfer.messages + (learned > 0)
