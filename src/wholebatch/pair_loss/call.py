@@ -17,7 +17,6 @@ from ..sync import total
 from .arguments import Arguments
 from .declaration import Declaration
 from .fields import INDEX, SEPARATOR, SQUARES, fields, nested
-from .fingerprint import fingerprint
 from .first_use import losses_and_weights, weighted
 from .node import PairPlan, PairSums
 from .own import OwnRows, combined
@@ -37,10 +36,13 @@ class Call:
         call: its arguments.
         facts: the facts of all ranks.
         tiles: how many times two tiles a step holds at a time, the same on all ranks.
+        signature: the fingerprint of the declaration, by which compiled functions are kept.
     """
 
-    def __init__(self, declaration: Declaration, call: Arguments, facts: Facts, *, tiles: int) -> None:
-        self.declared, self.call, self.facts, self.tiles = declaration, call, facts, tiles
+    def __init__(
+        self, declaration: Declaration, call: Arguments, facts: Facts, *, tiles: int, signature: str = ""
+    ) -> None:
+        self.declared, self.call, self.facts, self.tiles, self.signature = declaration, call, facts, tiles, signature
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]
@@ -201,7 +203,7 @@ class Call:
             self.parameters,
             self.declared.symmetric,
             self.declared.kernels,
-            "" if self.declared.kernels is None else fingerprint(*self.declared.functions),
+            self.signature,
         )
         learned = [
             *[x_numbers[name] for name in x_learned],

@@ -149,7 +149,8 @@ class PairLoss(nn.Module):
 
         Collectives: forward 1 handshake, 1 all-gather of each number of y, those of the exchange for Y, 3
         all-reduces of columns' numbers, and for each partner by `pair`, maximum or minimum 3 all-to-alls; backward 1
-        handshake, those of the exchange, and 1 all-reduce of parameters. Memory beyond inputs and gradients: a few
+        handshake, those of the exchange, 1 reduce-scatter of learned numbers of columns, partners in scores among
+        them, and 1 all-reduce of parameters. Memory beyond inputs and gradients: a few
         tiles, O(b_r d), and O(B) numbers.
 
         Raises:
@@ -166,7 +167,13 @@ class PairLoss(nn.Module):
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
         self._say_why_nothing_is_compiled(facts.of_ranks(_NOT_COMPILED))
-        loss = Call(self.declaration, call, facts.widened(), tiles=max(facts.of_ranks(_TILES))).loss()
+        loss = Call(
+            self.declaration,
+            call,
+            facts.widened(),
+            tiles=max(facts.of_ranks(_TILES)),
+            signature=facts.of_ranks(_FINGERPRINT)[0],
+        ).loss()
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
             self._say_why_nothing_is_compiled([self._not_compiled])
         return loss

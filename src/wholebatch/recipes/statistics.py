@@ -18,8 +18,9 @@ from torch import Tensor
 from .._checks import has_feature_dtype, is_dense
 from .._settings import check_integer, shown
 from ..comm import Group
-from ..contract import Checks, Facts, Inputs, Options, agree, entry, finish
-from ..sync import Sync, scale_gradient, shared_sum
+from ..contract import Checks, Inputs, Options, agree, entry
+from ..losses._moments import of_all_ranks
+from ..sync import Sync, shared_sum
 
 _LARGEST_KNOT, _MOST_KNOTS = 3.0, 10_000
 
@@ -50,7 +51,7 @@ def flops_loss(activations: Tensor, *, group: Group = None, sync: Sync = "mean")
     facts = agree("flops_loss", Options(group, sync), Inputs(features={"activations": activations}))
     x = facts.inputs["activations"].to(facts.dtype)
     mean = shared_sum(facts.comm, x.abs().sum(0)) / facts.rows["activations"].total
-    return _of_all_ranks(facts, mean.square().sum())
+    return of_all_ranks(facts, mean.square().sum())
 
 
 @entry
@@ -98,7 +99,7 @@ def sigreg_loss(
     angles = (x @ u.T)[:, :, None] * t
     mean = shared_sum(facts.comm, torch.stack([angles.cos().sum(0), angles.sin().sum(0)])) / count
     distance = (mean[0] - normal).square() + mean[1].square()
-    return _of_all_ranks(facts, count * (distance @ weights).mean())
+    return of_all_ranks(facts, count * (distance @ weights).mean())
 
 
 def _check(features: Tensor, directions: Tensor, knots: int) -> dict[str, object]:
@@ -116,8 +117,3 @@ def _check(features: Tensor, directions: Tensor, knots: int) -> dict[str, object
             f"directions must be a floating-point matrix (m, {wide}) with as many columns as features, got {got}"
         )
     return {"knots": knots}
-
-
-def _of_all_ranks(facts: Facts, loss: Tensor) -> Tensor:
-    """Return a loss that every rank has computed from the same sums, with the gradient of one."""
-    return finish(facts, scale_gradient(loss, 1 / facts.comm.size))

@@ -37,15 +37,8 @@ def is_cosine_of_pairs(similarity_fct: SimilarityFunction) -> bool:
     """
     if similarity_fct is pairwise_dot_score:
         return False
-    util = SENTENCE_TRANSFORMERS.load("sentence_transformers.util")
-    for name in ("pairwise_cos_sim", "pairwise_dot_score"):
-        if similarity_fct is getattr(util, SENTENCE_TRANSFORMERS.seam(util, name)):
-            return name == "pairwise_cos_sim"
-    raise ValueError(
-        "similarity_fct must be pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util, got "
-        f"{getattr(similarity_fct, '__name__', similarity_fct)!r}; for another function use WholeBatchLoss(model, "
-        "their loss)"
-    )
+    fix = "; for another function use WholeBatchLoss(model, their loss)"
+    return _is_first(similarity_fct, ("pairwise_cos_sim", "pairwise_dot_score"), fix)
 
 
 def is_cosine(similarity_fct: SimilarityFunction) -> bool:
@@ -56,15 +49,22 @@ def is_cosine(similarity_fct: SimilarityFunction) -> bool:
     """
     if similarity_fct is cos_sim:
         return True
+    fix = (
+        ": similarities are products of rows, in tiles across processes. For another function use "
+        "WholeBatchLoss(model, their loss), which computes theirs on every process"
+    )
+    return _is_first(similarity_fct, ("cos_sim", "dot_score"), fix)
+
+
+def _is_first(similarity_fct: SimilarityFunction, names: tuple[str, str], fix: str) -> bool:
+    """Return True for the first of two functions of their `util`, False for the second; `fix` ends the error."""
     util = SENTENCE_TRANSFORMERS.load("sentence_transformers.util")
-    for name in ("cos_sim", "dot_score"):
+    for name in names:
         if similarity_fct is getattr(util, SENTENCE_TRANSFORMERS.seam(util, name)):
-            return name == "cos_sim"
+            return name == names[0]
     raise ValueError(
-        "similarity_fct must be cos_sim or dot_score of sentence_transformers.util, got "
-        f"{getattr(similarity_fct, '__name__', similarity_fct)!r}: similarities are products of rows, in tiles "
-        "across processes. For another function use WholeBatchLoss(model, their loss), which computes theirs on every "
-        "process"
+        f"similarity_fct must be {' or '.join(names)} of sentence_transformers.util, got "
+        f"{getattr(similarity_fct, '__name__', similarity_fct)!r}{fix}"
     )
 
 
