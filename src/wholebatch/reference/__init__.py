@@ -6,6 +6,7 @@ paper. Tests, docs and users call the same ones. Arguments mean the same as in `
 
     two_towers   images and texts                        clip, siglip, distillation, global_contrastive
     retrieval    queries and keys                        info_nce, moco, matryoshka
+    late_interaction   queries and documents of several vectors each   max_sim
     two_views    two views of each example               nt_xent, dcl, debiased, alignment_uniformity
     labeled      examples with labels                    sup_con, multi_similarity, circle, triplet, smooth_ap
     moments      means and covariances of two views      barlow_twins, vicreg, w_mse
@@ -19,6 +20,7 @@ import typing as _typing
 
 from .classes import *  # noqa: F403
 from .labeled import *  # noqa: F403
+from .late_interaction import *  # noqa: F403
 from .moments import *  # noqa: F403
 from .retrieval import *  # noqa: F403
 from .two_towers import *  # noqa: F403

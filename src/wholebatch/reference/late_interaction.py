@@ -1,0 +1,125 @@
+"""Late interaction: a query and a document are several vectors each, and every query vector takes its best match.
+
+s_ij = sum_t max_u q_it . d_ju,    S_ij = logit_scale s_ij, or logit_scale s_ij / n_i over query i's n_i tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ._shared import cross_entropy, reduce
+
+_NO_ID = torch.iinfo(torch.int64).min
+
+
+def max_sim(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    query_offsets: Tensor | None = None,
+    document_offsets: Tensor | None = None,
+    query_tokens: str = "sum",
+) -> Tensor:
+    """Return s_ij of all queries and documents, (b, c), from one tensor of all token scores, (b, c, t, u).
+
+    Of equal scores the first token has the gradient, as in `torch.max`.
+
+    >>> max_sim(torch.eye(2)[None], torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]))
+    tensor([[1., 1.]])
+    """
+    q, q_mask = _padded(queries, query_mask, query_offsets)
+    d, d_mask = _padded(documents, document_mask, document_offsets)
+    scores = torch.einsum("btd,cud->bctu", q, d).masked_fill(~d_mask[None, :, None], -torch.inf)
+    best = torch.where(q_mask[:, None], scores.max(3).values, 0.0).sum(2)
+    return best if query_tokens == "sum" else best / q_mask.sum(1, keepdim=True)
+
+
+def max_sim_loss(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    query_offsets: Tensor | None = None,
+    document_offsets: Tensor | None = None,
+    documents_per_query: Tensor | int | None = None,
+    hard_negatives: str = "shared",
+    query_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    equal_ids: str = "excluded",
+    directions: Sequence[str] = ("query_to_document",),
+    query_tokens: str = "sum",
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return each query's cross-entropy over all documents (Khattab and Zaharia, 2020, arXiv:2004.12832, section 3.3).
+
+    S_ij = logit_scale * sum_t max_u q_it . d_ju,    L = CE(S, i)
+
+    >>> q = torch.eye(3, dtype=torch.float64)[:, None]  # one token each: InfoNCE
+    >>> round(max_sim_loss(q, q, logit_scale=10.0).item(), 9)
+    9.0796e-05
+    """
+    s = max_sim(
+        queries,
+        documents,
+        query_mask=query_mask,
+        document_mask=document_mask,
+        query_offsets=query_offsets,
+        document_offsets=document_offsets,
+        query_tokens=query_tokens,
+    )
+    b, c = s.shape
+    counts = torch.as_tensor(1 if documents_per_query is None else documents_per_query).expand(b)
+    first = counts.cumsum(0) - counts  # each query's positive
+    query_of = torch.full((c,), -1).index_copy(
+        0, torch.arange(int(counts.sum())), torch.arange(b).repeat_interleave(counts)
+    )
+    positive = torch.zeros(b, c, dtype=torch.bool).index_put((torch.arange(b), first), torch.tensor(True))
+    q_ids, d_ids = _ids(query_ids, document_ids, first, b, c)
+    equal = (q_ids[:, None] == d_ids) & (q_ids[:, None] != _NO_ID) & ~positive
+    if hard_negatives == "own":
+        others = (query_of >= 0) & ~positive.any(0) & (query_of != torch.arange(b)[:, None])
+    else:
+        others = torch.zeros_like(positive)
+    logits, losses = logit_scale * s, []
+    if "query_to_document" in directions:
+        positives, excluded = (
+            (positive | equal, others & ~equal) if equal_ids == "positive" else (positive, equal | others)
+        )
+        losses.append(cross_entropy(logits, positives, excluded, label_smoothing))
+    if "document_to_query" in directions:
+        positive, equal = positive[:, first].T, equal[:, first].T
+        positives, excluded = (positive | equal, equal & ~equal) if equal_ids == "positive" else (positive, equal)
+        losses.append(cross_entropy(logits[:, first].T, positives, excluded, label_smoothing))
+    return reduce(torch.stack(losses).mean(0), weights, reduction)
+
+
+def _padded(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return tokens as (items, longest, d), and where there is one."""
+    if offsets is None:
+        return x, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+    lengths = offsets.diff()
+    padded = pad_sequence(x.split(lengths.tolist()), batch_first=True)
+    return padded, torch.arange(padded.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+
+
+def _ids(query_ids: Tensor | None, document_ids: Tensor | None, first: Tensor, b: int, c: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of queries and of documents; a query and its positive share one unless both are given."""
+    q_ids, d_ids = torch.full((b,), _NO_ID), torch.full((c,), _NO_ID)
+    if document_ids is not None:
+        d_ids = document_ids
+        q_ids = document_ids[first]
+    if query_ids is not None:
+        q_ids = query_ids
+        if document_ids is None:
+            d_ids = d_ids.index_copy(0, first, query_ids)
+    return q_ids, d_ids
