@@ -88,7 +88,9 @@ class Ragged:
 
     def __post_init__(self) -> None:
         if len(self.lengths) != self.items.total:
-            raise ValueError(f"lengths must have one entry for each of {self.items.total} items, got {len(self.lengths)}")
+            raise ValueError(
+                f"lengths must have one entry for each of {self.items.total} items, got {len(self.lengths)}"
+            )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

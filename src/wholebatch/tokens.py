@@ -87,11 +87,12 @@ def packed(name: str, given: Tokens, *, names: tuple[str, str] | None = None) ->
 
 
 def _lengths_of_offsets(name: str, of_offsets: str, offsets: object, count: int) -> tuple[int, ...]:
-    good = is_dense(offsets) and offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and len(offsets)
-    ends: list[int] = offsets.tolist() if good else []
-    if not good or ends[0] != 0 or ends[-1] != count:
+    ends: list[int] = []
+    if isinstance(offsets, Tensor) and is_dense(offsets) and offsets.dtype in (torch.int32, torch.int64):
+        ends = offsets.tolist() if offsets.dim() == 1 else []
+    if not ends or ends[0] != 0 or ends[-1] != count:
         got = shown(offsets) if not isinstance(offsets, Tensor) else f"{tuple(offsets.shape)}, {offsets.dtype}"
-        got = f"{ends[0]} to {ends[-1]}" if good else got
+        got = f"{ends[0]} to {ends[-1]}" if ends else got
         raise ValueError(
             f"{of_offsets} must be integers, one more than there are items, that rise from 0 to the {count} tokens of "
             f"{name}, got {got}; of lengths pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .._checks import has_feature_dtype, is_dense
 from .._settings import check_number, shown
 from ..contract import Inputs
-from .fields import INDEX, PARTNER, SEPARATOR
 from ..tokens import Packed, Tokens, packed
+from .fields import INDEX, PARTNER, SEPARATOR
 from .similarity import LATE, ONE
 
 _RESERVED = {INDEX: "it is the number of the row", PARTNER: "it is the similarity with the partner"}
@@ -125,9 +125,7 @@ class Arguments:
             weights=(weights, "x"),
             data=data,
             parameters={f"parameters[{name!r}]": value for name, value in self.parameters.items()},
-            items={
-                name: len(of) for name, of in (("x", self.x_lengths), ("y", self.y_lengths)) if of is not None
-            },
+            items={name: len(of) for name, of in (("x", self.x_lengths), ("y", self.y_lengths)) if of is not None},
         )
 
 

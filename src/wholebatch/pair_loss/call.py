@@ -49,9 +49,9 @@ class Call:
         self.vectors = self._vectors() if declaration.kinds.get(ONE) in LATE else None
         self.shifts = self._shifts() if declaration.distances else {}
         self.parameters = {name: facts.inputs[f"parameters[{name!r}]"] for name in call.parameters}
-        of_rows, of_cols = (None, None) if self.vectors is None else (self.vectors.rows, self.vectors.cols)
-        self.x = self._tower("x", "x_data", call.x_data, self.rows, of_rows)
-        self.y = self.x if call.y is None else self._tower("y", "y_data", call.y_data, self.cols, of_cols)
+        vectors = (None, None) if self.vectors is None else (self.vectors.rows, self.vectors.cols)
+        self.x = self._tower("x", "x_data", call.x_data, self.rows, vectors[0])
+        self.y = self.x if call.y is None else self._tower("y", "y_data", call.y_data, self.cols, vectors[1])
         self.pairing: Pairing | None = None
         if declaration.wants_partners:
             self.pairing = pairing(facts, self.x, self.y)
@@ -67,7 +67,7 @@ class Call:
     def loss(self) -> Tensor:
         """Return L. With statistics, if the caller has requested them: one more all-reduce."""
         sides = []
-        of_rows, of_cols = self._reduced()
+        of_rows, of_cols = self.reduced()
         if statistics_requested():
             report(self._statistics(of_rows, of_cols))
         if self.declared.row_loss is not None:
@@ -88,11 +88,13 @@ class Call:
 
     def _vectors(self) -> Vectors:
         """Return the vectors that rows and columns consist of. Collective: two all-gathers of integers."""
-        found = []
-        for lengths, items in ((self.call.x_lengths, self.rows), (self.call.y_lengths, self.cols)):
-            local = torch.tensor(lengths, dtype=torch.int64, device=self.facts.device)
-            found.append(Ragged(items, tuple(self.facts.all_gather(local, items).tolist())))
-        return Vectors(*found, LATE[self.declared.kinds[ONE]])
+        rows, cols = (
+            Ragged(
+                items, tuple(self.facts.all_gather(torch.tensor(of, device=self.facts.device).long(), items).tolist())
+            )
+            for of, items in ((self.call.x_lengths, self.rows), (self.call.y_lengths, self.cols))
+        )
+        return Vectors(rows, cols, LATE[self.declared.kinds[ONE]])
 
     def _tower(
         self, name: str, of_data: str, data: Mapping[str, Tensor], rows: Partition, vectors: Ragged | None = None
@@ -141,7 +143,7 @@ class Call:
                 index = index[at]
         return Pairs(self.facts, self.declared.kinds, local, other, index, at=at, rows_are_local=rows)
 
-    def _reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reductions of rows and of columns, (b,) and (n_r,) each, by the names of terms."""
         of_rows, of_cols = self._swept()
         for found, names, rows in (

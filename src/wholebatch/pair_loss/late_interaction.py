@@ -50,7 +50,11 @@ def max_sim_of_pairs(
 class _OfPairs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, documents: Tensor, lengths: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
+        ctx: Any,
+        queries: Tensor,
+        documents: Tensor,
+        lengths: tuple[tuple[int, ...], tuple[int, ...]],
+        dtype: torch.dtype,
     ) -> Tensor:
         winners = torch.empty(len(queries), dtype=torch.int64, device=queries.device)
         count = len(lengths[0])

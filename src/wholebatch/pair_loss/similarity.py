@@ -23,12 +23,13 @@ from .._checks import check_choice
 from .._normalize import divisors, known_norms, project_
 from .._precision import accumulation_dtype, rows_at_a_time
 from .._settings import shown
+from ..sweep import Documents
 
 SIMILARITIES = ("dot", "cosine", "neg_squared_distance", "max_sim")
 DISTANCE = "neg_squared_distance"
 MAX_SIM = "max_sim"
 MAX_SIM_OF_ROWS = "max_sim_of_rows"  # the same with rows and columns exchanged: each y_ju takes its best x_it
-LATE = {MAX_SIM: "columns", MAX_SIM_OF_ROWS: "rows"}  # where the vectors are that compete
+LATE: dict[str, Documents] = {MAX_SIM: "columns", MAX_SIM_OF_ROWS: "rows"}  # whose vectors compete
 ONE = ""  # the name of the similarity where there is only one
 # Similarities at which a logarithm, a root and a quotient are finite, and so are their slopes.
 _SAFE = {"dot": 0.5, "cosine": 0.5, DISTANCE: -0.5, MAX_SIM: 0.5, MAX_SIM_OF_ROWS: 0.5}

@@ -16,7 +16,15 @@ ranking       smooth counts of the entries that are larger than a row's positive
 from .driver import Block, Driver
 from .hardest import HardestSweep
 from .kernel_tiles import LARGEST, columns_of_tiles
-from .max_sim import Documents, KeptWinners, MaxSimDriver, TokenBudget, bytes_of_winners, fit_tokens, smallest_token_budget
+from .max_sim import (
+    Documents,
+    KeptWinners,
+    MaxSimDriver,
+    TokenBudget,
+    bytes_of_winners,
+    fit_tokens,
+    smallest_token_budget,
+)
 from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep

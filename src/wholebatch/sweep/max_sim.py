@@ -1,4 +1,4 @@
-"""The driver of late interaction: a row of S is a query of several vectors, a column a document, or the other way round.
+"""The driver of late interaction: a row of S is a query of several vectors, a column a document, or vice versa.
 
     P_tu = q_t . d_u              a product of vectors ("tokens"), 1 unit of multiply-adds
     S_ij = sum_t max_u P_tu       over the tokens t of query i and u of document j
@@ -6,9 +6,9 @@
     dQ_t += dS_ij d_w             w = argmax_u P_tu, the winner of token t in document j
     dD_w += dS_ij q_t
 
-Tiles of S are small, so their products are what costs time and memory. A tile takes them in parts: some tokens of its
-queries by some documents, in one buffer. Only maxima and winners outlive a part, and a tile's winners, one small integer
-for each query token and document, outlive it until dS is known. The backward pass finds winners again by the same
+Tiles of S are small; their products are what costs time and memory. A tile takes them in parts: some tokens of its
+queries by some documents, in one buffer. Only maxima and winners outlive a part; winners, one small integer for each
+query token and document, are held until dS of the tile is known. The backward pass finds them again by the same
 products, 1 unit, unless the budget has let the forward pass keep them. A gradient then takes 1 / u of a unit.
 
 Of equal products the first token of a document wins, as in `torch.max`. A document lies in one part, so that the choice
@@ -308,9 +308,7 @@ def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:
     order = index.flatten().argsort(stable=True)
     counts = torch.bincount(index.flatten(), minlength=len(into))
     of_x = order.div(index.shape[1], rounding_mode="floor")
-    into += embedding_bag(
-        of_x, x, counts.cumsum(0) - counts, per_sample_weights=weights.flatten()[order], mode="sum"
-    )
+    into += embedding_bag(of_x, x, counts.cumsum(0) - counts, per_sample_weights=weights.flatten()[order], mode="sum")
 
 
 def _cut(items: Ragged, at: slice) -> Ragged:
