@@ -13,11 +13,15 @@ products, 1 unit, unless the budget has let the forward pass keep them. A gradie
 
 Of equal products the first token of a document wins, as in `torch.max`. A document lies in one part, so that the choice
 depends neither on ranks nor on tiles.
+
+A CPU takes maxima over documents of one length at a time. A GPU would start as many kernels, so there the tokens of a
+part's documents are gathered to one length: a document's last token is repeated, which changes no maximum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Literal
@@ -35,7 +39,8 @@ Documents = Literal["rows", "columns"]  # what documents are in S
 
 _WINNERS_FOR_EACH_PRODUCT = 2  # entries of a tile's winners, for each entry of its buffer of products
 _TOKENS_OF_A_PART = 2048  # of queries: with more of them, a part has too few documents
-_AT_ONCE = 2**16  # winners of which gradients are computed at a time
+_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**16, 2**20  # winners of which gradients are computed at a time
+_FEW_TOKENS = 4096  # of a part's documents, up to which padding may be most of them
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class TokenBudget(Budget):
     """
 
     products: int
+
+
+def pads(device: torch.device) -> bool:
+    """Return whether documents of several lengths are padded: many small operations are slow to start on a GPU."""
+    return device.type != "cpu"
 
 
 def integer_for(longest: int) -> torch.dtype:
@@ -159,6 +169,9 @@ class MaxSimDriver(Driver):
         self.budget, self.wants_winners, self.kept = budget, winners, kept
         longest = max((rows if documents == "rows" else columns).lengths, default=1)
         self.integer = integer_for(longest)
+        self.pads = pads(x.device)
+        self.at_once = _AT_ONCE_ON_A_GPU if self.pads else _AT_ONCE
+        self._starts = {"rows": _numbers(rows.starts, x.device), "cols": _numbers(columns.starts, x.device)}
         self._winners: Tensor | None = None  # of the last tile
 
     def factors(self, tile: Tile, block: Block, start: int = 0) -> tuple[Factor, Factor]:
@@ -170,7 +183,7 @@ class MaxSimDriver(Driver):
     def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
         out = self.buffer(tile)
         tokens, documents = self._sides(tile)
-        shape = tokens.starts[-1], len(documents.lengths)
+        shape = tokens.vectors, len(documents.ragged.lengths)
         room = None if self.kept is None else self.kept.next(tile.shape, self.dtype, shape, self.integer)
         if room is not None and self.wants_winners:
             self._winners = room[1]
@@ -228,73 +241,89 @@ class MaxSimDriver(Driver):
             total = total + part
         return total
 
-    def _sides(self, tile: Tile) -> tuple[Ragged, Ragged]:
+    def _sides(self, tile: Tile) -> tuple[Items, Items]:
         """Return the queries of a tile, and its documents."""
-        rows, cols = _cut(self.items, tile.rows), _cut(self.columns, tile.cols)
+        rows, cols = (
+            Items.of(all_items, self._starts[name], at)
+            for name, all_items, at in (("rows", self.items, tile.rows), ("cols", self.columns, tile.cols))
+        )
         return (rows, cols) if self.documents == "columns" else (cols, rows)
 
     def _maxima(
-        self, queries: Factor, of: Factor, tokens: Ragged, documents: Ragged, s: Tensor, winners: Tensor | None
+        self, queries: Factor, of: Factor, tokens: Items, documents: Items, s: Tensor, winners: Tensor | None
     ) -> None:
         """Add the maxima of all query tokens to S, (queries, documents), and write down which tokens have won."""
-        owners = self._owners(tokens)
-        for part, some in self._parts(tokens.starts[-1], documents):
-            at = documents.of(some)
-            left, right = (tuple(of[rows] for of in factor) for factor, rows in ((queries, part), (of, at)))
-            found = self._product_memory(part.stop - part.start, at.stop - at.start)
+        for part, some in self._parts(tokens.vectors, documents.ragged):
+            at, padded = documents.ragged.of(some), self._padded(documents, some)
+            left = tuple(factor[part] for factor in queries)
+            right = tuple(factor[at] if padded is None else factor[padded.flatten()] for factor in of)
+            found = self._product_memory(len(left[0]), len(right[0]))
             self.precision.multiply(left, transposed(right), found)
             best = found.new_empty(len(found), some.stop - some.start)
-            for run, length in _runs(documents, some):
-                here = documents.of(run)
-                scores = found[:, here.start - at.start : here.stop - at.start].unflatten(1, (-1, length))
+            first = 0
+            for run, length in _runs(documents.ragged, some) if padded is None else [(some, padded.shape[1])]:
+                width = (run.stop - run.start) * length
+                scores = found[:, first : first + width].unflatten(1, (-1, length))
+                first += width
                 into = best[:, run.start - some.start : run.stop - some.start]
                 if winners is None:
                     torch.amax(scores, 2, out=into)
                     continue
                 largest, place = scores.max(2)
                 into.copy_(largest)
-                winners[part, run].copy_(place)
-            s[:, some].index_add_(0, owners[part], best)
+                winners[part, run] = place if padded is None else torch.minimum(place, documents.lengths[run] - 1)
+            tokens.add_sums_(s[:, some], best, part)
+
+    def _padded(self, documents: Items, some: slice) -> Tensor | None:
+        """Return the tokens of some documents, (documents, longest), the last one repeated; None: without padding."""
+        longest = max(documents.ragged.lengths[some])
+        starts = documents.starts[some.start : some.stop + 1, None]
+        at = documents.ragged.of(some)
+        if not self.pads or longest * (len(starts) - 1) == at.stop - at.start:
+            return None
+        return torch.minimum(starts[:-1] + torch.arange(longest, device=starts.device), starts[1:] - 1)
 
     def _parts(self, tokens: int, documents: Ragged) -> Iterator[tuple[slice, slice]]:
         """Yield some tokens of queries, and some documents, whose products fit into the buffer."""
         count, first = len(documents.lengths), 0
         while first < count:
             rows = max(1, min(tokens, _TOKENS_OF_A_PART, self.budget.products // documents.lengths[first]))
-            most, last = max(documents.lengths[first], self.budget.products // rows), first + 1
-            while last < count and documents.starts[last + 1] - documents.starts[first] <= most:
-                last += 1
+            last = self._end(documents, first, max(documents.lengths[first], self.budget.products // rows))
             for start in range(0, tokens, rows):
                 yield slice(start, min(start + rows, tokens)), slice(first, last)
             first = last
+
+    def _end(self, documents: Ragged, first: int, most: int) -> int:
+        """Return where the documents of a part end that have up to `most` tokens; padding is at most half of many."""
+        last, longest = first + 1, documents.lengths[first]
+        while last < len(documents.lengths):
+            longest = max(longest, documents.lengths[last])
+            there = documents.starts[last + 1] - documents.starts[first]
+            width = (last + 1 - first) * longest if self.pads else there
+            if width > most or width > max(_FEW_TOKENS, 2 * there):
+                break
+            last += 1
+        return last
 
     def _product_memory(self, rows: int, cols: int) -> Tensor:
         if "products" not in self._tiles:
             self._tiles["products"] = self.x.new_empty(self.budget.products, dtype=self.dtype)
         return self._tiles["products"][: rows * cols].view(rows, cols)
 
-    def _owners(self, tokens: Ragged) -> Tensor:
-        """Return the query of each token."""
-        lengths = torch.tensor(tokens.lengths, device=self.x.device)
-        return torch.arange(len(lengths), device=self.x.device).repeat_interleave(
-            lengths, output_size=tokens.starts[-1]
-        )
-
     def _scatter(
         self,
         grad: Tensor,
-        tokens: Ragged,
-        documents: Ragged,
+        tokens: Items,
+        documents: Items,
         features: tuple[Tensor, Tensor],
         into: tuple[Tensor | None, Tensor | None],
     ) -> None:
         """Add the gradients of tokens of queries and of documents, from dS, (queries, documents)."""
         assert self._winners is not None
-        winners, owners = self._winners, self._owners(tokens)
-        starts = torch.tensor(documents.starts[:-1], device=self.x.device)
+        winners, owners, starts = self._winners, tokens.owners, documents.starts[:-1]
         of_queries, of_documents = into
-        rows = max(1, _AT_ONCE // max(1, len(documents.lengths)))
-        for start in range(0, tokens.starts[-1], rows):
+        rows = max(1, self.at_once // max(1, len(starts)))
+        for start in range(0, tokens.vectors, rows):
             part = slice(start, start + rows)
             index, weights = winners[part].long().add_(starts), grad.index_select(0, owners[part])
             if of_queries is not None:
@@ -303,17 +332,60 @@ class MaxSimDriver(Driver):
                 _add_at_(of_documents, index, weights, features[0][part])
 
 
+@dataclass(frozen=True)
+class Items:
+    """The rows, or the columns, of a tile, which consist of several vectors each.
+
+    Args:
+        ragged: the items alone.
+        starts: (items + 1,), where the vectors of each start, on the device.
+    """
+
+    ragged: Ragged
+    starts: Tensor
+
+    @classmethod
+    def of(cls, items: Ragged, starts: Tensor, at: slice) -> Items:
+        """Return consecutive ones of some items; `starts` are those of all of them."""
+        some = starts[at.start : at.stop + 1]
+        return cls(Ragged(Partition((at.stop - at.start,)), items.lengths[at]), some - some[0])
+
+    @property
+    def vectors(self) -> int:
+        """The number of vectors."""
+        return self.ragged.starts[-1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of vectors of each item, on the device."""
+        return self.starts.diff()
+
+    @property
+    def owners(self) -> Tensor:
+        """The item of each vector."""
+        index = torch.arange(len(self.starts) - 1, device=self.starts.device)
+        return index.repeat_interleave(self.lengths, output_size=self.vectors)
+
+    def add_sums_(self, into: Tensor, numbers: Tensor, part: slice) -> None:
+        """Add the sum of each item's rows of `numbers`, of the vectors in `part`: in a fixed order, also on a GPU."""
+        ends = self.ragged.starts
+        at = slice(bisect_right(ends, part.start) - 1, bisect_left(ends, part.stop))
+        offsets = (self.starts[at] - part.start).clamp_(min=0)
+        into[at] += embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum")
+
+
+def _numbers(of: Sequence[int], device: torch.device) -> Tensor:
+    """Return integers on a device; no copy waits for a GPU."""
+    made = torch.tensor(of, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
 def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:
     """Add weights_tj x_t to the rows of `into` that `index`, (t, j), names: in a fixed order, also on a GPU."""
-    order = index.flatten().argsort(stable=True)
-    counts = torch.bincount(index.flatten(), minlength=len(into))
+    found, order = index.flatten().sort(stable=True)
+    starts = torch.searchsorted(found, torch.arange(len(into), device=found.device))
     of_x = order.div(index.shape[1], rounding_mode="floor")
-    into += embedding_bag(of_x, x, counts.cumsum(0) - counts, per_sample_weights=weights.flatten()[order], mode="sum")
-
-
-def _cut(items: Ragged, at: slice) -> Ragged:
-    """Return consecutive items alone."""
-    return Ragged(Partition((at.stop - at.start,)), items.lengths[at])
+    into += embedding_bag(of_x, x, starts, per_sample_weights=weights.flatten()[order], mode="sum")
 
 
 def _runs(documents: Ragged, some: slice) -> Iterator[tuple[slice, int]]:
