@@ -36,7 +36,8 @@ from wholebatch.sweep import Products
 # Triton 3.6's cannot read code for compute capability 10.3.
 CUOBJDUMP = os.environ.get("CUOBJDUMP") or Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
-    **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"},
+    **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"},
+    **{torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32"},
     **{int: "i32", float: "fp32"},
 }
 WHOLE = {"num_rows", "num_cols", "positive_stride", "excluded_stride"}  # multiples of 16, as in most batches
@@ -67,12 +68,25 @@ def as_on_cuda(_precision: str, dtype: torch.dtype, *_: Any) -> Products:
 
 
 @functools.cache
-def started(dtype: torch.dtype, capability: int, features: int = 520) -> dict[Started, str]:
-    """Return every form in which losses start kernels, each with the first loss that starts it."""
+def started(
+    dtype: torch.dtype, capability: int, features: int = 520, only: str = "", rows: int = 50
+) -> dict[Started, str]:
+    """Return every form in which losses start kernels, each with the first loss that starts it.
+
+    Args:
+        dtype: of features.
+        capability: of the GPU.
+        features: their number.
+        only: the beginning of the names of losses.
+        rows: the number of rows; of tokens, the longest document has 7 of 10.
+    """
     found: dict[Started, str] = {}
     name = ""
 
     def record(kernel: Any, _programs: int, *arguments: Any, **constants: Any) -> None:
+        for places in arguments:
+            if isinstance(places, torch.Tensor) and places.dtype == torch.uint8:
+                places.zero_()  # the backward pass looks them up
         types = (TYPES[arg.dtype if isinstance(arg, torch.Tensor) else type(arg)] for arg in arguments)
         found.setdefault(Started(kernel, tuple(types), tuple(constants.items())), name)
 
@@ -88,9 +102,11 @@ def started(dtype: torch.dtype, capability: int, features: int = 520) -> dict[St
     for of in patches:
         of.start()
     torch.manual_seed(0)
-    x, y = (normalize(torch.randn(50, features), dim=1).to(dtype).requires_grad_() for _ in range(2))
-    made, _ = losses(x, y, torch.randint(0, 30, (50,)))
-    for name, loss in made.items():  # noqa: B007, which `record` reads
+    x, y = (normalize(torch.randn(rows, features), dim=1).to(dtype).requires_grad_() for _ in range(2))
+    made, _ = losses(x, y, torch.randint(0, 30, (rows,)))
+    for name, loss in made.items():  # `record` reads the name
+        if not name.startswith(only):
+            continue
         for memory in ("flat", 2**24):
             loss(wb.functional, {"kernel": "triton", "memory": memory}).backward()
     for of in patches:
@@ -134,9 +150,9 @@ def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
 
 # The forms that `make test` compiles: the most different ones, for the most different GPUs.
 SOME = {
-    (torch.bfloat16, 90): ("clip", "siglip, ids excluded", "matryoshka", "partial_fc"),
-    (torch.bfloat16, 100): ("nt_xent, ids",),
-    (torch.float32, 80): ("nt_xent",),
+    (torch.bfloat16, 90): ("clip", "siglip, ids excluded", "matryoshka", "partial_fc", "max_sim"),
+    (torch.bfloat16, 100): ("nt_xent, ids", "max_sim"),
+    (torch.float32, 80): ("nt_xent", "max_sim"),
 }
 ALL = (
     (torch.bfloat16, (80, 89, 90, 100, 103, 120)),
@@ -144,6 +160,7 @@ ALL = (
     (torch.float16, (90, 100)),
 )
 SHORT = 264  # features of products for which programs are smaller
+FEW = 128  # features of tokens that are loaded at once
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,8 @@ def tasks(everything: bool) -> list[Task]:
         for capability in capabilities:
             names = None if everything else SOME.get((dtype, capability), ())
             forms = started(dtype, capability, SHORT) | started(dtype, capability)
+            for rows in (40, 50):  # short documents, and others
+                forms |= started(dtype, capability, FEW, "max_sim", rows)
             found += [
                 Task(of, name, capability, str(dtype)) for of, name in forms.items() if names is None or name in names
             ]

@@ -18,6 +18,7 @@ def losses(x, y, ids, scale=14.3):
     several = torch.stack([ids, torch.where(ids % 2 == 0, (ids + 1) % 30, -100)], dim=1)
     averages = [torch.full((len(x),), 3.0, dtype=torch.float64, device=x.device)] * 2
     bias = torch.linspace(-1, 1, len(y), device=x.device)
+    texts, fewer = ({"logit_scale": scale, **offsets(n, len(y), x.device)} for n in (len(x), len(x) - len(x) // 4))
     arcface, cosface = wb.ArcFace(16.0, 0.5), wb.CosFace(16.0)
     return {
         "clip": lambda f, more: f.clip_loss(x, y, scale, **more),
@@ -57,9 +58,25 @@ def losses(x, y, ids, scale=14.3):
         "partial_fc, not normalized": lambda f, more: f.partial_fc_loss(
             x, ids, 3 * y, margin=wb.CosFace(2.0), normalize="none", **more
         ),
+        "max_sim": lambda f, more: f.max_sim_loss(x, y, **texts, **more),
+        "max_sim, documents stay": lambda f, more: f.max_sim_loss(
+            x[: len(x) - len(x) // 4], y, **fewer, directions=("document_to_query",), **more
+        ),
     }, scale
+
+
+def offsets(queries, documents, device):
+    """Return the offsets of texts with so many tokens: one long document, others of 1, 2, ...; as many queries."""
+    lengths = [max(1, 7 * documents // 10)]
+    while (left := documents - sum(lengths)) > 0:
+        lengths.append(min(left, len(lengths)))
+    of_queries = [queries * at // len(lengths) for at in range(len(lengths) + 1)]
+    return {
+        "query_offsets": torch.tensor(of_queries, device=device),
+        "document_offsets": torch.tensor([0, *lengths], device=device).cumsum(0),
+    }
 
 
 def learns_its_scale(name):
     """Return whether the loss depends on the scale that `losses` returns."""
-    return name.split(",")[0] in ("clip", "info_nce", "siglip", "moco", "matryoshka")
+    return name.split(",")[0] in ("clip", "info_nce", "siglip", "moco", "matryoshka", "max_sim")

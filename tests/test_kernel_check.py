@@ -59,6 +59,26 @@ FAULTS = {
     "excluded entries count": (
         "softmax", "of_candidates = tl.where(out, 0.0, exponentials)", "pass", "clip, ids excluded",
     ),
+    "padding of documents counts": (
+        "tokens", "tl.minimum(tokens, stop - 1)", "tokens", "max_sim",
+    ),
+    "the last token of a document is left out": (
+        "tokens", "tl.minimum(tokens, stop - 1)", "tl.minimum(tokens, tl.maximum(stop - 2, first))", "max_sim",
+    ),
+    "the last of equal tokens of a block wins": (
+        "tokens", "tl.min(among, 1) - first", "tl.max(tl.where(among < stop, among, first), 1) - first", "max_sim",
+    ),
+    "the last of equal blocks of tokens wins": ("tokens", "of_block > largest,", "of_block >= largest,", "max_sim"),
+    "the first block of a document alone counts": (
+        "tokens", "range(first, stop, BN)", "range(first, first + 1, BN)", "max_sim",
+    ),
+    "winners are counted from the first document": (
+        "tokens", "tl.min(among, 1) - first", "tl.min(among, 1)", "max_sim, documents stay",
+    ),
+    "products of tokens are rounded": (
+        "tokens", "of_block = tl.max(products, 1)",
+        "of_block = tl.max(products.to(tl.bfloat16).to(tl.float32), 1)", "max_sim",
+    ),
 }  # fmt: skip
 
 
@@ -75,7 +95,7 @@ def plant(fault, patch):
     faulty = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = faulty
     spec.loader.exec_module(faulty)
-    for kernel in ("tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient"):
+    for kernel in ("tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient", "token_maxima"):
         if hasattr(module, kernel):
             patch.setattr(module, kernel, getattr(faulty, kernel))
     return folder
@@ -136,7 +156,7 @@ def test_faults_are_noticed(fresh, monkeypatch, fault):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "name", ["clip", "nt_xent", "sup_con", "siglip, ids", "matryoshka", "partial_fc, learned bias"]
+    "name", ["clip", "nt_xent", "sup_con", "siglip, ids", "matryoshka", "partial_fc, learned bias", "max_sim"]
 )
 def test_right_kernels_pass(fresh, monkeypatch, name, dtype):
     automatic(monkeypatch)
@@ -148,7 +168,9 @@ def test_right_kernels_pass(fresh, monkeypatch, name, dtype):
     assert made.in_kernels == supported, made
     if supported:
         family = name.split(",")[0].split("_")[0]
-        first = {"siglip": "tile_sigmoid", "matryoshka": "nested_gradient"}.get(family, "tile_gradient")
+        first = {"siglip": "tile_sigmoid", "matryoshka": "nested_gradient", "max": "token_maxima"}.get(
+            family, "tile_gradient"
+        )
         assert first in made.kernels
 
 

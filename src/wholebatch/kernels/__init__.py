@@ -4,6 +4,7 @@ Triton is no dependency: it is imported when the first kernel starts.
 
     tiles/                      the kernels
     softmax, sigmoid, nested    their launchers: functions of a tile
+    tokens                      that of late interaction, whose rows and columns are tokens
     launch, blocks              the parts that all launchers share; the block of S that a program computes
     witness, verify             their results in plain PyTorch; a comparison of every launch with it
     select, choice              where kernels can run; the choices that ranks have made
@@ -17,6 +18,7 @@ from .choice import Choice, choices
 from .launch import Entries, RowTerms, TileInputs, interpreted, using
 from .nested import Ends, NestedTile, NestedWeights
 from .select import KERNELS, Kernel, check_kernel, chooses, missing
+from .tokens import TokenTile
 from .verify import (
     KernelError,
     nested_gradient,
@@ -24,6 +26,7 @@ from .verify import (
     tile_gradient,
     tile_sigmoid,
     tile_sums,
+    token_maxima,
     verifying,
 )
 
@@ -39,6 +42,7 @@ __all__ = [
     "NestedWeights",
     "RowTerms",
     "TileInputs",
+    "TokenTile",
     "check_kernel",
     "choices",
     "chooses",
@@ -49,6 +53,7 @@ __all__ = [
     "tile_gradient",
     "tile_sigmoid",
     "tile_sums",
+    "token_maxima",
     "using",
     "verifying",
 ]

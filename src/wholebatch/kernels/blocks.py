@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _LONG = 512  # features from which the products take so long that a wider block is better than a second program
+_SHORT_DOCUMENT, _MOST_AT_ONCE = 32, 128  # tokens of a document; features of a step
 _AMPERE, _HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (10, 0), (12, 0)
 
 
@@ -53,6 +54,7 @@ class Form:
         two_totals: whether two numbers are summed for each entry.
         single_loads: whether features have to be loaded one by one.
         no_product: whether exponentials are read instead of computed.
+        document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
     """
 
     capability: tuple[int, int]
@@ -68,6 +70,7 @@ class Form:
     two_totals: bool = False
     single_loads: bool = False
     no_product: bool = False
+    document: int = 0
 
 
 def blocks_of(form: Form) -> Blocks:
@@ -77,6 +80,8 @@ def blocks_of(form: Form) -> Blocks:
     >>> blocks_of(clip)
     Blocks(rows=128, cols=128, depth=64, group=8, warps=4, stages=3)
     """
+    if form.document:
+        return _of_documents(form)
     if form.no_product:
         return Blocks(32, 128, 32, 8, 4, 1)
     if form.single:
@@ -97,6 +102,30 @@ def blocks_of(form: Form) -> Blocks:
         if form.capability == _HOPPER and not form.one_side:
             return Blocks(128, 128, 64, 8, 4, 3)
     return Blocks(128, 128, 64, 8, 8, 3)
+
+
+def _of_documents(form: Form) -> Blocks:
+    """Return the block of query tokens and of a document's: few of the latter, for a document's last block has a part.
+
+    The features of a step are all that there are, if these are few: query tokens are then loaded once.
+    """
+    cols = 64 if form.document > _SHORT_DOCUMENT else 32
+    if form.single and _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL:
+        return Blocks(64, 64, 32, 8, 4, 1)  # as in `_of_single`
+    if form.single:
+        return Blocks(64, cols if form.capability == _HOPPER else 32, 32, 8, 8, 2)
+    if form.features > _MOST_AT_ONCE:
+        return Blocks(128, cols, 64, 8, 8, 3)
+    return Blocks(128, cols, max(16, _next_power(form.features)), 8, 4, 3)
+
+
+def _next_power(number: int) -> int:
+    """Return the smallest power of two that is not smaller.
+
+    >>> _next_power(96), next_power(128)
+    (128, 128)
+    """
+    return int(2 ** (number - 1).bit_length())
 
 
 def _of_single(form: Form) -> Blocks:

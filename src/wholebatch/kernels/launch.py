@@ -133,6 +133,7 @@ def program_grid(
     two_totals: bool = False,
     single_loads: bool = False,
     no_product: bool = False,
+    document: int = 0,
 ) -> tuple[Blocks, tuple[int, int]]:
     """Choose a program's block, and count the programs, down and across.
 
@@ -145,6 +146,7 @@ def program_grid(
         two_totals: whether two numbers are summed for each entry.
         single_loads: whether features have to be loaded one by one.
         no_product: whether exponentials are read instead of computed.
+        document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
     """
     if _chosen:
         blocks = _chosen[-1]
@@ -167,6 +169,7 @@ def program_grid(
                 two_totals=two_totals,
                 single_loads=single_loads,
                 no_product=no_product,
+                document=document,
             )
         )
     return blocks, (ceil(len(tile.x) / blocks.rows), ceil(len(tile.y) / blocks.cols))
@@ -189,8 +192,6 @@ def start(
 ) -> None:
     """Start a kernel with one program for each block of the tile.
 
-    The number of features and the strides are passed in units of their common divisor, so that the compiler knows it.
-
     Args:
         kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
         tile: the tile of S.
@@ -200,8 +201,7 @@ def start(
         depth: the argument that describes the features; None: their number.
         flags: the kernel's own constants.
     """
-    aligned = gcd(16, tile.x.shape[1])  # of all ranks' tensors, whatever their strides
-    x, y = (z if z.stride(1) == 1 and not z.stride(0) % aligned else z.contiguous() for z in (tile.x, tile.y))
+    x, y, aligned = _aligned(tile)
     programs = ceil(len(x) / blocks.rows) * ceil(len(y) / blocks.cols)
     sets: list[Any] = []
     for of in (tile.positive, tile.excluded):
@@ -215,6 +215,29 @@ def start(
             depth or x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned, *numbers,
             POSITIVE=0 if tile.positive.named is None else len(tile.positive.named), POSITIVE_IDS=tile.positive.ids,
             EXCLUDED=0 if tile.excluded.named is None else len(tile.excluded.named), EXCLUDED_IDS=tile.excluded.ids,
+            **flags, ALIGNED=aligned, **_settings(tile, blocks),
+        )  # fmt: skip
+
+
+def start_on_documents(
+    kernel: Any, tile: TileInputs, blocks: Blocks, documents: int, tensors: Sequence[Tensor], **flags: Any
+) -> None:
+    """Start a kernel with one program for each block of query tokens and each document.
+
+    Args:
+        kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
+        tile: tokens of queries, and of documents.
+        blocks: the block of a program.
+        documents: their number.
+        tensors: the kernel's own tensors.
+        flags: the kernel's own constants.
+    """
+    x, y, aligned = _aligned(tile)
+    programs = ceil(len(x) / blocks.rows) * documents
+    with _on(x.device):
+        run(
+            kernel, programs, x, y, *tensors,
+            len(x), documents, x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
             **flags, ALIGNED=aligned, **_settings(tile, blocks),
         )  # fmt: skip
 
@@ -238,6 +261,16 @@ def _single(x: float) -> float:
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Make the tensors' GPU the current one, on which Triton starts kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _aligned(tile: TileInputs) -> tuple[Tensor, Tensor, int]:
+    """Return the features, and a divisor of their number and of the strides: all are passed in units of it.
+
+    So the compiler knows how many features one load may take. It is the same on all ranks, whatever their strides.
+    """
+    aligned = gcd(16, tile.x.shape[1])
+    x, y = (z if z.stride(1) == 1 and not z.stride(0) % aligned else z.contiguous() for z in (tile.x, tile.y))
+    return x, y, aligned
 
 
 def _settings(tile: TileInputs, blocks: Blocks) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from . import launch, nested, sigmoid, softmax, witness
+from . import launch, nested, sigmoid, softmax, tokens, witness
 from .nested import NestedTile
+from .tokens import TokenTile
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,19 +43,24 @@ class KernelError(RuntimeError):
 
 @dataclass
 class _Memory:
-    """The memory of results, each with NaN before, inside and after it."""
+    """The memory of results, each with NaN before, inside and after it; of integers, with the largest one."""
 
     whole: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = prod(shape)
-        made = like.new_full((count + 2 * _BESIDE,), float("nan"), dtype=dtype)
+        fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+        made = like.new_full((count + 2 * _BESIDE,), fill, dtype=dtype)
         self.whole.append((made, count))
         return made[_BESIDE : _BESIDE + count].view(shape)
 
     def is_left_alone(self) -> bool:
         """Return whether nothing was written beside the results."""
-        return all(bool(of[:_BESIDE].isnan().all() and of[_BESIDE + n :].isnan().all()) for of, n in self.whole)
+        return all(_is_untouched(of[:_BESIDE]) and _is_untouched(of[_BESIDE + n :]) for of, n in self.whole)
+
+
+def _is_untouched(x: Tensor) -> bool:
+    return bool(x.isnan().all() if x.is_floating_point() else (x == torch.iinfo(x.dtype).max).all())
 
 
 @contextmanager
@@ -72,8 +78,15 @@ def verifying() -> Iterator[list[str]]:
         launch.verified = before
 
 
-def checked_by(expected: Callable[..., witness.Expected]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a launcher compare its results inside of :func:`verifying`."""
+def checked_by(
+    expected: Callable[..., witness.Expected], found: Callable[..., dict[str, Tensor]] | None = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a launcher compare its results inside of :func:`verifying`.
+
+    Args:
+        expected: returns the truth, from the launcher's arguments.
+        found: returns the results, from the same arguments after the launch; None: they are what the launcher returns.
+    """
 
     def decorate(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(launcher)
@@ -82,7 +95,7 @@ def checked_by(expected: Callable[..., witness.Expected]) -> Callable[[Callable[
                 return launcher(*args, **more)
             passed, launch.verified = launch.verified, None
             try:
-                made = _verified(launcher, expected, signature(launcher).bind(*args, **more).arguments)
+                made = _verified(launcher, expected, found, signature(launcher).bind(*args, **more).arguments)
             finally:
                 launch.verified = passed
             passed.append(launcher.__name__)
@@ -94,31 +107,37 @@ def checked_by(expected: Callable[..., witness.Expected]) -> Callable[[Callable[
 
 
 def _verified(
-    launcher: Callable[..., Any], expected: Callable[..., witness.Expected], arguments: dict[str, Any]
+    launcher: Callable[..., Any],
+    expected: Callable[..., witness.Expected],
+    found: Callable[..., dict[str, Tensor]] | None,
+    arguments: dict[str, Any],
 ) -> Any:
     """Return what a launcher returns, and write what it writes, if all of it is right."""
     memory, given = _Memory(), dict(arguments)
     tile = given["tile"]
-    features = tile.features if isinstance(tile, NestedTile) else tile
+    features = tile.features if isinstance(tile, NestedTile | TokenTile) else tile
     around = replace(features, x=_surrounded(features.x), y=_surrounded(features.y))
-    given["tile"] = replace(tile, features=around) if isinstance(tile, NestedTile) else around
-    written = next((name for name in ("out", "keep") if given.get(name) is not None), None)
-    if written is not None:
-        given[written] = memory.empty(features.x, given[written].shape, given[written].dtype)
+    given["tile"] = around if tile is features else replace(tile, features=around)
+    written = [name for name in ("out", "keep", "winners") if given.get(name) is not None]
+    for name in written:
+        given[name] = memory.empty(features.x, given[name].shape, given[name].dtype)
     launch.memory = memory.empty
     try:
         made = launcher(**given)
     finally:
         launch.memory = None
     truth = expected(**arguments)
-    results = _named(made, truth, given[written] if written is not None else None)
+    if found is not None:
+        results = found(**{**arguments, **{name: given[name] for name in written}})
+    else:
+        results = _named(made, truth, given[written[0]] if written else None)
     in_tf32 = features.x.dtype == torch.float32 and features.allows_tf32
     for name, (true, size) in truth.items():
         _compare(f"{launcher.__name__}, {name}", results[name], true, size, _TF32 if in_tf32 else _SINGLE)
     if not memory.is_left_alone():
         raise KernelError(f"{launcher.__name__} writes beside its results")
-    if written is not None:
-        arguments[written].copy_(given[written])
+    for name in written:
+        arguments[name].copy_(given[name])
     return made
 
 
@@ -164,3 +183,4 @@ tile_gradient = checked_by(witness.tile_gradient)(softmax.tile_gradient)
 tile_sigmoid = checked_by(witness.tile_sigmoid)(sigmoid.tile_sigmoid)
 nested_sums = checked_by(witness.nested_sums)(nested.nested_sums)
 nested_gradient = checked_by(witness.nested_gradient)(nested.nested_gradient)
+token_maxima = checked_by(witness.token_maxima, witness.found_maxima)(tokens.token_maxima)

@@ -5,12 +5,14 @@ Each function takes the arguments of the launcher of the same name, and returns 
     truth    the result
     size     the sum of the absolute values of its terms, in which its error is measured
 
+Where results are places of entries, `found_maxima` reads them: they are right if the entries are.
+
 It is written from the formulas in `tiles`, with a mask for each set of entries, and shares no code with the kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from .launch import Entries, TileInputs
 from .nested import NestedTile, NestedWeights
+from .tokens import TokenTile
 
 Expected: TypeAlias = dict[str, tuple[Tensor, Tensor]]  # truth and size, by name
 
@@ -132,6 +135,50 @@ def nested_gradient(
     each = torch.stack(products)
     found = {"dS": (summed, sizes.amax(0).expand_as(sizes)), "rows: dS S": (each.sum(2), each.abs().sum(2))}
     return found | ({"columns: dS S": (each.sum(1), each.abs().sum(1))} if totals_of_cols else {})
+
+
+def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> Expected:
+    """Return the maxima, and the winners among whole numbers, whose products are exact, so that equal ones tie."""
+    best, sizes, places = [], [], []
+    for products, size in _documents(tile):
+        of_best = products.max(1)  # the first of equal ones
+        best.append(of_best.values)
+        sizes.append(size.amax(1))
+        places.append(of_best.indices.double())
+    truth, size = torch.stack(best, 1), torch.stack(sizes, 1)
+    found = {"maxima": (truth, size)}
+    if winners is None:
+        return found
+    exact = torch.stack(places, 1).masked_fill(~_exact(tile), 0.0)
+    return found | {"products of winners": (truth, size), "winners": (exact, torch.zeros_like(exact))}
+
+
+def found_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> dict[str, Tensor]:
+    """Return what a kernel has written, by the names of `token_maxima`."""
+    found = {"maxima": out}
+    if winners is None:
+        return found
+    places, products = winners.long(), []
+    for document, (of_tokens, _) in enumerate(_documents(tile)):
+        at = places[:, document, None]
+        there = (at >= 0) & (at < of_tokens.shape[1])
+        products.append(of_tokens.gather(1, at.where(there, 0)).where(there, float("nan"))[:, 0])
+    exact = places.double().masked_fill(~_exact(tile), 0.0)
+    return found | {"products of winners": torch.stack(products, 1), "winners": exact}
+
+
+def _documents(tile: TokenTile) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the products of all query tokens with each document's tokens, and the sizes of their terms."""
+    x, y = tile.features.x.double(), tile.features.y.double()
+    for of in y.split(tile.starts.diff().tolist()):
+        yield x @ of.T, x.abs() @ of.abs().T
+
+
+def _exact(tile: TokenTile) -> Tensor:
+    """Return whether a query token and all tokens of a document consist of whole numbers, (R, documents)."""
+    of_rows, of_tokens = ((z == z.round()).all(1) for z in (tile.features.x, tile.features.y))
+    of_documents = torch.stack([of.all() for of in of_tokens.split(tile.starts.diff().tolist())])
+    return of_rows[:, None] & of_documents
 
 
 def _parts(tile: NestedTile) -> list[tuple[Tensor, Tensor]]:

@@ -23,6 +23,7 @@ from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, prepared, reduce_losses
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..nodes import RowStatistics
 from ..nodes.cross_entropy import many_positives, one_positive
 from ..pair_loss import Count, LogSumExp, Max, Sum
@@ -36,7 +37,7 @@ from ._directions import NO_ID
 from ._documents import NOBODY, Owners
 from ._info_nce_options import as_tuple
 from ._logit_scale import TakesLogitScale
-from ._module import ProductLoss
+from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre
 from .statistics import report_statistics
 
@@ -72,6 +73,7 @@ def max_sim_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
     precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the cross-entropy of each query's document among those of all ranks, by late interaction of their tokens.
@@ -111,6 +113,7 @@ def max_sim_loss(
         sync: "mean", "sum" or None, as there.
         exchange: how tokens travel, as there. The tower with fewer tokens travels, without padding.
         memory: "flat", "auto" or bytes, as there; what is kept is which token has won.
+        kernel: "auto", "torch" or "triton", as there; a kernel computes the maxima, plain PyTorch the rest.
         precision: of products, as there.
 
     Returns:
@@ -145,7 +148,7 @@ def max_sim_loss(
     >>> wb.functional.max_sim_loss(texts, texts, logit_scale=10.0)
     tensor(2.0612e-09)
     """
-    statistics, options = statistics_requested(), Options(group, sync, exchange, memory, reduction, precision=precision)
+    statistics, options = statistics_requested(), Options(group, sync, exchange, memory, reduction, kernel, precision)
     settings = _Settings(hard_negatives, equal_ids, as_tuple(directions), query_tokens, label_smoothing)
     ids = dict(zip(_IDS, (query_ids, document_ids), strict=True))
 
@@ -182,7 +185,7 @@ def max_sim_loss(
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 
-class MaxSimLoss(TakesLogitScale, ProductLoss):
+class MaxSimLoss(TakesLogitScale, KernelLoss):
     """Late interaction over the global batch: the settings of :func:`wholebatch.functional.max_sim_loss`.
 
     Args:

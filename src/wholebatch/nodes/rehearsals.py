@@ -16,14 +16,28 @@ from torch import Tensor
 from .._normalize import inverse_norms
 from .._precision import accumulation_dtype, wide_dtype
 from ..contract import Facts
-from ..sweep import Block, Driver, KeptTiles, KernelSoftmaxSweep, SoftmaxSweep, Sums, Weights
+from ..partition import Partition, Ragged, tiles
+from ..sweep import (
+    Block,
+    Driver,
+    KeptTiles,
+    KernelMaxSimDriver,
+    KernelSoftmaxSweep,
+    MaxSimDriver,
+    SoftmaxSweep,
+    Sums,
+    TokenBudget,
+    Weights,
+    integer_for,
+)
 from .kernel_check import Sizes, random_numbers, random_rows, use_kernels
 from .nested_plan import NestedPlan
-from .route import Layout, Route, choose_route
+from .route import Layout, Route, Vectors, choose_route
 from .sigmoid import SigmoidPlan
 from .softmax_plan import SoftmaxPlan
 
 _SCALE, _SHIFT, _BIAS = 14.3, 3.0, -4.0
+_TOKENS_OF_A_PROGRAM = 64  # of a document, at most: so many more programs are started
 _MakeSweep: TypeAlias = Callable[[Tensor | None], SoftmaxSweep]  # from the memory of exponentials
 
 
@@ -239,6 +253,95 @@ class NestedRehearsal:
                 )
 
         return run
+
+
+@dataclass(frozen=True)
+class MaxSimRehearsal:
+    """The rehearsal of late interaction: documents as long as the call's, one of one token, and the longest one.
+
+    Every other item consists of small whole numbers. Their products are exact, and many are equal, so that the choice
+    among equal tokens shows; the random ones show rounding.
+
+    Args:
+        facts: of the call.
+        route: of the call.
+        vectors: of rows and columns.
+    """
+
+    facts: Facts
+    route: Route
+    vectors: Vectors
+
+    def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
+        """Return a function that makes one sweep."""
+        facts, vectors, budget = self.facts, self.vectors, self.route.budget
+        dtype = facts.products.rounded(torch.empty(0, dtype=facts.dtype)).dtype
+        if not vectors.rows.lengths or not vectors.cols.lengths:
+            return lambda: None
+        (rows, x), (cols, y) = (
+            self._items(side, of.lengths, count, dtype)
+            for side, of, count in (("rows", vectors.rows, sizes.rows), ("columns", vectors.cols, sizes.cols))
+        )
+        assert isinstance(budget, TokenBudget)
+        most = max(min(sizes.side**2, budget.products), vectors.longest[1])
+        kind, small = KernelMaxSimDriver if in_kernels else MaxSimDriver, min(sizes.side, budget.side)
+
+        def sweep(*, winners: bool) -> None:
+            driver = kind(
+                x,
+                rows,
+                cols,
+                documents=vectors.documents,
+                budget=TokenBudget(small, 0, torch.uint8, most),
+                largest=(len(rows.lengths), len(cols.lengths)),
+                products=self.route.products,
+                winners=winners,
+            )
+            u, v = (torch.zeros(z.shape, dtype=driver.dtype, device=z.device) for z in (x, y))
+            block = Block(y, slice(0, len(cols.lengths)), slice(0, len(rows.lengths)))
+            for tile in tiles(block.rows, block.cols, driver.side):
+                factors = driver.factors(tile, block)
+                s = driver.logits(tile, *factors)
+                if winners:
+                    driver.products(s.mul_(1 / len(y)), tile, *factors, block, u, v)
+
+        def run() -> None:
+            sweep(winners=False)
+            if facts.differentiable:
+                sweep(winners=True)
+
+        return run
+
+    def _items(self, side: str, lengths: tuple[int, ...], count: int, dtype: torch.dtype) -> tuple[Ragged, Tensor]:
+        """Return items with about `count` vectors, and these."""
+        of_documents = side == self.vectors.documents
+        lengths = _as_long(lengths, count, count // _TOKENS_OF_A_PROGRAM if of_documents else 1)
+        size, like = self.facts.embedding_size, torch.empty(0, dtype=dtype, device=self.facts.device)
+        made = list(random_rows(sum(lengths), size, like, int(of_documents)).split(lengths))
+        generator = torch.Generator().manual_seed(int(of_documents))
+        for at in range(0, len(made), 2):
+            made[at] = torch.randint(-2, 3, (lengths[at], size), generator=generator).to(like)
+        return Ragged(Partition((len(lengths),)), lengths), torch.cat(made)
+
+
+def _as_long(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
+    """Return the longest of these lengths, 1, and further ones, until there are so many vectors and items."""
+    found = [max(lengths), 1]
+    while sum(found) < vectors or len(found) < items:
+        found.append(lengths[(len(found) - 2) % len(lengths)])
+    return tuple(found)
+
+
+def tokens_in_kernels_or_not(facts: Facts, route: Route, vectors: Vectors) -> Route:
+    """Return the route of late interaction, in kernels if they passed their check. Collective at a form's first call.
+
+    Raises:
+        ValueError: on every rank, for kernel="triton", if kernels failed on any of them.
+    """
+    longest = vectors.longest[1]
+    form = (vectors.documents, str(integer_for(longest)), longest.bit_length())
+    in_kernels = use_kernels(facts, form, MaxSimRehearsal(facts, route, vectors))
+    return replace(route, tokens_in_kernels=in_kernels)
 
 
 def _smaller(route: Route, sizes: Sizes) -> Route:

@@ -16,6 +16,7 @@ from ..sweep import (
     Documents,
     Driver,
     KeptWinners,
+    KernelMaxSimDriver,
     MaxSimDriver,
     Products,
     TokenBudget,
@@ -50,12 +51,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Route:
-    """The ranks, the exchange between them, and the memory that this rank's sweep may allocate."""
+    """The ranks, the exchange between them, and the memory that this rank's sweep may allocate.
+
+    Args:
+        comm: the ranks.
+        exchange: between them.
+        budget: the memory.
+        products: their precision.
+        tokens_in_kernels: of late interaction, whether kernels compute the tiles.
+    """
 
     comm: Communicator
     exchange: Exchange
     budget: Budget
     products: Products
+    tokens_in_kernels: bool = False
 
     def driver(self, x: Tensor, scale: float, bias: float = 0.0, *, in_units: bool = False) -> Driver:
         """Return a driver of X's rows, in tiles of the budget.
@@ -180,7 +190,8 @@ def token_driver(route: Route, x: Tensor, vectors: Vectors, *, winners: bool, ke
         kept: memory of winners, or None.
     """
     assert isinstance(route.budget, TokenBudget)
-    return MaxSimDriver(
+    kind = KernelMaxSimDriver if route.tokens_in_kernels else MaxSimDriver
+    return kind(
         x,
         vectors.rows.local(route.comm.rank),
         vectors.cols,

@@ -81,4 +81,4 @@ def reductions(
         rows={"x": facts.rows[x_name], "y": facts.rows[y_name]},
         inputs={**facts.inputs, "x": x.features, "y": y.features, **named},
     )
-    return dict(zip(towers, Call(declared, call, renamed, tiles=1).reduced(), strict=True))
+    return dict(zip(towers, Call(declared, call, renamed, tiles=1, has_kernels=True).reduced(), strict=True))

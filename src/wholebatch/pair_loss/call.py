@@ -12,6 +12,7 @@ from .._precision import wide_dtype
 from .._statistics_request import report, statistics_requested
 from ..contract import Facts, finish
 from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route
+from ..nodes.rehearsals import tokens_in_kernels_or_not
 from ..partition import Partition, Ragged
 from ..sync import total
 from .arguments import Arguments
@@ -37,12 +38,21 @@ class Call:
         facts: the facts of all ranks.
         tiles: how many times two tiles a step holds at a time, the same on all ranks.
         signature: the fingerprint of the declaration, by which compiled functions are kept.
+        has_kernels: whether the caller chooses between kernels and plain PyTorch.
     """
 
     def __init__(
-        self, declaration: Declaration, call: Arguments, facts: Facts, *, tiles: int, signature: str = ""
+        self,
+        declaration: Declaration,
+        call: Arguments,
+        facts: Facts,
+        *,
+        tiles: int,
+        signature: str = "",
+        has_kernels: bool = False,
     ) -> None:
         self.declared, self.call, self.facts, self.tiles, self.signature = declaration, call, facts, tiles, signature
+        self.has_kernels = has_kernels
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]
@@ -227,7 +237,8 @@ class Call:
 
     def _route(self) -> Route:
         if self.vectors is not None:
-            return choose_token_route(self.facts, self.vectors)
+            route = choose_token_route(self.facts, self.vectors)
+            return tokens_in_kernels_or_not(self.facts, route, self.vectors) if self.has_kernels else route
         layout = Layout(self.rows, self.cols, symmetric=self.declared.symmetric)
         return choose_route(self.facts, layout, exact=True, dtype=self.facts.dtype, times=self.tiles)
 

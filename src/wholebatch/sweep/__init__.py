@@ -9,8 +9,10 @@ sigmoid       sums of a function of each entry
 soft_targets  means of S under the softmax of another S
 hardest       the hardest positive and negative of each row
 ranking       smooth counts of the entries that are larger than a row's positives
+max_sim       tiles of S whose rows and columns are several vectors each: late interaction
 
-`softmax_kernels`, `nested_kernels` and `sigmoid_kernels` compute the same in Triton, by `kernel_tiles` and `members`.
+`softmax_kernels`, `nested_kernels` and `sigmoid_kernels` compute the same in Triton, by `kernel_tiles` and `members`;
+`max_sim_kernels` computes maxima over tokens.
 """
 
 from .driver import Block, Driver
@@ -23,8 +25,10 @@ from .max_sim import (
     TokenBudget,
     bytes_of_winners,
     fit_tokens,
+    integer_for,
     smallest_token_budget,
 )
+from .max_sim_kernels import KernelMaxSimDriver
 from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
@@ -54,6 +58,7 @@ __all__ = [
     "HardestSweep",
     "KeptTiles",
     "KeptWinners",
+    "KernelMaxSimDriver",
     "KernelNestedSweep",
     "KernelSigmoidSweep",
     "KernelSoftmaxSweep",
@@ -81,6 +86,7 @@ __all__ = [
     "default_side",
     "fit",
     "fit_tokens",
+    "integer_for",
     "select_products",
     "smallest_budget",
     "smallest_token_budget",

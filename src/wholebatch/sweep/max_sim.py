@@ -167,18 +167,23 @@ class MaxSimDriver(Driver):
         super().__init__(x, 1.0, side=budget.side, largest=largest, products=products)
         self.items, self.columns, self.documents = rows, columns, documents
         self.budget, self.wants_winners, self.kept = budget, winners, kept
-        longest = max((rows if documents == "rows" else columns).lengths, default=1)
-        self.integer = integer_for(longest)
+        self.longest = max((rows if documents == "rows" else columns).lengths, default=1)
+        self.integer = integer_for(self.longest)
         self.pads = pads(x.device)
         self.at_once = _AT_ONCE_ON_A_GPU if self.pads else _AT_ONCE
         self._starts = {"rows": _numbers(rows.starts, x.device), "cols": _numbers(columns.starts, x.device)}
         self._winners: Tensor | None = None  # of the last tile
 
     def factors(self, tile: Tile, block: Block, start: int = 0) -> tuple[Factor, Factor]:
+        rows, cols = self.tokens(tile, block, start)
+        return self._halves(rows), self._halves(cols)
+
+    def tokens(self, tile: Tile, block: Block, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a tile's rows and columns as they are; those of columns from feature `start` on."""
         first = self.columns.starts[block.cols.start]
         at = self.columns.of(tile.cols)
-        y = block.y[at.start - first : at.stop - first, start : start + self.width]
-        return self._halves("x", self.x[self.items.of(tile.rows)]), self._halves("y", y)
+        cols = block.y[at.start - first : at.stop - first, start : start + self.width]
+        return self.x[self.items.of(tile.rows)], cols
 
     def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
         out = self.buffer(tile)
@@ -228,7 +233,7 @@ class MaxSimDriver(Driver):
             self._scatter(grad.T, tokens, documents, (of_cols, of_rows), (v, u))
         self._winners = None
 
-    def _halves(self, tower: str, x: Tensor) -> Factor:
+    def _halves(self, x: Tensor) -> Factor:
         """Return tokens as a factor; their number differs from tile to tile, and so they have fresh memory."""
         if not self.precision.rounds(x):
             return (x,)

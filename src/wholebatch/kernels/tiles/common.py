@@ -20,18 +20,23 @@ ANY = ["num_rows", "first_row"]
 
 @triton.jit
 def place(num_rows, num_cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Return the program's blocks of rows and of columns, their rows and columns, and masks of those that exist.
+    """Return the program's blocks of rows and of columns, their rows and columns, and masks of those that exist."""
+    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    block_row, block_col = place_of(tl.program_id(0), down, across, GROUP)
+    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
+    return block_row, block_col, rows, cols, rows < num_rows, cols < num_cols
+
+
+@triton.jit
+def place_of(program, down, across, GROUP: tl.constexpr):
+    """Return the block of rows and the block of columns of a program.
 
     Programs go through GROUP blocks of rows at a time, so that Y stays in the L2 cache.
     """
-    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
-    program = tl.program_id(0)
     first = program // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
     within = program % (GROUP * across)
-    block_row, block_col = first + within % height, within // height
-    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
-    return block_row, block_col, rows, cols, rows < num_rows, cols < num_cols
+    return first + within % height, within // height
 
 
 @triton.jit

@@ -1,0 +1,43 @@
+"""The launcher of late interaction's kernel: from tokens to the best match of each query token in each document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .launch import TileInputs, or_unread, program_grid, start_on_documents
+
+
+@dataclass(frozen=True)
+class TokenTile:
+    """Tokens of queries, and of documents.
+
+    Args:
+        features: tokens of queries, (R, d), and of documents, (C, d); of its other fields only the precision is read.
+        starts: (documents + 1,), int32, contiguous: document j has the tokens from starts[j] up to starts[j + 1], >= 1.
+        longest: about the most tokens of a document, which decides the size of a block.
+    """
+
+    features: TileInputs
+    starts: Tensor
+    longest: int
+
+
+def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> None:
+    """Write the largest product of each query token with the tokens of each document.
+
+    Args:
+        tile: the tokens.
+        out: (R, documents), float32, contiguous.
+        winners: (R, documents), contiguous, of an integer dtype, for the place in its document of the first token with
+            this product; None: nobody asks.
+    """
+    from .tiles import tokens
+
+    features, documents = tile.features, len(tile.starts) - 1
+    blocks, _ = program_grid(features, document=tile.longest)
+    start_on_documents(
+        tokens.token_maxima, features, blocks, documents, (out, *or_unread(features, winners), tile.starts),
+        WINNERS=winners is not None, SHORT=features.x.shape[1] <= blocks.depth,
+    )  # fmt: skip
