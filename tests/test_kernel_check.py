@@ -60,7 +60,7 @@ FAULTS = {
         "softmax", "of_candidates = tl.where(out, 0.0, exponentials)", "pass", "clip, ids excluded",
     ),
     "padding of documents counts": (
-        "tokens", "tl.minimum(tokens, stop - 1)", "tokens", "max_sim",
+        "tokens", "tl.minimum(tokens, stop - 1)", "tl.minimum(tokens, stop)", "max_sim",
     ),
     "the last token of a document is left out": (
         "tokens", "tl.minimum(tokens, stop - 1)", "tl.minimum(tokens, tl.maximum(stop - 2, first))", "max_sim",

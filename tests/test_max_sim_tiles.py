@@ -1,11 +1,21 @@
 """Tiles of late interaction: maxima, winners and gradients, with padded documents as on a GPU and without."""
 
+import importlib.util
+from itertools import product
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch.exchange import USED_EXCHANGES
+from wholebatch.kernels import choice
 from wholebatch.partition import Partition, Ragged, Tile
-from wholebatch.sweep import Block, MaxSimDriver, Products, TokenBudget, max_sim
+from wholebatch.sweep import Block, KernelMaxSimDriver, MaxSimDriver, Products, TokenBudget, max_sim
+from wholebatch.testing import run_ranks
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 LENGTHS = {
     "from 1 to 40": tuple(range(1, 41)),
@@ -41,7 +51,7 @@ def tile_of(x, y, of_rows, of_cols, *, documents="columns", entries=2**20, kind=
     factors = driver.factors(tile, block)
     s = driver.logits(tile, *factors).clone()
     winners = driver._winners.clone()
-    u, v = (torch.zeros(z.shape, dtype=driver.dtype) for z in (x, y))
+    u, v = (torch.zeros(z.shape, dtype=driver.dtype, device=z.device) for z in (x, y))
     driver.products(s.clone(), tile, *factors, block, u, v)
     return driver, s, winners.long(), u, v
 
@@ -127,3 +137,105 @@ def test_a_loss_does_not_depend_on_padding(pads):
         found.append([value.detach(), *torch.autograd.grad(value, leaves)])
     for got, true in zip(*found, strict=True):
         torch.testing.assert_close(got, true, rtol=0, atol=1e-12)
+
+
+# Kernels, in Triton's interpreter where there is no GPU.
+
+
+@needs_triton
+@pytest.mark.parametrize("documents", ["columns", "rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("d", "entries"), [(7, 2**20), (40, 800)]
+)  # features in one step or in two; one launch or many
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_kernels_have_the_same_maxima_winners_and_gradients(monkeypatch, lengths, d, entries, dtype, documents):
+    """Of whole numbers, whose products are exact, bit by bit."""
+    of_queries = (3, 1, 28, 2)
+    queries, texts = tokens(of_queries, d, dtype=dtype, seed=1), tokens(lengths, d, dtype=dtype)
+    given = (queries, texts, of_queries, lengths)
+    if documents == "rows":
+        given = (texts, queries, lengths, of_queries)
+    true = tile_of(*given, documents=documents)[1:]
+    monkeypatch.setattr(MaxSimDriver, "_maxima", None)  # plain PyTorch's
+    found = tile_of(*given, documents=documents, entries=entries, kind=KernelMaxSimDriver)[1:]
+    for got, wanted in zip(found[:2], true[:2], strict=True):
+        assert torch.equal(got, wanted)
+    for got, wanted in zip(found[2:], true[2:], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-3)
+
+
+def ragged_loss(functions, given, lengths, **more):
+    """Return the loss of packed tokens, and its gradients."""
+    leaves = [z.clone().requires_grad_() for z in given]
+    offsets = [torch.tensor([0, *of]).cumsum(0) for of in lengths]
+    more = {"query_offsets": offsets[0], "document_offsets": offsets[1], **more}
+    loss = functions.max_sim_loss(
+        *leaves, logit_scale=2.0, directions=("query_to_document", "document_to_query"), **more
+    )
+    loss.backward()
+    return loss.detach(), [z.grad for z in leaves]
+
+
+def on_ranks(counts):
+    """Return the errors of a loss in kernels, by both exchanges, in two precisions, with either tower staying."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for exchange, precision, longest in product(USED_EXCHANGES, ("float32", "bfloat16"), ((6, 40), (40, 6))):
+        lengths = [torch.randint(1, most + 1, (sum(counts),), generator=generator) for most in longest]
+        whole = [normalize(torch.randn(int(of.sum()), 40, generator=generator), dim=1) for of in lengths]
+        if precision == "bfloat16":
+            whole = [z.bfloat16().float() for z in whole]
+        texts = [z.split(of.tolist()) for z, of in zip(whole, lengths, strict=True)]
+        at = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        value, grads = ragged_loss(wb.reference, [z.double() for z in whole], lengths)
+        true = [torch.cat([g[:0], *g.split(of.tolist())[at]]) for g, of in zip(grads, lengths, strict=True)]
+        mine = [torch.cat([z[:0], *of[at]]) for z, of in zip(whole, texts, strict=True)]
+        more = {"kernel": "triton", "exchange": exchange, "precision": precision, "sync": None}
+        got, of_rank = ragged_loss(wb.functional, mine, [of[at] for of in lengths], **more)
+        sizes = [max(1e-6, float(of.norm())) for of in grads]
+        errors = [float((a - b).norm()) / size for a, b, size in zip(of_rank, true, sizes, strict=True)]
+        found[exchange, precision, longest] = max([*errors, abs(float(got - value)) / float(value)])
+    return found, [(made.call, made.kernels, made.in_kernels) for made in choice.choices()]
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
+@pytest.mark.parametrize("counts", [(5,), (4, 2), (3, 0, 4)], ids=str)
+def test_a_loss_in_kernels_is_that_of_one_process(counts):
+    """The check of first use has chosen kernels on all ranks, in each form."""
+    for errors, made in run_ranks(on_ranks, len(counts), counts):
+        assert all(error < 1e-5 for error in errors.values()), errors
+        assert len(made) >= 4
+        assert set(made) == {("max_sim_loss", ("token_maxima",), True)}
+
+
+@needs_triton
+@pytest.mark.parametrize("more", [{"dtype": torch.float64}, {"precision": "bfloat16x3"}], ids=str)
+def test_what_kernels_do_not_support_is_plain_pytorch(more):
+    lengths = (2, 5, 1, 4), (1, 40, 3, 17)
+    dtype = more.pop("dtype", torch.float32)
+    given = [tokens(of, seed=seed, dtype=dtype) / 4 for seed, of in enumerate(lengths)]
+    found = [ragged_loss(wb.functional, given, lengths, kernel=kernel, **more) for kernel in ("torch", "triton")]
+    for got, true in zip(*([value, *grads] for value, grads in found), strict=True):
+        assert torch.equal(got, true)
+
+
+@needs_triton
+def test_a_kernel_keeps_winners_for_the_backward_pass(monkeypatch):
+    """With memory for all winners the backward pass starts no kernel."""
+    lengths = (2, 5, 1, 4), (1, 40, 3, 17)
+    given = [tokens(of, seed=seed, dtype=torch.float32) / 4 for seed, of in enumerate(lengths)]
+    started, found = [], []
+    run = wb.kernels.launch.run
+    monkeypatch.setattr(wb.kernels.launch, "run", lambda *of, **more: (started.append(1), run(*of, **more))[1])
+    for memory in ("flat", "auto"):
+        ragged_loss(wb.functional, given, lengths, kernel="triton", memory=memory)  # which makes the check
+        started.clear()
+        result = ragged_loss(wb.functional, given, lengths, kernel="triton", memory=memory)
+        found.append((len(started), result))
+    (twice, flat), (once, kept) = found
+    assert (twice, once) == (2, 1)
+    for got, true in zip((flat[0], *flat[1]), (kept[0], *kept[1]), strict=True):
+        assert torch.equal(got, true)

@@ -37,6 +37,7 @@ from .sigmoid import SigmoidPlan
 from .softmax_plan import SoftmaxPlan
 
 _SCALE, _SHIFT, _BIAS = 14.3, 3.0, -4.0
+_SHORT = (1, 2, 3, 5, 8, 13)  # documents in which every token wins for some query
 _TOKENS_OF_A_PROGRAM = 64  # of a document, at most: so many more programs are started
 _MakeSweep: TypeAlias = Callable[[Tensor | None], SoftmaxSweep]  # from the memory of exponentials
 
@@ -257,7 +258,7 @@ class NestedRehearsal:
 
 @dataclass(frozen=True)
 class MaxSimRehearsal:
-    """The rehearsal of late interaction: documents as long as the call's, one of one token, and the longest one.
+    """The rehearsal of late interaction: items as long as the call's, the longest one, and short ones.
 
     Every other item consists of small whole numbers. Their products are exact, and many are equal, so that the choice
     among equal tokens shows; the random ones show rounding.
@@ -325,10 +326,18 @@ class MaxSimRehearsal:
 
 
 def _as_long(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
-    """Return the longest of these lengths, 1, and further ones, until there are so many vectors and items."""
-    found = [max(lengths), 1]
+    """Return twice the longest of these lengths, short ones, and further ones of these.
+
+    Args:
+        lengths: of the call's items.
+        vectors: how many there are at least, unless the call has fewer.
+        items: how many there are at least, unless the call has fewer.
+    """
+    longest = max(lengths)
+    found = [longest, longest, *(short for short in _SHORT if short < longest)]
+    vectors, items = min(vectors, sum(lengths)), min(items, len(lengths))
     while sum(found) < vectors or len(found) < items:
-        found.append(lengths[(len(found) - 2) % len(lengths)])
+        found.append(lengths[len(found) % len(lengths)])
     return tuple(found)
 
 
