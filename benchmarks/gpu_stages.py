@@ -24,7 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "src")]  # the source beside this file
 
-from gpu import figures, kernels, one_process, peers, plan, precision, report, two_ranks, versions  # noqa: E402
+from gpu import figures, kernels, late_interaction, one_process, peers, plan, precision, report, two_ranks, versions  # noqa: E402
 from gpu.device import DEVICE, GPU, Row, SkippedError, interprets  # noqa: E402
 
 LIMIT_S, TOTAL_S = 480.0, 1500.0
@@ -59,6 +59,7 @@ STAGES = {
     "floors": Stage(figures.floors, ("precision",)),
     "losses": Stage(figures.losses, ("precision", "correctness")),
     "peers": Stage(peers.peers, ("precision", "correctness")),
+    "late_interaction": Stage(late_interaction.late_interaction, ("self_check", "correctness"), in_interpreter=True),
     "rectangle": Stage(figures.rectangle, ("precision", "correctness")),
     "partial_fc": Stage(figures.partial_fc, ("correctness",)),
     "million": Stage(figures.million, ("precision", "correctness")),

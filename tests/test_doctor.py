@@ -16,7 +16,7 @@ from wholebatch.doctor import cli, report
 from wholebatch.kernels import choice
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
-LOSSES = ("clip", "nt_xent", "sup_con", "siglip", "matryoshka", "partial_fc")
+LOSSES = ("clip", "nt_xent", "sup_con", "siglip", "matryoshka", "partial_fc", "max_sim")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_each_loss_is_checked_in_each_precision(capsys):
     unsupported = [(row["loss"], row["dtype"]) for row in rows if row["result"] != "kernels"]
     assert unsupported == [("matryoshka", "float16")]
     assert {name for row in rows for name in row["checked"]} == {
-        "tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient",
+        "tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient", "token_maxima",
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ sys.path.append(str(BENCHMARKS))  # also in the processes of peers and ranks
 
 import gpu_stages  # noqa: E402
 from gpu import cases, peers, plan, report, two_ranks  # noqa: E402
+from gpu.device import interprets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stages are small on a CPU only")
 
@@ -36,10 +37,10 @@ def results(folder, stage):
 
 
 def test_stages_without_a_gpu_pass_or_say_what_they_skip(tmp_path):
-    names = ["about", "sanitizer", "floors", "correctness", "two_ranks"]
+    names = ["about", "sanitizer", "floors", "correctness", "two_ranks", "late_interaction"]
     done = run(tmp_path, "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("about", "floors", "correctness", "two_ranks"):
+    for name in ("about", "floors", "correctness", "two_ranks", "late_interaction"):
         assert f"| {name} | passed |" in done.stdout
     assert "| sanitizer | skipped: no GPU |" in done.stdout
     assert results(tmp_path, "about")[0]["torch"] == torch.__version__
@@ -54,6 +55,14 @@ def test_stages_without_a_gpu_pass_or_say_what_they_skip(tmp_path):
     assert {"collective", "loss", "several tiles", "PartialFC", "GradCache"} == {
         row["case"] for row in results(tmp_path, "correctness")
     }
+    found = results(tmp_path, "late_interaction")
+    ours = {f"kernel={kernel}, memory={memory}" for kernel in ("torch", "triton") for memory in ("auto", "flat")}
+    methods = (
+        {"dense", "kernel alone", *ours} if interprets() else {of for of in (*ours, "dense") if "triton" not in of}
+    )
+    assert {row["method"] for row in found} == methods
+    assert all(row["seconds"] > 0 for row in found)
+    assert all(row["error_of_loss"] < 1e-3 for row in found if row["method"] != "kernel alone")
     text = (tmp_path / "report.md").read_text()
     assert "times mean nothing" in text
     assert "tflops_of_S" in text

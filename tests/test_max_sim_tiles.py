@@ -15,6 +15,7 @@ from wholebatch.partition import Partition, Ragged, Tile
 from wholebatch.sweep import Block, KernelMaxSimDriver, MaxSimDriver, Products, TokenBudget, max_sim
 from wholebatch.testing import run_ranks
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 LENGTHS = {
@@ -28,7 +29,7 @@ LENGTHS = {
 def tokens(lengths, d=7, *, dtype=torch.float64, seed=0):
     """Return the vectors of items: whole numbers, whose products are exact, and many of them equal."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, (sum(lengths), d), generator=generator).to(dtype)
+    return torch.randint(-2, 3, (sum(lengths), d), generator=generator).to(DEVICE, dtype)
 
 
 def expected(queries, documents, of_queries, of_documents):
@@ -77,17 +78,18 @@ def test_maxima_winners_and_gradients(pads, lengths, entries, documents):
     assert torch.equal(winners, true_winners)
     s, u, v = (s, u, v) if documents == "columns" else (s.T, v, u)
     torch.testing.assert_close(s, true_s, rtol=0, atol=1e-13)
-    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-    chosen, weights = texts[winners + starts], true_s.repeat_interleave(torch.tensor(of_queries), 0)
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)[:-1]
+    chosen, weights = texts[winners + starts], true_s.repeat_interleave(torch.tensor(of_queries, device=DEVICE), 0)
     torch.testing.assert_close(u, (weights[..., None] * chosen).sum(1), rtol=0, atol=1e-10)
     of_texts = torch.zeros_like(texts)
     of_texts.index_add_(0, (winners + starts).flatten(), (weights[..., None] * queries[:, None]).flatten(0, 1))
     torch.testing.assert_close(v, of_texts, rtol=0, atol=1e-10)
 
 
-def products_of(lengths, monkeypatch):
-    """Return how many products the maxima of a tile take."""
+def products_of(lengths, monkeypatch, *, pads):
+    """Return how many products and maxima a tile takes."""
     found = []
+    monkeypatch.setattr(max_sim, "pads", lambda device: pads)
     multiply = Products.multiply
     monkeypatch.setattr(Products, "multiply", lambda *of, **more: (found.append(1), multiply(*of, **more))[1])
     maxima = []
@@ -101,9 +103,8 @@ def products_of(lengths, monkeypatch):
 def test_a_gpu_starts_as_much_for_many_documents_as_for_few(monkeypatch):
     for count in (10, 200):
         lengths = tuple(1 + 7 * k % 40 for k in range(count))
-        assert products_of(lengths, monkeypatch) == (1, count)
-        monkeypatch.setattr(max_sim, "pads", lambda device: True)
-        assert products_of(lengths, monkeypatch) == (1, 1)
+        assert products_of(lengths, monkeypatch, pads=False) == (1, count)
+        assert products_of(lengths, monkeypatch, pads=True) == (1, 1)
 
 
 def test_padding_is_at_most_half_of_many_tokens(monkeypatch):
@@ -150,7 +151,7 @@ def test_a_loss_does_not_depend_on_padding(pads):
 )  # features in one step or in two; one launch or many
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_kernels_have_the_same_maxima_winners_and_gradients(monkeypatch, lengths, d, entries, dtype, documents):
-    """Of whole numbers, whose products are exact, bit by bit."""
+    """Maxima have the same bits, because products of whole numbers are exact."""
     of_queries = (3, 1, 28, 2)
     queries, texts = tokens(of_queries, d, dtype=dtype, seed=1), tokens(lengths, d, dtype=dtype)
     given = (queries, texts, of_queries, lengths)

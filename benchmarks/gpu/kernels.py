@@ -42,13 +42,14 @@ def tests_of_kernels() -> Iterator[Row]:
         raise SkippedError("no GPU: `make test` runs these in Triton's interpreter")
     if not has("pytest"):
         raise SkippedError("pytest is not installed")
-    files = ["tests/test_kernels.py", "tests/test_kernel_check.py", "tests/test_host_sync.py"]
+    names = ("kernels", "kernel_check", "host_sync", "max_sim_tiles")
+    files = [f"tests/test_{name}.py" for name in names]
     _run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files])
     yield {"tests": files}
 
 
 def sanitizer() -> Iterator[Row]:
-    """Run a small step of CLIP, Matryoshka and SigLIP in kernels under compute-sanitizer's memcheck."""
+    """Run a small step of losses of all kernels under compute-sanitizer's memcheck."""
     tool = shutil.which("compute-sanitizer")
     if not GPU or tool is None:
         raise SkippedError("no GPU" if not GPU else "compute-sanitizer is not installed")
@@ -63,11 +64,15 @@ def _run(command: list[str]) -> None:
 
 
 def step_of_kernels() -> None:
-    """Make one step of three losses in kernels, at ragged sizes."""
+    """Make one step of four losses in kernels, at ragged sizes."""
     x, y = (unit_rows(300, 136, torch.bfloat16).requires_grad_() for _ in range(2))
     wb.functional.clip_loss(x, y, 20.0, kernel="triton").backward()
     wb.functional.siglip_loss(x, y, 20.0, -5.0, kernel="triton").backward()
     wb.functional.matryoshka_loss(x, y, 20.0, dims=(32, 136), kernel="triton").backward()
+    offsets = torch.tensor([0, 1, 40, 170, 300])
+    wb.functional.max_sim_loss(
+        x, y, logit_scale=2.0, query_offsets=offsets, document_offsets=offsets.clone(), kernel="triton"
+    ).backward()
     torch.cuda.synchronize()
 
 

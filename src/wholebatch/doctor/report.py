@@ -130,7 +130,15 @@ def _losses() -> dict[str, Callable[..., Tensor]]:
         "partial_fc": lambda x, y, labels, **more: functional.partial_fc_loss(
             x, labels, y, margin=ArcFace(16.0, 0.3), **more
         ),
+        "max_sim": lambda x, y, _, **more: functional.max_sim_loss(
+            x, y, logit_scale=1.0, query_offsets=_offsets(x), document_offsets=_offsets(y), **more
+        ),
     }
+
+
+def _offsets(x: Tensor) -> Tensor:
+    """Return the offsets of texts of 64 tokens, the last one shorter."""
+    return torch.tensor([*range(0, len(x), 64), len(x)])
 
 
 def _examined(name: str, dtype: str, device: torch.device, rows: int, size: int) -> Row:

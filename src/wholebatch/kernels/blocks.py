@@ -110,12 +110,13 @@ def _of_documents(form: Form) -> Blocks:
     The features of a step are all that there are, if these are few: query tokens are then loaded once.
     """
     cols = 64 if form.document > _SHORT_DOCUMENT else 32
-    if form.single and _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL:
+    in_tensor_memory = _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL
+    if form.single and in_tensor_memory:
         return Blocks(64, 64, 32, 8, 4, 1)  # as in `_of_single`
     if form.single:
         return Blocks(64, cols if form.capability == _HOPPER else 32, 32, 8, 8, 2)
     if form.features > _MOST_AT_ONCE:
-        return Blocks(128, cols, 64, 8, 8, 3)
+        return Blocks(128, cols, 64, 8, 8 if in_tensor_memory else 4, 3)
     return Blocks(128, cols, max(16, _next_power(form.features)), 8, 4, 3)
 
 
