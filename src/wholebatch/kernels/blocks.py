@@ -123,7 +123,7 @@ def _of_documents(form: Form) -> Blocks:
 def _next_power(number: int) -> int:
     """Return the smallest power of two that is not smaller.
 
-    >>> _next_power(96), next_power(128)
+    >>> _next_power(96), _next_power(128)
     (128, 128)
     """
     return int(2 ** (number - 1).bit_length())
