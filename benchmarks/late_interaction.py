@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/late_interaction.py time --ragged
     .venv/bin/python benchmarks/late_interaction.py memory --documents 256 512 1024
     .venv/bin/python benchmarks/late_interaction.py cached
-    PYTHON_WITH_PEERS benchmarks/late_interaction.py time --peers      # PyLate, colpali-engine, late-interaction-kernels
+    PYTHON benchmarks/late_interaction.py time --peers    # with PyLate, colpali-engine, late-interaction-kernels
 
 256 queries of 32 tokens against 256 documents of 180, d = 128, float32. All losses are first compared on a small batch,
 values and gradients. For the time they take turns in one process with one thread; a ratio is the median over rounds of

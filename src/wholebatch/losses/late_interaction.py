@@ -43,6 +43,7 @@ from .statistics import report_statistics
 DocumentDirection = Literal["query_to_document", "document_to_query"]
 HardNegativesAre = Literal["shared", "own"]
 QueryTokens = Literal["sum", "mean"]
+QUERY_TOKENS = ("sum", "mean")
 DIRECTIONS = ("query_to_document", "document_to_query")
 _SIDES = {"query_to_document": "queries", "document_to_query": "documents"}  # whose rows or columns are reduced
 _IDS = ("query_ids", "document_ids")
@@ -251,7 +252,7 @@ class _Settings:
         """Raise ValueError unless the settings are valid."""
         check_choice("hard_negatives", self.hard_negatives, ("shared", "own"))
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
-        check_choice("query_tokens", self.query_tokens, ("sum", "mean"))
+        check_choice("query_tokens", self.query_tokens, QUERY_TOKENS)
         check_label_smoothing(self.label_smoothing)
         if not self.directions or len(set(self.directions)) < len(self.directions):
             raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {list(self.directions)}")
