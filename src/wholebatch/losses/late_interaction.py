@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_label_smoothing
+from .._settings import shown
 from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, prepared, reduce_losses
@@ -254,10 +255,9 @@ class _Settings:
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
         check_choice("query_tokens", self.query_tokens, QUERY_TOKENS)
         check_label_smoothing(self.label_smoothing)
-        if not self.directions or len(set(self.directions)) < len(self.directions):
-            raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {list(self.directions)}")
-        for direction in self.directions:
-            check_choice("directions", direction, DIRECTIONS)
+        known = all(isinstance(of, str) and of in DIRECTIONS for of in self.directions)
+        if not known or not self.directions or len(set(self.directions)) < len(self.directions):
+            raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {shown(self.directions)}")
 
     def terms(self, *, ids: bool, statistics: bool) -> Callable[[bool], dict[str, Term]]:
         """Return a function that makes the terms, given whether documents are rows.
