@@ -192,7 +192,7 @@ MISTAKES = [
     ({"documents_per_query": torch.tensor([1, 1, 0, 1])}, "documents_per_query must be .* smallest 0"),
     ({"documents_per_query": torch.ones(3, dtype=torch.int64)}, r"4 integers >= 1, .* got \(3,\)"),
     ({"documents_per_query": torch.ones(4)}, "documents_per_query must be .*torch.float32"),
-    ({"hard_negatives": "mine"}, "hard_negatives must be .*shared.*own"),
+    ({"share_hard_negatives": "own"}, "share_hard_negatives must be True or False"),
     ({"query_tokens": "max"}, "query_tokens must be"),
     ({"directions": ()}, r"directions must be one or both of \['query_to_document', 'document_to_query'\]"),
     ({"directions": ("query_to_key",)}, "directions must be"),
@@ -222,7 +222,7 @@ def wrong_on_one(wrong):
         {"query_mask": torch.ones(4, 2, dtype=torch.bool)},
         {"documents": D[:, :, :4], "queries": Q[:, :, :4]},
         {"documents_per_query": 2},
-        {"hard_negatives": "own"},
+        {"share_hard_negatives": False},
         {"queries": Q.flatten(0, 1)},
     ],
 )

@@ -27,8 +27,8 @@ wb.InfoNCELoss(logit_scale="14.3")  # error
 wb.InfoNCELoss(logit_bias=1.0)  # error
 wb.MatryoshkaLoss()  # error
 wb.MatryoshkaLoss(dims=(2, 3), exchange="ring", memory=2**20)
-wb.MaxSimLoss(directions=("query_to_document",), hard_negatives="own")
-wb.MaxSimLoss(hard_negatives="mine")  # error
+wb.MaxSimLoss(directions=("query_to_document",), share_hard_negatives=False)
+wb.MaxSimLoss(share_hard_negatives="own")  # error
 assert_type(wb.functional.max_sim_loss(x, y, logit_scale=1.0, documents_per_query=2), Tensor)
 assert_type(wb.max_sim(x, y), Tensor)
 assert_type(wb.max_sim(x, y, top=3), wb.TopDocuments)
