@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class PairPlan:
         symmetric: whether Y is X and half of the tiles suffice.
         kernels: compiled functions of tiles; None: nobody asked for them.
         signature: of the declaration, by which they are kept.
+        affine: which scores are affine in the similarity, once the forward pass knows.
     """
 
     facts: Facts
@@ -58,6 +59,7 @@ class PairPlan:
     symmetric: bool = False
     kernels: Kernels | None = None
     signature: str = ""
+    affine: dict[int, bool] = field(default_factory=dict)
 
     @property
     def of_rows(self) -> list[Reduced]:
@@ -100,6 +102,7 @@ class PairPlan:
             self.kernels,
             self.signature,
             None if kept is None else KeptTiles(kept),
+            self.affine,
         )
 
 
