@@ -32,6 +32,13 @@ if find_spec("jax") is None:
     collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
 
 
+def pytest_configure() -> None:
+    """Rank processes import test modules, and so pytest, which takes longer than most calls: import it once."""
+    from wholebatch.testing import preload
+
+    preload("pytest")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_collections_are_short():
     """A test that collects garbage does not go through all imported modules; JAX forgets what it has compiled."""
