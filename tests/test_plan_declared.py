@@ -212,7 +212,7 @@ def test_encoders_are_as_many_as_towers():
         wb.plan(batch_size=8, embedding_size=8, loss=symmetric, encoder_bytes=(1, 2))
 
 
-def test_the_command_plans_and_measures(capsys):
+def test_the_command_plans_and_measures(capsys, calibrations_are_short):
     arguments = ["plan", "--batch-size", "300", "--embedding-size", "32", "--loss", of("symmetric")]
     assert main([*arguments, "--ranks", "2"]) == 0
     assert "wb.PairLoss(...)" in capsys.readouterr().out
