@@ -115,10 +115,10 @@ def test_the_count_sees_a_tensor_more():
 def test_memory_holds_all_tiles_of_a_step(name, bytes_):
     """`memory=` covers what autograd keeps of a tile; O(B) numbers come on top."""
     torch.set_num_threads(1)
-    shapes = shapes_of(name, 1600, 8)
+    shapes = shapes_of(name, 800, 8)
     step = make_step(LocalCommunicator(), shapes, "gather", bytes_, CPU)
     step()
-    linear = 1600 * (shapes.declared.of_row + shapes.declared.of_feature * 8)
+    linear = 800 * (shapes.declared.of_row + shapes.declared.of_feature * 8)
     held = peak_of(step)
     assert 0.5 * bytes_ < held <= 1.05 * bytes_ + linear
 
