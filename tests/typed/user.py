@@ -1,5 +1,7 @@
 """A user's program, never run: a type checker must report each line marked `# error`, and no other."""
 
+# mypy: disallow-untyped-calls, disallow-subclassing-any, warn-return-any
+
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
