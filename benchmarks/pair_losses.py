@@ -109,9 +109,9 @@ def check(name: str, *, compiled: bool) -> None:
         assert torch.allclose(grad, wanted, rtol=1e-3, atol=1e-5), name
 
 
-def times(name: str, rows: int, rounds: int, *, dense: bool, compiled: bool) -> list[dict[str, object]]:
+def times(name: str, rows: int, rounds: int, *, width: int, dense: bool, compiled: bool) -> list[dict[str, object]]:
     """Return milliseconds of a step, and ratios to the built-in loss."""
-    batch = Batch(rows)
+    batch = Batch(rows, width)
     methods = {"built in": losses_of(wb.functional)[name], "declared": declared_losses()[name]}
     if compiled:
         methods["declared, compile_tiles=True"] = COMPILED[name]
@@ -133,7 +133,7 @@ def times(name: str, rows: int, rounds: int, *, dense: bool, compiled: bool) -> 
             "what": "time",
             "loss": name,
             "rows": rows,
-            "embedding_size": WIDTH,
+            "embedding_size": width,
             "method": method,
             "milliseconds": 1e3 * median(of),
             "ratio": median(a / b for a, b in zip(of, seconds["built in"], strict=True)),
@@ -165,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("time", "memory", "one"))
     parser.add_argument("--rows", type=int, nargs="+", default=[4096])
+    parser.add_argument("--width", type=int, default=WIDTH, help="embedding size of `time`")
     parser.add_argument("--losses", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="the declared losses with compiled tiles as well")
@@ -181,7 +182,9 @@ def main() -> None:
     for rows in options.rows:
         for name in options.losses:
             if options.what == "time":
-                new = times(name, rows, options.rounds, dense=options.dense, compiled=options.compile)
+                new = times(
+                    name, rows, options.rounds, width=options.width, dense=options.dense, compiled=options.compile
+                )
             else:
                 new = []
                 for method in ("built in", "declared", *(["declared, compile_tiles=True"] * options.compile)):
@@ -204,7 +207,7 @@ def main() -> None:
                 print(
                     {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "what"}, flush=True
                 )
-    keep(RESULTS, found, ("what", "loss", "rows"))
+    keep(RESULTS, found, ("what", "loss", "rows", "embedding_size"))
 
 
 if __name__ == "__main__":

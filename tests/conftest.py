@@ -3,7 +3,9 @@
 import gc
 import os
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 # Tests run beside each other and start processes, so a second thread would wait for a core. OpenMP's threads wait
 # actively, which makes tiny tensors ten times slower. Set before the first import of torch, for started processes too.
@@ -30,6 +32,13 @@ os.environ["XLA_FLAGS"] = " ".join(
 collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]  # other programs start these
 if find_spec("jax") is None:
     collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
+
+
+def pytest_configure() -> None:
+    """Rank processes import test modules, and so pytest, which takes longer than most calls: import it once."""
+    from wholebatch.testing import preload
+
+    preload("pytest")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,3 +69,19 @@ def _no_canaries_of_other_tests() -> None:
     """Tests that replace kernels leave numbers that the next call in this process would read, and refuse."""
     if (canaries := sys.modules.get("wholebatch.contract.canaries")) is not None:
         sys.modules["wholebatch.comm.local"]._KEPT.pop(canaries.KEPT, None)
+
+
+def _with_few_tiles(fn: Callable[..., Any], *arguments: Any) -> Any:
+    from wholebatch.planning import calibration
+
+    calibration._TILES, calibration._REPEATS, calibration._LONG_ENOUGH = {"cpu": (2, 1, 1)}, 1, 1e7
+    return fn(*arguments)
+
+
+@pytest.fixture
+def calibrations_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner measures everything, but each only once and on few tiles, so that the rates are rough."""
+    from wholebatch.planning import check
+
+    run = check.run_processes
+    monkeypatch.setattr(check, "run_processes", lambda fn, size, *z, **o: run(_with_few_tiles, size, fn, *z, **o))

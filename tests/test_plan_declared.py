@@ -115,10 +115,10 @@ def test_the_count_sees_a_tensor_more():
 def test_memory_holds_all_tiles_of_a_step(name, bytes_):
     """`memory=` covers what autograd keeps of a tile; O(B) numbers come on top."""
     torch.set_num_threads(1)
-    shapes = shapes_of(name, 1600, 8)
+    shapes = shapes_of(name, 800, 8)
     step = make_step(LocalCommunicator(), shapes, "gather", bytes_, CPU)
     step()
-    linear = 1600 * (shapes.declared.of_row + shapes.declared.of_feature * 8)
+    linear = 800 * (shapes.declared.of_row + shapes.declared.of_feature * 8)
     held = peak_of(step)
     assert 0.5 * bytes_ < held <= 1.05 * bytes_ + linear
 
@@ -212,7 +212,7 @@ def test_encoders_are_as_many_as_towers():
         wb.plan(batch_size=8, embedding_size=8, loss=symmetric, encoder_bytes=(1, 2))
 
 
-def test_the_command_plans_and_measures(capsys):
+def test_the_command_plans_and_measures(capsys, calibrations_are_short):
     arguments = ["plan", "--batch-size", "300", "--embedding-size", "32", "--loss", of("symmetric")]
     assert main([*arguments, "--ranks", "2"]) == 0
     assert "wb.PairLoss(...)" in capsys.readouterr().out

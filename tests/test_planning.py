@@ -490,7 +490,7 @@ def test_cuda_without_a_gpu_is_reported(capsys):
     assert "--measure needs a GPU for each of 1 ranks, and there are 0" in shown.err
 
 
-def test_measure_calibrates_checks_and_saves_rates(capsys, tmp_path):
+def test_measure_calibrates_checks_and_saves_rates(capsys, tmp_path, calibrations_are_short):
     """Two processes measure rates, then run the plan; nothing is asserted about times."""
     path = tmp_path / "rates.json"
     sizes = "--batch-size 600 --embedding-size 32 --ranks 2 --loss siglip"

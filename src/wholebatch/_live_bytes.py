@@ -5,13 +5,13 @@ Each operation is watched, on any device. So the figures depend on the program a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Counted(NamedTuple):
@@ -44,29 +44,46 @@ class _Count(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        given, results = _tensors((args, {k: x for k, x in kwargs.items() if k != "out"})), _tensors(found)
-        if not _is_view(func) and "empty" not in func._schema.name:
-            self.moved += sum(_bytes(x) for x in (*given, *results))
-        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
-        earlier = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        given: list[Tensor] = []
+        results: list[Tensor] = []
+        _append(args, given)
+        _append([x for k, x in kwargs.items() if k != "out"], given)
+        _append(found, results)
+        if _moves(func):
+            self.moved += sum(map(_bytes, given)) + sum(map(_bytes, results))
+        _append(kwargs.get("out"), given)
+        earlier = {x.untyped_storage()._cdata for x in given}
+        allocated = False
         for x in results:
             storage = x.untyped_storage()
+            # A weak reference keeps the address of a freed storage from being used again.
             if storage._cdata not in earlier and storage._cdata not in self._live:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.most = max(self.most, sum(size for _, size in self._live.values()))
+                allocated = True
+        if allocated:  # else there is no more than before
+            self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+            self.most = max(self.most, sum(size for _, size in self._live.values()))
         return found
 
 
-def _tensors(tree: Any) -> Sequence[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.device.type != "meta"]
+def _append(tree: Any, found: list[Tensor]) -> None:
+    """Append the tensors of an operation's arguments or results, which may be in lists."""
+    if isinstance(tree, Tensor):
+        if tree.device.type != "meta":
+            found.append(tree)
+    elif isinstance(tree, list | tuple):
+        for x in tree:
+            _append(x, found)
 
 
 def _bytes(x: Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
-def _is_view(func: Any) -> bool:
-    """Return whether an operation returns its input's memory and writes nothing into it."""
+@cache
+def _moves(func: Any) -> bool:
+    """Return whether an operation reads or writes memory, not merely returns its input's or allocates some."""
     schema = func._schema
     writes = any(of.alias_info is not None and of.alias_info.is_write for of in schema.arguments)
-    return not writes and any(of.alias_info is not None for of in schema.returns)
+    is_view = not writes and any(of.alias_info is not None for of in schema.returns)
+    return not is_view and "empty" not in schema.name

@@ -396,7 +396,9 @@ def _rank_server() -> Iterator[None]:
     import wholebatch.train.cli
     import wholebatch.train.launch  # noqa: F401  before the first fork
 
-    multiprocessing.set_forkserver_preload(["wholebatch.train.launch", "matplotlib.figure", "safetensors.torch"])
+    tasks = ["wholebatch.train.identify", "wholebatch.train.retrieve", "wholebatch.gradcache", "wholebatch.heads"]
+    installed = ["torch._dynamo", "matplotlib.figure", "safetensors.torch"]  # optimizers import the first, for 2 s
+    multiprocessing.set_forkserver_preload(["wholebatch.train.launch", *tasks, *installed])
     forkserver.ensure_running()
     yield
 

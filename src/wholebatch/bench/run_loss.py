@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import resource
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from itertools import product
-from multiprocessing import get_context
 
 import torch
 
 import wholebatch as wb
 from wholebatch._measure import threads_of_a_rank
+from wholebatch._processes import run_processes
 from wholebatch._third_party import version
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
-from wholebatch.testing import run_ranks
+from wholebatch.testing import RankError
 
 from . import loss, loss_display, records
 from .config import LOSS_RUN, LossConfig
@@ -69,12 +67,10 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
         versions, config.beside,
     )  # fmt: skip
     try:
-        if ranks > 1:
-            backend = "nccl" if config.device == "cuda" else "gloo"
-            return run_ranks(_loss_on_ranks, ranks, job, config.device, backend=backend, timeout_s=7200)[0]
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(_loss_alone, job, config.device).result()
-    except (RuntimeError, MemoryError, AssertionError, BrokenProcessPool) as error:  # RankError is a RuntimeError
+        backend = "nccl" if config.device == "cuda" and ranks > 1 else "gloo"
+        measure = _loss_on_ranks if ranks > 1 else _loss_alone
+        return run_processes(measure, ranks, job, config.device, backend=backend, timeout_s=7200)[0]
+    except RankError as error:
         reason = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1].strip()
         raise UserError(f"{name} on {ranks} ranks failed, and nothing was timed: {reason}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -16,23 +16,56 @@ from ..nodes import Route, Vectors, choose_token_route, token_driver
 from ..partition import Ragged, tiles
 from ..sweep import Block, Memory, Precision
 from ..tokens import Packed, Tokens, packed
+from .late_interaction import QUERY_TOKENS, QueryTokens
 
-NOBODY = -1  # the document in a place for which there are too few
+_LAST = torch.iinfo(torch.int64).max  # the index of a place that no document has yet
 
 
 class TopDocuments(NamedTuple):
     """The best documents of each query.
 
     Attributes:
-        scores: (b_r, k), the largest first; -inf where there are fewer than k documents.
+        scores: (b_r, k), the largest first.
         documents: (b_r, k), their index among the documents of all ranks, rank 0's first; of equal scores the lowest
-            comes first. -1 where there is none.
+            comes first.
     """
 
     scores: Tensor
     documents: Tensor
 
 
+@overload
+def max_sim(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    top: None = None,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    query_offsets: Tensor | None = None,
+    document_offsets: Tensor | None = None,
+    query_tokens: QueryTokens = "sum",
+    group: Group = None,
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+    precision: Precision = "auto",
+) -> Tensor: ...
+@overload
+def max_sim(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    top: int,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    query_offsets: Tensor | None = None,
+    document_offsets: Tensor | None = None,
+    query_tokens: QueryTokens = "sum",
+    group: Group = None,
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+    precision: Precision = "auto",
+) -> TopDocuments: ...
 @entry
 @torch.no_grad()
 def max_sim(
@@ -44,7 +77,7 @@ def max_sim(
     document_mask: Tensor | None = None,
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
-    query_tokens: str = "sum",
+    query_tokens: QueryTokens = "sum",
     group: Group = None,
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
@@ -58,7 +91,8 @@ def max_sim(
         queries: (b_r, t, d), or (n, d) with `query_offsets`, as in :func:`wholebatch.functional.max_sim_loss`. b_r may
             differ between ranks and may be 0.
         documents: (c_r, u, d), or (m, d) with `document_offsets`, likewise; they travel.
-        top: k, return the k largest scores of each query and their documents; None: all scores.
+        top: k, return the k largest scores of each query and their documents, of fewer documents all; None: the scores
+            of all, in the order of documents.
         query_mask: (b_r, t) booleans, True where there is a token. Default: everywhere.
         document_mask: (c_r, u), likewise.
         query_offsets: (b_r + 1,) integers, where each query's tokens start, as there.
@@ -100,7 +134,7 @@ def max_sim(
         )
 
     def check() -> dict[str, object]:
-        check_choice("query_tokens", query_tokens, ("sum", "mean"))
+        check_choice("query_tokens", query_tokens, QUERY_TOKENS)
         if top is not None:
             check_integer("top", top, minimum=1, of="documents of each query")
         return {}
@@ -122,16 +156,10 @@ def max_sim(
     columns = facts.rows["documents"].total if top is None else min(top, facts.rows["documents"].total)
     best = TopDocuments(
         torch.full((len(lengths), columns), float("-inf"), dtype=facts.dtype, device=facts.device),
-        torch.full((len(lengths), columns), NOBODY, device=facts.device),
+        torch.full((len(lengths), columns), _LAST, device=facts.device),
     )
     _visit_all(facts, choose_token_route(facts, vectors), vectors, divisors, best, keep_all=top is None)
-    if top is None:
-        return best.scores
-    missing = (0, top - columns)
-    return TopDocuments(
-        torch.nn.functional.pad(best.scores, missing, value=float("-inf")),
-        torch.nn.functional.pad(best.documents, missing, value=NOBODY),
-    )
+    return best.scores if top is None else best
 
 
 def _lengths(facts: Facts, name: str, of: Packed) -> Ragged:
@@ -162,7 +190,7 @@ def _visit_all(
 def _merge_(best: TopDocuments, rows: slice, scores: Tensor, index: Tensor) -> None:
     """Keep the best of what was kept and a tile's scores: larger scores first, of equal ones the lower index."""
     of_both = torch.cat([best.documents[rows], index], 1)
-    order = of_both.masked_fill(of_both == NOBODY, torch.iinfo(torch.int64).max).argsort(1)
+    order = of_both.argsort(1)
     of_both = of_both.gather(1, order)
     scores = torch.cat([best.scores[rows], scores], 1).gather(1, order)
     order = scores.argsort(dim=1, descending=True, stable=True)[:, : best.scores.shape[1]]

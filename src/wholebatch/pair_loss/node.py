@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class PairPlan:
         kernels: compiled functions of tiles; None: nobody asked for them.
         signature: of the declaration, by which they are kept.
         vectors: of rows and columns that consist of several, in late interaction; None: each is one vector.
+        affine: which scores are affine in the similarity, once the forward pass knows.
     """
 
     facts: Facts
@@ -60,6 +61,7 @@ class PairPlan:
     kernels: Kernels | None = None
     signature: str = ""
     vectors: Vectors | None = None
+    affine: dict[int, bool] = field(default_factory=dict)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -118,6 +120,7 @@ class PairPlan:
             self.kernels,
             self.signature,
             None if kept is None else KeptTiles(kept),
+            self.affine,
         )
 
 

@@ -122,12 +122,12 @@ class Dense:
         groups = [list[_Candidates]() for _ in range(entries.shape[0 if x_numbers is not None else 1])]
         if term.over != "own":
             whole = _Candidates.of(entries, term)
-            for row, group in enumerate(groups):
-                group.append(whole.row(row) if x_numbers is not None else whole.column(row))
+            for group, candidates in zip(groups, whole.split(0 if x_numbers is not None else 1), strict=True):
+                group.append(candidates)
         if term.over != "batch":
             assert x_numbers is not None
             for row, group in enumerate(groups):
-                group.append(_Candidates.of(self._own_entries(row, x_numbers), term).row(0))
+                group += _Candidates.of(self._own_entries(row, x_numbers), term).split(0)
         found = [
             _reduced(term, _Candidates(*(torch.cat(parts) for parts in zip(*group, strict=True)))) for group in groups
         ]
@@ -163,11 +163,10 @@ class _Candidates(NamedTuple):
         given = (torch.zeros_like(like) if x is None else x for x in (values.value, values.log_weight))
         return cls(*(x.expand(entries.shape) for x in (every, *given)))
 
-    def row(self, at: int) -> _Candidates:
-        return _Candidates(*(x[at] for x in self))
-
-    def column(self, at: int) -> _Candidates:
-        return _Candidates(*(x[:, at] for x in self))
+    def split(self, dim: int) -> list[_Candidates]:
+        """Return those of each row, or of each column."""
+        # The gradients of indexed rows would each be as large as the matrix.
+        return [_Candidates(*of_one) for of_one in zip(*(x.unbind(dim) for x in self), strict=True)]
 
 
 def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:

@@ -80,6 +80,7 @@ class PairSweep:
         kernels: compiled functions of tiles; None: nobody asked for them.
         signature: of the declaration, by which they are kept.
         kept: products of the first tiles, from the forward pass for the backward pass; None: there are none.
+        affine: which scores are affine, from the forward pass for the backward pass; empty: not known yet.
     """
 
     kinds: Mapping[str, str]
@@ -93,12 +94,13 @@ class PairSweep:
     kernels: Kernels | None = None
     signature: str = ""
     kept: KeptTiles | None = None
+    affine: dict[int, bool] = field(default_factory=dict)
     _in_dtype: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         driver = next(iter(self.drivers.values()))
         self.functions: PlainTiles | CompiledTiles = PlainTiles(
-            self.reduced, driver.spare, looks=self.x.device.type == "cpu"
+            self.reduced, driver.spare, looks=self.x.device.type == "cpu", affine=self.affine
         )
         if self.kernels is not None:
             self.functions = CompiledTiles(self.functions, self.kernels, self.signature, driver.side)

@@ -147,11 +147,19 @@ class PlainTiles:
         reduced: the terms.
         room: returns memory for a tile, by its number: what was in it is lost at the next tile, and at the next use.
         looks: whether numbers of a tile may be looked at; a GPU would wait.
+        affine: whether each term's score is, by its number; found at the first tile, and remembered here for the
+            backward pass of the same call.
     """
 
-    def __init__(self, reduced: Sequence[Reduced], room: Callable[[Tile, int], Tensor], *, looks: bool) -> None:
-        self.reduced, self.room, self.looks = reduced, room, looks
-        self._affine: list[int] | None = None
+    def __init__(
+        self,
+        reduced: Sequence[Reduced],
+        room: Callable[[Tile, int], Tensor],
+        *,
+        looks: bool,
+        affine: dict[int, bool],
+    ) -> None:
+        self.reduced, self.room, self.looks, self._affine = reduced, room, looks, affine
 
     def update_(
         self,
@@ -278,14 +286,12 @@ class PlainTiles:
         """Return the coefficients of affine scores on a tile, by the numbers of their terms."""
         if not self.looks:
             return {}
-        if self._affine is None:
+        if not self._affine:
             few = entries.first()
-            self._affine = [
-                at
-                for at, of in enumerate(self.reduced)
-                if may_be_affine(of.term, entries.kinds) and is_affine(of.term, few) and confirmed(of.term, few)
-            ]
-        found = {at: coefficients(self.reduced[at].term, entries) for at in self._affine}
+            for at, of in enumerate(self.reduced):
+                may_be = may_be_affine(of.term, entries.kinds)
+                self._affine[at] = may_be and is_affine(of.term, few) and confirmed(of.term, few)
+        found = {at: coefficients(self.reduced[at].term, entries) for at, is_so in self._affine.items() if is_so}
         return {at: of for at, of in found.items() if of is not None}
 
 

@@ -39,7 +39,7 @@ Documents = Literal["rows", "columns"]  # what documents are in S
 
 _WINNERS_FOR_EACH_PRODUCT = 2  # entries of a tile's winners, for each entry of its buffer of products
 _TOKENS_OF_A_PART = 2048  # of queries: with more of them, a part has too few documents
-_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**16, 2**20  # winners of which gradients are computed at a time
+_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are computed at a time
 _FEW_TOKENS = 4096  # of a part's documents, up to which padding may be most of them
 
 
@@ -325,16 +325,19 @@ class MaxSimDriver(Driver):
     ) -> None:
         """Add the gradients of tokens of queries and of documents, from dS, (queries, documents)."""
         assert self._winners is not None
-        winners, owners, starts = self._winners, tokens.owners, documents.starts[:-1]
-        of_queries, of_documents = into
-        rows = max(1, self.at_once // max(1, len(starts)))
-        for start in range(0, tokens.vectors, rows):
-            part = slice(start, start + rows)
-            index, weights = winners[part].long().add_(starts), grad.index_select(0, owners[part])
-            if of_queries is not None:
-                of_queries[part] += embedding_bag(index, features[1], per_sample_weights=weights, mode="sum")
-            if of_documents is not None:
-                _add_at_(of_documents, index, weights, features[0][part])
+        owners, count = tokens.owners, len(documents.ragged.lengths)
+        for first in range(0, tokens.vectors, _TOKENS_OF_A_PART):
+            part = slice(first, min(first + _TOKENS_OF_A_PART, tokens.vectors))
+            step = max(1, self.at_once // (part.stop - part.start))
+            for start in range(0, count, step):
+                some = slice(start, min(start + step, count))
+                at, starts = documents.ragged.of(some), documents.starts[some]
+                index = self._winners[part, some].long().add_(starts - at.start)
+                weights = grad[:, some].index_select(0, owners[part])
+                if into[0] is not None:
+                    into[0][part] += embedding_bag(index, features[1][at], per_sample_weights=weights, mode="sum")
+                if into[1] is not None:
+                    _add_at_(into[1][at], index, weights, features[0][part])
 
 
 @dataclass(frozen=True)
