@@ -36,7 +36,7 @@ def run(*argv, extra=""):
         (["bench", "gather", "--help"], "--embedding-sizes"),
         (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip}"),
         (["doctor", "--help"], "--embedding-size"),
-        (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc}"),
+        (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc,"),
         (["train", "--help"], "--batch-size"),
     ],
 )
@@ -89,7 +89,7 @@ MISTAKES = [
     (f"{PLAN} --ranks 1e3", "Error parsing --ranks"),
     (f"{PLAN} --ranks 0", "--ranks must be an integer of at least 1; got 0"),
     (f"{PLAN} --ranks 128", "--batch-size is that of all ranks together: at least one example for each of 128 ranks"),
-    (f"{PLAN} --loss clpi", "nt_xent, siglip, sup_con, partial_fc, or a declared loss; got 'clpi'"),
+    (f"{PLAN} --loss clpi", "nt_xent, siglip, sup_con, partial_fc, max_sim, or a declared loss; got 'clpi'"),
     (f"{PLAN} --dtype int8", "--dtype must be one of float64, float32"),
     (f"{PLAN} --device tpu", "--device must be one of cpu, cuda, t4"),
     (f"{PLAN} --encoder-flops nan", "--encoder-flops must be at least 0, and finite; got nan"),
