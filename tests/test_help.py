@@ -34,7 +34,7 @@ def run(*argv, extra=""):
         (["audit", "--help"], "--preset"),
         (["bench", "--help"], "gather"),
         (["bench", "gather", "--help"], "--embedding-sizes"),
-        (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip}"),
+        (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip,max_sim}"),
         (["doctor", "--help"], "--embedding-size"),
         (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc,"),
         (["train", "--help"], "--batch-size"),
