@@ -155,7 +155,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
             "document_tokens must be a mean number of tokens, from 1 to 2147483647; got '180'",
         ),
         ({"documents_per_query": 1.5}, "documents_per_query must be an integer of at least 1; got 1.5"),
-        ({"loss": "clip"}, "query_tokens and document_tokens belong to max_sim; clip has no tokens"),
+        ({"loss": "clip"}, "query_tokens, document_tokens belong to max_sim; clip has no tokens: leave them out"),
         (
             {"loss": None, "query_tokens": None, "document_tokens": None, "documents_per_query": 2},
             "documents_per_query belongs to max_sim; clip has no tokens: leave it out, or plan loss='max_sim'",

@@ -33,6 +33,7 @@ _SMALLEST, _SIZES = 16, (64, 256, 1024)  # embedding sizes
 # Tiles in a row of S: enough that calls weigh little; for the largest d; and few enough that a heap holds kept entries.
 _TILES = {"cpu": (6, 3, 4), "cuda": (2, 1, 2)}
 _CLASSES = 4
+_MORE_TOKENS = 2  # than rows, because products of tokens take less time than entries of S
 _REPEATS = 3
 _LONG_ENOUGH = 1e9  # flops
 _MOST_SHARED = 2.0  # products are at most this much faster in a sweep than alone; more is noise of a busy machine
@@ -83,7 +84,7 @@ def calibrate(
     def shapes_of(loss: LossName, rows: int, embedding_size: int) -> Shapes:
         if loss == MAX_SIM:
             t, u = TOKENS.values()
-            items = max(1, round(rows / (t * u) ** 0.5))  # as many products of tokens as other losses have entries
+            items = round(_MORE_TOKENS * rows / (t * u) ** 0.5)
             return TokenShapes(loss, items, embedding_size, 1, dtype, device.type, query_tokens=t, document_tokens=u)
         classes = _CLASSES * rows if loss == PARTIAL_FC else 0
         each = 1 if loss in counts else 2 if loss == PARTIAL_FC else CATALOG[loss].rows_per_example
@@ -104,7 +105,8 @@ def calibrate(
     for loss in dict.fromkeys((*losses, "clip")):
         entry[loss] = {}
         for kept in (0, *shapes_of(loss, few, _SMALLEST).kept_sizes()):
-            seconds, shapes, setting = time_loss(loss, few if kept else many, _SMALLEST, kept)
+            rows = few if kept and loss != MAX_SIM else many  # winners are few bytes
+            seconds, shapes, setting = time_loss(loss, rows, _SMALLEST, kept)
             work = work_of(shapes, "gather", setting)
             of_products = seconds_of_products(work, products[_SMALLEST], again[_SMALLEST])
             entry[loss][kept] = max(0.0, seconds - call - of_products) / work.entries

@@ -163,7 +163,7 @@ class Sizes:
     def _check_tokens(self) -> None:
         given = [name for name in TOKEN_SIZES if getattr(self, name) is not None]
         if self.loss != MAX_SIM and given:
-            names = " and ".join(map(self.spelled, given))
+            names = ", ".join(map(self.spelled, given))
             belong, them = ("belong", "them") if given[1:] else ("belongs", "it")
             plan = "--loss max_sim" if self.spelled("loss").startswith("--") else "loss='max_sim'"
             raise UserError(f"{names} {belong} to max_sim; {self.loss} has no tokens: leave {them} out, or plan {plan}")
