@@ -1,4 +1,4 @@
-"""What is measured of each method of a loss: its time in turns with the others, and the rise of its memory."""
+"""Measure the methods of one loss: time, in turns with each other, and the rise of memory."""
 
 from __future__ import annotations
 

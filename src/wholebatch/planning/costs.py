@@ -1,4 +1,4 @@
-"""What a step costs one rank: the figures that are counted for each loss, and those of each exchange."""
+"""The figures that are counted of a loss's step on one rank, and those of each exchange."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ A rank has b queries of t tokens and k b documents of u tokens, all W ranks have
                       gradients are sorted and added: that takes as long, with d = 128 on a CPU
     memory            tiles:     a buffer of products, winners of a tile, two tiles of S
                       gradients: of the tokens that stay, and of a tile's documents once more
-                      and as other losses, with the tokens that travel in the place of Y's rows
+                      and as other losses, with tokens that travel instead of Y's rows
     winners kept      an integer for each query token and document, of 8 bits for documents of up to 256 tokens, and S
 
 The tower with fewer tokens travels. Numbers of tokens are means; tiles are planned as if all items had as many.
