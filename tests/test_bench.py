@@ -4,19 +4,23 @@ import json
 from unittest.mock import patch
 
 import pytest
+import torch
 from mpi import mpiexec
 from test_mpi import implementation  # noqa: F401  a fixture
 
 import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch.bench.gate import check as check_loss
-from wholebatch.bench.gate import check_peer
+from wholebatch.bench.gate import check_peer, check_peer_of_tokens
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, check
+from wholebatch.bench.late_interaction import OfTokens, dense
+from wholebatch.bench.measurement import Job
 from wholebatch.bench.subjects import SUBJECTS, Configuration
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.sweep import KeptTiles
 from wholebatch.testing import RankError, run_ranks
 
+CPU = torch.device("cpu")
 SMALL = ["--embedding-sizes", "4", "16", "--rows-per-rank", "3", "--steps", "2"]
 
 
@@ -149,9 +153,47 @@ def test_wrong_losses_and_peers_are_rejected():
         check_peer(comm, "clip", lambda x, y, scale, _bias: wb.reference.info_nce_loss(x, y, logit_scale=scale))
 
 
+def test_late_interaction_is_timed_beside_its_dense_formula(tmp_path, capsys):
+    file = tmp_path / "losses.json"
+    tokens = ["--query-tokens", "3", "--document-tokens", "5"]
+    options = [*SMALL_LOSSES, "--losses", "max_sim", *tokens, "--ranks", "1", "2", "--results", str(file)]
+    assert main(["bench", "loss", *options]) == 0
+    found, _ = losses_of(file)
+    name, methods = "max_sim, 3 x 5 tokens", ("wholebatch flat", "wholebatch winners kept")
+    alone = {(name, 1, method) for method in (*methods, "dense: einsum, max, cross_entropy")}
+    assert found == alone | {(name, 2, f"{method} auto") for method in methods}
+    assert "max_sim, 3 x 5 tokens, batch size 60, embedding size 8, 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.0])
+def test_wrong_late_interaction_is_rejected(keep):
+    """A value or a gradient that is wrong by a factor, and a dense formula of other documents, are not timed."""
+    comm, configuration = LocalCommunicator(), Configuration(keep=keep)
+    right = wb.functional.max_sim_loss
+
+    def checked(*z, **options):
+        assert (options["memory"] == "flat") == (not keep), "the checked loss is not the timed one"
+        return right(*z, **options)
+
+    job = Job("max_sim", [configuration], 8, 8, 1, 1, {}, tokens=(3, 5))
+    with patch.object(wb.functional, "max_sim_loss", checked):
+        OfTokens(comm, job, CPU).add_methods()
+    for wrong in (lambda f: 2 * f, lambda f: f + (f - f.detach())):
+        with (
+            patch.object(wb.functional, "max_sim_loss", lambda *z, of=wrong, **o: of(right(*z, **o))),
+            pytest.raises(AssertionError, match="not close"),
+        ):
+            OfTokens(comm, job, CPU).add_methods()
+    with pytest.raises(AssertionError, match="not close"):
+        check_peer_of_tokens(lambda q, d, scale, bias: dense(q, d.flip(0), scale, bias))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--query-tokens", "32"], "--query-tokens is for late interaction: add --losses max_sim, or leave it out"),
+        (["--losses", "max_sim", "--document-tokens", "0"], "--document-tokens must be at least 1, got 0"),
+        (["--losses", "max_sim", "--ranks", "512"], "--batch-size must be at least the number of ranks, 512; got 256"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),

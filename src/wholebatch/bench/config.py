@@ -17,6 +17,10 @@ from wholebatch._user_error import UserError, option
 from . import records
 
 LOSSES = tuple(name for name in SWEPT_LOSSES if name not in LABELED_LOSSES)
+MAX_SIM = "max_sim"  # late interaction, which is timed on request
+_NAMES = (*LOSSES, MAX_SIM)
+_SIZES, _SIZES_OF_TOKENS = (4096, 512), (256, 128)  # default batch and embedding size
+_TOKENS = (32, 180)
 if TYPE_CHECKING:
     ExchangeName = str
     LossName = str
@@ -71,20 +75,25 @@ class LossConfig:
     reference before it is timed.
     """
 
-    losses: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"[{{{','.join(LOSSES)}}}|FILE.py:NAME ...]")] = LOSSES
-    """The losses to time. A declared loss by the file and the name of a wb.PairLoss, or of a function of (rows,
-    embedding_size) that returns one and the further arguments of its call; it is compared with its dense reference."""
+    losses: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"[{{{','.join(_NAMES)}}}|FILE.py:NAME ...]")] = LOSSES
+    """The losses to time, by default all but max_sim, which is compared with its dense formula. A declared loss by the
+    file and the name of a wb.PairLoss, or of a function of (rows, embedding_size) that returns one and the further
+    arguments of its call; it is compared with its dense reference."""
     beside: LossName | None = None
     """A loss of this library, of the same value as each declared loss, that takes turns with it."""
-    batch_size: int = 4096
-    """B, examples on all ranks together."""
-    embedding_size: int = 512
-    """d, numbers of a feature."""
+    batch_size: int | None = None
+    """B, examples on all ranks together; by default 4096, for max_sim 256."""
+    embedding_size: int | None = None
+    """d, numbers of a feature; by default 512, for max_sim 128."""
+    query_tokens: int | None = None
+    """Tokens of a query of max_sim; by default 32."""
+    document_tokens: int | None = None
+    """Tokens of a document of max_sim; by default 180."""
     ranks: tuple[int, ...] = (1,)
     """Numbers of ranks, one after the other."""
     keep: tuple[float, ...] = (0.0, 2.0)
     """Bytes of memory for each entry of S, to keep exp(S) between forward and backward: 0 is memory="flat", 2 keeps all
-    of it in bfloat16, 4 in float32."""
+    of it in bfloat16, 4 in float32. For max_sim, all numbers above 0 keep winners."""
     exchanges: tuple[ExchangeName, ...] = ("auto",)
     """Exchanges of rows between several ranks."""
     dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
@@ -105,14 +114,15 @@ class LossConfig:
 
     def check(self) -> None:
         """Raise UserError for mistakes that can be found without torch."""
-        sizes = {"batch_size": [self.batch_size], "embedding_size": [self.embedding_size]}
-        _check_counts(**sizes, ranks=self.ranks, steps=[self.steps])
-        if self.threads is not None:
-            _check_counts(threads=[self.threads])
-        if self.batch_size < max(self.ranks):
-            raise UserError(
-                f"--batch-size must be at least the number of ranks, {max(self.ranks)}; got {self.batch_size}"
-            )
+        _check_counts(ranks=self.ranks, steps=[self.steps])
+        for name in ("batch_size", "embedding_size", "threads", "query_tokens", "document_tokens"):
+            if getattr(self, name) is not None:
+                _check_counts(**{name: [getattr(self, name)]})
+        for batch_size in [self.sizes_of(name)[0] for name in self.losses]:
+            if batch_size < max(self.ranks):
+                raise UserError(
+                    f"--batch-size must be at least the number of ranks, {max(self.ranks)}; got {batch_size}"
+                )
         for keep in self.keep:
             if not 0 <= keep <= 16:
                 raise UserError(f"--keep is in bytes for each entry of S, from 0 to 16; got {keep:g}")
@@ -120,18 +130,31 @@ class LossConfig:
             if not getattr(self, name):
                 raise UserError(f"{option(name)} needs at least one value")
         for name in self.losses:
-            if name not in LOSSES and ":" not in name:
+            if name not in _NAMES and ":" not in name:
                 raise UserError(
-                    f"--losses must be some of {', '.join(LOSSES)}, or declared losses such as my_losses.py:lifted; "
+                    f"--losses must be some of {', '.join(_NAMES)}, or declared losses such as my_losses.py:lifted; "
                     f"got {name!r}"
                 )
         if self.beside is not None and not any(":" in name for name in self.losses):
             raise UserError("--beside is timed with a declared loss: name one in --losses, as in my_losses.py:lifted")
+        tokens = [name for name in ("query_tokens", "document_tokens") if getattr(self, name) is not None]
+        if tokens and MAX_SIM not in self.losses:
+            raise UserError(f"{option(tokens[0])} is for late interaction: add --losses max_sim, or leave it out")
         if self.device == "cpu" and "triton" in self.kernels:
             raise UserError("--kernels triton needs --device cuda")
         if any(variable in os.environ for variable in LAUNCHED_SIZES):
             raise UserError("bench loss starts its own processes; run it without a launcher, with --ranks")
         records.read(self.results, LOSS_FIELDS)  # before the run, not after
+
+    def sizes_of(self, name: str) -> tuple[int, int]:
+        """Return the batch size and the embedding size of a loss."""
+        batch_size, embedding_size = _SIZES_OF_TOKENS if name == MAX_SIM else _SIZES
+        return self.batch_size or batch_size, self.embedding_size or embedding_size
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Return the tokens of a query and of a document."""
+        return self.query_tokens or _TOKENS[0], self.document_tokens or _TOKENS[1]
 
 
 def _check_counts(**values: Sequence[int]) -> None:

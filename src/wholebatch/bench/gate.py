@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch.comm import Communicator
+from wholebatch.partition import Partition
 from wholebatch.planning.declared import call_of, leaves_of, with_options
 from wholebatch.planning.subject import BIAS, SCALE
 
@@ -19,6 +20,7 @@ from .subjects import DTYPES, SUBJECTS, Configuration
 
 GATE_SIZE = 16  # embedding size
 _GATE_ROWS = {"cpu": 1000, "cuda": 9000}  # more than a tile
+_GATE_ITEMS, _GATE_TOKENS = {"cpu": 250, "cuda": 1500}, (16, 6)  # likewise
 _PEER_ROWS = 5  # with few rows, values of similar losses differ
 _CPU = torch.device("cpu")
 
@@ -52,9 +54,70 @@ def check(
     actual = run(wb.functional, [z[local] for z in whole], group=comm, sync="mean", **options)
     # float32 rounds at 1e-7; a gradient in half precision, and a kept weight in bfloat16, at 4e-3
     close = 2e-2 if dtype.itemsize == 2 or configuration.keep else 1e-5
+    _compare(comm, actual, expected, local, close)
+
+
+def check_tokens(
+    comm: Communicator,
+    configuration: Configuration,
+    options: Callable[[int, int, int, int], Mapping[str, Any]],
+    device: torch.device = _CPU,
+) -> None:
+    """Check late interaction, its loss and its gradients, against the dense float64 reference.
+
+    Numbers are multiples of 1/32, so that products are exact, and rounding never decides which token wins.
+
+    Args:
+        comm: the ranks.
+        configuration: to check.
+        options: of the loss, given the number of items, d, and the tokens of a query and of a document.
+        device: of the features.
+
+    Raises:
+        AssertionError: if they are wrong.
+    """
+    dtype, (t, u) = DTYPES[configuration.dtype], _GATE_TOKENS
+    counts = Partition.even(_GATE_ITEMS[device.type], comm.size)
+    local, generator = counts.rows(comm.rank), torch.Generator().manual_seed(0)
+    whole = [
+        (8 * torch.randn(counts.total, each, GATE_SIZE, generator=generator)).round().div(32).to(device, dtype)
+        for each in (t, u)
+    ]
+
+    def run(functions: Any, towers: Sequence[Tensor], **more: Any) -> tuple[Tensor, ...]:
+        scale = torch.tensor(SCALE / t, dtype=torch.float64, device=device, requires_grad=True)
+        leaves = [*(z.clone().requires_grad_() for z in towers), scale]
+        loss = functions.max_sim_loss(*leaves[:2], logit_scale=scale, **more)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    expected = run(wb.reference, [z.double() for z in whole])
+    actual = run(
+        wb.functional, [z[local] for z in whole], group=comm, sync="mean", **options(counts.total, GATE_SIZE, t, u)
+    )
+    _compare(comm, actual, expected, local, 2e-2 if dtype.itemsize == 2 else 1e-5)
+
+
+def check_peer_of_tokens(loss: PairLoss, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> None:
+    """Check that a peer on one rank has the value of late interaction.
+
+    Raises:
+        AssertionError: if it computes another loss.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, d = (torch.randn(_PEER_ROWS, each, GATE_SIZE, generator=generator) for each in _GATE_TOKENS)
+    q, d, scale = q.to(device, dtype), d.to(device, dtype), torch.tensor(0.1, device=device)
+    expected = wb.reference.max_sim_loss(q.double(), d.double(), logit_scale=scale.double())
+    close = 1e-4 if dtype.itemsize >= 4 else 2e-2
+    torch.testing.assert_close(loss(q, d, scale, scale).double(), expected, rtol=close, atol=close)
+
+
+def _compare(
+    comm: Communicator, actual: Sequence[Tensor], expected: Sequence[Tensor], local: slice, close: float
+) -> None:
+    """Compare a loss and its gradients, first those of two towers; of the true ones, ranks have their rows."""
     torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-5, atol=1e-5)
     for position, (got, true) in enumerate(zip(actual[1:], expected[1:], strict=True)):
-        of_rank = comm.size * true[local] if position < len(whole) else true
+        of_rank = comm.size * true[local] if position < 2 else true
         torch.testing.assert_close(got.double(), of_rank, rtol=0, atol=close * of_rank.abs().max().item())
 
 

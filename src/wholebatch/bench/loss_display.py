@@ -11,7 +11,7 @@ import matplotlib
 from wholebatch._display import print_table as print_rows
 from wholebatch._display import print_text
 
-from .loss import Row
+from .measurement import Row
 
 _HEADER = ("method", "ms", "x floor", "x first", "TFLOP/s", "MB")
 _PANEL = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device")

@@ -18,7 +18,8 @@ from wholebatch.comm import Communicator
 from wholebatch.testing import RankError
 
 from . import loss, loss_display, records
-from .config import LOSS_RUN, LossConfig
+from .config import LOSS_RUN, MAX_SIM, LossConfig
+from .measurement import Job, Row
 from .peers import PEERS
 from .subjects import SUBJECTS, Configuration
 
@@ -52,19 +53,23 @@ def run_loss(config: LossConfig) -> None:
     print(f"{config.results} and {config.results.with_suffix('.png')} hold these results")
 
 
-def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[loss.Row]:
+def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[Row]:
     """Measure one loss on new processes, so that none uses memory that another has left."""
     sweep = SUBJECTS[name].sweep if name in SUBJECTS else None
-    keeps = config.keep if sweep is not None and not sweep.one_pass else (0.0,)  # else there is nothing to keep
+    keeps: tuple[float, ...] = (0.0,)  # of a loss that has nothing to keep
+    if name == MAX_SIM:
+        keeps = tuple(float(keep > 0) for keep in config.keep)
+    elif sweep is not None and not sweep.one_pass:
+        keeps = config.keep
     kernels = config.kernels if name in SUBJECTS else ("auto",)
     exchanges = config.exchanges if ranks > 1 else config.exchanges[:1]
     configurations = [
         Configuration(keep, exchange, dtype, kernel)
         for dtype, exchange, kernel, keep in product(config.dtypes, exchanges, kernels, keeps)
     ]
-    job = loss.Job(
-        name, list(dict.fromkeys(configurations)), config.batch_size, config.embedding_size, config.steps, threads,
-        versions, config.beside,
+    job = Job(
+        name, list(dict.fromkeys(configurations)), *config.sizes_of(name), config.steps, threads, versions,
+        config.beside, config.tokens,
     )  # fmt: skip
     try:
         backend = "nccl" if config.device == "cuda" and ranks > 1 else "gloo"
@@ -75,11 +80,11 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
         raise UserError(f"{name} on {ranks} ranks failed, and nothing was timed: {reason}") from error
 
 
-def _loss_on_ranks(job: loss.Job, device: str) -> list[loss.Row]:
+def _loss_on_ranks(job: Job, device: str) -> list[Row]:
     return _loss_of(wb.comm.TorchCommunicator(), job, device)
 
 
-def _loss_alone(job: loss.Job, device: str) -> list[loss.Row]:
+def _loss_alone(job: Job, device: str) -> list[Row]:
     return _loss_of(wb.comm.LocalCommunicator(), job, device)
 
 
@@ -89,7 +94,7 @@ def _limit_memory(processes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (physical // processes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _loss_of(comm: Communicator, job: loss.Job, device: str) -> list[loss.Row]:
+def _loss_of(comm: Communicator, job: Job, device: str) -> list[Row]:
     if device == "cuda":
         torch.cuda.set_device(comm.rank)
         return loss.measure(comm, job, torch.device("cuda", comm.rank))

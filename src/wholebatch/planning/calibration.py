@@ -22,9 +22,10 @@ from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
 from ..sweep import Memory
 from .declared import count, is_declared
+from .late_interaction import TokenShapes
 from .rates import Rates, seconds_of_products
 from .shapes import Shapes
-from .sizes import LOSSES, PARTIAL_FC, LossName
+from .sizes import LOSSES, MAX_SIM, PARTIAL_FC, TOKENS, LossName
 from .subject import make_step
 from .work import work_of
 
@@ -32,6 +33,7 @@ _SMALLEST, _SIZES = 16, (64, 256, 1024)  # embedding sizes
 # Tiles in a row of S: enough that calls weigh little; for the largest d; and few enough that a heap holds kept entries.
 _TILES = {"cpu": (6, 3, 4), "cuda": (2, 1, 2)}
 _CLASSES = 4
+_MORE_TOKENS = 2  # than rows, because products of tokens take less time than entries of S
 _REPEATS = 3
 _LONG_ENOUGH = 1e9  # flops
 _MOST_SHARED = 2.0  # products are at most this much faster in a sweep than alone; more is noise of a busy machine
@@ -79,11 +81,18 @@ def calibrate(
     smallest = Shapes("clip", 2, _SMALLEST, 1, dtype, device.type)
     many, wide, few = (smallest.side * tiles for tiles in _TILES[device.type])
 
-    def time_loss(loss: LossName, rows: int, embedding_size: int, kept: int) -> tuple[float, Shapes, Memory]:
+    def shapes_of(loss: LossName, rows: int, embedding_size: int) -> Shapes:
+        if loss == MAX_SIM:
+            t, u = TOKENS.values()
+            items = round(_MORE_TOKENS * rows / (t * u) ** 0.5)
+            return TokenShapes(loss, items, embedding_size, 1, dtype, device.type, query_tokens=t, document_tokens=u)
         classes = _CLASSES * rows if loss == PARTIAL_FC else 0
         each = 1 if loss in counts else 2 if loss == PARTIAL_FC else CATALOG[loss].rows_per_example
         of = counts.get(loss)
-        shapes = Shapes(loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=of)
+        return Shapes(loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=of)
+
+    def time_loss(loss: LossName, rows: int, embedding_size: int, kept: int) -> tuple[float, Shapes, Memory]:
+        shapes = shapes_of(loss, rows, embedding_size)
         memory: Memory = shapes.memory_for(kept) if kept else "flat"
         return took(make_step(alone, shapes, "gather", memory, device)), shapes, memory
 
@@ -95,8 +104,9 @@ def calibrate(
     entry: dict[str, dict[int, float]] = {}
     for loss in dict.fromkeys((*losses, "clip")):
         entry[loss] = {}
-        for kept in (0, *Shapes(loss, 1, 1, 1, dtype, classes=1, declared=counts.get(loss)).kept_sizes()):
-            seconds, shapes, setting = time_loss(loss, few if kept else many, _SMALLEST, kept)
+        for kept in (0, *shapes_of(loss, few, _SMALLEST).kept_sizes()):
+            rows = few if kept and loss != MAX_SIM else many  # winners are few bytes
+            seconds, shapes, setting = time_loss(loss, rows, _SMALLEST, kept)
             work = work_of(shapes, "gather", setting)
             of_products = seconds_of_products(work, products[_SMALLEST], again[_SMALLEST])
             entry[loss][kept] = max(0.0, seconds - call - of_products) / work.entries

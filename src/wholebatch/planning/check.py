@@ -73,9 +73,10 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
     kept = work_of(shapes, exchange, memory)
 
     def setting(of: Shapes) -> Memory:
-        return (
-            memory if not kept.kept else of.memory_for(0) + int(of.entries * kept.kept_size * kept.kept / kept.entries)
-        )
+        if not kept.kept:
+            return memory
+        flat = of.memory_for(0)
+        return flat + int((of.memory_for(kept.kept_size) - flat) * kept.kept / kept.entries)
 
     def seconds(of: Shapes) -> float:
         return rates.seconds(of.loss, of.embedding_size, work_of(of, exchange, setting(of)))

@@ -60,6 +60,12 @@ class PlanConfig:
     """C, classes of PartialFC."""
     sample_rate: float | None = None
     """The part of the classes without an example that PartialFC samples; by default 1."""
+    query_tokens: float | None = None
+    """Tokens of a query of max_sim, without padding, on average."""
+    document_tokens: float | None = None
+    """Tokens of a document of max_sim, without padding, on average."""
+    documents_per_query: int | None = None
+    """Documents of a query of max_sim; by default 1."""
     bandwidth: str | None = None
     """Bytes per second that a rank sends, instead of the device's: 50GB for 400 Gbit/s."""
     measure: bool = False
@@ -138,6 +144,9 @@ def _arguments(config: PlanConfig) -> dict[str, Any]:
         "keep_graphs": config.keep_graphs,
         "classes": config.classes,
         "sample_rate": config.sample_rate,
+        "query_tokens": config.query_tokens,
+        "document_tokens": config.document_tokens,
+        "documents_per_query": config.documents_per_query,
         "bandwidth": _bytes("bandwidth", config.bandwidth, positive=True),
     }
 

@@ -17,10 +17,10 @@ from .check import Measured, check, rates_here
 from .declared import count, is_declared
 from .display import print_measured, print_plan
 from .given import given
-from .options import plan
+from .options import plan, shapes_of
 from .rates import Rates
 from .report import Plan
-from .shapes import Shapes
+from .sizes import Sizes
 
 _CHECK_S = 15.0  # of each setting
 
@@ -79,12 +79,9 @@ def _rates_here(sizes: Plan, device: str, save: Path | None) -> Rates:
 
 def _checks(found: Plan, arguments: Mapping[str, Any]) -> list[Measured]:
     """Run each option that fits, once."""
-    rate = arguments["sample_rate"]
-    shapes = Shapes(
-        found.loss, found.batch_size, found.embedding_size, found.ranks, getattr(torch, found.dtype),
-        arguments["device"], arguments["classes"] or 0, 1.0 if rate is None else rate,
-        count(found.loss, accumulation_dtype(getattr(torch, found.dtype))) if is_declared(found.loss) else None,
-    )  # fmt: skip
+    dtype = accumulation_dtype(getattr(torch, found.dtype))
+    counts = count(found.loss, dtype) if is_declared(found.loss) else None
+    shapes = shapes_of(Sizes.from_arguments(**arguments), counts)
     settings = {(option.exchange or "gather", option.memory): None for option in found.options if option.fits}
     try:
         return [

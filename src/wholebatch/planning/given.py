@@ -8,13 +8,14 @@ from .._user_error import UserError
 from ..losses.catalog import CATALOG
 from .cards import CARDS, card_named
 from .rates import MOVED_BY_CLIP, Rates
-from .sizes import LOSSES, PARTIAL_FC
+from .sizes import LOSSES, MAX_SIM, PARTIAL_FC, WINNERS
 
 _WITHOUT_BFLOAT16 = ("t4", "v100")
 _SHARE, _OF_ENCODERS = 0.7, 0.4  # of a data sheet's figures that are assumed
 # Bytes of tiles in memory for each entry.
 _ENTRY_BYTES = {0: MOVED_BY_CLIP, 2: 72, 4: 76, 8: 152}
 _ENTRY_BYTES_OF_HALVES = {0: 66, 2: 58, 4: 62, 8: 152}  # the product scales, and dS has two bytes
+_ENTRY_BYTES_OF_TOKENS = {0: 16, WINNERS: 8}  # a product is written, and read for its maximum; twice, or once
 # Measured on one rank with two cores of an AMD EPYC, torch 2.13, rounded.
 _CPU_PRODUCTS = {16: 90e9, 64: 120e9, 256: 150e9, 1024: 150e9}
 _CPU_ENTRY = {
@@ -24,6 +25,7 @@ _CPU_ENTRY = {
     "nt_xent": {0: 4e-9, 2: 3e-9, 4: 4e-9},
     "sup_con": {0: 6e-9, 4: 6e-9},
     PARTIAL_FC: {0: 3e-9, 2: 2.5e-9, 4: 3.5e-9},
+    MAX_SIM: {0: 2.2e-9, WINNERS: 1.6e-9},
 }
 _UNMEASURED = {"towers": "clip", "views": "nt_xent", "labeled": "sup_con"}  # a loss without an entry counts as this one
 
@@ -47,14 +49,15 @@ def given(device: str, dtype: torch.dtype) -> Rates:
     card = CARDS[name]
     tensor_cores = dtype == torch.float16 or (dtype == torch.bfloat16 and name not in _WITHOUT_BFLOAT16)
     products = {512: _SHARE * (card.half if tensor_cores else card.float64 if wide else card.float32)}
-    in_memory = _ENTRY_BYTES_OF_HALVES if tensor_cores else _ENTRY_BYTES
-    bytes_of_entry = {kept: of * (2 if wide else 1) for kept, of in in_memory.items()}
+    of_pairs = _ENTRY_BYTES_OF_HALVES if tensor_cores else _ENTRY_BYTES
+    seconds_of_byte = (2 if wide else 1) / (_SHARE * card.memory)
+    in_memory = {loss: _ENTRY_BYTES_OF_TOKENS if loss == MAX_SIM else of_pairs for loss in LOSSES}
     name_of_products = str(dtype).removeprefix("torch.") if tensor_cores or wide else "float32"
     return Rates(
         f"given, {_SHARE:.0%} of the data sheet of {card.name}, products in {name_of_products}",
         products,
         products,
-        {loss: {kept: of / (_SHARE * card.memory) for kept, of in bytes_of_entry.items()} for loss in LOSSES},
+        {loss: {kept: of * seconds_of_byte for kept, of in sizes.items()} for loss, sizes in in_memory.items()},
         call=2e-3,
         memory=_SHARE * card.memory,
         wire=_SHARE * card.wire,

@@ -12,12 +12,13 @@ from .._measure import free_memory
 from .._precision import accumulation_dtype
 from .._settings import shown
 from .._user_error import UserError
-from .declared import DeclaredLoss, count, is_declared, name_of
+from .declared import Counts, DeclaredLoss, count, is_declared, name_of
 from .given import given
+from .late_interaction import TokenShapes
 from .rates import Rates, check_rates
 from .report import Option, Plan
 from .shapes import Shapes
-from .sizes import DTYPES, LossName, Sizes
+from .sizes import DTYPES, MAX_SIM, LossName, Sizes
 from .step import Setting, Step, largest_batch, num_chunks, peak_with, worthwhile_settings
 from .work import work_of
 
@@ -43,6 +44,9 @@ def plan(
     keep_graphs: int | None = None,
     classes: int | None = None,
     sample_rate: float | None = None,
+    query_tokens: float | None = None,
+    document_tokens: float | None = None,
+    documents_per_query: int | None = None,
     bandwidth: float | None = None,
     rates: Rates | None = None,
 ) -> Plan:
@@ -55,13 +59,14 @@ def plan(
     torch.distributed.
 
     Args:
-        batch_size: B, examples on all ranks: pairs; images for SupCon and for classes.
-        embedding_size: d, numbers of a feature.
+        batch_size: B, examples on all ranks: pairs; images for SupCon and for classes; queries for max_sim.
+        embedding_size: d, numbers of a feature, or of a token.
         ranks: W.
-        loss: "clip", "info_nce", "siglip", "nt_xent", "sup_con" or "partial_fc"; None: "partial_fc" with classes, else
-            "clip". Or a declared loss: a :class:`wholebatch.PairLoss`; a function of (rows, embedding_size) that
-            returns one and the further arguments of its call (x_data, parameters, ...; y=None without a second
-            matrix); or the name of either, "losses.py:make". Features are random; several similarities share d.
+        loss: "clip", "info_nce", "siglip", "nt_xent", "sup_con", "partial_fc" or "max_sim"; None: "partial_fc" with
+            classes, else "clip". Or a declared loss: a :class:`wholebatch.PairLoss`; a function of (rows,
+            embedding_size) that returns one and the further arguments of its call (x_data, parameters, ...; y=None
+            without a second matrix); or the name of either, "losses.py:make". Features are random; several similarities
+            share d.
         dtype: of the features, a torch.dtype or its name ("float32", "bf16", ...).
         device: "cpu", "cuda" (the GPU here), or a card: "t4", "v100", "l4", "rtx4090", "a100", "h100", "h200", "b200".
         memory_limit: bytes that a rank may take; None: nine tenths of a named card's memory, the free memory of the GPU
@@ -75,6 +80,9 @@ def plan(
         keep_graphs: the number of these chunks that are not encoded again; None: none, and as many as fit.
         classes: C, on all ranks, of :class:`wholebatch.PartialFC`.
         sample_rate: of :class:`wholebatch.PartialFC`; None: 1.
+        query_tokens: of :class:`wholebatch.MaxSimLoss`, the mean number of tokens of a query, without padding.
+        document_tokens: likewise, of a document.
+        documents_per_query: likewise; None: 1. An example then has so many documents: `encoder_bytes` are of one.
         bandwidth: bytes per second that a rank sends, instead of the device's.
         rates: measured by `wholebatch.planning.calibrate`; None: given ones.
 
@@ -99,7 +107,8 @@ def plan(
         loss=loss if user is None else name_of(user), dtype=_name_of(dtype),
         device=device, memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes,
         encoder_bytes=encoder_bytes, encoder_flops=encoder_flops, chunk_size=chunk_size, keep_graphs=keep_graphs,
-        classes=classes, sample_rate=sample_rate, bandwidth=bandwidth,
+        classes=classes, sample_rate=sample_rate, bandwidth=bandwidth, query_tokens=query_tokens,
+        document_tokens=document_tokens, documents_per_query=documents_per_query,
     )  # fmt: skip
     sizes.check()
     if not isinstance(rates, Rates | None):
@@ -117,11 +126,9 @@ def plan(
             )
         rates = rates.with_entry(name, counts.moved)
     check_rates(rates, name, DTYPES[sizes.dtype], device, ranks)
-    shapes = Shapes(
-        name, batch_size, embedding_size, ranks, of_features, rates.device, classes or 0,
-        1.0 if sample_rate is None else sample_rate, counts,
-    )  # fmt: skip
+    shapes = shapes_of(sizes, counts)
     of_towers = sizes.activations * shapes.towers if len(sizes.activations) == 1 else sizes.activations
+    of_towers = tuple(each * items for each, items in zip(of_towers, shapes.items_per_example, strict=True))
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
     limit = _limit(device, of_features, ranks) if memory_limit is None else memory_limit
     options = [
@@ -139,7 +146,26 @@ def plan(
         options=tuple(options),
         chosen=_choice([option for option in options if option.fits], encoders=bool(encoder_flops)),
         encoders=bool(encoder_flops),
+        query_tokens=query_tokens,
+        document_tokens=document_tokens,
+        documents_per_query=(documents_per_query or 1) if name == MAX_SIM else None,
     )
+
+
+def shapes_of(sizes: Sizes, counts: Counts | None) -> Shapes:
+    """Return the shapes of a step from checked sizes, and from the counts of a declared loss."""
+    dtype: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
+    device = "cpu" if sizes.device == "cpu" else "cuda"
+    form = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
+    if sizes.query_tokens is not None and sizes.document_tokens is not None:
+        return TokenShapes(
+            *form,
+            query_tokens=sizes.query_tokens,
+            document_tokens=sizes.document_tokens,
+            documents_per_query=sizes.documents_per_query or 1,
+        )
+    rate = 1.0 if sizes.sample_rate is None else sizes.sample_rate
+    return Shapes(*form, classes=sizes.classes or 0, sample_rate=rate, declared=counts)
 
 
 def _name_of(dtype: Any) -> Any:  # whatever a user gives; `Sizes` checks it
@@ -214,6 +240,9 @@ def _call(shapes: Shapes, setting: Setting) -> str:
     if shapes.declared is not None:
         module = "PairLoss"
         arguments += ["...", *([] if exchange else [f'exchange="{setting.exchange}"'])]
+    elif isinstance(shapes, TokenShapes):
+        module = "MaxSimLoss"
+        arguments += [] if exchange else [f'exchange="{setting.exchange}"']
     elif shapes.entry is None:
         arguments += [str(shapes.embedding_size), str(shapes.classes)]
         arguments += [f"sample_rate={shapes.sample_rate!r}"] if shapes.sample_rate < 1 else []
@@ -232,4 +261,6 @@ def _call(shapes: Shapes, setting: Setting) -> str:
         return loss
     models = "[encoder]" if shapes.towers == 1 else "[encoder_a, encoder_b]"
     kept = f", keep_graphs={setting.kept_graphs}" if setting.kept_graphs else ""
-    return f"wb.GradCache({models}, {setting.chunk_size}, {loss}{kept})"
+    of_towers = [setting.chunk_size * items for items in shapes.items_per_example]
+    chunks = of_towers[0] if len(set(of_towers)) == 1 else of_towers
+    return f"wb.GradCache({models}, {chunks}, {loss}{kept})"

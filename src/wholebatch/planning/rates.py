@@ -24,7 +24,7 @@ from .._files import read_bounded
 from .._user_error import UserError
 
 if TYPE_CHECKING:  # it imports torch
-    from .work import Work
+    from .costs import Work
 
 _MOST_BYTES = 2**20
 MOVED_BY_CLIP = 88  # bytes in tiles for each entry: product, scale, exponential, sums; then again, factors, products

@@ -8,12 +8,12 @@ from typing import Any
 from .._text_table import format_rows
 from ..sweep.memory import Memory
 from .rates import Rates
-from .sizes import LossName
+from .sizes import WINNERS, LossName
 from .units import amount, duration, operations
 
 _COLUMNS = ("", "exchange", "similarities", "encoders", "peak", "sent", "FLOP", "time", "largest batch", "remark")
 LEFT = ("exchange", "similarities", "encoders", "remark")  # columns of text
-_PRECISIONS = {2: "bf16", 4: "fp32", 8: "fp64"}
+_PRECISIONS = {WINNERS: "winners", 2: "bf16", 4: "fp32", 8: "fp64"}
 _CACHING = _COLUMNS.index("encoders")
 
 
@@ -24,8 +24,8 @@ class Option:
     Args:
         exchange: "gather" or "ring"; "" on one rank, which exchanges nothing.
         memory: "flat" or bytes, as the loss takes it.
-        kept: the part of exp(S) that is kept, from 0 to 1.
-        kept_size: bytes of a kept entry.
+        kept: the part of exp(S), or of winners, that is kept, from 0 to 1.
+        kept_size: bytes of a kept entry; 1 stands for winners.
         chunk_size: rows that are encoded at a time; None: all at once.
         kept_graphs: chunks that are not encoded again.
         encoded_again: the part of all chunks that is encoded twice, from 0 to 1.
@@ -86,6 +86,9 @@ class Plan:
         options: all of them; those without gradient caching first.
         chosen: the fastest that fits, or one within a tenth of it; None if none fits.
         encoders: whether times include the encoders'.
+        query_tokens: of late interaction; else None.
+        document_tokens: likewise.
+        documents_per_query: likewise.
     """
 
     loss: LossName
@@ -99,6 +102,9 @@ class Plan:
     options: tuple[Option, ...]
     chosen: Option | None
     encoders: bool
+    query_tokens: float | None = None
+    document_tokens: float | None = None
+    documents_per_query: int | None = None
 
     def to_dict(self) -> dict[str, Any]:  # values as JSON has them
         """Return the plan as JSON has it."""
@@ -113,9 +119,13 @@ class Plan:
 def headline(plan: Plan) -> str:
     """Return the sizes of the plan in a line."""
     ranks = f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
+    tokens = ""
+    if plan.query_tokens is not None and plan.document_tokens is not None:
+        each = "" if plan.documents_per_query == 1 else f"{plan.documents_per_query} documents a query, "
+        tokens = f"{plan.query_tokens:g} tokens a query, {plan.document_tokens:g} a document, {each}"
     return (
-        f"{plan.loss}, batch size {plan.batch_size}, embedding size {plan.embedding_size}, {plan.dtype}, {ranks} of "
-        f"{plan.device}, at most {amount(plan.limit)} each"
+        f"{plan.loss}, batch size {plan.batch_size}, {tokens}embedding size {plan.embedding_size}, {plan.dtype}, "
+        f"{ranks} of {plan.device}, at most {amount(plan.limit)} each"
     )
 
 

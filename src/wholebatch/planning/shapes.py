@@ -120,6 +120,26 @@ class Shapes:
         return Partition(tuple(each * n for n in Partition.even(self.batch_size, self.ranks).counts))
 
     @property
+    def items_per_example(self) -> tuple[int, ...]:
+        """Return how many inputs of each encoder an example has."""
+        return (1,) * self.towers
+
+    @property
+    def columns(self) -> Partition:
+        """Return which rank owns which columns of S, of which there are sums."""
+        return self.partition
+
+    @property
+    def staying(self) -> int:
+        """Return the rows of X on the rank with most, whose features stay there."""
+        return max(self.partition.counts)
+
+    @property
+    def vectors(self) -> int:
+        """Return the rows of all feature matrices on the rank with most."""
+        return self.towers * self.rows
+
+    @property
     def side(self) -> int:
         """Return the side of a tile."""
         return default_side(torch.device(self.device))

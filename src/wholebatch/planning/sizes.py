@@ -13,12 +13,17 @@ from .._user_error import UserError
 from .cards import DEVICES
 
 PARTIAL_FC = "partial_fc"  # a head, with classes instead of a second tower
-LOSSES = (*SWEPT_LOSSES, PARTIAL_FC)
+MAX_SIM = "max_sim"  # late interaction, with tokens instead of rows
+LOSSES = (*SWEPT_LOSSES, PARTIAL_FC, MAX_SIM)
 LossName = str  # one of them
 DTYPES = {
     **{name: name for name in ("float64", "float32", "bfloat16", "float16")},
     "fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16",
 }  # fmt: skip
+TOKENS = {"query_tokens": 32, "document_tokens": 180}  # of an example
+TOKEN_SIZES = (*TOKENS, "documents_per_query")
+WINNERS = 1  # the bytes of a kept entry where these are late interaction's winners
+_MOST_TOKENS = 2**31  # of an item
 _LIMIT = 2**63  # no computer counts to it
 
 
@@ -55,6 +60,9 @@ class Sizes:
     classes: int | None
     sample_rate: float | None
     bandwidth: float | None
+    query_tokens: float | None = None
+    document_tokens: float | None = None
+    documents_per_query: int | None = None
     spelled: Callable[[str], str] = str
     declared: bool = False
     towers: int | None = None
@@ -78,6 +86,7 @@ class Sizes:
         if self.towers is not None or not self.declared:
             self.check_encoders()
         self._check_classes()
+        self._check_tokens()
         self._require(isinstance(self.device, str) and self.device in DEVICES, "device", _one_of(DEVICES), self.device)
 
     def _check_numbers(self) -> None:
@@ -150,6 +159,28 @@ class Sizes:
                 )
             sound = _is_number(self.sample_rate) and 0 <= self.sample_rate <= 1
             self._require(sound, "sample_rate", "from 0 to 1", self.sample_rate)
+
+    def _check_tokens(self) -> None:
+        given = [name for name in TOKEN_SIZES if getattr(self, name) is not None]
+        if self.loss != MAX_SIM and given:
+            names = ", ".join(map(self.spelled, given))
+            belong, them = ("belong", "them") if given[1:] else ("belongs", "it")
+            plan = "--loss max_sim" if self.spelled("loss").startswith("--") else "loss='max_sim'"
+            raise UserError(f"{names} {belong} to max_sim; {self.loss} has no tokens: leave {them} out, or plan {plan}")
+        missing = [name for name in TOKEN_SIZES[:2] if name not in given]
+        if self.loss == MAX_SIM and missing:
+            examples = " and ".join(f"{self.spelled(name)}={TOKENS[name]}" for name in missing)
+            raise UserError(
+                f"max_sim needs {' and '.join(map(self.spelled, missing))}, the mean number of tokens without padding: "
+                f"as in {examples}"
+            )
+        for name in given[: 2 - len(missing)]:
+            value = getattr(self, name)
+            sound = _is_number(value) and 1 <= value < _MOST_TOKENS
+            self._require(sound, name, f"a mean number of tokens, from 1 to {_MOST_TOKENS - 1}", value)
+        if self.documents_per_query is not None:
+            sound = _is_count(self.documents_per_query, 1)
+            self._require(sound, "documents_per_query", "an integer of at least 1", self.documents_per_query)
 
     def _require(self, condition: bool, name: str, expected: str, got: object) -> None:
         if not condition:

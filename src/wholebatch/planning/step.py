@@ -22,8 +22,9 @@ from math import ceil
 
 from ..exchange import USED_EXCHANGES
 from ..sweep.memory import Memory
+from .costs import Work
 from .shapes import ExchangeUsed, Shapes
-from .work import Work, work_of
+from .work import work_of
 
 _FILLED = 0.9  # of the limit, at most, is filled: a prediction may be some percent too small
 _LEAST_KEPT = 0.1  # of S: keeping a smaller part is not worth a line
@@ -59,7 +60,7 @@ class Setting:
 
     Args:
         exchange: "gather" or "ring".
-        kept_size: bytes of a kept entry of exp(S); 0: "flat".
+        kept_size: bytes of a kept entry of exp(S), `WINNERS` for late interaction; 0: "flat".
         kept_bytes: bytes of all kept entries, where only a part is kept.
         chunk_size: rows that are encoded at a time; None: all.
         kept_graphs: chunks that are not encoded again.
@@ -111,7 +112,7 @@ def _partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
     """Return the setting that keeps as much of exp(S) as fits, if that is worth a line."""
     flat = replace(setting, kept_size=0)
     room = limit - _peak(step, flat)
-    whole = step.shapes.entries * setting.kept_size
+    whole = step.shapes.memory_for(setting.kept_size) - step.shapes.memory_for(0)
     if room < _LEAST_KEPT * whole:
         return []
     tiles = step.shapes.memory_for(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..losses.catalog import Declaration
 from ..partition import Partition
 from ..sweep import Memory
 from .declared import call_of, leaves_of, with_options
+from .late_interaction import TokenShapes
 from .shapes import Shapes
 
 SCALE, BIAS = 14.3, -10.0
@@ -44,6 +46,8 @@ def make_step(
     rows = Partition.even(shapes.batch_size, comm.size).counts[comm.rank]
     if shapes.declared is not None:
         return _step_of_declared(comm, shapes, exchange, memory, device)
+    if isinstance(shapes, TokenShapes):
+        return _step_of_tokens(comm, shapes, exchange, memory, device)
     generator = torch.Generator().manual_seed(comm.rank)
     features = [
         normalize(torch.randn(rows, shapes.embedding_size, generator=generator), dim=1)
@@ -81,6 +85,30 @@ def _step_of_declared(
 
     def step() -> None:
         loss_fn(**arguments).backward()
+
+    return step
+
+
+def _step_of_tokens(
+    comm: Communicator, shapes: TokenShapes, exchange: str, memory: Memory, device: torch.device
+) -> Callable[[], None]:
+    generator = torch.Generator().manual_seed(comm.rank)
+    arguments: dict[str, Any] = {"documents_per_query": shapes.documents_per_query}
+    for name, items, each in (
+        ("query", shapes.queries, shapes.query_tokens),
+        ("document", shapes.documents, shapes.document_tokens),
+    ):
+        lengths = Partition.even(ceil(each * items.counts[comm.rank]), items.counts[comm.rank])
+        tokens = torch.randn(lengths.total, shapes.embedding_size, generator=generator)
+        leaf = normalize(tokens, dim=1).to(device, shapes.dtype).requires_grad_()
+        leaf.grad = torch.ones_like(leaf)
+        arguments["queries" if name == "query" else "documents"] = leaf
+        arguments[f"{name}_offsets"] = torch.tensor([*lengths.offsets, lengths.total], device=device)
+    arguments |= {"logit_scale": torch.tensor(SCALE, device=device, requires_grad=True), "group": comm}
+    arguments |= {"exchange": exchange, "memory": memory}
+
+    def step() -> None:
+        functional.max_sim_loss(**arguments).backward()
 
     return step
 

@@ -12,6 +12,7 @@ bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
     SupCon     4 of half       b B / 2         as NT-Xent with b rows
     PartialFC  4 k B d         k B             the larger of tiles + k d a + B d (s + 2a), k d s + B d (s + 5a)
     declared   4 units         b B             half if symmetric; `declared.count` finds the memory
+    MaxSim     2 units of products of tokens   as `late_interaction` says
 
 `losses.catalog` says which of these rows a loss follows. Gather holds Y, its gradient, and the buffer of the
 reduce-scatter; the gradients of X and of the local rows of Y. Ring holds X's gradient, two blocks of Y, two of its
@@ -32,91 +33,11 @@ one), (W - 1) b d numbers each, and its gradient, W b d; and O(B) sums. For Part
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from ..sweep.memory import Budget, Memory
+from .costs import TRANSFERS, Work
 from .declared import Counts
+from .late_interaction import TokenShapes, work_of_tokens
 from .shapes import ExchangeUsed, Shapes
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one step on the rank with most.
-
-    Args:
-        flops: two for each multiply-add.
-        again: the part of `flops` that computes S a second time.
-        entries: of S.
-        kept: the part of `entries` that is kept from the forward pass for the backward pass.
-        kept_size: bytes of a kept entry.
-        features: bytes of X and Y, or of embeddings; their gradients take as many.
-        centers: bytes of PartialFC's centers and of their gradient.
-        loss: further bytes at the peak of the loss, the features' gradients included.
-        wire: bytes that the rank sends.
-        messages: collectives, or messages to other ranks, one after the other.
-    """
-
-    flops: float
-    again: float
-    entries: int
-    kept: int
-    kept_size: int
-    features: int
-    centers: int
-    loss: int
-    wire: float
-    messages: int
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """The cost of an exchange for a loss of pairs on more than one rank.
-
-    Args:
-        columns: the most columns of a block.
-        sums: the number of columns whose sums the rank holds.
-        rows: bytes of the rows and gradients that it holds for others or from others.
-        wire: bytes that it sends.
-        messages: collectives, or messages to other ranks, one after the other.
-    """
-
-    columns: int
-    sums: int
-    rows: int
-    wire: float
-    messages: int
-
-
-def _gather(shapes: Shapes) -> _Transfer:
-    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
-    b, total = max(shapes.partition.counts), shapes.partition.total
-    held = 2 * a if shapes.one_pass else s + 2 * a
-    return _Transfer(
-        columns=total,
-        sums=total,
-        rows=total * d * held + 2 * b * d * a,
-        wire=(w - 1) / w * total * (d * (s + a) + 3 * 8),
-        messages=6,
-    )
-
-
-def _ring(shapes: Shapes) -> _Transfer:
-    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
-    b = max(shapes.partition.counts)
-    steps = w // 2 if shapes.symmetric else w - 1
-    passes = 1 if shapes.one_pass else 2  # in each, all ranks send a step's rows at once
-    return _Transfer(
-        columns=b,
-        sums=2 * b,
-        rows=b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0),
-        wire=steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8),
-        messages=passes * (steps + 1),
-    )
-
-
-TRANSFERS: dict[ExchangeUsed, Callable[[Shapes], _Transfer]] = {"gather": _gather, "ring": _ring}
-"""The cost of each exchange; an exchange that is added has an entry here."""
 
 
 def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
@@ -129,6 +50,8 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     >>> kept.flops / work.flops, kept.kept == kept.entries
     (0.75, True)
     """
+    if isinstance(shapes, TokenShapes):
+        return work_of_tokens(shapes, exchange, memory)
     budget = shapes.budget(memory)
     entries, kept = shapes.entries, min(budget.kept, shapes.entries)
     again = 0 if shapes.one_pass else entries - kept
@@ -140,7 +63,7 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
         entries=entries,
         kept=kept,
         kept_size=budget.kept_dtype.itemsize,
-        features=shapes.towers * shapes.rows * shapes.embedding_size * shapes.dtype.itemsize,
+        features=shapes.vectors * shapes.embedding_size * shapes.dtype.itemsize,
         centers=_bytes_of_centers(shapes),
         loss=_peak_of_loss(shapes, exchange, held),
         wire=wire,
