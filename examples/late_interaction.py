@@ -222,7 +222,6 @@ def search(encoder: Encoder, test: list[Pair]) -> dict[str, float]:
     here = mine(test)
     q, q_offsets, d, d_offsets, _ = encoder([pair.query for pair in here], [pair.document for pair in here])
     best = wb.max_sim(q, d, top=10, query_offsets=q_offsets, document_offsets=d_offsets)
-    assert isinstance(best, wb.losses.TopDocuments)
     right = best.documents == torch.tensor(mine([*range(len(test))]))[:, None]
     found = torch.stack([right[:, 0].sum(), right.sum()])
     if dist.is_initialized():
@@ -330,7 +329,7 @@ def main() -> None:
     console.print(f"{len(pairs)} functions of {len({pair.file for pair in pairs})} files")
     rows = [*runs(pairs, config, console.print)]
     if first:
-        title = f"Each docstring's function among {config.candidates} of files never seen"
+        title = f"Each docstring's function among {config.candidates} functions of files never seen"
         console.print(table(rows, title))
         picture(rows, title, config.results.with_suffix(".png"))
         figures = [{name: value for name, value in row.items() if name not in ("encoder", "test")} for row in rows]
