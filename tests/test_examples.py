@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import random
 import sys
 from collections import UserDict
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import normalize
+
+from wholebatch.testing import run_ranks
 
 SOURCE = '''
 def documented(x):
@@ -153,3 +156,93 @@ def test_jax_trains_the_same_on_eight_devices_as_on_one():
             curves.append(losses)
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     assert len(set(curves[0])) == 3
+
+
+NOUNS = [f"{a}{b}{c}" for a in "bdfgkl" for b in "aeiou" for c in ("ner", "rrow", "stle", "mp")]
+
+
+def texts(module, count):
+    """Return pairs of ten words and of four of these."""
+    found = []
+    for k in range(count):
+        words = random.Random(k).sample(NOUNS, 10)
+        found.append(module.Pair(f"file{k % 20}", f"name{k}", tuple(words[::3]), tuple(words)))
+    return found
+
+
+def trained_and_searched():
+    with example("late_interaction") as module:
+        config = module.Config(steps=8, batch_size=24, candidates=60, embedding_size=16)
+        return [*module.runs(texts(module, 300), config, lambda line: None)]
+
+
+def test_late_interaction_is_the_same_on_two_ranks():
+    rows = trained_and_searched()
+    assert [row["vectors"] for row in rows] == ["one vector", "one per token"]
+    for of_rank in run_ranks(rounded_of_rank, 2):
+        for row, (losses, recalls) in zip(rows, of_rank, strict=True):
+            assert losses == pytest.approx(row["losses"], rel=1e-4)
+            assert recalls == pytest.approx([row["recall@1"], row["recall@10"]], abs=2.5 / 60)
+    for row in rows:
+        assert row["losses"][-1] < row["losses"][0]
+        assert row["recall@1"] > 10 / 60
+
+
+def rounded_of_rank():
+    return [(row["losses"], [row["recall@1"], row["recall@10"]]) for row in trained_and_searched()]
+
+
+@pytest.fixture(scope="module")
+def late_interaction():
+    with example("late_interaction") as module:
+        yield module
+
+
+def test_texts_are_sentences_and_code_without_docstrings(late_interaction, tmp_path):
+    (tmp_path / "good.py").write_text(SOURCE)
+    (tmp_path / "bad.py").write_text("def f(:\n")
+    config = late_interaction.Config(document_tokens=6)
+    found = [*late_interaction.functions(tmp_path, Path("good.py"), config)]
+    assert [(pair.name, pair.query, pair.document) for pair in found] == [
+        ("documented", ("add", "one", "to", "a", "number"), ("def", "documented", "x", "y", "return")),
+        ("short", ("add", "one", "to", "a", "number", "shortly"), ("def", "short", "x", "return")),
+        (
+            "method",
+            ("give", "back", "all", "that", "there", "is"),
+            ("async", "def", "method", "self", "first", "second"),
+        ),
+    ]
+    assert found[0].file == f"{tmp_path.name}/good.py"
+    assert not [*late_interaction.functions(tmp_path, Path("bad.py"), config)]
+    assert late_interaction.split_words("readHTTPHeader_from2files") == ["read", "http", "header", "from", "files"]
+
+
+def test_no_file_is_on_both_sides(late_interaction):
+    config = late_interaction.Config(candidates=60, batch_size=24)
+    train, test = late_interaction.split(texts(late_interaction, 300), config, seed=1)
+    assert len(test) == 60
+    assert not {pair.file for pair in train} & {pair.file for pair in test}
+    with pytest.raises(SystemExit, match="ask for more"):
+        late_interaction.split(texts(late_interaction, 80), config, seed=1)
+
+
+def test_the_picture_of_token_scores_is_drawn(late_interaction, tmp_path):
+    encoder = late_interaction.Encoder(late_interaction.MANY_VECTORS, 16)
+    pair = late_interaction.Pair("", "read_file", ("read", "all", "lines", "of", "a", "file"), tuple(NOUNS[:14]))
+    scores = late_interaction.token_scores(encoder, pair)
+    assert scores.shape == (6, 14)
+    rows = [
+        {
+            "vectors": kind,
+            "recall@1": 0.25 * seed,
+            "recall@10": 0.5,
+            "cpu seconds": 1.0,
+            "encoder": encoder,
+            "test": [pair],
+        }
+        for seed in (0, 1)
+        for kind in (late_interaction.ONE_VECTOR, late_interaction.MANY_VECTORS)
+    ]
+    late_interaction.picture(rows, "title", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert late_interaction.spread(rows, late_interaction.ONE_VECTOR, "recall@1", ".3f") == "0.125 (0.000 to 0.250)"
