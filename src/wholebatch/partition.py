@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from ._settings import check_count, check_flag, check_instance, check_integer, check_sequence, shown
 
-__all__ = ["Diagonal", "Partition", "Tile", "tiles"]
+__all__ = ["Diagonal", "Partition", "Ragged", "Tile", "tiles"]
 
 _MOST_PARTS = 2**20  # more ranks than any group has; a larger number is a mistake, and would fill the memory
 
@@ -68,6 +68,49 @@ class Partition:
         check_integer("rank", rank, minimum=0, maximum=len(self.counts) - 1, of="a rank of this partition")
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Items that consist of several vectors each: item k of all ranks has the vectors [starts[k], starts[k + 1]).
+
+    Args:
+        items: the items that each rank holds.
+        lengths: the number of vectors of each item, rank 0's items first.
+
+    >>> documents = Ragged(Partition((2, 1)), (3, 1, 2))
+    >>> documents.vectors.counts, documents.of(slice(1, 3))
+    ((4, 2), slice(3, 6, None))
+    """
+
+    items: Partition
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != self.items.total:
+            raise ValueError(
+                f"lengths must have one entry for each of {self.items.total} items, got {len(self.lengths)}"
+            )
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The index of each item's first vector, and after the last item their number."""
+        return tuple(accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def vectors(self) -> Partition:
+        """The vectors that each rank holds."""
+        spans = [self.of(self.items.rows(rank)) for rank in range(len(self.items.counts))]
+        return Partition(tuple(span.stop - span.start for span in spans))
+
+    def of(self, items: slice) -> slice:
+        """Return the vectors of consecutive items."""
+        return slice(self.starts[items.start], self.starts[items.stop])
+
+    def local(self, rank: int) -> Ragged:
+        """Return the items of one rank alone."""
+        at = self.items.rows(rank)
+        return Ragged(Partition((at.stop - at.start,)), self.lengths[at])
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
             name: OnDevice(x) if isinstance(x, Tensor) else x for name, x in _numbers(comm, inputs, checks).items()
         },
         _ARGUMENTS: inputs.names,
-        "rows": {name: len(x) for name, x in inputs.given_features.items()},
+        "rows": inputs.counts,
         "embedding size": first.shape[1],
         "dtype": str(first.dtype),
         "device type": first.device.type,

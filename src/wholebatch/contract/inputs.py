@@ -48,6 +48,8 @@ class Inputs:
             device; (): there is none.
         data: vectors of any dtype, each with the name of the features whose rows have these numbers.
         parameters: numbers, or tensors of any shape, that are equal on all ranks.
+        items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
+            are the rows of S.
     """
 
     features: Mapping[str, Tensor | None]
@@ -62,6 +64,7 @@ class Inputs:
     scales: tuple[str, str] | tuple[()] = ()
     data: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
     parameters: Mapping[str, Tensor | float] = field(default_factory=dict)
+    items: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def given_features(self) -> dict[str, Any]:
@@ -114,6 +117,11 @@ class Inputs:
         """The name and the value of the first features, to which all others are compared."""
         return next(iter(self.given_features.items()))
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of rows of S that each of the features stands for."""
+        return {name: self.items.get(name, len(x)) for name, x in self.given_features.items()}
+
     def check_features(self) -> None:
         """Raise ValueError unless features are matrices that fit together, as far as shapes and dtypes tell."""
         for name, x in self.given_features.items():
@@ -124,15 +132,16 @@ class Inputs:
 
     def check_rest(self) -> None:
         """Raise ValueError unless ids, weights and scalars have the right shapes and types."""
+        counts = self.counts
         for name, (x, of) in self.given_ids.items():
-            check_ids(name, x, of, len(self.given_features[of]))
+            check_ids(name, x, of, counts[of])
         weights, of = self.weights
         if weights is not None:
-            check_weights("weights", weights, of, len(self.given_features[of]))
+            check_weights("weights", weights, of, counts[of])
         for name, value in self.given_scalars.items():
             check_one(name, value)
         for name, (x, of) in self.data.items():
-            check_data(name, x, of, len(self.given_features[of]))
+            check_data(name, x, of, counts[of])
 
     def numbers(self) -> dict[str, Tensor | float]:
         """Return the numbers that the checks of values need, shape () or [1] on the device, or checked floats.

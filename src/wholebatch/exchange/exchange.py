@@ -7,6 +7,9 @@ this rank computes. Each visit gets
     carried        finished statistics of these columns, read only: sums and shifts of an earlier pass
     accumulated    new statistics of these columns: sums, maxima, gradients. The visit updates them in place
 
+A column of S may also stand for several rows of Y, such as a document's vectors. Then a block holds the rows of its
+columns, and only gradients have a row for each row of Y.
+
 Then the exchange combines `accumulated` over the ranks. Between two passes a rank keeps the statistics of all columns
 ("gather") or of its local columns ("ring").
 """
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from ..partition import Partition
+from ..partition import Partition, Ragged
 from ..sweep import Block
 from .schedule import Visit, full, half
 
@@ -69,12 +72,21 @@ class Exchange(ABC):
         columns: the owners of Y's rows.
         symmetric: whether Y is X, so that half of S suffices.
         chunk: least number of columns of one transfer, for an exchange that transfers the columns in several parts.
+        ragged: the rows of Y that each column stands for; None: one.
     """
 
     def __init__(
-        self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False, chunk: int = 1
+        self,
+        comm: Communicator,
+        rows: int,
+        columns: Partition,
+        *,
+        symmetric: bool = False,
+        chunk: int = 1,
+        ragged: Ragged | None = None,
     ) -> None:
-        self.comm, self.columns, self.symmetric = comm, columns, symmetric
+        self.comm, self.columns, self.symmetric, self.ragged = comm, columns, symmetric, ragged
+        self.y_rows = columns if ragged is None else ragged.vectors
         self.visits: tuple[Visit, ...] = half(columns, comm.rank) if symmetric else full(rows, columns, comm.rank)
 
     @property
@@ -91,6 +103,10 @@ class Exchange(ABC):
         """Whether all rows of Y arrive at once, so that a small batch may be computed at once."""
         return False
 
+    def rows_of(self, columns: slice) -> slice:
+        """Return the rows of Y, among those of all ranks, that some columns stand for."""
+        return columns if self.ragged is None else self.ragged.of(columns)
+
     @property
     @abstractmethod
     def kept_local(self) -> slice:
@@ -98,7 +114,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def fetch(self, y_local: Tensor) -> Tensor:
-        """Return the rows of Y that passes read, for forward and backward: (n_r, d) -> (columns kept, d).
+        """Return the rows of Y that passes read, for forward and backward: (rows of Y, d) -> (rows kept, d).
 
         The transfer may go on during the first pass, so only passes read the tensor.
         """
@@ -127,11 +143,12 @@ class Exchange(ABC):
             initial: (1, ...), the first value of each column's statistics; None: nothing is accumulated.
             op: "sum" or "max" combines the parts of two ranks; a tuple has one of them for each of k numbers; or a
                 :class:`Combination`.
-            to_owner: whether to reduce sums to the owners of the columns as soon as they are complete.
+            to_owner: whether the statistics are sums for rows of Y, its gradient, which are reduced to the owners of
+                these rows as soon as they are complete.
 
         Returns:
             (columns kept, ...), for `reduce`, which combines the parts of all ranks if the pass has not; with to_owner
-            (n_r, ...), already combined; None without `initial`.
+            (rows of Y, ...), already combined; None without `initial`.
         """
 
     @abstractmethod

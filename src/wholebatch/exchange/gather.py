@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import Communicator
 from ..comm.transport import Finish, named
-from ..partition import Partition
+from ..partition import Partition, Ragged
 from ..sweep import Block
 from .exchange import ColumnData, Exchange, Op, VisitBlock
 from .schedule import Visit, chunks
@@ -29,15 +29,22 @@ class GatherExchange(Exchange):
     """Fetch Y by an all-gather, reduce its gradient by a reduce-scatter, and statistics by an all-reduce.
 
     Args:
-        comm, rows, columns, symmetric: as for every :class:`Exchange`.
+        comm, rows, columns, symmetric, ragged: as for every :class:`Exchange`.
         chunk: least number of columns of one transfer. If S is symmetric, the rows of one rank are one transfer, and
             the gradient is reduced in one piece.
     """
 
     def __init__(
-        self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False, chunk: int = 1
+        self,
+        comm: Communicator,
+        rows: int,
+        columns: Partition,
+        *,
+        symmetric: bool = False,
+        chunk: int = 1,
+        ragged: Ragged | None = None,
     ) -> None:
-        super().__init__(comm, rows, columns, symmetric=symmetric, chunk=chunk)
+        super().__init__(comm, rows, columns, symmetric=symmetric, chunk=chunk, ragged=ragged)
         self._chunks = chunks(columns, chunk)
         self._arriving: list[Finish] = []  # one for each rank's rows, until the first pass has ended
 
@@ -58,10 +65,10 @@ class GatherExchange(Exchange):
         if self.comm.size == 1:
             return y_local
         if len(self._chunks) == 1:
-            return self.comm.all_gather(y_local, counts=self.columns.counts, check=False)
+            return self.comm.all_gather(y_local, counts=self.y_rows.counts, check=False)
         transport, y = self.comm.transport, y_local.contiguous()
         out, self._arriving = named(
-            transport, "gather exchange", "before", lambda: transport.all_gather_by_rank(y, self.columns.counts)
+            transport, "gather exchange", "before", lambda: transport.all_gather_by_rank(y, self.y_rows.counts)
         )
         return out
 
@@ -80,7 +87,8 @@ class GatherExchange(Exchange):
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
-        accumulated = None if initial is None else initial.repeat(len(fetched), *[1] * (initial.dim() - 1))
+        partition, place = (self.y_rows, self.rows_of) if to_owner else (self.columns, _same)
+        accumulated = None if initial is None else initial.repeat(partition.total, *[1] * (initial.dim() - 1))
         local = accumulated[self.kept_local] if accumulated is not None and self.symmetric else None
         early = to_owner and accumulated is not None and len(self._chunks) > 1 and not self.symmetric
         pending: list[_Pending] = []
@@ -88,7 +96,7 @@ class GatherExchange(Exchange):
         for ranks, block in self._blocks(fetched):
             columns = ColumnData(
                 None if carried is None else carried[:, block.cols],
-                None if accumulated is None else accumulated[block.cols],
+                None if accumulated is None else accumulated[place(block.cols)],
                 local,
             )
             visit(block, columns)
@@ -100,7 +108,7 @@ class GatherExchange(Exchange):
         if not to_owner or accumulated is None or self.comm.size == 1:
             return accumulated
         del fetched, block, columns  # free Y before the reduce-scatter allocates its result
-        return self.comm.reduce_scatter(accumulated, counts=self.columns.counts, check=False)
+        return self.comm.reduce_scatter(accumulated, counts=partition.counts, check=False)
 
     def reduce(self, accumulated: Tensor, op: Op) -> Tensor:
         if isinstance(op, str):
@@ -114,8 +122,8 @@ class GatherExchange(Exchange):
         return reduced
 
     def _start_reduce(self, accumulated: Tensor, rank: int) -> _Pending:
-        """Start to reduce the sums of a rank's columns to it."""
-        transport, x = self.comm.transport, accumulated[self.columns.rows(rank)]
+        """Start to reduce the sums of a rank's rows of Y to it."""
+        transport, x = self.comm.transport, accumulated[self.y_rows.rows(rank)]
         finish = named(transport, "gather exchange", "before", lambda: transport.reduce_(x, rank))
         return rank == self.comm.rank, lambda: named(transport, "gather exchange", "before", finish)
 
@@ -136,13 +144,17 @@ class GatherExchange(Exchange):
             ]
         for ranks, cols, rows, triangle in planned:
             self._await(ranks)
-            yield ranks, Block(y_full[cols], cols, rows, triangle)
+            yield ranks, Block(y_full[self.rows_of(cols)], cols, rows, triangle)
         self._await(range(self.comm.size))
         self._arriving = []
 
     def _await(self, ranks: range) -> None:
         for finish in self._arriving[ranks.start : ranks.stop]:
             named(self.comm.transport, "gather exchange", "before", finish)
+
+
+def _same(columns: slice) -> slice:
+    return columns
 
 
 def _finished(pending: list[_Pending], local_sums: Tensor | None) -> Tensor | None:

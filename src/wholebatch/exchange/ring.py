@@ -56,9 +56,11 @@ class RingExchange(Exchange):
         counts, offsets = self.columns.counts, self.columns.offsets
         y, numbers = fetched.contiguous(), None if carried is None else carried.T.contiguous()
         two, one = (2, 1) if steps > 1 else (1, 0)
-        y_blocks = _Buffers(y, counts, 2 * one)
+        y_rows = self.y_rows.counts
+        of_sums = y_rows if to_owner else counts
+        y_blocks = _Buffers(y, y_rows, 2 * one)
         number_blocks = None if numbers is None else _Buffers(numbers, counts, 2 * one)
-        sum_blocks, received_block = (None if initial is None else _Buffers(initial, counts, n) for n in (two, one))
+        sum_blocks, received_block = (None if initial is None else _Buffers(initial, of_sums, n) for n in (two, one))
         local = None
         if initial is not None and self.symmetric:
             local = _Buffers(initial, counts, 1).take(0, rank, initial)
@@ -79,11 +81,12 @@ class RingExchange(Exchange):
                 sums = sum_blocks.take(step, source, initial)
             finish = self._swap(sends, receives)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
+            part = planned.cols if self.ragged is None else slice(None)  # of several vectors, blocks are whole
             visit(
-                Block(y[planned.cols], cols, planned.rows, planned.triangle),
+                Block(y[part], cols, planned.rows, planned.triangle),
                 ColumnData(
                     None if numbers is None else numbers[planned.cols].T,
-                    None if sums is None else sums[planned.cols],
+                    None if sums is None else sums[part],
                     local,
                 ),
             )
@@ -96,7 +99,7 @@ class RingExchange(Exchange):
         if initial is not None and sums is not None and steps > 1:
             del y_blocks, received_block
             # The last visitor of the local block sends its sums, into memory of that size.
-            out = _Buffers(initial, (counts[rank],), 1).take(0, 0)
+            out = _Buffers(initial, (of_sums[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
             (sums,) = self._swap([_message(sums, source, _TO_OWNER)], [_message(out, visitor, _TO_OWNER)])()
         if local is not None and sums is not None:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from ..comm import Communicator
-from ..partition import Partition
+from ..partition import Partition, Ragged
 from .exchange import Exchange
 from .gather import GatherExchange
 from .ring import RingExchange
@@ -29,6 +29,7 @@ def select_exchange(
     row_bytes: int,
     symmetric: bool = False,
     chunk: int = 1,
+    ragged: Ragged | None = None,
 ) -> Exchange:
     """Return the exchange called `name`. "auto": "gather" up to 1 GiB per rank, else "ring".
 
@@ -40,10 +41,11 @@ def select_exchange(
         row_bytes: bytes of one of Y's rows, in the accumulation dtype.
         symmetric: as for every :class:`Exchange`.
         chunk: least number of columns of one transfer.
+        ragged: the rows of Y that each column stands for; None: one.
     """
     if name == "auto":
-        name = automatic(columns.total, row_bytes)
-    return _CLASSES[name](comm, rows, columns, symmetric=symmetric, chunk=chunk)
+        name = automatic((columns if ragged is None else ragged.vectors).total, row_bytes)
+    return _CLASSES[name](comm, rows, columns, symmetric=symmetric, chunk=chunk, ragged=ragged)
 
 
 def columns_of_a_chunk(total: int, columns: int, device: torch.device) -> int:

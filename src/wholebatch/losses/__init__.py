@@ -14,6 +14,7 @@ from .distillation import DistillationLoss, distillation_loss
 from .global_contrastive import GlobalContrastiveLoss, LossAndAverages, global_contrastive_loss
 from .info_nce import InfoNCELoss, info_nce_loss
 from .matryoshka import MatryoshkaLoss, matryoshka_loss
+from .max_sim import MaxSimLoss, max_sim_loss
 from .moco import KeyQueue, MoCoLoss, moco_loss
 from .multi_similarity import MultiSimilarityLoss, multi_similarity_loss
 from .nt_xent import NTXentLoss, nt_xent_loss
@@ -41,6 +42,7 @@ __all__ = [
     "LossAndAverages",
     "LossAndStatistics",
     "MatryoshkaLoss",
+    "MaxSimLoss",
     "MoCoLoss",
     "MultiSimilarityLoss",
     "NTXentLoss",
@@ -61,6 +63,7 @@ __all__ = [
     "global_contrastive_loss",
     "info_nce_loss",
     "matryoshka_loss",
+    "max_sim_loss",
     "moco_loss",
     "multi_similarity_loss",
     "nt_xent_loss",

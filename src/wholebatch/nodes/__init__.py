@@ -15,7 +15,7 @@
 A node receives the facts on which the ranks agreed. It does not know which loss uses it.
 """
 
-from .route import Layout, Route, choose_route
+from .route import Layout, Route, Vectors, choose_route, choose_token_route, token_driver
 from .row_statistics import Operands, RowStatistics, row_statistics, statistics_fields
 from .softmax_plan import Bounds
 from .towers import Towers
@@ -27,7 +27,10 @@ __all__ = [
     "Route",
     "RowStatistics",
     "Towers",
+    "Vectors",
     "choose_route",
+    "choose_token_route",
     "row_statistics",
     "statistics_fields",
+    "token_driver",
 ]

@@ -10,8 +10,24 @@ from torch import Tensor
 from ..comm import Communicator, LocalCommunicator
 from ..contract import Facts
 from ..exchange import Exchange, columns_of_a_chunk, num_entries, select_exchange
-from ..partition import Partition
-from ..sweep import Budget, Driver, Products, bytes_of_an_entry, columns_of_tiles, default_side, fit, smallest_budget
+from ..partition import Partition, Ragged
+from ..sweep import (
+    Budget,
+    Documents,
+    Driver,
+    KeptWinners,
+    MaxSimDriver,
+    Products,
+    TokenBudget,
+    bytes_of_an_entry,
+    bytes_of_winners,
+    columns_of_tiles,
+    default_side,
+    fit,
+    fit_tokens,
+    smallest_budget,
+    smallest_token_budget,
+)
 
 
 @dataclass(frozen=True)
@@ -97,3 +113,81 @@ def choose_route(
     entries = num_entries(exchange.visits, side) if keep else 0
     budget = fit(facts.options.memory, entries=entries, side=side, dtype=dtype, bytes_of_entry=entry, exact=exact)
     return Route(comm, exchange, budget, products)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The vectors that the rows and columns of S consist of, in late interaction.
+
+    Args:
+        rows: the rows of all ranks.
+        cols: the columns of all ranks.
+        documents: what documents are in S: each query vector takes its best match among a document's.
+    """
+
+    rows: Ragged
+    cols: Ragged
+    documents: Documents = "columns"
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most vectors of a query, and of a document, on any rank."""
+        rows, cols = (max(of.lengths, default=1) for of in (self.rows, self.cols))
+        return (rows, cols) if self.documents == "columns" else (cols, rows)
+
+
+def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
+    """Return the exchange of late interaction, and the memory of this rank's sweep; else as `choose_route`.
+
+    Raises:
+        ValueError: on every rank, if a rank's `memory` is too little for the longest document.
+    """
+    dtype, side, longest = facts.dtype, default_side(facts.device), vectors.longest
+    needed = smallest_token_budget(longest[1], dtype)
+    for rank, memory in enumerate(facts.of_ranks("memory")):
+        if isinstance(memory, int) and memory < needed:
+            raise ValueError(
+                f"{facts.caller}: memory must be at least {needed} bytes for the {longest[1]} tokens of the longest "
+                f"document, got {memory} on rank {rank}; pass more, or 'flat'"
+            )
+    rows, cols = vectors.rows, vectors.cols
+    exchange = select_exchange(
+        facts.options.exchange,
+        facts.comm,
+        rows.items.counts[facts.rank],
+        cols.items,
+        row_bytes=facts.embedding_size * dtype.itemsize,
+        chunk=columns_of_a_chunk(cols.items.total, side, facts.device),
+        ragged=cols,
+    )
+    local = rows.vectors.counts[facts.rank], rows.items.counts[facts.rank]
+    (tokens, queries), documents = local, cols.items.total
+    if vectors.documents == "rows":
+        tokens, queries, documents = cols.vectors.total, cols.items.total, local[1]
+    kept = bytes_of_winners(tokens, documents, queries, longest[1], dtype) if facts.differentiable else 0
+    budget = fit_tokens(facts.options.memory, longest=longest, side=side, dtype=dtype, kept=kept)
+    return Route(facts.comm, exchange, budget, facts.products)
+
+
+def token_driver(route: Route, x: Tensor, vectors: Vectors, *, winners: bool, kept: Tensor | None) -> Driver:
+    """Return a driver of the local rows' vectors.
+
+    Args:
+        route: of `choose_token_route`.
+        x: (n, d), the vectors of the local rows.
+        vectors: of all rows and columns.
+        winners: whether a gradient follows.
+        kept: memory of winners, or None.
+    """
+    assert isinstance(route.budget, TokenBudget)
+    return MaxSimDriver(
+        x,
+        vectors.rows.local(route.comm.rank),
+        vectors.cols,
+        documents=vectors.documents,
+        budget=route.budget,
+        largest=route.exchange.largest_block,
+        products=route.products,
+        winners=winners,
+        kept=None if kept is None else KeptWinners(kept),
+    )

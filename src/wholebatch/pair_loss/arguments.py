@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from .._checks import has_feature_dtype, is_dense
 from .._settings import check_number, shown
 from ..contract import Inputs
+from ..tokens import Packed, Tokens, packed
 from .fields import INDEX, PARTNER, SEPARATOR
-from .similarity import ONE
+from .similarity import LATE, ONE
 
 _RESERVED = {INDEX: "it is the number of the row", PARTNER: "it is the similarity with the partner"}
 
@@ -31,6 +32,8 @@ class Arguments:
         x_data, y_data, own_data: vectors by name.
         owners: (k,), the local row of each own candidate; without own empty.
         parameters: numbers and tensors by name.
+        x_lengths, y_lengths: the number of vectors of each row, in late interaction; else None. x and y then have a row
+            for each vector.
     """
 
     x: Any
@@ -42,6 +45,8 @@ class Arguments:
     own_data: dict[str, Tensor]
     owners: Tensor
     parameters: dict[str, Any]
+    x_lengths: tuple[int, ...] | None = None
+    y_lengths: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -62,6 +67,16 @@ class Arguments:
         x_data, y_data, own_data = (
             _vectors(name, of) for name, of in zip(("x_data", "y_data", "own_data"), data, strict=True)
         )
+        x_lengths = y_lengths = None
+        if kinds.get(ONE) in LATE:
+            if own is not None:
+                raise ValueError(
+                    "own must be left out with similarity='max_sim'; pass own candidates as rows of y with the index "
+                    "of their row as data, and compare it in `where`"
+                )
+            if y is None:
+                raise ValueError("y must be given with similarity='max_sim', which is not symmetric")
+            (x, x_lengths), (y, y_lengths) = _packed("x", x), _packed("y", y)
         features, widths = _side_by_side("x", x, kinds)
         columns = None
         if y is not None:
@@ -75,7 +90,10 @@ class Arguments:
             flat, owners, own_data = _own(own, own_offsets, own_data, kinds, features)
         elif own_data or own_offsets is not None:
             raise ValueError("own_data and own_offsets need own=, the features of each row's own candidates")
-        return cls(features, columns, flat, widths, x_data, y_data, own_data, owners, _parameters(parameters))
+        return cls(
+            features, columns, flat, widths, x_data, y_data, own_data, owners, _parameters(parameters),
+            x_lengths, y_lengths,
+        )  # fmt: skip
 
     @property
     def signature(self) -> list[Any]:
@@ -107,7 +125,13 @@ class Arguments:
             weights=(weights, "x"),
             data=data,
             parameters={f"parameters[{name!r}]": value for name, value in self.parameters.items()},
+            items={name: len(of) for name, of in (("x", self.x_lengths), ("y", self.y_lengths)) if of is not None},
         )
+
+
+def _packed(name: str, given: Any) -> Packed:
+    """Return the vectors of items that the caller has padded or packed."""
+    return packed(name, given if isinstance(given, Tokens) else Tokens(given))
 
 
 def _vectors(name: str, data: Any) -> dict[str, Tensor]:

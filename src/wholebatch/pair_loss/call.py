@@ -11,8 +11,8 @@ from torch import Tensor
 from .._precision import wide_dtype
 from .._statistics_request import report, statistics_requested
 from ..contract import Facts, finish
-from ..nodes import Layout, choose_route
-from ..partition import Partition
+from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route
+from ..partition import Partition, Ragged
 from ..sync import total
 from .arguments import Arguments
 from .declaration import Declaration
@@ -22,7 +22,7 @@ from .node import PairPlan, PairSums
 from .own import OwnRows, combined
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
-from .similarity import multiplied, squares
+from .similarity import LATE, ONE, multiplied, squares
 from .statistics import TermStatistics
 
 CALLER = "PairLoss"
@@ -46,10 +46,12 @@ class Call:
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]
+        self.vectors = self._vectors() if declaration.kinds.get(ONE) in LATE else None
         self.shifts = self._shifts() if declaration.distances else {}
         self.parameters = {name: facts.inputs[f"parameters[{name!r}]"] for name in call.parameters}
-        self.x = self._tower("x", "x_data", call.x_data, self.rows)
-        self.y = self.x if call.y is None else self._tower("y", "y_data", call.y_data, self.cols)
+        vectors = (None, None) if self.vectors is None else (self.vectors.rows, self.vectors.cols)
+        self.x = self._tower("x", "x_data", call.x_data, self.rows, vectors[0])
+        self.y = self.x if call.y is None else self._tower("y", "y_data", call.y_data, self.cols, vectors[1])
         self.pairing: Pairing | None = None
         if declaration.wants_partners:
             self.pairing = pairing(facts, self.x, self.y)
@@ -65,7 +67,7 @@ class Call:
     def loss(self) -> Tensor:
         """Return L. With statistics, if the caller has requested them: one more all-reduce."""
         sides = []
-        of_rows, of_cols = self._reduced()
+        of_rows, of_cols = self.reduced()
         if statistics_requested():
             report(self._statistics(of_rows, of_cols))
         if self.declared.row_loss is not None:
@@ -84,14 +86,26 @@ class Call:
         totals = [self._total(*side, count) for side, count in zip(sides, counts, strict=False)]
         return finish(self.facts, sum(totals[1:], start=totals[0]))
 
-    def _tower(self, name: str, of_data: str, data: Mapping[str, Tensor], rows: Partition) -> Tower:
+    def _vectors(self) -> Vectors:
+        """Return the vectors that rows and columns consist of. Collective: two all-gathers of integers."""
+        rows, cols = (
+            Ragged(
+                items, tuple(self.facts.all_gather(torch.tensor(of, device=self.facts.device).long(), items).tolist())
+            )
+            for of, items in ((self.call.x_lengths, self.rows), (self.call.y_lengths, self.cols))
+        )
+        return Vectors(rows, cols, LATE[self.declared.kinds[ONE]])
+
+    def _tower(
+        self, name: str, of_data: str, data: Mapping[str, Tensor], rows: Partition, vectors: Ragged | None = None
+    ) -> Tower:
         """Return one side: its features as products take them, and its numbers."""
         kinds, x = self.declared.kinds, self.facts.inputs[name]
         widths = [*self.call.widths.values()]
         parts = dict(zip(kinds, [x] if len(widths) == 1 else x.split(widths, dim=1), strict=True))
         features = {of: multiplied(part, kinds[of], self.shifts.get(of)) for of, part in parts.items()}
         numbers = {key: self.facts.inputs.get(f"{of_data}[{key!r}]", one) for key, one in data.items()}
-        return Tower(features, numbers, rows)
+        return Tower(features, numbers, rows, vectors)
 
     @torch.no_grad()
     def _shifts(self) -> dict[str, Tensor]:
@@ -129,7 +143,7 @@ class Call:
                 index = index[at]
         return Pairs(self.facts, self.declared.kinds, local, other, index, at=at, rows_are_local=rows)
 
-    def _reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reductions of rows and of columns, (b,) and (n_r,) each, by the names of terms."""
         of_rows, of_cols = self._swept()
         for found, names, rows in (
@@ -156,7 +170,7 @@ class Call:
 
     def _winners(self, term: Term, index: Tensor, *, rows: bool) -> Tensor:
         x, y = (
-            Tower(tower.features, {**tower.numbers, **partners}, tower.rows)
+            Tower(tower.features, {**tower.numbers, **partners}, tower.rows, tower.vectors)
             for tower, partners in zip((self.x, self.y), self.partners, strict=True)
         )
         towers = (x, y) if rows else (y, x)
@@ -183,13 +197,7 @@ class Call:
         p_learned = [n for n, one in self.parameters.items() if isinstance(one, Tensor) and one.requires_grad]
         plan = PairPlan(
             facts,
-            choose_route(
-                facts,
-                Layout(self.rows, self.cols, symmetric=self.declared.symmetric),
-                exact=True,
-                dtype=facts.dtype,
-                times=self.tiles,
-            ),
+            self._route(),
             kinds,
             self.call.widths,
             reduced,
@@ -204,6 +212,7 @@ class Call:
             self.declared.symmetric,
             self.declared.kernels,
             self.signature,
+            self.vectors,
         )
         learned = [
             *[x_numbers[name] for name in x_learned],
@@ -215,6 +224,12 @@ class Call:
             dict(zip([of.name for of in plan.of_rows], of_rows, strict=True)),
             dict(zip([of.name for of in plan.of_cols], of_cols, strict=not plan.symmetric)),
         )
+
+    def _route(self) -> Route:
+        if self.vectors is not None:
+            return choose_token_route(self.facts, self.vectors)
+        layout = Layout(self.rows, self.cols, symmetric=self.declared.symmetric)
+        return choose_route(self.facts, layout, exact=True, dtype=self.facts.dtype, times=self.tiles)
 
     def _of_all_columns(self, name: str, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks' columns, (B,). Collective: one all-gather, except for their index."""

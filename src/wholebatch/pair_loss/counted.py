@@ -109,6 +109,8 @@ def _few(call: Arguments, rows: int) -> Arguments:
         y_data=y_data,
         own_data=data(call.own_data),
         owners=torch.arange(rows if call.own is not None else 0, device=call.owners.device),
+        x_lengths=None if call.x_lengths is None else (1,) * rows,
+        y_lengths=None if call.y_lengths is None else (1,) * rows,
         parameters=parameters,
     )
 

@@ -211,7 +211,8 @@ class PairLoss(nn.Module):
         assert of_y is not None
         candidates = None if of_own is None else OwnCandidates(of_own, call.own_data, call.owners)
         y_data = call.x_data if call.y is None else call.y_data
-        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, candidates, call.parameters)
+        lengths = None if call.x_lengths is None or call.y_lengths is None else (call.x_lengths, call.y_lengths)
+        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, candidates, call.parameters, lengths)
         return whole.loss(weights, self.options.reduction)
 
     def _parameters_here(self) -> dict[str, Any]:

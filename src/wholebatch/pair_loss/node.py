@@ -13,7 +13,7 @@ from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..contract import Facts
 from ..exchange import ColumnData
-from ..nodes import Route
+from ..nodes import Route, Vectors, token_driver
 from ..partition import Partition
 from ..sweep import Block, KeptTiles
 from .compiled import Kernels
@@ -40,6 +40,7 @@ class PairPlan:
         symmetric: whether Y is X and half of the tiles suffice.
         kernels: compiled functions of tiles; None: nobody asked for them.
         signature: of the declaration, by which they are kept.
+        vectors: of rows and columns that consist of several, in late interaction; None: each is one vector.
     """
 
     facts: Facts
@@ -58,6 +59,12 @@ class PairPlan:
     symmetric: bool = False
     kernels: Kernels | None = None
     signature: str = ""
+    vectors: Vectors | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The number of this rank's rows, and of its columns."""
+        return self.rows.counts[self.facts.rank], self.cols.counts[self.facts.rank]
 
     @property
     def of_rows(self) -> list[Reduced]:
@@ -70,7 +77,13 @@ class PairPlan:
         return [of for of in self.reduced if of.cols]
 
     def sweep(
-        self, x: Tensor, learned: Sequence[Tensor], y_learned: Sequence[Tensor], kept: Tensor | None
+        self,
+        x: Tensor,
+        learned: Sequence[Tensor],
+        y_learned: Sequence[Tensor],
+        kept: Tensor | None,
+        *,
+        backward: bool = False,
     ) -> PairSweep:
         """Return a sweep of the local rows.
 
@@ -79,10 +92,15 @@ class PairPlan:
             learned: the numbers of local rows, then parameters, with a gradient.
             y_learned: the numbers of all columns with a gradient.
             kept: memory for products of the first tiles, or None.
+            backward: whether gradients follow.
         """
         drivers, start = {}, 0
         for name, width in self.widths.items():
-            drivers[name] = self.route.driver(x[:, start : start + width], 1.0)
+            if self.vectors is not None:
+                drivers[name] = token_driver(self.route, x, self.vectors, winners=backward, kept=kept)
+                kept = None  # the driver itself keeps tiles
+            else:
+                drivers[name] = self.route.driver(x[:, start : start + width], 1.0)
             start += width
         of_x, of_p = learned[: len(self.x_learned)], learned[len(self.x_learned) :]
         device, offset = x.device, self.rows.offsets[self.facts.rank]
@@ -116,10 +134,11 @@ class PairSums(torch.autograd.Function):
         of_x, of_y, of_p = _split(learned, plan)
         all_y = [plan.facts.all_gather(one, plan.cols) for one in of_y]
         entries = plan.route.budget.kept if any(ctx.needs_input_grad) else 0
-        kept = x.new_empty(entries, dtype=accumulation_dtype(x.dtype)) if entries else None
+        of_kept = accumulation_dtype(x.dtype) if plan.vectors is None else plan.route.budget.kept_dtype
+        kept = x.new_empty(entries, dtype=of_kept) if entries else None
         sweep = plan.sweep(x, [*of_x, *of_p], all_y, kept)
         kept_rows, kept_cols = (Kept([of.rule for of in some]) for some in (plan.of_rows, plan.of_cols))
-        rows = kept_rows.start(len(x), wide, x.device)
+        rows = kept_rows.start(plan.counts[0], wide, x.device)
         slices = kept_rows.slices, kept_cols.slices
 
         def visit(block: Block, columns: ColumnData) -> None:
@@ -128,7 +147,7 @@ class PairSums(torch.autograd.Function):
 
         initial = kept_cols.start(1, wide, x.device) if plan.of_cols else None
         cols = exchange.accumulate(fetched, visit, initial=initial, op=kept_cols)
-        local = x.new_zeros(len(y), 0, dtype=wide)
+        local = x.new_zeros(plan.counts[1], 0, dtype=wide)
         if cols is not None:
             local = exchange.reduce(cols, kept_cols)[exchange.kept_local]
         if plan.symmetric:
@@ -148,7 +167,7 @@ class PairSums(torch.autograd.Function):
         learned, all_y = rest[:count], rest[count:]
         of_x, of_y, of_p = _split(learned, plan)
         sweep, dtype, wide = (
-            plan.sweep(x, [*of_x, *of_p], all_y, kept),
+            plan.sweep(x, [*of_x, *of_p], all_y, kept, backward=True),
             accumulation_dtype(x.dtype),
             wide_dtype(x.device),
         )
@@ -159,7 +178,7 @@ class PairSums(torch.autograd.Function):
         wants = want_x or want_y
         into = Gradients(
             torch.zeros_like(x, dtype=dtype) if want_x and not plan.symmetric else None,
-            x.new_zeros(len(x), len(of_x), dtype=wide),
+            x.new_zeros(plan.counts[0], len(of_x), dtype=wide),
             x.new_zeros(plan.cols.total, len(of_y), dtype=wide),
             [torch.zeros_like(one, dtype=wide) for one in of_p],
         )

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ from torch import Tensor
 from .._precision import wide_dtype
 from ..contract import Facts
 from ..nodes.fetch import fetch_rows
-from ..partition import Partition
+from ..partition import Partition, Ragged
 from .entries import Entries
 from .fields import INDEX, PARTNER, SEPARATOR, nested
+from .late_interaction import max_sim_of_pairs, vectors_of
 from .reductions import Max, Min, Term
-from .similarity import ONE, of_pairs
+from .similarity import LATE, ONE, of_pairs
 
 PAIR = "pair"
 NOBODY: Mapping[str, Tensor] = MappingProxyType({})
@@ -41,22 +42,46 @@ class Tower:
         features: for each similarity, (b, d), as products take them.
         numbers: data of rows by name, (b,) each.
         rows: the owners of the rows.
+        vectors: those that each row of all ranks consists of, in late interaction; then features have a row for each of
+            them. None: each row is one.
     """
 
     features: Mapping[str, Tensor]
     numbers: Mapping[str, Tensor]
     rows: Partition
+    vectors: Ragged | None = None
 
     def index(self, facts: Facts) -> Tensor:
         """Return the indices of this rank's rows among all ranks' rows, (b,)."""
         first, count = self.rows.offsets[facts.rank], self.rows.counts[facts.rank]
         return torch.arange(first, first + count, device=facts.device)
 
-    def fetched(self, facts: Facts, index: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def fetched(self, facts: Facts, index: Tensor) -> Chosen:
         """Return features and numbers of rows of any rank, by their index. Collective: three messages for each."""
-        features = {name: fetch_rows(facts.comm, x, self.rows, index) for name, x in self.features.items()}
+        owners, places, lengths = self.rows, index, None
+        if self.vectors is not None:
+            owners, (places, lengths) = self.vectors.vectors, vectors_of(self.vectors, index)
+        features = {name: fetch_rows(facts.comm, x, owners, places) for name, x in self.features.items()}
         numbers = {name: _fetch(facts, x, self.rows, index) for name, x in self.numbers.items()}
-        return features, numbers
+        return Chosen(features, {**numbers, INDEX: index}, lengths)
+
+    def chosen(self, facts: Facts, at: Tensor | None) -> Chosen:
+        """Return features and numbers of some local rows, or of all."""
+        numbers = {**self.numbers, INDEX: self.index(facts)}
+        local = None if self.vectors is None else self.vectors.local(facts.rank)
+        if at is None:
+            return Chosen(dict(self.features), numbers, None if local is None else local.lengths)
+        places, lengths = (at, None) if local is None else vectors_of(local, at)
+        features = {name: x[places] for name, x in self.features.items()}
+        return Chosen(features, {name: x[at] for name, x in numbers.items()}, lengths)
+
+
+class Chosen(NamedTuple):
+    """Some rows of one side: features and numbers by name, and in late interaction how many vectors each row has."""
+
+    features: dict[str, Tensor]
+    numbers: dict[str, Tensor]
+    lengths: tuple[int, ...] | None
 
 
 def _fetch(facts: Facts, x: Tensor, rows: Partition, index: Tensor) -> Tensor:
@@ -141,21 +166,25 @@ class Pairs:
         at: Tensor | None = None,
         rows_are_local: bool,
     ) -> None:
-        if index is None:
-            features, numbers, index = dict(other.features), dict(other.numbers), other.index(facts)
-        else:
-            features, numbers = other.fetched(facts, index)
-        own, own_numbers = dict(local.features), {**local.numbers, INDEX: local.index(facts)}
-        if at is not None:
-            own, own_numbers = ({name: x[at] for name, x in of.items()} for of in (own, own_numbers))
-        sides = [(own, own_numbers), (features, {**numbers, INDEX: index})]
-        (self.x, self.x_numbers), (self.y, self.y_numbers) = sides if rows_are_local else sides[::-1]
+        theirs = other.chosen(facts, None) if index is None else other.fetched(facts, index)
+        sides = [local.chosen(facts, at), theirs]
+        self.x, self.y = sides if rows_are_local else sides[::-1]
         self.kinds, self.dtype = kinds, wide_dtype(facts.device)
 
     @cached_property
     def similarities(self) -> dict[str, Tensor]:
         """The similarity of each pair, (k,), by name."""
-        return {name: of_pairs(kind, self.x[name], self.y[name], self.dtype) for name, kind in self.kinds.items()}
+        return {name: self._similarity(name, kind) for name, kind in self.kinds.items()}
+
+    def _similarity(self, name: str, kind: str) -> Tensor:
+        x, y = self.x, self.y
+        if kind not in LATE:
+            return of_pairs(kind, x.features[name], y.features[name], self.dtype)
+        queries, documents = (x, y) if LATE[kind] == "columns" else (y, x)
+        assert queries.lengths is not None
+        assert documents.lengths is not None
+        lengths = queries.lengths, documents.lengths
+        return max_sim_of_pairs(queries.features[name], documents.features[name], lengths, self.dtype)
 
     def scores(self, term: Term, parameters: Mapping[str, Any], partners: Mapping[str, Tensor] = NOBODY) -> Tensor:
         """Return the score of each pair, (k,).
@@ -168,7 +197,7 @@ class Pairs:
         s = {name: x[:, None] for name, x in self.similarities.items()}
         x, y = (
             nested({name: one[:, None] for name, one in {**side, **partners}.items()})[0]
-            for side in (self.x_numbers, self.y_numbers)
+            for side in (self.x.numbers, self.y.numbers)
         )
         value = Entries(self.kinds, s, x, y, parameters).values(term, None).value
         assert value is not None

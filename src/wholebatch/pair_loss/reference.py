@@ -6,7 +6,7 @@ whole matrix at once, and each row's reduction by the function of torch that has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Dense:
 
     Args:
         declaration: of the loss, after its first use.
-        x, y: features of rows and of columns.
+        x, y: features of rows and of columns; in late interaction of all vectors of a row, one after the other.
         x_data, y_data: their numbers, as the caller passed them.
         own: own candidates, or None.
         parameters: by name.
@@ -52,11 +52,12 @@ class Dense:
     y_data: Mapping[str, Tensor]
     own: OwnCandidates | None
     parameters: Mapping[str, Any]
+    lengths: tuple[Sequence[int], Sequence[int]] | None = None  # of rows and columns, in late interaction
 
     def loss(self, weights: Tensor | None, reduction: str) -> Tensor:
         """Return L of these rows, as if they were the whole batch."""
         declared, kinds = self.declaration, self.declaration.kinds
-        s = {name: _similarities(kind, self.x[name], self.y[name]) for name, kind in kinds.items()}
+        s = {name: self._similarities(kind, self.x[name], self.y[name]) for name, kind in kinds.items()}
         rows, cols = next(iter(s.values())).shape
         to_y = self._partners_of_rows(rows, cols)
         x_numbers, y_numbers = self._numbers(to_y, rows, cols)
@@ -72,6 +73,17 @@ class Dense:
             sides.append(losses_and_weights("column_loss", found, cols))
         return _combined(sides, weights, reduction)
 
+    def _similarities(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
+        """Return the similarity of each row of x with each row of y."""
+        if self.lengths is not None:
+            of_x, of_y = (tokens.split([*of]) for tokens, of in zip((x, y), self.lengths, strict=True))
+            return torch.stack([torch.stack([(q @ d.T).max(1).values.sum() for d in of_y]) for q in of_x])
+        if kind == "neg_squared_distance":
+            return -(x[:, None] - y).square().sum(2)
+        if kind == "cosine":
+            x, y = normalize(x, dim=1), normalize(y, dim=1)
+        return x @ y.T
+
     def _partners_of_rows(self, rows: int, cols: int) -> Tensor | None:
         """Return the column of each row's partner."""
         if "pair" in self.x_data and "pair" in self.y_data:
@@ -86,11 +98,17 @@ class Dense:
         y: dict[str, Any] = {**self.y_data, INDEX: torch.arange(cols, device=device)}
         if to_y is not None:
             kinds = self.declaration.kinds
-            s = {name: _of_pairs(kind, self.x[name], self.y[name][to_y]) for name, kind in kinds.items()}
+            s = {name: self._partners(kind, self.x[name], self.y[name], to_y) for name, kind in kinds.items()}
             none = torch.zeros(cols, dtype=next(iter(s.values())).dtype, device=device)
             back = {name: none.index_put((to_y,), one) for name, one in s.items()}
             x[PARTNER], y[PARTNER] = (of.get(ONE, fields("s", of)) for of in (s, back))
         return x, y
+
+    def _partners(self, kind: str, x: Tensor, y: Tensor, to_y: Tensor) -> Tensor:
+        """Return the similarity of each row of x with its partner."""
+        if self.lengths is not None:
+            return self._similarities(kind, x, y)[torch.arange(len(to_y), device=to_y.device), to_y]
+        return _of_pairs(kind, x, y[to_y])
 
     def _term(self, name: str, entries: Entries, x_numbers: Numbers | None, to_y: Tensor | None) -> Tensor:
         """Return one reduction of all rows, or of all columns, without `x_numbers`."""
@@ -177,14 +195,6 @@ def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:
     if not len(value):
         return value.new_zeros(())
     return value.mean() if term.log_weight is None else (log_weight.softmax(0) * value).sum()
-
-
-def _similarities(kind: str, x: Tensor, y: Tensor) -> Tensor:
-    if kind == "neg_squared_distance":
-        return -(x[:, None] - y).square().sum(2)
-    if kind == "cosine":
-        x, y = normalize(x, dim=1), normalize(y, dim=1)
-    return x @ y.T
 
 
 def _of_pairs(kind: str, x: Tensor, y: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
     dot                     s_ij = x_i . y_j
     cosine                  s_ij = x_i . y_j / (|x_i| |y_j|), by the rule of `_normalize`
     neg_squared_distance    s_ij = -|x_i - y_j|^2 = min(0, 2 x_i . y_j - |x_i|^2 - |y_j|^2)
+    max_sim                 s_ij = sum_t max_u x_it . y_ju, rows and columns of several vectors ("tokens") each
 
 In a tile, |x|^2 and |y|^2 are numbers of rows like any data: with a gradient, which reaches the features outside of the
 sweep. A common vector is subtracted from all rows first. It changes no distance, and if it is the mean, the squares are
@@ -22,12 +23,16 @@ from .._checks import check_choice
 from .._normalize import divisors, known_norms, project_
 from .._precision import accumulation_dtype, rows_at_a_time
 from .._settings import shown
+from ..sweep import Documents
 
-SIMILARITIES = ("dot", "cosine", "neg_squared_distance")
+SIMILARITIES = ("dot", "cosine", "neg_squared_distance", "max_sim")
 DISTANCE = "neg_squared_distance"
+MAX_SIM = "max_sim"
+MAX_SIM_OF_ROWS = "max_sim_of_rows"  # the same with rows and columns exchanged: each y_ju takes its best x_it
+LATE: dict[str, Documents] = {MAX_SIM: "columns", MAX_SIM_OF_ROWS: "rows"}  # whose vectors compete
 ONE = ""  # the name of the similarity where there is only one
 # Similarities at which a logarithm, a root and a quotient are finite, and so are their slopes.
-_SAFE = {"dot": 0.5, "cosine": 0.5, DISTANCE: -0.5}
+_SAFE = {"dot": 0.5, "cosine": 0.5, DISTANCE: -0.5, MAX_SIM: 0.5, MAX_SIM_OF_ROWS: 0.5}
 
 Similarity = str | Mapping[str, str]
 
@@ -45,6 +50,11 @@ def kinds_of(similarity: object) -> dict[str, str]:
             if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
                 raise ValueError(f"similarity must have names like 'student', got {shown(name)}")
             check_choice(f"similarity[{name!r}]", kind, SIMILARITIES)
+        if MAX_SIM in similarity.values():
+            raise ValueError(
+                f"similarity must be 'max_sim' alone, got {dict(similarity)}: rows have several vectors then; pass "
+                "another model's similarities as data"
+            )
         return dict(similarity)
     return {ONE: check_choice("similarity", similarity, SIMILARITIES)}
 

@@ -162,8 +162,7 @@ class PairSweep:
                 continue
             factors, start = {}, 0
             for name, each in self.drivers.items():
-                y = block.y[_relative(tile.cols, block), start : start + each.width]
-                factors[name] = each.factor("x", each.rows(tile.rows)), each.factor("y", y)
+                factors[name] = each.factors(tile, block, start)
                 start += each.width
             yield tile, factors, masks
 

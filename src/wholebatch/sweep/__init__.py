@@ -16,6 +16,15 @@ ranking       smooth counts of the entries that are larger than a row's positive
 from .driver import Block, Driver
 from .hardest import HardestSweep
 from .kernel_tiles import LARGEST, columns_of_tiles
+from .max_sim import (
+    Documents,
+    KeptWinners,
+    MaxSimDriver,
+    TokenBudget,
+    bytes_of_winners,
+    fit_tokens,
+    smallest_token_budget,
+)
 from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
@@ -37,16 +46,19 @@ __all__ = [
     "Block",
     "Budget",
     "Diagonals",
+    "Documents",
     "Driver",
     "Entries",
     "EqualIds",
     "Factor",
     "HardestSweep",
     "KeptTiles",
+    "KeptWinners",
     "KernelNestedSweep",
     "KernelSigmoidSweep",
     "KernelSoftmaxSweep",
     "LogitTransform",
+    "MaxSimDriver",
     "Memory",
     "NamedRows",
     "NestedSweep",
@@ -60,12 +72,16 @@ __all__ = [
     "SoftTargetSweep",
     "SoftmaxSweep",
     "Sums",
+    "TokenBudget",
     "Union",
     "Weights",
     "bytes_of_an_entry",
+    "bytes_of_winners",
     "columns_of_tiles",
     "default_side",
     "fit",
+    "fit_tokens",
     "select_products",
     "smallest_budget",
+    "smallest_token_budget",
 ]

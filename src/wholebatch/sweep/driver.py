@@ -81,6 +81,11 @@ class Driver:
             y = block.y[relative(tile.cols, block), : self.width]
             yield tile, x, self.factor("y", y, self.col_norms, tile.cols)
 
+    def factors(self, tile: Tile, block: Block, start: int = 0) -> tuple[Factor, Factor]:
+        """Return a tile's rows of X and of Y; those of Y from column `start` of the block on."""
+        y = block.y[relative(tile.cols, block), start : start + self.width]
+        return self.factor("x", self.rows(tile.rows)), self.factor("y", y)
+
     def rows(self, at: slice) -> Tensor:
         """Return some of X's rows."""
         return self.x[at] if self.index is None else self.x.index_select(0, self.index[at])

@@ -1,0 +1,84 @@
+"""The documents of queries: which belong to which query, and which of them is its positive.
+
+The documents of a rank are in the order of its queries: first those of query 0, then those of query 1, and at the end
+documents that belong to no query. A query's first document is its positive; the others are its hard negatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._checks import is_dense
+from .._settings import shown
+
+NOBODY = -1  # the query of a document that belongs to none
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The owners of one rank's documents.
+
+    Args:
+        queries: (c,), for each document its query on this rank, or `NOBODY`.
+        positives: (b,), for each query its positive document on this rank.
+    """
+
+    queries: Tensor
+    positives: Tensor
+
+    @classmethod
+    def of(cls, queries: int, documents: int, per_query: object) -> Owners:
+        """Return the owners.
+
+        Args:
+            queries: how many there are on this rank.
+            documents: how many there are.
+            per_query: (queries,) integers, the number of documents of each query, or one number for all.
+
+        Raises:
+            ValueError: for numbers that are none, below 1, or larger together than there are documents.
+        """
+        counts = _counts(queries, per_query)
+        total = sum(counts)
+        if total > documents:
+            what = "documents" if per_query is None else "documents_per_query"
+            raise ValueError(
+                f"{what} must not be {'fewer than queries' if per_query is None else 'more than documents'}, got "
+                f"{total} documents of {queries} queries, and {documents} documents; a query's first document is its "
+                "positive"
+            )
+        each = torch.tensor(counts, dtype=torch.int64)
+        of_document = torch.full((documents,), NOBODY)
+        of_document[:total] = torch.arange(queries).repeat_interleave(each)
+        return cls(of_document, each.cumsum(0) - each)
+
+    @property
+    def is_positive(self) -> Tensor:
+        """Whether each document is a query's positive, (c,)."""
+        found = torch.zeros(len(self.queries), dtype=torch.bool)
+        found[self.positives] = True
+        return found
+
+
+def _counts(queries: int, per_query: object) -> list[int]:
+    """Return the number of documents of each query."""
+    if per_query is None:
+        return [1] * queries
+    if isinstance(per_query, int) and not isinstance(per_query, bool) and per_query >= 1:
+        return [per_query] * queries
+    counts, good = list[int](), False
+    if isinstance(per_query, Tensor) and is_dense(per_query) and per_query.shape == (queries,):
+        good = not per_query.is_floating_point() and per_query.dtype != torch.bool
+        counts = per_query.tolist() if good else []
+    if not good or min(counts, default=1) < 1:
+        got = shown(per_query)
+        if isinstance(per_query, Tensor):
+            got = f"{tuple(per_query.shape)}, {per_query.dtype}" + (f", smallest {min(counts)}" if counts else "")
+        raise ValueError(
+            f"documents_per_query must be a number >= 1, or {queries} integers >= 1, the documents of each query, got "
+            f"{got}"
+        )
+    return counts

@@ -1,0 +1,84 @@
+"""The reductions of a declaration for a loss of this library, which has made its own agreement with the ranks.
+
+The loss checks its arguments under their own names, and combines the reductions itself. What users' declarations need
+beside that (looking at their functions, fingerprints, messages) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import Facts
+from .arguments import Arguments
+from .call import Call
+from .declaration import Declaration
+from .first_use import Reads
+from .reductions import Term
+from .similarity import ONE
+
+
+class Tower(NamedTuple):
+    """One side of the matrix of pairs on this rank.
+
+    Args:
+        features: as `facts.inputs` has them; in late interaction with a row for each vector.
+        lengths: the number of vectors of each row, in late interaction; else None.
+        data: numbers of rows by name, (b,) each, without a gradient.
+    """
+
+    features: Tensor
+    lengths: tuple[int, ...] | None
+    data: Mapping[str, Tensor]
+
+
+def reductions(
+    facts: Facts,
+    similarity: str,
+    terms: Mapping[str, Term],
+    towers: Mapping[str, Tower],
+    parameters: Mapping[str, Any],
+    sides: Collection[str],
+) -> dict[str, dict[str, Tensor]]:
+    """Return all terms of one side or of both, reduced: (b,) or (n_r,) each, by the names of sides and terms.
+
+    Args:
+        facts: on which the ranks agreed.
+        similarity: one of `similarity.SIMILARITIES`, or `MAX_SIM_OF_ROWS`.
+        terms: by name.
+        towers: rows, whose features stay, and columns, whose features travel, by the names of their features.
+        parameters: numbers and tensors, as `facts.inputs` has them.
+        sides: names of the towers whose rows are reduced.
+    """
+    (x_name, x), (y_name, y) = towers.items()
+    declared = Declaration(
+        dict(terms),
+        None,
+        None,
+        {ONE: similarity},
+        reads=Reads(*(set(terms) if name in sides else set() for name in towers)),
+    )
+    call = Arguments(
+        x=x.features,
+        y=y.features,
+        own=None,
+        widths={ONE: facts.embedding_size},
+        x_data=dict(x.data),
+        y_data=dict(y.data),
+        own_data={},
+        owners=torch.zeros(0, dtype=torch.int64),
+        parameters=dict(parameters),
+        x_lengths=x.lengths,
+        y_lengths=y.lengths,
+    )
+    named = {f"parameters[{name!r}]": value for name, value in parameters.items()}
+    renamed = replace(
+        facts,
+        rows={"x": facts.rows[x_name], "y": facts.rows[y_name]},
+        inputs={**facts.inputs, "x": x.features, "y": y.features, **named},
+    )
+    return dict(zip(towers, Call(declared, call, renamed, tiles=1).reduced(), strict=True))

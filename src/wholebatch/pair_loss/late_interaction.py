@@ -1,0 +1,97 @@
+"""Late interaction of single pairs: partners, and pairs that have won, computed from the tokens of both.
+
+    s_k = sum_t max_u q_kt . d_ku        over query k's tokens t and document k's tokens u
+
+A few pairs at a time are padded to matrices of one size and multiplied; padding never wins. The gradient follows the
+winners, the first of equal ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .._autograd import once_differentiable
+from ..partition import Ragged
+
+_AT_ONCE = 2**18  # products of tokens
+
+
+def vectors_of(items: Ragged, index: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the places of the vectors of some items, one item's after the other's, and how many each has."""
+    chosen = index.tolist()
+    starts = torch.tensor([items.starts[k] for k in chosen], dtype=torch.int64)
+    lengths = tuple(items.lengths[k] for k in chosen)
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    first = starts - ends + torch.tensor(lengths, dtype=torch.int64)
+    places = torch.arange(int(ends[-1]) if len(ends) else 0)
+    each = first.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return (places + each).to(index.device), lengths
+
+
+def max_sim_of_pairs(
+    queries: Tensor, documents: Tensor, lengths: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
+) -> Tensor:
+    """Return the late interaction of each query with the document of the same place, (k,).
+
+    Args:
+        queries: (n, d), tokens of k queries.
+        documents: (m, d), tokens of k documents.
+        lengths: the number of tokens of each query, and of each document.
+        dtype: of the result.
+    """
+    found: Tensor = _OfPairs.apply(queries, documents, lengths, dtype)
+    return found
+
+
+class _OfPairs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        documents: Tensor,
+        lengths: tuple[tuple[int, ...], tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        winners = torch.empty(len(queries), dtype=torch.int64, device=queries.device)
+        count = len(lengths[0])
+        owners = torch.arange(count).repeat_interleave(torch.tensor(lengths[0], dtype=torch.int64)).to(queries.device)
+        best = torch.empty(len(queries), dtype=dtype, device=queries.device)
+        q_start = d_start = first = 0
+        while first < count:
+            last, longest = first + 1, (lengths[0][first], lengths[1][first])
+            while last < count:
+                wider = max(longest[0], lengths[0][last]), max(longest[1], lengths[1][last])
+                if (last + 1 - first) * wider[0] * wider[1] > _AT_ONCE:
+                    break
+                last, longest = last + 1, wider
+            of_q, of_d = lengths[0][first:last], lengths[1][first:last]
+            q, d = queries[q_start : q_start + sum(of_q)].to(dtype), documents[d_start : d_start + sum(of_d)].to(dtype)
+            q_padded, d_padded = (pad_sequence(x.split(of), batch_first=True) for x, of in ((q, of_q), (d, of_d)))
+            d_lengths, q_lengths = (torch.tensor(of, device=q.device)[:, None] for of in (of_d, of_q))
+            there = torch.arange(longest[1], device=q.device) < d_lengths
+            scores = torch.bmm(q_padded, d_padded.mT).masked_fill_(~there[:, None], float("-inf"))
+            largest, place = scores.max(2)
+            at = torch.arange(longest[0], device=q.device) < q_lengths
+            starts = d_start + d_lengths.cumsum(0) - d_lengths
+            best[q_start : q_start + len(q)] = largest[at]
+            winners[q_start : q_start + len(q)] = (place + starts)[at]
+            first, q_start, d_start = last, q_start + len(q), d_start + len(d)
+        ctx.save_for_backward(queries, documents, winners, owners)
+        return torch.zeros(count, dtype=dtype, device=queries.device).index_add_(0, owners, best)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        queries, documents, winners, owners = ctx.saved_tensors
+        each = grad[owners][:, None]
+        of_queries = of_documents = None
+        if ctx.needs_input_grad[0]:
+            of_queries = (each * documents[winners]).to(queries.dtype)
+        if ctx.needs_input_grad[1]:
+            of_documents = torch.zeros_like(documents, dtype=each.dtype).index_add_(0, winners, each * queries)
+            of_documents = of_documents.to(documents.dtype)
+        return of_queries, of_documents, None, None

@@ -1,0 +1,163 @@
+"""Late interaction: value and gradients of one dense tensor of all token scores, on any number of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import wholebatch as wb
+from wholebatch.testing import run_ranks
+
+SPLITS = [(6,), (4, 2), (0, 4, 2), (1, 2, 0, 3)]
+BOTH = ("query_to_document", "document_to_query")
+FORMS = {
+    "plain": {},
+    "mean over tokens": {"query_tokens": "mean", "label_smoothing": 0.1},
+    "both directions": {"directions": BOTH, "label_smoothing": 0.2},
+    "documents to queries": {"directions": BOTH[1:]},
+    "hard negatives of all": {"hard": True},
+    "hard negatives of one": {"hard": True, "hard_negatives": "own", "directions": BOTH},
+    "equal ids are excluded": {"ids": True, "directions": BOTH},
+    "equal ids are positive": {
+        "ids": True,
+        "hard": True,
+        "equal_ids": "positive",
+        "label_smoothing": 0.1,
+        "directions": BOTH,
+        "hard_negatives": "own",
+    },
+    "weights": {"weights": True, "reduction": "sum"},
+}
+OPTIONS = [
+    {"exchange": "gather"},
+    {"exchange": "ring", "sync": "sum"},
+    {"exchange": "ring", "memory": 2**21},
+    {"memory": 1000},
+]
+
+
+def batch(seed, queries, *, longest=(5, 9), hard=False, ids=False, weights=False, d=7):
+    """Return packed tokens of so many queries, and of their documents with one more of nobody for every two queries."""
+    of = torch.Generator().manual_seed(seed)
+
+    def integers(low, high, count):
+        return torch.randint(low, high + 1, (count,), generator=of)
+
+    per_query = integers(1, 3, queries) if hard else torch.ones(queries, dtype=torch.int64)
+    of_nobody = torch.arange(queries) % 2  # beside each query's own: which rank has them follows from the query's rank
+    documents = int(per_query.sum() + of_nobody.sum())
+    lengths = [integers(1, longest[0], queries), integers(1, longest[1], documents)]
+    tokens = [torch.randn(int(x.sum()), d, dtype=torch.float64, generator=of) for x in lengths]
+    found = {"tokens": tokens, "lengths": lengths, "per_query": per_query, "of_nobody": of_nobody}
+    found["scale"] = torch.tensor(1.5, dtype=torch.float64)
+    if ids:
+        found["query_ids"], found["document_ids"] = integers(0, 3, queries), integers(0, 5, documents)
+    if weights:
+        found["weights"] = torch.rand(queries, dtype=torch.float64, generator=of)
+    return found
+
+
+def part(whole, counts, rank):
+    """Return one rank's part: its queries, their documents, and its documents of nobody behind them."""
+    start = sum(counts[:rank])
+    rows = slice(start, start + counts[rank])
+    per_query, of_nobody = whole["per_query"], whole["of_nobody"]
+    own = int(per_query.sum())
+    first, nobody = int(per_query[:start].sum()), own + int(of_nobody[:start].sum())
+    documents = torch.cat(
+        [
+            torch.arange(first, first + int(per_query[rows].sum())),
+            torch.arange(nobody, nobody + int(of_nobody[rows].sum())),
+        ]
+    )
+    chosen = [torch.arange(len(whole["lengths"][0]))[rows], documents]
+    found = {"per_query": per_query[rows], "documents": documents, "queries": chosen[0], "scale": whole["scale"]}
+    found["tokens"] = [
+        torch.cat([tokens[:0], *(tokens.split(lengths.tolist())[k] for k in some)])
+        for tokens, lengths, some in zip(whole["tokens"], whole["lengths"], chosen, strict=True)
+    ]
+    found["lengths"] = [lengths[some] for lengths, some in zip(whole["lengths"], chosen, strict=True)]
+    for name, some in (("query_ids", chosen[0]), ("weights", chosen[0]), ("document_ids", documents)):
+        if name in whole:
+            found[name] = whole[name][some]
+    return found
+
+
+def gradients(function, given, *, hard=False, ids=False, weights=False, **settings):
+    """Return the value, and the gradients of queries, documents and scale."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*given["tokens"], given["scale"])]
+    offsets = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in given["lengths"]]
+    for name in ("query_ids", "document_ids") if ids else ():
+        settings[name] = given[name]
+    if hard:
+        settings["documents_per_query"] = given["per_query"]
+    if weights:
+        settings["weights"] = given["weights"]
+    loss = function(
+        *leaves[:2],
+        logit_scale=leaves[2],
+        query_offsets=offsets[0],
+        document_offsets=offsets[1],
+        **settings,
+    )
+    loss.sum().backward()
+    return loss.detach(), [x.grad for x in leaves]
+
+
+def of_form(form):
+    return {name: form[name] for name in ("hard", "ids", "weights") if name in form}
+
+
+def of_rank(jobs, counts, function=None):
+    found = []
+    for seed, longest, form, options in jobs:
+        whole = batch(seed, sum(counts), longest=longest, **of_form(form))
+        given = part(whole, counts, dist.get_rank())
+        found.append(gradients(function or wb.functional.max_sim_loss, given, **form, **options))
+    return found
+
+
+def distance(of_ranks, whole, counts, form, sync="mean"):
+    """Return the largest difference from the dense reference: of the value, and of all gradients."""
+    given, world = part(whole, (sum(counts),), 0), len(counts)
+    # The whole batch in the order of the ranks: rank 0's documents of nobody stand before rank 1's documents.
+    parts = [part(whole, counts, rank) for rank in range(world)]
+    value, expected = gradients(wb.reference.max_sim_loss, given, **form)
+    worst = max((loss - value).abs().max().item() for loss, _ in of_ranks)
+    gradient = max(
+        (of_rank[1][2] - expected[2]).abs().item()
+        if sync == "mean"
+        else (sum(other[1][2] for other in of_ranks) - expected[2]).abs().item()
+        for of_rank in of_ranks
+    )
+    for tower, some in ((0, "queries"), (1, "documents")):
+        of_items = expected[tower].split(whole["lengths"][tower].tolist())
+        for (_, grads), mine in zip(of_ranks, parts, strict=True):
+            wanted = torch.cat([expected[tower][:0], *(of_items[k] for k in mine[some])])
+            got = grads[tower] / (world if sync == "mean" else 1)
+            gradient = max(gradient, (got - wanted).abs().max().item() if len(got) else 0.0)
+    return worst, gradient
+
+
+@pytest.mark.parametrize("counts", SPLITS, ids=str)
+def test_ranks_have_the_gradients_of_one_dense_tensor(counts):
+    jobs = [
+        (seed, longest, form, options)
+        for seed, form in enumerate(FORMS.values())
+        for longest, options in zip([(5, 9), (9, 3), (1, 1), (5, 40)], OPTIONS, strict=True)
+    ]
+    found = run_ranks(of_rank, len(counts), jobs, counts)
+    for at, (seed, longest, form, options) in enumerate(jobs):
+        whole = batch(seed, sum(counts), longest=longest, **of_form(form))
+        value, gradient = distance([of[at] for of in found], whole, counts, form, options.get("sync", "mean"))
+        assert value < 1e-12 * 50, (form, longest, options, value)
+        assert gradient < 1e-10, (form, longest, options, gradient)
+
+
+def test_lengths_from_1_to_40():
+    counts, form = (5, 0, 7), FORMS["both directions"]
+    jobs = [(seed, (40, 40), form, options) for seed, options in enumerate(OPTIONS)]
+    found = run_ranks(of_rank, len(counts), jobs, counts)
+    for at, (seed, longest, _, options) in enumerate(jobs):
+        whole = batch(seed, sum(counts), longest=longest)
+        value, gradient = distance([of[at] for of in found], whole, counts, form, options.get("sync", "mean"))
+        assert (value < 1e-11, gradient < 1e-10) == (True, True), (options, value, gradient)
