@@ -61,7 +61,7 @@ def as_colpali_own(ours, batch, **settings):
             documents_per_query=2,
             hard_negatives="own",
             query_ids=torch.zeros(rows, dtype=torch.int64),
-            document_ids=torch.tensor([0, torch.iinfo(torch.int64).min]).repeat(rows),
+            document_ids=torch.tensor([0, 1]).repeat(rows),
             **settings,
         )
 
