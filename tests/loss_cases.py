@@ -148,6 +148,12 @@ def matryoshka(**settings: Any) -> Callable[..., Tensor]:
     )
 
 
+def max_sim(*names: str, **settings: Any) -> Callable[..., Tensor]:
+    call = lambda f, x, y, scale, _bias, **o: f.max_sim_loss(x, y, logit_scale=scale, **settings, **o)  # noqa: E731
+    return keyword(call, *names)
+
+
+TOKENS = (Input(_random(3, 0)), Input(_random(4, 0)))
 ALL_DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
 BOTH_DIRECTIONS = ALL_DIRECTIONS[:2]
 LABELED = {"inputs": (X, IDS), "has_scale": False, "normalizes": True}
@@ -262,6 +268,18 @@ LOSSES = {
         keyword(matryoshka(symmetric=False, normalize=False), "ids"), inputs=(X, Y, IDS)
     ),
     "distillation": Case(distillation, inputs=(X, Y, TEACHER, TEACHER)),
+    "max_sim": Case(max_sim(), inputs=TOKENS, smooth=False),
+    "max_sim, both directions, ids, mean": Case(
+        max_sim(
+            "query_ids",
+            directions=("query_to_document", "document_to_query"),
+            equal_ids="positive",
+            query_tokens="mean",
+            label_smoothing=0.1,
+        ),
+        inputs=(*TOKENS, IDS),
+        smooth=False,
+    ),
     "barlow_twins": Case(moments("barlow_twins_loss"), **MOMENTS),
     "vicreg": Case(moments("vicreg_loss"), **MOMENTS, smooth=False),
     "w_mse": Case(moments("w_mse_loss", epsilon=0.2), **MOMENTS),

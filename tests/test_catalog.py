@@ -25,7 +25,7 @@ from wholebatch.planning.sizes import LOSSES, num_towers
 from wholebatch.planning.work import TRANSFERS
 
 # Losses that need more than features, scale, bias and labels.
-OTHERS = {"moco", "distillation", "global_contrastive", "partial_fc"}
+OTHERS = {"moco", "distillation", "global_contrastive", "max_sim", "partial_fc"}
 
 
 def test_every_public_loss_is_in_the_catalog_or_needs_more_arguments():

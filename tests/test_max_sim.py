@@ -161,3 +161,42 @@ def test_lengths_from_1_to_40():
         whole = batch(seed, sum(counts), longest=longest)
         value, gradient = distance([of[at] for of in found], whole, counts, form, options.get("sync", "mean"))
         assert (value < 1e-11, gradient < 1e-10) == (True, True), (options, value, gradient)
+
+
+def scores_of_rank(counts, options, top):
+    whole = batch(3, sum(counts), longest=(6, 11), hard=True)
+    given = part(whole, counts, dist.get_rank())
+    offsets = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in given["lengths"]]
+    return wb.max_sim(
+        *given["tokens"], query_offsets=offsets[0], document_offsets=offsets[1], top=top, **options
+    ), given["documents"]
+
+
+@pytest.mark.parametrize("counts", SPLITS, ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], {"exchange": "ring", "memory": 1000, "query_tokens": "mean"}], ids=str)
+def test_scores_of_all_documents_and_of_the_best(counts, options):
+    whole = batch(3, sum(counts), longest=(6, 11), hard=True)
+    offsets = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in whole["lengths"]]
+    expected = wb.reference.max_sim(
+        *whole["tokens"],
+        query_offsets=offsets[0],
+        document_offsets=offsets[1],
+        query_tokens=options.get("query_tokens", "sum"),
+    )
+    found = run_ranks(scores_of_rank, len(counts), counts, options, None)
+    order = torch.cat([documents for _, documents in found])  # the documents of all ranks, in the order of ranks
+    expected = expected[:, order]
+    assert torch.allclose(torch.cat([scores for scores, _ in found]), expected, rtol=0, atol=1e-12)
+    most = len(order) + 2  # more than there are
+    for top in (1, 3, most):
+        best = [of_rank for of_rank, _ in run_ranks(scores_of_rank, len(counts), counts, options, top)]
+        values, places = (torch.cat([of_rank[at] for of_rank in best]) for at in (0, 1))
+        wanted = expected.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(places, wanted.indices[:, :top])
+        assert torch.allclose(values, wanted.values[:, :top], rtol=0, atol=1e-12)
+
+
+def test_of_equal_scores_the_document_with_the_lowest_index_comes_first():
+    documents = torch.eye(2).repeat(3, 1)[:, None]  # 0, 2 and 4 are the same
+    best = wb.max_sim(torch.eye(2)[:1, None], documents, top=3, memory=64)
+    assert best.documents.tolist() == [[0, 2, 4]]

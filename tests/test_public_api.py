@@ -36,6 +36,7 @@ PUBLIC = {
         "Scale",
         "SparseAdamW",
         "SparseSGD",
+        "Tokens",
         "__version__",
         "audit",
         "comm",
@@ -126,7 +127,7 @@ PUBLIC = {
     ],
     tevatron: ["install"],
     transformers: ["ComputeLoss", "WholeBatchTrainerMixin", "features_of"],
-    wb.partition: ["Diagonal", "Partition", "Tile", "tiles"],
+    wb.partition: ["Diagonal", "Partition", "Ragged", "Tile", "tiles"],
     wb.recipes: [
         "RowMemory",
         "TowersLoss",

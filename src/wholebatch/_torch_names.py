@@ -22,6 +22,7 @@ from .losses import *  # noqa: F403
 from .pair_loss import *  # noqa: F403
 from .planning._names import plan as plan
 from .scale import Scale as Scale
+from .tokens import Tokens as Tokens
 
 if not _typing.TYPE_CHECKING:  # a type checker sees all; functional lists the functions
     __all__ = [name for name in globals() if not name.startswith("_") and not name.endswith("_loss")]

@@ -186,7 +186,15 @@ VALUES: dict[str, Callable[[], Any]] = {
     # by entry
     **{
         f"{loss}.forward.{name}": (lambda value=value: value)
-        for loss in ("CLIPLoss", "DistillationLoss", "InfoNCELoss", "MatryoshkaLoss", "MoCoLoss", "SigLIPLoss")
+        for loss in (
+            "CLIPLoss",
+            "DistillationLoss",
+            "InfoNCELoss",
+            "MatryoshkaLoss",
+            "MaxSimLoss",
+            "MoCoLoss",
+            "SigLIPLoss",
+        )
         for name, value in (("logit_scale", 10.0), ("logit_bias", -5.0))
         if name == "logit_scale" or loss == "SigLIPLoss"
     },
@@ -204,6 +212,14 @@ VALUES: dict[str, Callable[[], Any]] = {
     "data": lambda: {"label": _labels()},
     "activations": _rows(4, 3),
     "directions": _rows(2, 3),
+    **{
+        f"{loss}.{name}": _rows(4, 2, 3)
+        for loss in ("max_sim_loss", "reference.max_sim_loss", "MaxSimLoss.forward", "max_sim")
+        for name in ("queries", "documents")
+    },
+    "items": lambda: wb.partition.Partition((2, 1)),
+    "lengths": lambda: (3, 1, 2),
+    "Ragged.of.items": lambda: slice(0, 2),
     "Problem.batch": lambda: {"x": torch.randn(8, 3)},
     "Problem.loss": lambda: _mean_of_squares,
     "MagFace.norms": lambda: (10.0, 110.0),
@@ -254,7 +270,8 @@ LEFT_OUT = {
         ("BatchStatistics", "LossAndStatistics", "LossAndAverages", "TermStatistics"),
         "a record that the library returns",
     ),
-    **dict.fromkeys(("TokenChunk", "TopClasses"), "a record that the library returns"),
+    **dict.fromkeys(("TokenChunk", "TopClasses", "TopDocuments"), "a record that the library returns"),
+    "Tokens": "a record that a caller makes, and that a loss checks",
     **dict.fromkeys(
         ("NegativeTransform", "ObservesAngles", "ObservesNorms", "Regularizes", "TransformsNegatives"), "a protocol"
     ),

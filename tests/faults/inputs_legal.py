@@ -61,6 +61,14 @@ LEGAL: dict[str, str] = {
     **dict.fromkeys(("image_features", "text_features", "z0", "z1", "queries", "keys"), _FEATURES),
     "InfoNCELoss.forward.keys": f"{_FEATURES} t_5x3",  # further keys are negatives
     "info_nce_loss.keys": f"{_FEATURES} t_5x3",
+    **{
+        f"{entry}.{name}": "t_4x2x3"
+        for entry in ("max_sim_loss", "MaxSimLoss.forward", "max_sim")
+        for name in ("queries", "documents")
+    },
+    "document_ids": _IDS,
+    **{f"{entry}.query_ids": _IDS for entry in ("max_sim_loss", "MaxSimLoss.forward")},
+    "top": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",
     "KeyQueue.enqueue.keys": f"{_FEATURES} t_5x3 t_0x3",
     "features": f"{_FEATURES} {_OTHER_FLOATS} t_4x5 t_4x2x3",
     "negatives": f"{_FEATURES} t_0x3 t_5x3",

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from good_calls import ENTRIES, Arguments, D, Good, Results, World, gradients_of, with_gradients
+from good_calls import ENTRIES, Arguments, D, Good, Results, World, entry, gradients_of, with_gradients
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -60,6 +60,8 @@ ROWS = {
     "text_log_averages": Rows(lambda w, name, n: w.normal(name, n), differentiable=False),
     "centers": Rows(_features, counts=_of_classes, sharded=True),
 }
+TOKENS = Rows(lambda w, name, n: normalize(w.normal(name, n, 3, D), dim=2))
+ROWS_OF = {"max_sim_loss": {"queries": TOKENS, "documents": TOKENS, "document_ids": IDS}}  # instead of those by name
 SCALARS = {"logit_scale": 7.0, "logit_bias": -2.5, "teacher_logit_scale": 3.0, "temperature": 0.2}
 LEARNED = ("logit_scale", "logit_bias", "temperature")
 REPLICATED: dict[str, Callable[[World], Any]] = {
@@ -70,7 +72,17 @@ NEEDED: dict[str, Arguments] = {  # if the default does not suit a small batch, 
     "w_mse_loss": {"epsilon": 0.2},
     "partial_fc_loss": {"margin": wb.CosFace(8.0, 0.2)},
 }
-OPTIONAL = ("weights", "ids", "query_ids", "key_ids", "negatives", "hard_negatives", "temperature", "logit_bias")
+OPTIONAL = (
+    "weights",
+    "ids",
+    "query_ids",
+    "key_ids",
+    "document_ids",
+    "negatives",
+    "hard_negatives",
+    "temperature",
+    "logit_bias",
+)
 LABELS_OF_CLASSES = ("partial_fc_loss", "PartialFC")
 
 
@@ -86,12 +98,13 @@ def make_loss(name: str, world: World, module: type[torch.nn.Module] | None = No
         parameters = {k: of_function[k] for k in (*inspect.signature(module).parameters, *forward)}
         if world.integers("scale in the call", 2, 1):  # otherwise in the constructor, and logit_bias too
             settings -= forward.keys()
+    rows_of = ROWS | ROWS_OF.get(name, {})
     common, whole, sync = _draw(name, parameters, world, tensors=module is None)
     arguments = [
-        {**common, **{k: x[Partition(ROWS[k].counts(world)).rows(rank)] for k, x in whole.items()}}
+        {**common, **{k: x[Partition(rows_of[k].counts(world)).rows(rank)] for k, x in whole.items()}}
         for rank in range(world.size)
     ]
-    differentiable = [k for k in (*whole, *LEARNED) if k not in ROWS or ROWS[k].differentiable]
+    differentiable = [k for k in (*whole, *LEARNED) if k not in rows_of or rows_of[k].differentiable]
     known = inspect.signature(reference).parameters
 
     def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
@@ -108,7 +121,7 @@ def make_loss(name: str, world: World, module: type[torch.nn.Module] | None = No
             for k, x in gradients_of(given, differentiable).items():
                 argument = k.removeprefix("gradient of ")
                 if argument in whole:
-                    factor = world.size if sync == "mean" and not ROWS[argument].sharded else 1
+                    factor = world.size if sync == "mean" and not rows_of[argument].sharded else 1
                     x = factor * x[Partition(counts[argument]).rows(rank)]
                 of_rank[k] = x
             results.append(of_rank)
@@ -134,7 +147,7 @@ def _draw(
     name: str, parameters: dict[str, inspect.Parameter], world: World, *, tensors: bool
 ) -> tuple[Arguments, dict[str, Tensor], str | None]:
     """Return the arguments that are equal on all ranks, the rows of all ranks, and `sync`."""
-    rng = world.choices
+    rng, rows_of = world.choices, ROWS | ROWS_OF.get(name, {})
     sync = rng.choice(["mean", "mean", "sum", None])
     common: Arguments = {"group": world.group, "sync": sync, **NEEDED.get(name, {})}
     whole: dict[str, Tensor] = {}
@@ -145,8 +158,8 @@ def _draw(
             continue
         if key == "labels" and name in LABELS_OF_CLASSES:
             whole[key] = world.integers(key, CLASSES, sum(world.rows))
-        elif key in ROWS:
-            whole[key] = ROWS[key].make(world, key, sum(ROWS[key].counts(world)))
+        elif key in rows_of:
+            whole[key] = rows_of[key].make(world, key, sum(rows_of[key].counts(world)))
         elif key in SCALARS:
             learned = tensors and sync == "mean" and key in LEARNED and rng.random() < 0.5
             common[key] = torch.tensor(SCALARS[key], dtype=torch.float64) if learned else SCALARS[key]
@@ -165,6 +178,35 @@ def _wide(x: Any) -> Any:
     if x.is_floating_point():
         return x.detach().double()
     return x[:, 0] if x.dim() == 2 and x.shape[1] == 1 else x
+
+
+@entry("max_sim")
+def _max_sim(world: World) -> Good:
+    rng, rows = world.choices, sum(world.rows)
+    whole = {name: normalize(world.normal(name, rows, 3, D), dim=2) for name in ("queries", "documents")}
+    common: Arguments = {"group": world.group, "exchange": rng.choice(USED_EXCHANGES), "top": rng.choice([None, 2, 99])}
+    partition = Partition(world.rows)
+    arguments = [{**common, **{k: x[partition.rows(rank)] for k, x in whole.items()}} for rank in range(world.size)]
+
+    def results(found: Tensor | wb.TopDocuments) -> Results:
+        return {"value": found} if isinstance(found, Tensor) else {"value": found.scores, "index": found.documents}
+
+    def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
+        q, d = (torch.cat([of[name].double() for of in of_ranks]) for name in ("queries", "documents"))
+        scores, top = wb.reference.max_sim(q, d), of_ranks[settings_of]["top"]
+        if top is not None:
+            scores, index = scores.sort(dim=1, descending=True, stable=True)
+            scores, index = scores[:, :top], index[:, :top]
+        counts = Partition(tuple(len(of["queries"]) for of in of_ranks))
+        at = [counts.rows(rank) for rank in range(world.size)]
+        return [{"value": scores[rows]} | ({} if top is None else {"index": index[rows]}) for rows in at]
+
+    return Good(
+        arguments,
+        dict(inspect.signature(wb.max_sim).parameters),
+        lambda made, given, backward: results(wb.max_sim(**given)),
+        expected,
+    )
 
 
 def module_names() -> dict[str, str]:

@@ -13,12 +13,14 @@ NO_CALL = {
         "a margin: a function of this rank's rows",
     ),
     **dict.fromkeys(
-        ("BatchStatistics", "LossAndStatistics", "LossAndAverages", "TermStatistics"), "a record that a loss returns"
+        ("BatchStatistics", "LossAndStatistics", "LossAndAverages", "TermStatistics", "TopDocuments"),
+        "a record that a loss returns",
     ),
     **dict.fromkeys(
         ("Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum"),
         "a term of a declared loss: PairLoss has the calls",
     ),
+    "Tokens": "a record that a caller makes: the losses that take it have the calls",
     "with_statistics": "calls a loss, and each loss has its call",
     "Scale": "a parameter and its exponential",
     "KeyQueue": "its collective is KeyQueue.enqueue",

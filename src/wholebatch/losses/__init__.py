@@ -11,10 +11,11 @@ from .clip import CLIPLoss, clip_loss
 from .dcl import DCLLoss, dcl_loss
 from .debiased import DebiasedLoss, debiased_loss
 from .distillation import DistillationLoss, distillation_loss
+from .document_scores import TopDocuments, max_sim
 from .global_contrastive import GlobalContrastiveLoss, LossAndAverages, global_contrastive_loss
 from .info_nce import InfoNCELoss, info_nce_loss
+from .late_interaction import MaxSimLoss, max_sim_loss
 from .matryoshka import MatryoshkaLoss, matryoshka_loss
-from .max_sim import MaxSimLoss, max_sim_loss
 from .moco import KeyQueue, MoCoLoss, moco_loss
 from .multi_similarity import MultiSimilarityLoss, multi_similarity_loss
 from .nt_xent import NTXentLoss, nt_xent_loss
@@ -49,6 +50,7 @@ __all__ = [
     "SigLIPLoss",
     "SmoothAPLoss",
     "SupConLoss",
+    "TopDocuments",
     "TripletLoss",
     "VICRegLoss",
     "WMSELoss",
@@ -63,6 +65,7 @@ __all__ = [
     "global_contrastive_loss",
     "info_nce_loss",
     "matryoshka_loss",
+    "max_sim",
     "max_sim_loss",
     "moco_loss",
     "multi_similarity_loss",
