@@ -1,9 +1,10 @@
-"""PyLate: its losses of late interaction, plain and cached, against the loss of one process on the whole batch."""
+"""PyLate: its losses of late interaction, and those of this library, against one process on the whole batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 
 from ..._third_party import declare_torchvision_operators
+from ...integrations import pylate as ours
 from ..problem import Problem
 from .encoders import ROWS, mlp, tokens
 
@@ -54,9 +56,9 @@ def _encoded(model: nn.Module, batch: Mapping[str, Tensor], name: str) -> Tensor
     return normalize(model(features)["token_embeddings"], dim=-1) * batch[f"{name}_mask"][..., None]
 
 
-def _contrastive(loss: str, **options: Any) -> Problem:
+def _contrastive(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        made = getattr(losses, loss)(model, **options)
+        made = getattr(module, loss)(model, **options)
         found: Tensor = made(_features(batch, _NAMES))
         return found
 
@@ -71,7 +73,8 @@ def _contrastive(loss: str, **options: Any) -> Problem:
             reduction="mean" if options.get("size_average", True) else "sum",
         )
 
-    return Problem(_Encoder(), tokens(query=4, positive=6, negative=6), of_rank, reference=of_whole_batch, engine="ddp")
+    batch, own = tokens(query=4, positive=6, negative=6), module is ours
+    return Problem(_Encoder(), batch, of_rank, reference=of_whole_batch, engine="ddp", uneven=own, empty=own)
 
 
 def _distillation() -> Problem:
@@ -99,4 +102,6 @@ SETTINGS: dict[str, Callable[[], Problem]] = {
     ),
     f"{_CACHED}, size_average=False": partial(_contrastive, _CACHED, mini_batch_size=2, size_average=False),
     "Distillation": _distillation,
+    f"{_PLAIN} of wholebatch.integrations": partial(_contrastive, _PLAIN, ours),
+    f"{_CACHED} of wholebatch.integrations": partial(_contrastive, _CACHED, ours, mini_batch_size=2),
 }

@@ -91,7 +91,8 @@ def _of_tokens(loss: str, module: ModuleType = losses_of_tokens, **options: Any)
         )
 
     batch = tokens(anchor=4, positive=6, negative=6)
-    return Problem(_TokenEncoder(), batch, of_rank, reference=of_whole_batch, engine="ddp")
+    own = module is ours
+    return Problem(_TokenEncoder(), batch, of_rank, reference=of_whole_batch, engine="ddp", uneven=own, empty=own)
 
 
 _PLAIN, _CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
@@ -111,4 +112,6 @@ SETTINGS: dict[str, Callable[[], Problem]] = {
     ),
     f"{_PLAIN} of wholebatch.integrations": partial(_ranking, _PLAIN, ours),
     f"{_CACHED} of wholebatch.integrations": partial(_ranking, _CACHED, ours, mini_batch_size=2),
+    f"{_TOKENS} of wholebatch.integrations": partial(_of_tokens, _TOKENS, ours),
+    f"{_CACHED_TOKENS} of wholebatch.integrations": partial(_of_tokens, _CACHED_TOKENS, ours, mini_batch_size=2),
 }
