@@ -23,6 +23,7 @@ MODULES = {
     "distillation_loss": wb.DistillationLoss,
     "info_nce_loss": wb.InfoNCELoss,
     "matryoshka_loss": wb.MatryoshkaLoss,
+    "max_sim_loss": wb.MaxSimLoss,
     "moco_loss": wb.MoCoLoss,
     "siglip_loss": wb.SigLIPLoss,
 }

@@ -15,7 +15,7 @@ FORMS = {
     "both directions": {"directions": BOTH, "label_smoothing": 0.2},
     "documents to queries": {"directions": BOTH[1:]},
     "hard negatives of all": {"hard": True},
-    "hard negatives of one": {"hard": True, "hard_negatives": "own", "directions": BOTH},
+    "hard negatives of one": {"hard": True, "share_hard_negatives": False, "directions": BOTH},
     "equal ids are excluded": {"ids": True, "directions": BOTH},
     "equal ids are positive": {
         "ids": True,
@@ -23,7 +23,7 @@ FORMS = {
         "equal_ids": "positive",
         "label_smoothing": 0.1,
         "directions": BOTH,
-        "hard_negatives": "own",
+        "share_hard_negatives": False,
     },
     "weights": {"weights": True, "reduction": "sum"},
 }

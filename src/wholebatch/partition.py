@@ -87,10 +87,13 @@ class Ragged:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.lengths) != self.items.total:
-            raise ValueError(
-                f"lengths must have one entry for each of {self.items.total} items, got {len(self.lengths)}"
-            )
+        check_instance("items", self.items, Partition, "a Partition")
+        lengths = check_sequence("lengths", self.lengths, "numbers of vectors, one for each item")
+        if len(lengths) != self.items.total:
+            raise ValueError(f"lengths must have one entry for each of {self.items.total} items, got {len(lengths)}")
+        if not set(map(type, lengths)) <= {int} or min(lengths, default=0) < 0:
+            raise ValueError(f"lengths must be integers >= 0, the vectors of each item; got {shown(self.lengths)}")
+        object.__setattr__(self, "lengths", tuple(lengths))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -105,6 +108,9 @@ class Ragged:
 
     def of(self, items: slice) -> slice:
         """Return the vectors of consecutive items."""
+        _check_range("items", items)
+        if not items.start <= items.stop <= self.items.total:
+            raise ValueError(f"items must be some of {self.items.total}, got {shown(items)}")
         return slice(self.starts[items.start], self.starts[items.stop])
 
     def local(self, rank: int) -> Ragged:

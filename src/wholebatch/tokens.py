@@ -73,7 +73,7 @@ def packed(name: str, given: Tokens, *, names: tuple[str, str] | None = None) ->
         lengths = torch.full((len(vectors),), vectors.shape[1])
     else:
         if not is_dense(mask) or mask.dtype != torch.bool or mask.shape != vectors.shape[:2]:
-            got = f"{tuple(mask.shape)}, {mask.dtype}" if isinstance(mask, Tensor) else shown(mask)
+            got = f"{tuple(mask.shape)}, {mask.dtype}" if is_dense(mask) else shown(mask)
             raise ValueError(
                 f"{of_mask} must be booleans of shape {tuple(vectors.shape[:2])}, True where {name} has a token, got "
                 f"{got}; of a tokenizer's attention mask pass attention_mask.bool()"
@@ -91,7 +91,7 @@ def _lengths_of_offsets(name: str, of_offsets: str, offsets: object, count: int)
     if isinstance(offsets, Tensor) and is_dense(offsets) and offsets.dtype in (torch.int32, torch.int64):
         ends = offsets.tolist() if offsets.dim() == 1 else []
     if not ends or ends[0] != 0 or ends[-1] != count:
-        got = shown(offsets) if not isinstance(offsets, Tensor) else f"{tuple(offsets.shape)}, {offsets.dtype}"
+        got = f"{tuple(offsets.shape)}, {offsets.dtype}" if is_dense(offsets) else shown(offsets)
         got = f"{ends[0]} to {ends[-1]}" if ends else got
         raise ValueError(
             f"{of_offsets} must be integers, one more than there are items, that rise from 0 to the {count} tokens of "

@@ -70,12 +70,12 @@ def _counts(queries: int, per_query: object) -> list[int]:
     if isinstance(per_query, int) and not isinstance(per_query, bool) and per_query >= 1:
         return [per_query] * queries
     counts, good = list[int](), False
-    if isinstance(per_query, Tensor) and is_dense(per_query) and per_query.shape == (queries,):
+    if is_dense(per_query) and per_query.shape == (queries,):
         good = not per_query.is_floating_point() and per_query.dtype != torch.bool
         counts = per_query.tolist() if good else []
     if not good or min(counts, default=1) < 1:
         got = shown(per_query)
-        if isinstance(per_query, Tensor):
+        if is_dense(per_query):
             got = f"{tuple(per_query.shape)}, {per_query.dtype}" + (f", smallest {min(counts)}" if counts else "")
         raise ValueError(
             f"documents_per_query must be a number >= 1, or {queries} integers >= 1, the documents of each query, got "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..nodes import Route, Vectors, choose_token_route, token_driver
 from ..partition import Ragged, tiles
 from ..sweep import Block, Memory, Precision
 from ..tokens import Packed, Tokens, packed
+from .late_interaction import QUERY_TOKENS, QueryTokens
 
 _LAST = torch.iinfo(torch.int64).max  # the index of a place that no document has yet
 
@@ -33,6 +34,38 @@ class TopDocuments(NamedTuple):
     documents: Tensor
 
 
+@overload
+def max_sim(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    top: None = None,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    query_offsets: Tensor | None = None,
+    document_offsets: Tensor | None = None,
+    query_tokens: QueryTokens = "sum",
+    group: Group = None,
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+    precision: Precision = "auto",
+) -> Tensor: ...
+@overload
+def max_sim(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    top: int,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    query_offsets: Tensor | None = None,
+    document_offsets: Tensor | None = None,
+    query_tokens: QueryTokens = "sum",
+    group: Group = None,
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+    precision: Precision = "auto",
+) -> TopDocuments: ...
 @entry
 @torch.no_grad()
 def max_sim(
@@ -44,7 +77,7 @@ def max_sim(
     document_mask: Tensor | None = None,
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
-    query_tokens: str = "sum",
+    query_tokens: QueryTokens = "sum",
     group: Group = None,
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
@@ -101,7 +134,7 @@ def max_sim(
         )
 
     def check() -> dict[str, object]:
-        check_choice("query_tokens", query_tokens, ("sum", "mean"))
+        check_choice("query_tokens", query_tokens, QUERY_TOKENS)
         if top is not None:
             check_integer("top", top, minimum=1, of="documents of each query")
         return {}

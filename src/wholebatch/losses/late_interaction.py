@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_label_smoothing
+from .._settings import check_flag, shown
 from .._statistics_request import statistics_requested
 from ..comm import Group
 from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, prepared, reduce_losses
@@ -41,8 +42,8 @@ from ._pairs import EQUAL_IDS, EqualIdsAre
 from .statistics import report_statistics
 
 DocumentDirection = Literal["query_to_document", "document_to_query"]
-HardNegativesAre = Literal["shared", "own"]
 QueryTokens = Literal["sum", "mean"]
+QUERY_TOKENS = ("sum", "mean")
 DIRECTIONS = ("query_to_document", "document_to_query")
 _SIDES = {"query_to_document": "queries", "document_to_query": "documents"}  # whose rows or columns are reduced
 _IDS = ("query_ids", "document_ids")
@@ -59,7 +60,7 @@ def max_sim_loss(
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
     documents_per_query: Tensor | int | None = None,
-    hard_negatives: HardNegativesAre = "shared",
+    share_hard_negatives: bool = True,
     query_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
     equal_ids: EqualIdsAre = "excluded",
@@ -94,7 +95,7 @@ def max_sim_loss(
         document_offsets: (c_r + 1,) integers, likewise.
         documents_per_query: (b_r,) integers or one for all queries, >= 1: documents are in the order of queries, and of
             a query's documents the first is its positive and the others its hard negatives. Default: 1.
-        hard_negatives: "shared": they are negatives of the queries of all ranks. "own": of their query alone.
+        share_hard_negatives: whether they are negatives of the queries of all ranks, or of their query alone.
         query_ids: (b_r,) integers other than -2^63; another document with a query's id is not a negative of it.
             Default: the ids of the queries' positives.
         document_ids: (c_r,). Default: a positive has the id of its query, other documents have none.
@@ -146,7 +147,7 @@ def max_sim_loss(
     tensor(2.0612e-09)
     """
     statistics, options = statistics_requested(), Options(group, sync, exchange, memory, reduction, precision=precision)
-    settings = _Settings(hard_negatives, equal_ids, as_tuple(directions), query_tokens, label_smoothing)
+    settings = _Settings(share_hard_negatives, equal_ids, as_tuple(directions), query_tokens, label_smoothing)
     ids = dict(zip(_IDS, (query_ids, document_ids), strict=True))
 
     def prepare() -> tuple[Packed, Packed, Owners]:
@@ -190,7 +191,7 @@ class MaxSimLoss(TakesLogitScale, ProductLoss):
         settings: all other keyword arguments of :func:`wholebatch.functional.max_sim_loss` that are no tensors.
     """
 
-    hard_negatives: HardNegativesAre = "shared"
+    share_hard_negatives: bool = True
     equal_ids: EqualIdsAre = "excluded"
     directions: Sequence[DocumentDirection] = ("query_to_document",)
     query_tokens: QueryTokens = "sum"
@@ -200,7 +201,9 @@ class MaxSimLoss(TakesLogitScale, ProductLoss):
         """Raise ValueError unless the settings are valid."""
         super().check()
         directions = as_tuple(self.directions)
-        _Settings(self.hard_negatives, self.equal_ids, directions, self.query_tokens, self.label_smoothing).check()
+        _Settings(
+            self.share_hard_negatives, self.equal_ids, directions, self.query_tokens, self.label_smoothing
+        ).check()
 
     @entry
     def forward(
@@ -241,7 +244,7 @@ Of = Callable[[Any, Any], Tensor]  # a function of the data of a query and of a 
 class _Settings:
     """The settings of one call, as :func:`wholebatch.functional.max_sim_loss` describes them."""
 
-    hard_negatives: str
+    share_hard_negatives: bool
     equal_ids: str
     directions: tuple[str, ...]
     query_tokens: str
@@ -249,14 +252,13 @@ class _Settings:
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""
-        check_choice("hard_negatives", self.hard_negatives, ("shared", "own"))
+        check_flag("share_hard_negatives", self.share_hard_negatives)
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
-        check_choice("query_tokens", self.query_tokens, ("sum", "mean"))
+        check_choice("query_tokens", self.query_tokens, QUERY_TOKENS)
         check_label_smoothing(self.label_smoothing)
-        if not self.directions or len(set(self.directions)) < len(self.directions):
-            raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {list(self.directions)}")
-        for direction in self.directions:
-            check_choice("directions", direction, DIRECTIONS)
+        known = all(isinstance(of, str) and of in DIRECTIONS for of in self.directions)
+        if not known or not self.directions or len(set(self.directions)) < len(self.directions):
+            raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {shown(self.directions)}")
 
     def terms(self, *, ids: bool, statistics: bool) -> Callable[[bool], dict[str, Term]]:
         """Return a function that makes the terms, given whether documents are rows.
@@ -275,7 +277,7 @@ class _Settings:
             found = ~matched(q, d)
             if ids and not several:
                 found = found & ((d.id != q.id) | (q.id == NO_ID))
-            if self.hard_negatives == "own":
+            if not self.share_hard_negatives:
                 found = found & (d.positive | (d.query == NOBODY) | (d.query == q.index))
             return found
 

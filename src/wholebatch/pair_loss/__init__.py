@@ -14,6 +14,7 @@ first_use     a small tile, computed before anything else: finds functions that 
 fingerprint   tells whether two ranks declare the same functions
 fields        the objects x, y, p and r that these functions read
 similarity    s of a tile, and of single pairs
+max_sim       s of single pairs whose rows are several vectors each
 entries       masks and scores of a tile, or of a list of pairs
 running       what is kept of each row and column while tiles come and go
 tile          one tile: what it is computed from, what it adds, and its gradients
@@ -23,6 +24,7 @@ node          the sweep as an autograd node
 pairs         partners, and the entries that have won: computed again from their two rows
 statistics    the means of terms
 own           candidates that belong to one row
+agreed        the reductions alone, for a loss of this library that has agreed with the ranks itself
 counted       what a step holds and moves, counted by steps of a few rows
 reference     the same declaration on one dense matrix
 """

@@ -18,6 +18,7 @@ from ..contract import Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
 from ..sync import Sync
+from ..tokens import Tokens
 from .arguments import Arguments, check_parameters
 from .call import CALLER, Call
 from .counted import tiles_held
@@ -51,7 +52,8 @@ class PairLoss(nn.Module):
         row_loss: F(r, x, p) -> losses of rows, (b,), or (losses, weights); r.name are reductions. It mixes no rows.
         column_loss: likewise of columns, (r, y, p); None: there is none.
         similarity: s: "dot", "cosine", "neg_squared_distance", or a mapping of names to these. Then x and y are
-            mappings with these names, and a score reads s.name.
+            mappings with these names, and a score reads s.name. Or "max_sim", late interaction: x and y have several
+            vectors in each row, and s_ij = sum_t max_u x_it . y_ju.
         symmetric: whether S and all functions are symmetric, so that rows are columns; checked on a tile.
         reduction: "mean", "sum" (over sum_i w_i F_i), or "none": w_i F_i of this rank's rows, (b_r,).
         parameters: numbers, tensors, or modules such as :class:`wholebatch.Scale`, by name. A torch.nn.Parameter is
@@ -121,8 +123,8 @@ class PairLoss(nn.Module):
     @entry
     def forward(
         self,
-        x: Tensor | Mapping[str, Tensor],
-        y: Tensor | Mapping[str, Tensor] | None = None,
+        x: Tensor | Tokens | Mapping[str, Tensor],
+        y: Tensor | Tokens | Mapping[str, Tensor] | None = None,
         *,
         x_data: Mapping[str, Tensor] = _NOTHING,
         y_data: Mapping[str, Tensor] = _NOTHING,
@@ -137,7 +139,8 @@ class PairLoss(nn.Module):
         Args:
             x: (b_r, d), this rank's rows, as they are. b_r may differ between ranks and may be 0. float64, float32,
                 bfloat16 or float16.
-            y: (n_r, d), this rank's columns; None: the rows of x are the columns, too.
+            y: (n_r, d), this rank's columns; None: the rows of x are the columns, too. With similarity="max_sim" x and
+                y are (b_r, t, d) and (n_r, u, d), or :class:`wholebatch.Tokens` with a mask or packed.
             x_data: numbers of rows by name, (b_r,) each, of any dtype. Floating ones may have a gradient.
             y_data: numbers of columns, (n_r,) each.
             own: (b_r, h, d), each row's own further candidates, for terms with over="own" or "both"; or (k, d) with
@@ -180,8 +183,8 @@ class PairLoss(nn.Module):
 
     def reference(
         self,
-        x: Tensor | Mapping[str, Tensor],
-        y: Tensor | Mapping[str, Tensor] | None = None,
+        x: Tensor | Tokens | Mapping[str, Tensor],
+        y: Tensor | Tokens | Mapping[str, Tensor] | None = None,
         *,
         x_data: Mapping[str, Tensor] = _NOTHING,
         y_data: Mapping[str, Tensor] = _NOTHING,
@@ -281,8 +284,8 @@ class PairLoss(nn.Module):
 
 def arguments_of(
     loss_fn: PairLoss,
-    x: Tensor | Mapping[str, Tensor],
-    y: Tensor | Mapping[str, Tensor] | None = None,
+    x: Tensor | Tokens | Mapping[str, Tensor],
+    y: Tensor | Tokens | Mapping[str, Tensor] | None = None,
     *,
     x_data: Mapping[str, Tensor] = _NOTHING,
     y_data: Mapping[str, Tensor] = _NOTHING,

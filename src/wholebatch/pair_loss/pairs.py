@@ -26,7 +26,7 @@ from ..nodes.fetch import fetch_rows
 from ..partition import Partition, Ragged
 from .entries import Entries
 from .fields import INDEX, PARTNER, SEPARATOR, nested
-from .late_interaction import max_sim_of_pairs, vectors_of
+from .max_sim import max_sim_of_pairs, vectors_of
 from .reductions import Max, Min, Term
 from .similarity import LATE, ONE, of_pairs
 

@@ -50,7 +50,7 @@ def max_sim_loss(
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
     documents_per_query: Tensor | int | None = None,
-    hard_negatives: str = "shared",
+    share_hard_negatives: bool = True,
     query_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
     equal_ids: str = "excluded",
@@ -86,7 +86,7 @@ def max_sim_loss(
     positive = torch.zeros(b, c, dtype=torch.bool).index_put((torch.arange(b), first), torch.tensor(True))
     q_ids, d_ids = _ids(query_ids, document_ids, first, b, c)
     equal = (q_ids[:, None] == d_ids) & (q_ids[:, None] != _NO_ID) & ~positive
-    if hard_negatives == "own":
+    if not share_hard_negatives:
         others = (query_of >= 0) & ~positive.any(0) & (query_of != torch.arange(b)[:, None])
     else:
         others = torch.zeros_like(positive)

@@ -35,7 +35,7 @@ Documents = Literal["rows", "columns"]  # what documents are in S
 
 _WINNERS_FOR_EACH_PRODUCT = 2  # entries of a tile's winners, for each entry of its buffer of products
 _TOKENS_OF_A_PART = 2048  # of queries: with more of them, a part has too few documents
-_AT_ONCE = 2**16  # winners of which gradients are computed at a time
+_AT_ONCE = 2**15  # winners of which gradients are computed at a time
 
 
 @dataclass(frozen=True)
@@ -290,17 +290,20 @@ class MaxSimDriver(Driver):
     ) -> None:
         """Add the gradients of tokens of queries and of documents, from dS, (queries, documents)."""
         assert self._winners is not None
-        winners, owners = self._winners, self._owners(tokens)
-        starts = torch.tensor(documents.starts[:-1], device=self.x.device)
-        of_queries, of_documents = into
-        rows = max(1, _AT_ONCE // max(1, len(documents.lengths)))
-        for start in range(0, tokens.starts[-1], rows):
-            part = slice(start, start + rows)
-            index, weights = winners[part].long().add_(starts), grad.index_select(0, owners[part])
-            if of_queries is not None:
-                of_queries[part] += embedding_bag(index, features[1], per_sample_weights=weights, mode="sum")
-            if of_documents is not None:
-                _add_at_(of_documents, index, weights, features[0][part])
+        owners, count = self._owners(tokens), len(documents.lengths)
+        for first in range(0, tokens.starts[-1], _TOKENS_OF_A_PART):
+            part = slice(first, min(first + _TOKENS_OF_A_PART, tokens.starts[-1]))
+            step = max(1, _AT_ONCE // (part.stop - part.start))
+            for start in range(0, count, step):
+                some = slice(start, min(start + step, count))
+                at = documents.of(some)
+                starts = torch.tensor(documents.starts[some], device=self.x.device) - at.start
+                index = self._winners[part, some].long().add_(starts)
+                weights = grad[:, some].index_select(0, owners[part])
+                if into[0] is not None:
+                    into[0][part] += embedding_bag(index, features[1][at], per_sample_weights=weights, mode="sum")
+                if into[1] is not None:
+                    _add_at_(into[1][at], index, weights, features[0][part])
 
 
 def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:
