@@ -47,7 +47,7 @@ def as_colpali(ours, batch, **settings):
 def as_colpali_own(ours, batch, **settings):
     """Return `max_sim_loss` of each query with one of its own negatives at a time.
 
-    Equal ids exclude the other queries' positives, and hard_negatives="own" excludes their negatives.
+    Equal ids exclude the other queries' positives, and share_hard_negatives=False their negatives.
     """
 
     def loss(queries, documents):
@@ -59,7 +59,7 @@ def as_colpali_own(ours, batch, **settings):
             pairs,
             query_mask=batch.query_mask.repeat_interleave(batch.n - 1, 0),
             documents_per_query=2,
-            hard_negatives="own",
+            share_hard_negatives=False,
             query_ids=torch.zeros(rows, dtype=torch.int64),
             document_ids=torch.tensor([0, 1]).repeat(rows),
             **settings,

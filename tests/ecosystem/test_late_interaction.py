@@ -88,7 +88,7 @@ def test_sentence_transformers_scores_are_float32(ours):
     [
         ({"scale": 3.0}, {"logit_scale": 1 / 3.0}),
         ({"scorer": "mean_colbert_scores"}, {"logit_scale": 1.0}),
-        ({}, {"logit_scale": 1.0, "hard_negatives": "own"}),
+        ({}, {"logit_scale": 1.0, "share_hard_negatives": False}),
         ({}, {"logit_scale": 1.0, "directions": ("query_to_document", "document_to_query")}),
         ({"scorer": "xtr_scores"}, {"logit_scale": 1.0}),  # another score: tokens are retrieved first
     ],

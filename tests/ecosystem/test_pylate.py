@@ -5,6 +5,8 @@
 One process, float64, against the reference implementation and the function for the whole batch.
 """
 
+import inspect
+
 import pytest
 import torch
 from compare import assert_same
@@ -25,6 +27,8 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch._third_party import declare_torchvision_operators
+from wholebatch.auditing import presets
+from wholebatch.integrations import pylate as adapter
 
 declare_torchvision_operators()
 pytest.importorskip("pylate")
@@ -119,7 +123,7 @@ def test_pylate_with_documents_masked_out(ours):
     [
         ({"temperature": 0.25}, {"logit_scale": 0.25}),
         ({"do_query_expansion": False}, {"logit_scale": 1.0}),
-        ({}, {"logit_scale": 1.0, "hard_negatives": "own"}),
+        ({}, {"logit_scale": 1.0, "share_hard_negatives": False}),
         ({"size_average": False}, {"logit_scale": 1.0}),
     ],
 )
@@ -151,3 +155,87 @@ def test_pylate_distillation_has_these_scores():
         return nn.functional.kl_div(student, labels.log_softmax(1), reduction="batchmean", log_target=True)
 
     assert_same_loss(ours, theirs, batch)
+
+
+# The adapter: PyLate's names, over the whole batch.
+
+
+def as_adapter(name, batch, *, do_query_expansion=True, **settings):
+    loss = getattr(adapter, name)(Tokens(do_query_expansion), **settings)
+    return lambda queries, documents: loss(features(batch, queries, documents, embed=lambda x: x))
+
+
+@pytest.mark.parametrize("do_query_expansion", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.25}, {"size_average": False, "score_mini_batch_size": 2}])
+def test_the_adapter_is_pylates_loss_in_one_process(do_query_expansion, settings):
+    batch, same = Batch(), {"do_query_expansion": do_query_expansion}
+    theirs = of_pylate(batch, **same, **settings)
+    assert_same_loss(as_adapter("Contrastive", batch, **same, **settings), theirs, batch)
+
+
+def test_the_cached_adapter_gives_the_gradient_of_its_value():
+    model = nn.Linear(6, 5, dtype=torch.float64)
+
+    class Encoder(Tokens):
+        def __init__(self):
+            super().__init__(True)
+            self.inner = model
+
+        def forward(self, columns):
+            return {"token_embeddings": self.inner(columns["x"])}
+
+    columns = [
+        {"x": torch.randn(5, t, 6, dtype=torch.float64), "attention_mask": mask, "input_ids": torch.ones_like(mask)}
+        for t in (3, 4, 6)
+        for mask in [(torch.arange(t) < torch.randint(1, t + 1, (5, 1))).long()]
+    ]
+    found = []
+    for loss in (losses.Contrastive(Encoder()), adapter.CachedContrastive(Encoder(), mini_batch_size=2)):
+        model.zero_grad()
+        columns_padded = [{name: _padded(of) for name, of in column.items()} for column in columns[1:]]
+        value = loss([columns[0], *columns_padded])
+        value.backward()
+        found.append((value.detach(), model.weight.grad.clone()))
+    for actual, expected in zip(found[1], found[0], strict=True):
+        assert_same(actual, expected, relative=EXACT)
+
+
+def _padded(x):
+    """Return documents in six tokens, as their collator pads all columns to one length."""
+    return nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, 6 - x.shape[1]))
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_the_signatures_are_theirs(name):
+    of_theirs, of_ours = (inspect.signature(getattr(module, name)).parameters for module in (losses, adapter))
+    assert [*of_ours][: len(of_theirs)] == [*of_theirs]
+    changed = {n for n in of_theirs if of_ours[n].default != of_theirs[n].default}
+    assert changed == {"gather_across_devices"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "exact"),
+    [
+        ("Contrastive, gather_across_devices=True", False),
+        ("Contrastive of wholebatch.integrations", True),
+        ("CachedContrastive of wholebatch.integrations", True),
+    ],
+)
+def test_the_audit(setting, exact):
+    report = wb.audit(presets.settings("pylate")[setting], ranks=(1, 2))
+    assert report.exact == exact, report
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"score_metric": len}, "score_metric must be None or PyLate's ColBERTScores"),
+        ({"temperature": 0}, "temperature must be a positive number, got 0"),
+        ({"mini_batch_size": 0}, "mini_batch_size must be an integer, at least 1, got 0"),
+        ({"show_progress_bar": True}, "show_progress_bar must be False, got True"),
+        ({"gather_across_devices": 1}, "gather_across_devices must be True or False, got 1"),
+    ],
+)
+def test_mistakes_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        adapter.CachedContrastive(Tokens(), **settings)
