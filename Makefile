@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels gpu strict mpi deferred jax ecosystem vision embedders peers docs lint format clean
+.PHONY: train test quick faults kernels gpu strict mpi deferred jax ecosystem vision embedders late peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -68,8 +68,8 @@ jax: .venv/dev-installed
 	  tests/test_jax_processes.py $(ARGS)
 
 # Tests with transformers, peft, sentence-transformers, accelerate, Lightning and DeepSpeed, in a separate environment.
-# Without ARGS, those of `make vision` and `make embedders` as well.
-ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision embedders)
+# Without ARGS, those of `make vision`, `make embedders` and `make late` as well.
+ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision embedders late)
 	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
 # Tests inside trainers that need torchvision: open_clip's, and loops with lightly, in a separate environment.
@@ -81,6 +81,11 @@ vision: .venv-vision/ready
 EMBEDDERS = tests/ecosystem/test_flag_embedding.py tests/ecosystem/test_ms_swift.py
 embedders: .venv-embedders/ready
 	.venv-embedders/bin/python -m pytest $(EMBEDDERS) $(ARGS)
+
+# Tests with libraries of late interaction that need an older sentence-transformers: PyLate and colpali-engine.
+LATE = tests/ecosystem/test_pylate.py tests/ecosystem/test_colpali.py tests/ecosystem/test_late_interaction_kernels.py
+late: .venv-late/ready
+	.venv-late/bin/python -m pytest $(LATE) $(ARGS)
 
 # The libraries that benchmarks/losses.py compares with, in a separate environment.
 peers: .venv-peers/ready
@@ -100,7 +105,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-vision .venv-embedders .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-vision .venv-embedders .venv-late .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -166,6 +171,17 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) torch==2.13.0
 	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) --editable '.[train,testing]' pytest \
 	  FlagEmbedding ms-swift
+	touch $@
+
+# PyLate needs sentence-transformers 5.3.0, and colpali-engine peft < 0.21, so this environment has pins of its own. The
+# last three come without what they require: fast-plaid, which belongs to an older torch, serves PyLate's indexes only.
+.venv-late/ready: .venv-late/bin/python pyproject.toml constraints-late.txt
+	@echo "installing torch, PyLate and colpali-engine into .venv-late"
+	.venv-late/bin/python $(INSTALL:constraints.txt=constraints-late.txt) torch==2.13.0
+	.venv-late/bin/python $(INSTALL:constraints.txt=constraints-late.txt) --editable '.[train,testing]' pytest \
+	  sentence-transformers accelerate datasets peft torchvision ujson
+	.venv-late/bin/python $(INSTALL:constraints.txt=constraints-late.txt) --no-deps \
+	  pylate colpali-engine late-interaction-kernels
 	touch $@
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.

@@ -6,6 +6,7 @@ No environment has all libraries, so each call audits some of them, and keeps th
     .venv-ecosystem/bin/python benchmarks/audit_peers.py sentence_transformers transformers pml lightning
     .venv-vision/bin/python benchmarks/audit_peers.py open_clip lightly
     .venv-embedders/bin/python benchmarks/audit_peers.py flag_embedding ms_swift
+    .venv-late/bin/python benchmarks/audit_peers.py pylate colpali
 
 Three are not on the package index; checkouts of luyug/GradCache, texttron/tevatron and deepinsight/insightface:
 

@@ -27,6 +27,7 @@ NESTED = (
     "integrations.lightning",
     "integrations.lightly",
     "integrations.open_clip",
+    "integrations.pylate",
     "integrations.pytorch_metric_learning",
     "integrations.sentence_transformers",
     "integrations.tevatron",

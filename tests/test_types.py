@@ -24,6 +24,7 @@ MODULES = [
     "integrations.lightly",
     "integrations.ms_swift",
     "integrations.open_clip",
+    "integrations.pylate",
     "integrations.pytorch_metric_learning",
     "integrations.sentence_transformers",
     "integrations.tevatron",

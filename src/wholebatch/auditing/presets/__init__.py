@@ -20,6 +20,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "recipes": (),
     "open_clip": ("open_clip_torch",),
     "sentence_transformers": ("sentence-transformers",),
+    "pylate": ("pylate",),
+    "colpali": ("colpali-engine", "accelerate"),
     "transformers": ("transformers", "accelerate"),
     "ms_swift": ("ms-swift", "accelerate"),
     "lightly": ("lightly",),

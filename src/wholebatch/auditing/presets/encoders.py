@@ -48,6 +48,20 @@ class OneTower(nn.Module):
         return found
 
 
+def tokens(**longest: int) -> dict[str, Tensor]:
+    """Return columns of texts, (ROWS, longest, IN), and their masks, (ROWS, longest), named with `_mask`.
+
+    Each column's first rows are the longest, and the others have two tokens or more.
+    """
+    found = {}
+    for name, length in longest.items():
+        lengths = torch.randint(2, length + 1, (ROWS,)).sort(descending=True).values
+        lengths[::4] = length  # so all parts of the batch have padding of the same width
+        found[name] = torch.randn(ROWS, length, IN)
+        found[f"{name}_mask"] = torch.arange(length) < lengths[:, None]
+    return found
+
+
 def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, engine: Engine = "ddp", **options: Any) -> Problem:
     """Return a problem for a loss of image features, text features, scale and perhaps bias."""
 

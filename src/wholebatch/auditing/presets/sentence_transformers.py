@@ -1,4 +1,4 @@
-"""sentence-transformers: its in-batch losses, plain and cached, and those of this library in their place."""
+"""sentence-transformers: its in-batch losses, plain and cached, of one or many vectors, and those of this library."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
 
 from ..._third_party import declare_torchvision_operators
 from ...integrations import sentence_transformers as ours
 from ..problem import Problem
-from .encoders import IN, ROWS, mlp
+from .encoders import IN, ROWS, mlp, tokens
 
 declare_torchvision_operators()
 from sentence_transformers import losses  # noqa: E402
+from sentence_transformers.multi_vector_encoder import losses as losses_of_tokens  # noqa: E402
 
 
 class _Encoder(nn.Module):
@@ -46,7 +50,53 @@ def _ranking(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
     return Problem(_Encoder(), batch, of_rank, engine="ddp")
 
 
+class _TokenEncoder(_Encoder):
+    """The same with an embedding of each token, as multi-vector models have it."""
+
+    def forward(self, features: dict[str, Tensor], task: str | None = None) -> dict[str, Tensor]:
+        """Encode {"input_ids": (b, tokens, IN)} -> {"token_embeddings": (b, tokens, OUT), ...}."""
+        return {**features, "token_embeddings": normalize(self.encoder(features["input_ids"]), dim=-1)}
+
+
+def _scores(queries: Tensor, documents: Tensor, queries_mask: Tensor, documents_mask: Tensor) -> Tensor:
+    """Return what their `colbert_scores` returns, which rounds to float32: no finite difference is seen in that."""
+    columns = zip(documents.unbind(1), documents_mask.unbind(1), strict=True)
+    scores = [wb.reference.max_sim(queries, x, query_mask=queries_mask, document_mask=mask) for x, mask in columns]
+    return torch.stack(scores, 2).flatten(1)
+
+
+def _of_tokens(loss: str, module: ModuleType = losses_of_tokens, **options: Any) -> Problem:
+    names = ("anchor", "positive", "negative")
+
+    def features(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        return [{"input_ids": batch[name], "attention_mask": batch[f"{name}_mask"]} for name in names]
+
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        made = getattr(module, loss)(getattr(model, "module", model), **options)
+        if module is losses_of_tokens:
+            made.similarity_fct = _scores
+        made.model = model  # the trainer sets the wrapped model in the same way
+        found: Tensor = made(features(batch), None)
+        return found
+
+    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        queries, *documents = [model(x)["token_embeddings"] for x in features(batch)]
+        return wb.reference.max_sim_loss(
+            queries,
+            torch.stack(documents, 1).flatten(0, 1),
+            logit_scale=1.0,
+            query_mask=batch["anchor_mask"],
+            document_mask=torch.stack([batch["positive_mask"], batch["negative_mask"]], 1).flatten(0, 1),
+            documents_per_query=2,
+        )
+
+    batch = tokens(anchor=4, positive=6, negative=6)
+    own = module is ours
+    return Problem(_TokenEncoder(), batch, of_rank, reference=of_whole_batch, engine="ddp", uneven=own, empty=own)
+
+
 _PLAIN, _CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
+_TOKENS, _CACHED_TOKENS = f"MultiVector{_PLAIN}", "CachedMultiVectorMultipleNegativesRankingLoss"
 _BOTH = ("query_to_doc", "doc_to_query")
 SETTINGS: dict[str, Callable[[], Problem]] = {
     f"{_PLAIN}, default": partial(_ranking, _PLAIN),
@@ -54,6 +104,14 @@ SETTINGS: dict[str, Callable[[], Problem]] = {
     "the same, both directions": partial(_ranking, _PLAIN, gather_across_devices=True, directions=_BOTH),
     f"{_CACHED}, default": partial(_ranking, _CACHED, mini_batch_size=2),
     f"{_CACHED}, gather_across_devices=True": partial(_ranking, _CACHED, mini_batch_size=2, gather_across_devices=True),
+    f"{_TOKENS}, default": partial(_of_tokens, _TOKENS),
+    f"{_TOKENS}, gather_across_devices=True": partial(_of_tokens, _TOKENS, gather_across_devices=True),
+    f"{_CACHED_TOKENS}, default": partial(_of_tokens, _CACHED_TOKENS, mini_batch_size=2),
+    f"{_CACHED_TOKENS}, gather_across_devices=True": partial(
+        _of_tokens, _CACHED_TOKENS, mini_batch_size=2, gather_across_devices=True
+    ),
     f"{_PLAIN} of wholebatch.integrations": partial(_ranking, _PLAIN, ours),
     f"{_CACHED} of wholebatch.integrations": partial(_ranking, _CACHED, ours, mini_batch_size=2),
+    f"{_TOKENS} of wholebatch.integrations": partial(_of_tokens, _TOKENS, ours),
+    f"{_CACHED_TOKENS} of wholebatch.integrations": partial(_of_tokens, _CACHED_TOKENS, ours, mini_batch_size=2),
 }

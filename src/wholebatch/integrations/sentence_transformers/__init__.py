@@ -10,6 +10,7 @@ come from the batches of all processes.
 ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms
 gist         GISTEmbedLoss, CachedGISTEmbedLoss: false negatives by a guide
 distillation DistillKLDivLoss, MarginMSELoss: a teacher's scores
+multi_vector MultiVectorMultipleNegativesRankingLoss and its cached form: late interaction
 matryoshka   MatryoshkaLoss: one of these losses for several embedding sizes
 whole_batch  WholeBatchLoss: any of their losses that has `compute_loss_from_embeddings`
 embedding    columns of a batch to embeddings, all at once or in chunks
@@ -19,6 +20,10 @@ theirs       the names of sentence-transformers that are used, and its versions
 from .distillation import DistillKLDivLoss, MarginMSELoss
 from .gist import CachedGISTEmbedLoss, GISTEmbedLoss
 from .matryoshka import MatryoshkaLoss
+from .multi_vector import (
+    CachedMultiVectorMultipleNegativesRankingLoss,
+    MultiVectorMultipleNegativesRankingLoss,
+)
 from .ranking import (
     CachedMultipleNegativesRankingLoss,
     CachedMultipleNegativesSymmetricRankingLoss,
@@ -29,12 +34,14 @@ from .whole_batch import WholeBatchLoss
 
 __all__ = [
     "CachedGISTEmbedLoss",
+    "CachedMultiVectorMultipleNegativesRankingLoss",
     "CachedMultipleNegativesRankingLoss",
     "CachedMultipleNegativesSymmetricRankingLoss",
     "DistillKLDivLoss",
     "GISTEmbedLoss",
     "MarginMSELoss",
     "MatryoshkaLoss",
+    "MultiVectorMultipleNegativesRankingLoss",
     "MultipleNegativesRankingLoss",
     "MultipleNegativesSymmetricRankingLoss",
     "WholeBatchLoss",

@@ -24,6 +24,17 @@ def checked_positive(name: str, value: Any) -> Any:
     return value
 
 
+def checked_size(name: str, value: Any) -> Any:
+    """Return a number of rows or tokens, or None.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} must be an integer, at least 1, got {value!r}")
+    return value
+
+
 def checked_scale(scale: Any) -> Any:
     """Return a positive number or a `wb.Scale`.
 

@@ -63,3 +63,11 @@ TIGHTLY_COUPLED = """
     year={2020}, eprint={2010.11386}, archivePrefix={arXiv}
 }
 """
+
+COLBERT = """
+@misc{khattab2020colbert,
+    title={ColBERT: Efficient and Effective Passage Search via Contextualized Late Interaction over BERT},
+    author={Khattab, Omar and Zaharia, Matei},
+    year={2020}, eprint={2004.12832}, archivePrefix={arXiv}
+}
+"""

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
+from .arguments import checked_size
 from .theirs import Features, embed_columns, has_static_embedding
-
-Embed = Callable[[Any, Sequence[Features]], list[Tensor]]
 
 
 def columns_of(sentence_features: Iterable[Features], fewest: int = 2) -> list[Features]:
@@ -62,8 +61,7 @@ class Chunks:
                 "show_progress_bar must be False, got True: chunks have no progress bar; the trainer's own shows steps"
             )
         for name, size in (("mini_batch_size", mini_batch_size), ("mini_batch_num_tokens", mini_batch_num_tokens)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name} must be an integer, at least 1, got {size!r}")
+            checked_size(name, size)
         if has_static_embedding(model):
             raise ValueError(
                 "model must take parts of a batch, got one whose first module is a StaticEmbedding, without rows in "
@@ -74,7 +72,13 @@ class Chunks:
         )
 
     def __call__(self, model: Any, columns: Sequence[Features]) -> list[Tensor]:
-        return [wb.gradcache.encode(model, [features], self._size, get_rep_fn=_embedding) for features in columns]
+        return [self.of(model, features, _embedding) for features in columns]
+
+    def of(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
+        """Return what `get_rep_fn` makes of the model's output for a column; the model also takes the keywords."""
+        given = ([features], keywords) if keywords else [features]
+        found: Tensor = wb.gradcache.encode(model, given, self._size, get_rep_fn=get_rep_fn)
+        return found
 
 
 def _embedding(outputs: Features) -> Tensor:
@@ -88,7 +92,7 @@ class BatchLoss(nn.Module):
     Subclasses set `model`, in cached forms `chunks`, and compute the loss in `compare`.
     """
 
-    chunks: Embed | None = None
+    chunks: Chunks | None = None
     fewest_columns = 2
     model: Any  # their model, which the trainer replaces by the wrapped one
 

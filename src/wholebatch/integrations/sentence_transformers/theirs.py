@@ -17,6 +17,7 @@ SENTENCE_TRANSFORMERS = Framework(
 
 Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
 SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
+TokenSimilarity = Callable[..., Tensor]  # (queries, documents, *, queries_mask, documents_mask)
 
 
 def cos_sim(a: Tensor, b: Tensor) -> Tensor:
@@ -56,14 +57,33 @@ def is_cosine(similarity_fct: SimilarityFunction) -> bool:
     return _is_first(similarity_fct, ("cos_sim", "dot_score"), fix)
 
 
-def _is_first(similarity_fct: SimilarityFunction, names: tuple[str, str], fix: str) -> bool:
-    """Return True for the first of two functions of their `util`, False for the second; `fix` ends the error."""
-    util = SENTENCE_TRANSFORMERS.load("sentence_transformers.util")
+def is_mean_of_tokens(similarity_fct: TokenSimilarity | None) -> bool:
+    """Return True for `mean_colbert_scores`, False for `colbert_scores`, which is the default.
+
+    Raises:
+        ValueError: for any other function.
+    """
+    if similarity_fct is None:
+        return False
+    fix = "; for another function use their loss"
+    return _is_first(
+        similarity_fct,
+        ("mean_colbert_scores", "colbert_scores"),
+        fix,
+        "sentence_transformers.multi_vector_encoder.scoring",
+    )
+
+
+def _is_first(
+    similarity_fct: TokenSimilarity, names: tuple[str, str], fix: str, module: str = "sentence_transformers.util"
+) -> bool:
+    """Return True for the first of two functions of their module, False for the second; `fix` ends the error."""
+    loaded = SENTENCE_TRANSFORMERS.load(module)
     for name in names:
-        if similarity_fct is getattr(util, SENTENCE_TRANSFORMERS.seam(util, name)):
+        if similarity_fct is getattr(loaded, SENTENCE_TRANSFORMERS.seam(loaded, name)):
             return name == names[0]
     raise ValueError(
-        f"similarity_fct must be {' or '.join(names)} of sentence_transformers.util, got "
+        f"similarity_fct must be {' or '.join(names)} of {module}, got "
         f"{getattr(similarity_fct, '__name__', similarity_fct)!r}{fix}"
     )
 
@@ -74,6 +94,15 @@ def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
     embed = getattr(module, SENTENCE_TRANSFORMERS.seam(module, "embed_columns"))
     found: list[Tensor] = embed(model, columns)
     return found
+
+
+def embed_columns_padded(
+    model: Any, columns: Sequence[Features], rows: int | None, task: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the embeddings of each column's tokens and their masks by their function, which joins columns."""
+    module = SENTENCE_TRANSFORMERS.load("sentence_transformers.base.losses.merged_forward")
+    embed = getattr(module, SENTENCE_TRANSFORMERS.seam(module, "embed_columns_padded"))
+    return [*zip(*embed(model, columns, rows, task), strict=True)]
 
 
 def has_static_embedding(model: Any) -> bool:

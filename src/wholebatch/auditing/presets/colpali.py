@@ -1,0 +1,120 @@
+"""colpali-engine: training steps by its trainer, with its losses of late interaction."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from ..._third_party import declare_torchvision_operators
+from ..problem import Problem
+from .encoders import mlp, tokens
+
+declare_torchvision_operators()
+from colpali_engine.loss import late_interaction_losses as losses  # noqa: E402
+from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer  # noqa: E402
+from transformers import TrainingArguments  # noqa: E402
+
+_PREFIXES = {"query": "query", "document": "doc", "negatives": "neg_doc"}  # their collator's
+
+
+class _Encoder(nn.Module):
+    """An encoder as their models are: embeddings of tokens of norm 1, and zeros in the padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = mlp()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encode (b, tokens, IN), (b, tokens) -> (b, tokens, OUT)."""
+        return normalize(self.encoder(input_ids), dim=-1) * attention_mask[..., None]
+
+
+class _Loss(nn.Module):
+    """Their loss, whose gradient by gathered documents is contiguous in memory.
+
+    Others come out of torch's differentiable all-gather in the wrong order, with gloo, which the audit uses; not with
+    NCCL.
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, query_embeddings: Tensor, doc_embeddings: Tensor, **more: Any) -> Tensor:
+        """Return the loss."""
+        if doc_embeddings.requires_grad:
+            doc_embeddings = doc_embeddings.clone()
+            doc_embeddings.register_hook(torch.Tensor.contiguous)
+        found: Tensor = self.loss(query_embeddings, doc_embeddings, **more)
+        return found
+
+
+def _problem(
+    loss: Callable[[], nn.Module],
+    *,
+    negatives: bool = False,
+    steps: int = 1,
+    symmetric: bool = False,
+    as_it_is: bool = False,
+) -> Problem:
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}  # as launched
+
+    model, made = _Encoder(), loss() if as_it_is else _Loss(loss())
+    args = TrainingArguments(
+        tempfile.gettempdir(),
+        use_cpu=True,
+        report_to=[],
+        remove_unused_columns=False,
+        gradient_accumulation_steps=steps,
+    )
+    trainer = ContrastiveTrainer(  # here, and not in the step, since a Trainer sets the seed
+        made, True, symmetric, model=model, args=args, train_dataset=None, eval_dataset=None
+    )
+    trainer.current_gradient_accumulation_steps = steps
+
+    def step(model: Any, batch: Mapping[str, Tensor]) -> float:  # as DDP wraps it
+        value, parts = 0.0, [dict(zip(batch, part, strict=True)) for part in zip(*_chunks(batch, steps), strict=True)]
+        for number, part in enumerate(parts, 1):
+            last = number == steps
+            trainer.accelerator.gradient_state._set_sync_gradients(last)  # as its training loop does
+            with torch.enable_grad() if last else model.no_sync():
+                value += float(trainer.training_step(model, _inputs(part)))
+        return value / steps  # of which they take the gradient
+
+    batch = tokens(query=4, document=6)
+    if negatives:
+        more = tokens(first=5, second=5)
+        for end in ("", "_mask"):
+            batch[f"negatives{end}"] = torch.stack([more[f"first{end}"], more[f"second{end}"]], 1)
+    return Problem(model, batch, step=step, engine="ddp")
+
+
+def _chunks(batch: Mapping[str, Tensor], steps: int) -> list[tuple[Tensor, ...]]:
+    return [x.chunk(steps) for x in batch.values()]
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the batch with the names of their collator."""
+    found = {f"{prefix}_input_ids": batch[name] for name, prefix in _PREFIXES.items() if name in batch}
+    masks = {f"{prefix}_attention_mask": batch[f"{name}_mask"] for name, prefix in _PREFIXES.items() if name in batch}
+    return found | masks
+
+
+SETTINGS: dict[str, Callable[[], Problem]] = {
+    "ContrastiveTrainer, ColbertLoss": partial(_problem, losses.ColbertLoss),
+    "the same, with gloo, untouched": partial(_problem, losses.ColbertLoss, as_it_is=True),
+    "the same, compute_symetric_loss=True": partial(_problem, losses.ColbertLoss, symmetric=True),
+    "the same, gradient_accumulation_steps=2": partial(_problem, losses.ColbertLoss, steps=2),
+    "ContrastiveTrainer, ColbertPairwiseCELoss": partial(_problem, losses.ColbertPairwiseCELoss),
+    "ContrastiveTrainer, ColbertNegativeCELoss": partial(_problem, losses.ColbertNegativeCELoss, negatives=True),
+    "ContrastiveTrainer, ColbertSigmoidLoss": partial(_problem, losses.ColbertSigmoidLoss),
+}

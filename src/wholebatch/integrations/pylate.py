@@ -1,0 +1,190 @@
+"""PyLate's losses with its names and arguments, over the whole batch, by :func:`wholebatch.functional.max_sim_loss`.
+
+    from wholebatch.integrations.pylate import CachedContrastive
+
+    loss = CachedContrastive(model)  # then SentenceTransformerTrainer(..., loss=loss), as with PyLate's
+
+The value is that of PyLate's loss in one process on the whole batch, and the gradient is that of this value. Three
+things differ: `gather_across_devices` is True by default; with it the loss is not multiplied by the number of
+processes; and the gradient of the cached loss is not multiplied by the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+
+from ..comm import Group
+from ..exchange import ExchangeName
+from ..sweep import Memory, Precision
+from ._framework import Framework
+from ._gathering import checked_gathering
+
+__all__ = ["CachedContrastive", "Contrastive"]
+
+PYLATE = Framework("pylate", ("1.6.0",), "pip install 'pylate>=1.6'")
+
+
+class Contrastive(nn.Module):
+    """PyLate's `Contrastive`, by :func:`wholebatch.functional.max_sim_loss`.
+
+    Args:
+        model: the ColBERT model that the trainer trains.
+        score_metric: must be None, or PyLate's `ColBERTScores`.
+        score_mini_batch_size: without effect: scores are computed in tiles.
+        size_average: the mean over queries; False: their sum.
+        gather_across_devices: whether negatives come from all processes. PyLate's default is False; False gives its
+            loss, the mean over processes of the losses of their own batches.
+        temperature: divides scores, > 0.
+        group: processes that share the batch. Default: all.
+        exchange, memory, precision: as in :func:`wholebatch.functional.max_sim_loss`.
+
+    Raises:
+        ValueError: for another `score_metric`, and a temperature that is not positive.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # a ColBERT model, or what an engine makes of it
+        score_metric: Any = None,  # PyLate's
+        score_mini_batch_size: int | None = None,
+        size_average: bool = True,
+        gather_across_devices: bool = True,
+        temperature: float = 1.0,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__()
+        if score_metric is not None and type(score_metric).__name__ != "ColBERTScores":
+            raise ValueError(
+                f"score_metric must be None or PyLate's ColBERTScores, got {score_metric!r}; for others use PyLate's "
+                "loss"
+            )
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+            raise ValueError(f"temperature must be a positive number, got {temperature!r}")
+        self.model, self.temperature, self.size_average = model, temperature, size_average
+        self.score_mini_batch_size = score_mini_batch_size
+        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
+        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
+        self.group = group
+
+    def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss of the whole batch, the same on all processes; labels are without effect."""
+        columns = [*sentence_features]
+        module = PYLATE.load("pylate.losses.contrastive")
+        masks_of = getattr(module, PYLATE.seam(module, "extract_skiplist_mask"))
+        model = self.model if hasattr(self.model, "skiplist") else self.model.module
+        masks = masks_of(sentence_features=columns, skiplist=model.skiplist)
+        embeddings = [self.embed(features) for features in columns]
+        return self.compute_loss_from_tokens(embeddings, masks, every_query_token=bool(model.do_query_expansion))
+
+    def embed(self, features: dict[str, Tensor]) -> Tensor:
+        """Return the embeddings of a column's tokens, of norm 1."""
+        return _embeddings(self.model(features))
+
+    def compute_loss_from_tokens(
+        self, embeddings: Sequence[Tensor], masks: Sequence[Tensor], *, every_query_token: bool
+    ) -> Tensor:
+        """Return the loss of the whole batch for this process's tokens.
+
+        Args:
+            embeddings: (b, tokens, d) for each column: anchors, positives, negatives if there are any.
+            masks: (b, tokens) booleans for each column.
+            every_query_token: whether queries are scored without their mask, as with query expansion.
+        """
+        documents, masks_of_documents = _joined(embeddings[1:]), _joined(masks[1:])
+        found: Tensor = wb.functional.max_sim_loss(
+            embeddings[0],
+            documents * masks_of_documents[..., None],
+            logit_scale=1 / self.temperature,
+            query_mask=None if every_query_token else masks[0].bool(),
+            document_mask=_with_one_zero(masks_of_documents),
+            reduction="mean" if self.size_average else "sum",
+            group=self.group if self.gather_across_devices else wb.comm.LocalCommunicator(),
+            **self.settings,
+        )
+        return found
+
+
+class CachedContrastive(Contrastive):
+    """PyLate's `CachedContrastive`: embeddings come from :func:`wholebatch.gradcache.encode`.
+
+    Args:
+        mini_batch_size: rows that the model takes at once.
+        show_progress_bar: must be False.
+        model, score_metric, score_mini_batch_size, size_average, gather_across_devices, temperature: as in
+            :class:`Contrastive`.
+        group, exchange, memory, precision: as there.
+
+    Raises:
+        ValueError: as there; also for a size below 1, and `show_progress_bar=True`.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # a ColBERT model
+        score_metric: Any = None,  # PyLate's
+        mini_batch_size: int = 32,
+        score_mini_batch_size: int | None = None,
+        size_average: bool = True,
+        gather_across_devices: bool = True,
+        show_progress_bar: bool = False,
+        temperature: float = 1.0,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            score_metric,
+            score_mini_batch_size,
+            size_average,
+            gather_across_devices,
+            temperature,
+            group=group,
+            exchange=exchange,
+            memory=memory,
+            precision=precision,
+        )
+        if show_progress_bar:
+            raise ValueError("show_progress_bar must be False, got True: chunks have no progress bar")
+        if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:
+            raise ValueError(f"mini_batch_size must be an integer, at least 1, got {mini_batch_size!r}")
+        self.mini_batch_size = mini_batch_size
+
+    def embed(self, features: dict[str, Tensor]) -> Tensor:
+        """Return the embeddings of a column's tokens, of norm 1, chunk by chunk."""
+        found: Tensor = wb.gradcache.encode(self.model, [features], self.mini_batch_size, get_rep_fn=_embeddings)
+        return found
+
+
+def _embeddings(outputs: dict[str, Tensor]) -> Tensor:
+    return normalize(outputs["token_embeddings"], dim=-1)
+
+
+def _joined(columns: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all columns, (rows, longest, ...), after one another."""
+    longest = max(x.shape[1] for x in columns)
+    pads = [(*[0, 0] * (x.dim() - 2), 0, longest - x.shape[1]) for x in columns]
+    return torch.cat([nn.functional.pad(x, by) for x, by in zip(columns, pads, strict=True)])
+
+
+def _with_one_zero(mask: Tensor) -> Tensor:
+    """Return the mask with the first token that is left out, if there is one.
+
+    PyLate multiplies scores by masks before it takes the maximum, so a document with padding has tokens with score 0,
+    as those of a zero vector; one of them is as good as all.
+    """
+    left_out = ~mask.bool()
+    return ~left_out | (left_out & (left_out.cumsum(1) == 1))

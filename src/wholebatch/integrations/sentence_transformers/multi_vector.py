@@ -1,0 +1,194 @@
+"""Late interaction of multi-vector models, with their arguments, by :func:`wholebatch.functional.max_sim_loss`.
+
+Columns are (anchor, positive, negative_1, ..., negative_n); the negatives of all anchors are negatives of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import wholebatch as wb
+
+from ...comm import Group
+from ...exchange import ExchangeName
+from ...sweep import Memory, Precision
+from .._gathering import checked_gathering
+from .arguments import checked_scale, checked_size, group_of_batch, scale_number
+from .citations import COLBERT, GRADIENT_CACHING
+from .embedding import BatchLoss, CachedBatchLoss, columns_of
+from .theirs import Features, TokenSimilarity, embed_columns_padded, is_mean_of_tokens
+
+Tokens = tuple[Tensor, Tensor]  # embeddings (b, t, d), and where there is one, (b, t)
+
+
+class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
+    """Their `MultiVectorMultipleNegativesRankingLoss`, by :func:`wholebatch.functional.max_sim_loss`.
+
+    Args:
+        model: the model that the trainer trains.
+        scale: multiplies scores: a positive number, or a :class:`wholebatch.Scale`, which is then trained.
+        similarity_fct: `colbert_scores` or `mean_colbert_scores` of their multi_vector_encoder.scoring. Default: the
+            first.
+        mini_batch_size: rows of documents that the model takes at once; their activations are kept. Default: all.
+        score_mini_batch_size: without effect: scores are computed in tiles.
+        gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
+            loss, the mean over processes of the losses of their own batches.
+        group: processes that share the batch. Default: all.
+        exchange, memory, precision: as in :func:`wholebatch.functional.max_sim_loss`.
+
+    Raises:
+        ValueError: for values that theirs refuses, and for another `similarity_fct`.
+        ImportError: if sentence-transformers is needed, and missing or too old.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # their MultiVectorEncoder, or what an engine makes of it
+        *,
+        scale: float | wb.Scale = 1.0,
+        similarity_fct: TokenSimilarity | None = None,
+        mini_batch_size: int | None = None,
+        score_mini_batch_size: int | None = None,
+        gather_across_devices: bool = True,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.mean_of_tokens = is_mean_of_tokens(similarity_fct)
+        self.scale = checked_scale(scale)
+        self.mini_batch_size = checked_size("mini_batch_size", mini_batch_size)
+        self.score_mini_batch_size = checked_size("score_mini_batch_size", score_mini_batch_size)
+        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
+        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
+        self.group = group
+
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
+        """Return the loss of the whole batch, the same on all processes; labels are without effect."""
+        columns = [
+            {**features, "task": features.get("task", "document" if number else "query")}
+            for number, features in enumerate(columns_of(sentence_features))
+        ]
+        embeddings, masks = zip(*self.embed_tokens(columns), strict=True)
+        return self.compute_loss_from_tokens(embeddings, masks)
+
+    def embed_tokens(self, columns: Sequence[Features]) -> list[Tokens]:
+        """Return the embeddings of each column's tokens, and which of them are scored."""
+        embed = partial(embed_columns_padded, self.model)
+        return [*embed(columns[:1], None, "query"), *embed(columns[1:], self.mini_batch_size, "document")]
+
+    def compute_loss_from_tokens(self, embeddings: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+        """Return the loss of the whole batch for this process's tokens.
+
+        Args:
+            embeddings: (b, tokens, d) for each column: anchors, positives, negatives if there are any.
+            masks: (b, tokens) booleans for each column: True for the tokens that are scored.
+        """
+        return wb.functional.max_sim_loss(
+            embeddings[0],
+            _joined(embeddings[1:]),
+            logit_scale=self.scale() if isinstance(self.scale, wb.Scale) else self.scale,
+            query_mask=masks[0],
+            document_mask=_joined(masks[1:]),
+            query_tokens="mean" if self.mean_of_tokens else "sum",
+            group=group_of_batch(self.gather_across_devices, self.group, self.scale),
+            **self.settings,
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
+        """Return the arguments, for the model card."""
+        return {
+            "scale": scale_number(self.scale),
+            "similarity_fct": "mean_colbert_scores" if self.mean_of_tokens else "colbert_scores",
+            "mini_batch_size": self.mini_batch_size,
+            "score_mini_batch_size": self.score_mini_batch_size,
+            "gather_across_devices": self.gather_across_devices,
+        }
+
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        return COLBERT
+
+
+class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVectorMultipleNegativesRankingLoss):
+    """Their `CachedMultiVectorMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
+
+    Args:
+        mini_batch_size: rows that the model takes at once.
+        mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
+            :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
+            tokens without padding, of rows in their order.
+        show_progress_bar: must be False.
+        model, scale, similarity_fct, score_mini_batch_size, gather_across_devices: as in
+            :class:`MultiVectorMultipleNegativesRankingLoss`.
+        group, exchange, memory, precision: as there.
+
+    Raises:
+        ValueError: as there; also for sizes below 1, and `show_progress_bar=True`.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # their model
+        *,
+        scale: float | wb.Scale = 1.0,
+        similarity_fct: TokenSimilarity | None = None,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        score_mini_batch_size: int | None = None,
+        gather_across_devices: bool = True,
+        show_progress_bar: bool = False,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            scale=scale,
+            similarity_fct=similarity_fct,
+            score_mini_batch_size=score_mini_batch_size,
+            gather_across_devices=gather_across_devices,
+            group=group,
+            exchange=exchange,
+            memory=memory,
+            precision=precision,
+        )
+        self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+
+    def embed_tokens(self, columns: Sequence[Features]) -> list[Tokens]:
+        """Return the embeddings of each column's tokens, and which of them are scored, chunk by chunk."""
+        assert self.chunks is not None
+        found = []
+        for features in columns:
+            width = features["attention_mask"].shape[1]
+            chunks = self.chunks.of(self.model, features, partial(_with_mask, width), task=features["task"])
+            found.append((chunks[..., :-1], chunks[..., -1].detach() > 0.5))
+        return found
+
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        return GRADIENT_CACHING
+
+
+def _with_mask(width: int, outputs: Features) -> Tensor:
+    """Return embeddings with one more number, 1 for the tokens that are scored, in the padded width of all chunks."""
+    embeddings, mask = outputs["token_embeddings"], outputs["attention_mask"].bool()
+    both = torch.cat([embeddings, mask[..., None].to(embeddings.dtype)], -1)
+    return pad(both, (0, 0, 0, max(width - both.shape[1], 0)))
+
+
+def _joined(columns: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all columns, (rows, longest, ...), after one another."""
+    longest = max(x.shape[1] for x in columns)
+    return torch.cat([pad(x, (*[0, 0] * (x.dim() - 2), 0, longest - x.shape[1])) for x in columns])
