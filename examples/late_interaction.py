@@ -1,7 +1,7 @@
 """Find functions by their docstrings, with one vector for each text and with one vector for each word.
 
     python examples/late_interaction.py
-    torchrun --nproc-per-node 2 examples/late_interaction.py     # the same losses and the same recall, up to rounding
+    torchrun --nproc-per-node 2 examples/late_interaction.py     # the same up to rounding, which grows with the steps
 
 Queries are the first sentences of docstrings. Documents are the functions: signature and body, without the docstring.
 They are those of the standard library, NumPy and matplotlib, so nothing is downloaded. Whole files are held out. Tokens
