@@ -7,7 +7,7 @@ A rank has b queries of t tokens and k b documents of u tokens, all W ranks have
     entries           products of tokens, (b t)(k B u), of which a maximum is taken; and 40 for each winner, whose
                       gradients are sorted and added: that takes as long, with d = 128 on a CPU
     memory            tiles:     a buffer of products, winners of a tile, two tiles of S
-                      gradients: of the tokens that stay, and of a tile's documents once more
+                      gradients: of the tokens that stay, and of a few documents of a tile once more
                       and as other losses, with tokens that travel instead of Y's rows
     winners kept      an integer for each query token and document, of 8 bits for documents of up to 256 tokens, and S
 
@@ -19,13 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+import torch
+
 from .._precision import accumulation_dtype
 from ..exchange import ExchangeUsed
 from ..exchange.select import automatic
 from ..losses.catalog import Declaration
 from ..partition import Partition
 from ..sweep import TokenBudget, bytes_of_winners, fit_tokens
-from ..sweep.max_sim import bytes_of_flat, integer_for
+from ..sweep.max_sim import at_once, bytes_of_flat, integer_for
 from ..sweep.memory import Memory
 from .costs import TRANSFERS, Work
 from .shapes import Shapes
@@ -33,7 +35,6 @@ from .sizes import WINNERS
 
 _WINNER = 40  # entries
 _GRAPH = 15  # bytes for each entry of a tile of S, of scores, masks and their gradients
-_AT_ONCE = 2**16  # winners whose gradients a driver computes at a time
 
 
 @dataclass(frozen=True)
@@ -200,12 +201,20 @@ def _bytes_of_tile(shapes: TokenShapes, budget: TokenBudget, columns: int) -> tu
     staying = (shapes.documents if shapes.documents_stay else shapes.queries).counts[0]
     rows, columns = min(budget.side, staying), min(budget.side, columns)
     queries, documents = (columns, rows) if shapes.documents_stay else (rows, columns)
-    winners, tokens = ceil(queries * shapes.query_tokens) * documents, ceil(documents * shapes.document_tokens)
+    tokens = ceil(queries * shapes.query_tokens)
     of_tile = rows * columns * (2 * a + _GRAPH)
     forward = of_tile + budget.products // longest * (2 * a + 8)
-    found_again = 0 if budget.kept >= shapes.bytes_of_all_winners else winners * integer_for(longest).itemsize
-    sorting = min(_AT_ONCE, winners) * (3 * 8 + 2 * a) + tokens * 3 * 8
-    return forward, of_tile + found_again + sorting + tokens * d * a, rows * columns * 2 * a
+    found_again = (
+        0 if budget.kept >= shapes.bytes_of_all_winners else tokens * documents * integer_for(longest).itemsize
+    )
+    some, of_some = at_once(tokens, torch.device(shapes.device))
+    of_some = min(of_some, documents)
+    index, weights, vectors = 8 * some * of_some, a * some * of_some, ceil(of_some * shapes.document_tokens)
+    adding = max(
+        index + weights + some * d * a,  # to query tokens
+        4 * index + 2 * weights + vectors * (d * a + 3 * 8),  # to tokens of documents, after sorting
+    )
+    return forward, of_tile + found_again + adding, rows * columns * 2 * a
 
 
 def _tokens(items: Partition, each: float) -> Partition:

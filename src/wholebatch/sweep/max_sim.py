@@ -59,6 +59,12 @@ def pads(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def at_once(tokens: int, device: torch.device) -> tuple[int, int]:
+    """Return how many of a tile's query tokens, and of its documents, have their gradients computed at a time."""
+    some = min(max(1, tokens), _TOKENS_OF_A_PART)
+    return some, max(1, (_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE) // some)
+
+
 def integer_for(longest: int) -> torch.dtype:
     """Return the smallest integer dtype for the place of a token in a document.
 
@@ -170,7 +176,6 @@ class MaxSimDriver(Driver):
         self.longest = max((rows if documents == "rows" else columns).lengths, default=1)
         self.integer = integer_for(self.longest)
         self.pads = pads(x.device)
-        self.at_once = _AT_ONCE_ON_A_GPU if self.pads else _AT_ONCE
         self._starts = {"rows": _numbers(rows.starts, x.device), "cols": _numbers(columns.starts, x.device)}
         self._winners: Tensor | None = None  # of the last tile
 
@@ -328,7 +333,7 @@ class MaxSimDriver(Driver):
         owners, count = tokens.owners, len(documents.ragged.lengths)
         for first in range(0, tokens.vectors, _TOKENS_OF_A_PART):
             part = slice(first, min(first + _TOKENS_OF_A_PART, tokens.vectors))
-            step = max(1, self.at_once // (part.stop - part.start))
+            _, step = at_once(part.stop - part.start, self.x.device)
             for start in range(0, count, step):
                 some = slice(start, min(start + step, count))
                 at, starts = documents.ragged.of(some), documents.starts[some]
