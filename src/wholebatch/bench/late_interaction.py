@@ -67,7 +67,7 @@ class OfTokens(Measurement):
                 query_tokens=t, document_tokens=u,
             )  # fmt: skip
             memory = shapes.memory_for(WINNERS) if configuration.keep else "flat"
-            return {"exchange": configuration.exchange, "memory": memory}
+            return {"exchange": configuration.exchange, "memory": memory, "kernel": configuration.kernel}
 
         assert self.job.tokens is not None
         check_tokens(self.comm, configuration, options, self.device)

@@ -61,7 +61,7 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
         keeps = tuple(float(keep > 0) for keep in config.keep)
     elif sweep is not None and not sweep.one_pass:
         keeps = config.keep
-    kernels = config.kernels if name in SUBJECTS else ("auto",)
+    kernels = config.kernels if name in SUBJECTS or name == MAX_SIM else ("auto",)
     exchanges = config.exchanges if ranks > 1 else config.exchanges[:1]
     configurations = [
         Configuration(keep, exchange, dtype, kernel)
