@@ -127,7 +127,7 @@ def test_colbert_pairwise_loss(ours):
         ({"normalize_scores": False}, MEAN),
         ({}, {"logit_scale": 50.0}),
         ({"pos_aware_negative_filtering": True, "filter_threshold": 0.1}, MEAN),  # halves scores of close negatives
-        ({"use_smooth_max": True}, MEAN),  # a logarithm of a sum of exponentials in the place of the maximum
+        ({"use_smooth_max": True}, MEAN),  # a logarithm of a sum of exponentials instead of the maximum
     ],
 )
 def test_colbert_loss_in_other_settings(ours, theirs, settings):
