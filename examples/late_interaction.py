@@ -182,7 +182,7 @@ def loss_of(kind: str) -> Callable[..., Tensor]:
     if kind == ONE_VECTOR:
         one_vector = wb.InfoNCELoss()
         return lambda q, _q, d, _d, scale: one_vector(q, d, logit_scale=scale)
-    many_vectors = wb.MaxSimLoss(query_tokens="mean")  # a mean of cosines, so that the same scale suits both
+    many_vectors = wb.MaxSimLoss(token_reduction="mean")  # a mean of cosines, so that the same scale suits both
     return lambda q, q_offsets, d, d_offsets, scale: many_vectors(
         q, d, scale, query_offsets=q_offsets, document_offsets=d_offsets
     )
@@ -221,7 +221,7 @@ def search(encoder: Encoder, test: list[Pair]) -> dict[str, float]:
     """Return how often a docstring's function is the best of all, and among the ten best."""
     here = mine(test)
     q, q_offsets, d, d_offsets, _ = encoder([pair.query for pair in here], [pair.document for pair in here])
-    best = wb.max_sim(q, d, top=10, query_offsets=q_offsets, document_offsets=d_offsets)
+    best = wb.max_sim(q, d, k=10, query_offsets=q_offsets, document_offsets=d_offsets)
     right = best.documents == torch.tensor(mine([*range(len(test))]))[:, None]
     found = torch.stack([right[:, 0].sum(), right.sum()])
     if dist.is_initialized():

@@ -274,7 +274,7 @@ LOSSES = {
             "query_ids",
             directions=("query_to_document", "document_to_query"),
             equal_ids="positive",
-            query_tokens="mean",
+            token_reduction="mean",
             label_smoothing=0.1,
         ),
         inputs=(*TOKENS, IDS),

@@ -11,7 +11,7 @@ SPLITS = [(6,), (4, 2), (0, 4, 2), (1, 2, 0, 3)]
 BOTH = ("query_to_document", "document_to_query")
 FORMS = {
     "plain": {},
-    "mean over tokens": {"query_tokens": "mean", "label_smoothing": 0.1},
+    "mean over tokens": {"token_reduction": "mean", "label_smoothing": 0.1},
     "both directions": {"directions": BOTH, "label_smoothing": 0.2},
     "documents to queries": {"directions": BOTH[1:]},
     "hard negatives of all": {"hard": True},
@@ -167,13 +167,15 @@ def scores_of_rank(counts, options, top):
     whole = batch(3, sum(counts), longest=(6, 11), hard=True)
     given = part(whole, counts, dist.get_rank())
     offsets = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in given["lengths"]]
-    return wb.max_sim(
-        *given["tokens"], query_offsets=offsets[0], document_offsets=offsets[1], top=top, **options
-    ), given["documents"]
+    return wb.max_sim(*given["tokens"], query_offsets=offsets[0], document_offsets=offsets[1], k=top, **options), given[
+        "documents"
+    ]
 
 
 @pytest.mark.parametrize("counts", SPLITS, ids=str)
-@pytest.mark.parametrize("options", [OPTIONS[0], {"exchange": "ring", "memory": 1000, "query_tokens": "mean"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], {"exchange": "ring", "memory": 1000, "token_reduction": "mean"}], ids=str
+)
 def test_scores_of_all_documents_and_of_the_best(counts, options):
     whole = batch(3, sum(counts), longest=(6, 11), hard=True)
     offsets = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in whole["lengths"]]
@@ -181,7 +183,7 @@ def test_scores_of_all_documents_and_of_the_best(counts, options):
         *whole["tokens"],
         query_offsets=offsets[0],
         document_offsets=offsets[1],
-        query_tokens=options.get("query_tokens", "sum"),
+        token_reduction=options.get("token_reduction", "sum"),
     )
     found = run_ranks(scores_of_rank, len(counts), counts, options, None)
     order = torch.cat([documents for _, documents in found])  # the documents of all ranks, in the order of ranks
@@ -198,5 +200,5 @@ def test_scores_of_all_documents_and_of_the_best(counts, options):
 
 def test_of_equal_scores_the_document_with_the_lowest_index_comes_first():
     documents = torch.eye(2).repeat(3, 1)[:, None]  # 0, 2 and 4 are the same
-    best = wb.max_sim(torch.eye(2)[:1, None], documents, top=3, memory=64)
+    best = wb.max_sim(torch.eye(2)[:1, None], documents, k=3, memory=64)
     assert best.documents.tolist() == [[0, 2, 4]]

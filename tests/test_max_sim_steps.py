@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import wholebatch as wb
-from wholebatch.testing import RankError, run_ranks
+from wholebatch.testing import run_ranks
 
 LOSS = wb.functional.max_sim_loss
 
@@ -60,7 +60,7 @@ def test_wrong_formulas_are_rejected():
     zeroed = d * d_mask[:, :, None]  # a maximum of negative numbers becomes 0
     assert abs(LOSS(q, zeroed, logit_scale=3.0, query_mask=q_mask) - right) > 1e-3
     assert abs(LOSS(q, d, logit_scale=3.0, document_mask=d_mask) - right) > 1e-3
-    mean = LOSS(q, d, logit_scale=3.0, query_mask=q_mask, document_mask=d_mask, query_tokens="mean")
+    mean = LOSS(q, d, logit_scale=3.0, query_mask=q_mask, document_mask=d_mask, token_reduction="mean")
     assert abs(LOSS(q, d, logit_scale=0.5, query_mask=q_mask, document_mask=d_mask) - mean) > 1e-3
 
 
@@ -110,6 +110,16 @@ def held_of(documents):
     d.grad = torch.ones_like(d)
     q = texts(32, 4, 16, dtype=torch.float32)
     return peak_of(lambda: LOSS(q, d, logit_scale=1.0, memory="flat").backward()) - d.nbytes
+
+
+@pytest.mark.parametrize("memory", ["flat", 10**6])
+def test_gradients_of_long_documents_are_added_a_few_at_a_time(memory):
+    """Queries of one token: a tile has many documents, whose tokens and gradients take 77 MB each."""
+    torch.set_num_threads(1)
+    d = texts(300, 500, 128, dtype=torch.float32).requires_grad_()
+    d.grad = torch.ones_like(d)
+    q = texts(64, 1, 128, dtype=torch.float32)
+    assert peak_of(lambda: LOSS(q, d, logit_scale=1.0, memory=memory).backward()) - d.nbytes <= 10e6
 
 
 def test_memory_is_linear_in_the_documents():
@@ -172,7 +182,7 @@ MISTAKES = [
         "queries must have a token in each item, got 0 in item 3",
     ),
     ({"documents": D[:, :0]}, "documents must have a token in each item, got 0 in item 0"),
-    ({"documents": D[:3]}, "documents must not be fewer than queries, got 4 documents of 4 queries, and 3 documents"),
+    ({"documents": D[:3]}, "documents must not be fewer than queries, got 3 for 4 queries"),
     ({"documents": D[:, :, :4]}, "must have the same embedding size, got 8 and 4"),
     ({"documents": D.float()}, "must have the same dtype"),
     ({"query_offsets": OFFSETS}, r"queries must be packed with query_offsets, .* got \(4, 3, 8\)"),
@@ -187,13 +197,16 @@ MISTAKES = [
         {"queries": Q.flatten(0, 1), "query_offsets": OFFSETS, "query_mask": torch.ones(4, 3, dtype=torch.bool)},
         "query_mask must be left out with query_offsets",
     ),
-    ({"documents_per_query": 2}, "documents_per_query must not be more than documents, got 8"),
-    ({"documents_per_query": 0}, "documents_per_query must be a number >= 1"),
+    (
+        {"documents_per_query": 2},
+        "documents_per_query must not be more than there are documents, got 8 in all for 4 documents",
+    ),
+    ({"documents_per_query": 0}, "documents_per_query must be an int >= 1"),
     ({"documents_per_query": torch.tensor([1, 1, 0, 1])}, "documents_per_query must be .* smallest 0"),
     ({"documents_per_query": torch.ones(3, dtype=torch.int64)}, r"4 integers >= 1, .* got \(3,\)"),
     ({"documents_per_query": torch.ones(4)}, "documents_per_query must be .*torch.float32"),
     ({"share_hard_negatives": "own"}, "share_hard_negatives must be True or False"),
-    ({"query_tokens": "max"}, "query_tokens must be"),
+    ({"token_reduction": "max"}, "token_reduction must be"),
     ({"directions": ()}, r"directions must be one or both of \['query_to_document', 'document_to_query'\]"),
     ({"directions": ("query_to_key",)}, "directions must be"),
     ({"label_smoothing": 2.0}, "label_smoothing"),
@@ -213,7 +226,11 @@ def test_mistakes_are_refused(wrong, message):
 
 def wrong_on_one(wrong):
     given = {"queries": Q, "documents": D, "logit_scale": 1.0}
-    LOSS(**{**given, **(wrong if dist.get_rank() == 1 else {})})
+    try:
+        LOSS(**{**given, **(wrong if dist.get_rank() == 1 else {})})
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 @pytest.mark.parametrize(
@@ -227,9 +244,8 @@ def wrong_on_one(wrong):
     ],
 )
 def test_a_mistake_of_one_rank_raises_on_all(wrong):
-    with pytest.raises(RankError) as error:
-        run_ranks(wrong_on_one, 2, wrong, timeout_s=60)
-    assert str(error.value).count("max_sim_loss") >= 2 or "rank 0" in str(error.value)
+    texts_of_errors = run_ranks(wrong_on_one, 2, wrong, timeout_s=60)
+    assert all(text.startswith("max_sim_loss") for text in texts_of_errors), texts_of_errors
 
 
 # Gradient caching: representations that are token embeddings beside a mask, with other lengths in each chunk.
@@ -310,8 +326,7 @@ def ragged(count, longest, seed):
 
 
 def declared_on(counts, options):
-    at, rank = cut(counts, dist.get_rank()), dist.get_rank()
-    del rank
+    at = cut(counts, dist.get_rank())
     leaves, given = [], []
     for vectors, lengths in (ragged(sum(counts), 6, 0), ragged(sum(counts), 9, 1)):
         parts = vectors.split(lengths.tolist())[at]

@@ -56,7 +56,7 @@ def scores(queries, documents, queries_mask, documents_mask, *, mean=False):
     return torch.stack(
         [
             wb.reference.max_sim(
-                queries, x, query_mask=queries_mask, document_mask=mask, query_tokens="mean" if mean else "sum"
+                queries, x, query_mask=queries_mask, document_mask=mask, token_reduction="mean" if mean else "sum"
             )
             for x, mask in zip(documents.unbind(1), documents_mask.unbind(1), strict=True)
         ],

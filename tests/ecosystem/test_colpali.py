@@ -68,7 +68,7 @@ def as_colpali_own(ours, batch, **settings):
     return loss
 
 
-MEAN = {"logit_scale": 50.0, "query_tokens": "mean"}  # of their defaults, temperature=0.02, normalize_scores=True
+MEAN = {"logit_scale": 50.0, "token_reduction": "mean"}  # of their defaults, temperature=0.02, normalize_scores=True
 SUM = {"logit_scale": 2.0}
 
 

@@ -59,7 +59,7 @@ def _scores_in_float64(monkeypatch):
     [
         ({}, {"logit_scale": 1.0}),
         ({"scale": 3.0, "mini_batch_size": 2, "score_mini_batch_size": 3}, {"logit_scale": 3.0}),
-        ({"scale": 8.0, "scorer": "mean_colbert_scores"}, {"logit_scale": 8.0, "query_tokens": "mean"}),
+        ({"scale": 8.0, "scorer": "mean_colbert_scores"}, {"logit_scale": 8.0, "token_reduction": "mean"}),
     ],
 )
 @pytest.mark.usefixtures("_scores_in_float64")

@@ -67,13 +67,13 @@ LEGAL: dict[str, str] = {
         for name in ("queries", "documents")
     },
     "document_ids": _IDS,
-    "query_tokens": "word",  # the word is "sum"
+    "token_reduction": "word",  # the word is "sum"
     "documents_per_query": "one",
     "Ragged.lengths": "range",
     "Ragged.local.rank": "zero one enum",
     "Ragged.of.items": "slice",
     **{f"{entry}.query_ids": _IDS for entry in ("max_sim_loss", "MaxSimLoss.forward")},
-    "top": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",
+    "max_sim.k": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",
     "KeyQueue.enqueue.keys": f"{_FEATURES} t_5x3 t_0x3",
     "features": f"{_FEATURES} {_OTHER_FLOATS} t_4x5 t_4x2x3",
     "negatives": f"{_FEATURES} t_0x3 t_5x3",

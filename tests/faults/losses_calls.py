@@ -184,7 +184,7 @@ def _wide(x: Any) -> Any:
 def _max_sim(world: World) -> Good:
     rng, rows = world.choices, sum(world.rows)
     whole = {name: normalize(world.normal(name, rows, 3, D), dim=2) for name in ("queries", "documents")}
-    common: Arguments = {"group": world.group, "exchange": rng.choice(USED_EXCHANGES), "top": rng.choice([None, 2, 99])}
+    common: Arguments = {"group": world.group, "exchange": rng.choice(USED_EXCHANGES), "k": rng.choice([None, 2, 99])}
     partition = Partition(world.rows)
     arguments = [{**common, **{k: x[partition.rows(rank)] for k, x in whole.items()}} for rank in range(world.size)]
 
@@ -193,7 +193,7 @@ def _max_sim(world: World) -> Good:
 
     def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
         q, d = (torch.cat([of[name].double() for of in of_ranks]) for name in ("queries", "documents"))
-        scores, top = wb.reference.max_sim(q, d), of_ranks[settings_of]["top"]
+        scores, top = wb.reference.max_sim(q, d), of_ranks[settings_of]["k"]
         if top is not None:
             scores, index = scores.sort(dim=1, descending=True, stable=True)
             scores, index = scores[:, :top], index[:, :top]

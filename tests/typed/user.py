@@ -33,7 +33,7 @@ wb.MaxSimLoss(directions=("query_to_document",), share_hard_negatives=False)
 wb.MaxSimLoss(share_hard_negatives="own")  # error
 assert_type(wb.functional.max_sim_loss(x, y, logit_scale=1.0, documents_per_query=2), Tensor)
 assert_type(wb.max_sim(x, y), Tensor)
-assert_type(wb.max_sim(x, y, top=3), wb.TopDocuments)
+assert_type(wb.max_sim(x, y, k=3), wb.TopDocuments)
 wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all, similarity="max_sim")(wb.Tokens(x), wb.Tokens(y, mask=x))
 wb.TripletLoss(margin=0.1, kernel="triton")  # error
 wb.BarlowTwinsLoss(reduction="sum")  # error

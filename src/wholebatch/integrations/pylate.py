@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -25,6 +24,7 @@ from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
 from ._framework import Framework
 from ._gathering import checked_gathering
+from ._token_columns import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
 
@@ -101,13 +101,13 @@ class Contrastive(nn.Module):
             masks: (b, tokens) booleans for each column.
             every_query_token: whether queries are scored without their mask, as with query expansion.
         """
-        documents, masks_of_documents = _joined(embeddings[1:]), _joined(masks[1:])
+        of_documents = [*zip(embeddings[1:], masks[1:], strict=True)]
         found: Tensor = wb.functional.max_sim_loss(
             embeddings[0],
-            documents * masks_of_documents[..., None],
+            joined([x * mask[..., None] for x, mask in of_documents]),
             logit_scale=1 / self.temperature,
             query_mask=None if every_query_token else masks[0].bool(),
-            document_mask=_with_one_zero(masks_of_documents),
+            document_mask=joined([_with_one_zero(mask) for _, mask in of_documents]),
             reduction="mean" if self.size_average else "sum",
             group=self.group if self.gather_across_devices else wb.comm.LocalCommunicator(),
             **self.settings,
@@ -173,18 +173,11 @@ def _embeddings(outputs: dict[str, Tensor]) -> Tensor:
     return normalize(outputs["token_embeddings"], dim=-1)
 
 
-def _joined(columns: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all columns, (rows, longest, ...), after one another."""
-    longest = max(x.shape[1] for x in columns)
-    pads = [(*[0, 0] * (x.dim() - 2), 0, longest - x.shape[1]) for x in columns]
-    return torch.cat([nn.functional.pad(x, by) for x, by in zip(columns, pads, strict=True)])
-
-
 def _with_one_zero(mask: Tensor) -> Tensor:
     """Return the mask with the first token that is left out, if there is one.
 
     PyLate multiplies scores by masks before it takes the maximum, so a document with padding has tokens with score 0,
-    as those of a zero vector; one of them is as good as all.
+    as those of a zero vector; one of them is as good as all. A column's longest document has no padding.
     """
     left_out = ~mask.bool()
     return ~left_out | (left_out & (left_out.cumsum(1) == 1))

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._checks import is_dense
 from .._settings import shown
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NOBODY = -1  # the query of a document that belongs to none
 
 
@@ -44,11 +45,14 @@ class Owners:
         counts = _counts(queries, per_query)
         total = sum(counts)
         if total > documents:
-            what = "documents" if per_query is None else "documents_per_query"
+            if per_query is None:
+                raise ValueError(
+                    f"documents must not be fewer than queries, got {documents} for {queries} queries; document i is "
+                    "the positive of query i"
+                )
             raise ValueError(
-                f"{what} must not be {'fewer than queries' if per_query is None else 'more than documents'}, got "
-                f"{total} documents of {queries} queries, and {documents} documents; a query's first document is its "
-                "positive"
+                f"documents_per_query must not be more than there are documents, got {total} in all for {documents} "
+                "documents; a query's first document is its positive"
             )
         each = torch.tensor(counts, dtype=torch.int64)
         of_document = torch.full((documents,), NOBODY)
@@ -71,14 +75,14 @@ def _counts(queries: int, per_query: object) -> list[int]:
         return [per_query] * queries
     counts, good = list[int](), False
     if is_dense(per_query) and per_query.shape == (queries,):
-        good = not per_query.is_floating_point() and per_query.dtype != torch.bool
+        good = per_query.dtype in _INTEGERS
         counts = per_query.tolist() if good else []
     if not good or min(counts, default=1) < 1:
         got = shown(per_query)
         if is_dense(per_query):
             got = f"{tuple(per_query.shape)}, {per_query.dtype}" + (f", smallest {min(counts)}" if counts else "")
         raise ValueError(
-            f"documents_per_query must be a number >= 1, or {queries} integers >= 1, the documents of each query, got "
-            f"{got}"
+            f"documents_per_query must be an int >= 1, or a tensor of {queries} integers >= 1, the documents of each "
+            f"query, got {got}; of a list pass torch.tensor(documents_per_query)"
         )
     return counts

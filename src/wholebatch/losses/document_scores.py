@@ -16,7 +16,7 @@ from ..nodes import Route, Vectors, choose_token_route, token_driver
 from ..partition import Ragged, tiles
 from ..sweep import Block, Memory, Precision
 from ..tokens import Packed, Tokens, packed
-from .late_interaction import QUERY_TOKENS, QueryTokens
+from .late_interaction import TOKEN_REDUCTIONS, TokenReduction
 
 _LAST = torch.iinfo(torch.int64).max  # the index of a place that no document has yet
 
@@ -39,12 +39,12 @@ def max_sim(
     queries: Tensor,
     documents: Tensor,
     *,
-    top: None = None,
+    k: None = None,
     query_mask: Tensor | None = None,
     document_mask: Tensor | None = None,
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
-    query_tokens: QueryTokens = "sum",
+    token_reduction: TokenReduction = "sum",
     group: Group = None,
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
@@ -55,12 +55,12 @@ def max_sim(
     queries: Tensor,
     documents: Tensor,
     *,
-    top: int,
+    k: int,
     query_mask: Tensor | None = None,
     document_mask: Tensor | None = None,
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
-    query_tokens: QueryTokens = "sum",
+    token_reduction: TokenReduction = "sum",
     group: Group = None,
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
@@ -72,12 +72,12 @@ def max_sim(
     queries: Tensor,
     documents: Tensor,
     *,
-    top: int | None = None,
+    k: int | None = None,
     query_mask: Tensor | None = None,
     document_mask: Tensor | None = None,
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
-    query_tokens: QueryTokens = "sum",
+    token_reduction: TokenReduction = "sum",
     group: Group = None,
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
@@ -91,27 +91,27 @@ def max_sim(
         queries: (b_r, t, d), or (n, d) with `query_offsets`, as in :func:`wholebatch.functional.max_sim_loss`. b_r may
             differ between ranks and may be 0.
         documents: (c_r, u, d), or (m, d) with `document_offsets`, likewise; they travel.
-        top: k, return the k largest scores of each query and their documents, of fewer documents all; None: the scores
+        k: return the k largest scores of each query and their documents, of fewer documents all; None: the scores
             of all, in the order of documents.
         query_mask: (b_r, t) booleans, True where there is a token. Default: everywhere.
         document_mask: (c_r, u), likewise.
         query_offsets: (b_r + 1,) integers, where each query's tokens start, as there.
         document_offsets: (c_r + 1,), likewise.
-        query_tokens: "sum", or "mean": divided by the number of the query's tokens.
+        token_reduction: "sum", or "mean": divided by the number of the query's tokens.
         group: ranks that share the documents, as in :func:`wholebatch.functional.clip_loss`.
         exchange: how documents travel, as there.
         memory: "flat", "auto" or bytes, as there.
         precision: of products, as there.
 
     Returns:
-        (b_r, C) scores of the documents of all ranks, rank 0's first, or with `top` a :class:`TopDocuments`. Their
+        (b_r, C) scores of the documents of all ranks, rank 0's first, or with `k` a :class:`TopDocuments`. Their
         dtype is that of the tokens, float32 for half precision.
 
     Collectives: 1 handshake, 2 all-gathers of lengths, and those of the exchange for documents. Memory beyond inputs
     and result: two tiles; on several ranks the documents of all ranks ("gather"), or two blocks of them ("ring").
 
     Raises:
-        ValueError: on every rank, as in :func:`wholebatch.functional.max_sim_loss`; also for `top` below 1.
+        ValueError: on every rank, as in :func:`wholebatch.functional.max_sim_loss`; also for `k` below 1.
 
     Source: Khattab and Zaharia, 2020, arXiv:2004.12832, equation 3.
 
@@ -120,7 +120,7 @@ def max_sim(
     >>> wb.max_sim(texts, texts)
     tensor([[2., 0.],
             [0., 2.]])
-    >>> wb.max_sim(texts, texts, top=1).documents
+    >>> wb.max_sim(texts, texts, k=1).documents
     tensor([[0],
             [1]])
     """
@@ -134,9 +134,9 @@ def max_sim(
         )
 
     def check() -> dict[str, object]:
-        check_choice("query_tokens", query_tokens, QUERY_TOKENS)
-        if top is not None:
-            check_integer("top", top, minimum=1, of="documents of each query")
+        check_choice("token_reduction", token_reduction, TOKEN_REDUCTIONS)
+        if k is not None:
+            check_integer("k", k, minimum=1, of="documents of each query")
         return {}
 
     of_queries, of_documents = prepared("max_sim", group, prepare)
@@ -152,14 +152,14 @@ def max_sim(
     items = {name: _lengths(facts, name, of) for name, of in (("queries", of_queries), ("documents", of_documents))}
     vectors = Vectors(items["queries"], items["documents"])
     lengths = torch.tensor(of_queries.lengths, dtype=facts.dtype, device=facts.device)[:, None]
-    divisors = lengths if query_tokens == "mean" else torch.ones_like(lengths)
-    columns = facts.rows["documents"].total if top is None else min(top, facts.rows["documents"].total)
+    divisors = lengths if token_reduction == "mean" else torch.ones_like(lengths)
+    columns = facts.rows["documents"].total if k is None else min(k, facts.rows["documents"].total)
     best = TopDocuments(
         torch.full((len(lengths), columns), float("-inf"), dtype=facts.dtype, device=facts.device),
         torch.full((len(lengths), columns), _LAST, device=facts.device),
     )
-    _visit_all(facts, choose_token_route(facts, vectors), vectors, divisors, best, keep_all=top is None)
-    return best.scores if top is None else best
+    _visit_all(facts, choose_token_route(facts, vectors), vectors, divisors, best, keep_all=k is None)
+    return best.scores if k is None else best
 
 
 def _lengths(facts: Facts, name: str, of: Packed) -> Ragged:

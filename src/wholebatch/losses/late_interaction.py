@@ -43,8 +43,8 @@ from ._pairs import EQUAL_IDS, EqualIdsAre
 from .statistics import report_statistics
 
 DocumentDirection = Literal["query_to_document", "document_to_query"]
-QueryTokens = Literal["sum", "mean"]
-QUERY_TOKENS = ("sum", "mean")
+TokenReduction = Literal["sum", "mean"]
+TOKEN_REDUCTIONS = ("sum", "mean")
 DIRECTIONS = ("query_to_document", "document_to_query")
 _SIDES = {"query_to_document": "queries", "document_to_query": "documents"}  # whose rows or columns are reduced
 _IDS = ("query_ids", "document_ids")
@@ -66,7 +66,7 @@ def max_sim_loss(
     document_ids: Tensor | None = None,
     equal_ids: EqualIdsAre = "excluded",
     directions: Sequence[DocumentDirection] = ("query_to_document",),
-    query_tokens: QueryTokens = "sum",
+    token_reduction: TokenReduction = "sum",
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
@@ -105,7 +105,7 @@ def max_sim_loss(
             is the mean over all positives of query i, which are all in the softmax.
         directions: "query_to_document", "document_to_query" (a query's positive against the queries of all ranks), or
             both: L_i is their mean.
-        query_tokens: "sum", or "mean": S_ij is divided by the number of query i's tokens.
+        token_reduction: "sum", or "mean": S_ij is divided by the number of query i's tokens.
         label_smoothing: weight of the uniform distribution over all candidates, from 0 to 1.
         weights: (b_r,), one for each query, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
@@ -121,19 +121,20 @@ def max_sim_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.max_sim_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    Of a document's tokens with equal products, the first wins and has the gradient, as in `torch.max`.
+    Of a document's tokens with equal products, as computed, the first wins and has the gradient, as in `torch.max`.
+    Products of matrices may round copies of a token differently, so that another copy wins in another tile.
 
     This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
     must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
     ValueError.
 
-    Collectives: forward 1 handshake, 2 all-gathers of lengths and 3 of integers about queries or documents, those of
-    the exchange for tokens, 3 all-reduces with both directions or with documents as rows, 1 of the loss; backward as
+    Collectives: forward 1 handshake, 2 all-gathers of lengths and up to 3 of numbers about the traveling queries or
+    documents, those of the exchange for tokens, up to 3 all-reduces of numbers of columns and of the loss; backward as
     in :func:`wholebatch.functional.clip_loss`. Work: 2 units of (query tokens of all ranks) (document tokens of all
     ranks) d / W multiply-adds, 1 forward and 1 backward, where winners are found again; 1 for those that are kept.
-    Memory beyond inputs and gradients: two tiles, and without padding nothing else on one rank; with padding the
-    tokens and their gradients without it. On several ranks that of the exchange. Kept: one integer for each query
-    token and document, of 8 bits for documents of up to 256 tokens.
+    Memory beyond inputs and gradients: a few tiles, about 10 MB in float32 on a CPU; with padding also the tokens and
+    their gradients without it; on several ranks that of the exchange. Kept: one integer for each query token and
+    document, of 8 bits for documents of up to 256 tokens, and S; "auto" keeps them where they fit into one more tile.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: for shapes, dtypes or embedding sizes that do not
@@ -150,7 +151,7 @@ def max_sim_loss(
     tensor(2.0612e-09)
     """
     statistics, options = statistics_requested(), Options(group, sync, exchange, memory, reduction, kernel, precision)
-    settings = _Settings(share_hard_negatives, equal_ids, as_tuple(directions), query_tokens, label_smoothing)
+    settings = _Settings(share_hard_negatives, equal_ids, as_tuple(directions), token_reduction, label_smoothing)
     ids = dict(zip(_IDS, (query_ids, document_ids), strict=True))
 
     def prepare() -> tuple[Packed, Packed, Owners]:
@@ -166,7 +167,7 @@ def max_sim_loss(
         )
 
     of_queries, of_documents, owners = prepared("max_sim_loss", group, prepare)
-    batch = _Batch(of_queries, of_documents, owners, ids)
+    batch = _Batch(of_queries, of_documents, owners, ids, mean=token_reduction == "mean")
 
     def check() -> dict[str, Any]:
         settings.check()
@@ -197,7 +198,7 @@ class MaxSimLoss(TakesLogitScale, KernelLoss):
     share_hard_negatives: bool = True
     equal_ids: EqualIdsAre = "excluded"
     directions: Sequence[DocumentDirection] = ("query_to_document",)
-    query_tokens: QueryTokens = "sum"
+    token_reduction: TokenReduction = "sum"
     label_smoothing: float = 0.0
 
     def check(self) -> None:
@@ -205,7 +206,7 @@ class MaxSimLoss(TakesLogitScale, KernelLoss):
         super().check()
         directions = as_tuple(self.directions)
         _Settings(
-            self.share_hard_negatives, self.equal_ids, directions, self.query_tokens, self.label_smoothing
+            self.share_hard_negatives, self.equal_ids, directions, self.token_reduction, self.label_smoothing
         ).check()
 
     @entry
@@ -250,14 +251,14 @@ class _Settings:
     share_hard_negatives: bool
     equal_ids: str
     directions: tuple[str, ...]
-    query_tokens: str
+    token_reduction: str
     label_smoothing: float
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""
         check_flag("share_hard_negatives", self.share_hard_negatives)
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
-        check_choice("query_tokens", self.query_tokens, QUERY_TOKENS)
+        check_choice("token_reduction", self.token_reduction, TOKEN_REDUCTIONS)
         check_label_smoothing(self.label_smoothing)
         known = all(isinstance(of, str) and of in DIRECTIONS for of in self.directions)
         if not known or not self.directions or len(set(self.directions)) < len(self.directions):
@@ -294,7 +295,7 @@ class _Settings:
             def score(s: Any, x: Any, y: Any, p: Any) -> Tensor:
                 q = y if documents_are_rows else x
                 found: Tensor = p.scale * s
-                return found / q.tokens if self.query_tokens == "mean" else found
+                return found / q.tokens if self.token_reduction == "mean" else found
 
             def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
                 return 2 * score(s, x, y, p)
@@ -326,6 +327,7 @@ class _Batch:
     documents: Packed
     owners: Owners
     ids: dict[str, Tensor | None]
+    mean: bool  # over the tokens of a query
 
     @property
     def has_ids(self) -> bool:
@@ -384,8 +386,10 @@ class _Batch:
         return [found["queries"] if name == "query_to_document" else of_positives for name in directions]
 
     def _query_data(self, facts: Facts) -> dict[str, Tensor]:
-        lengths = torch.tensor(self.queries.lengths, dtype=facts.dtype, device=facts.device)
-        return {"tokens": lengths, **({"id": self._ids(facts)[0]} if self.has_ids else {})}
+        data = {"id": self._ids(facts)[0]} if self.has_ids else {}
+        if self.mean:
+            data["tokens"] = torch.tensor(self.queries.lengths, dtype=facts.dtype, device=facts.device)
+        return data
 
     def _document_data(self, facts: Facts) -> dict[str, Tensor]:
         first = facts.rows["queries"].offsets[facts.rank]

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from .._autograd import once_differentiable
 from ..partition import Ragged
 
-_AT_ONCE = 2**18  # products of tokens
+_AT_ONCE = 2**18  # products of tokens, or numbers of the tokens themselves
 
 
 def vectors_of(items: Ragged, index: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -65,7 +65,7 @@ class _OfPairs(torch.autograd.Function):
             last, longest = first + 1, (lengths[0][first], lengths[1][first])
             while last < count:
                 wider = max(longest[0], lengths[0][last]), max(longest[1], lengths[1][last])
-                if (last + 1 - first) * wider[0] * wider[1] > _AT_ONCE:
+                if (last + 1 - first) * max(wider[0] * wider[1], sum(wider) * queries.shape[1]) > _AT_ONCE:
                     break
                 last, longest = last + 1, wider
             of_q, of_d = lengths[0][first:last], lengths[1][first:last]

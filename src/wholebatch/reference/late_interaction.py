@@ -24,11 +24,11 @@ def max_sim(
     document_mask: Tensor | None = None,
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
-    query_tokens: str = "sum",
+    token_reduction: str = "sum",
 ) -> Tensor:
     """Return s_ij of all queries and documents, (b, c), from one tensor of all token scores, (b, c, t, u).
 
-    Of equal scores the first token has the gradient, as in `torch.max`.
+    Of equal scores the first token has the gradient, as in `torch.max`. Over no tokens a maximum is -inf.
 
     >>> max_sim(torch.eye(2)[None], torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]))
     tensor([[1., 1.]])
@@ -37,7 +37,7 @@ def max_sim(
     d, d_mask = _padded(documents, document_mask, document_offsets)
     scores = torch.einsum("btd,cud->bctu", q, d).masked_fill(~d_mask[None, :, None], -torch.inf)
     best = torch.where(q_mask[:, None], scores.max(3).values, 0.0).sum(2)
-    return best if query_tokens == "sum" else best / q_mask.sum(1, keepdim=True)
+    return best if token_reduction == "sum" else best / q_mask.sum(1, keepdim=True)
 
 
 def max_sim_loss(
@@ -55,7 +55,7 @@ def max_sim_loss(
     document_ids: Tensor | None = None,
     equal_ids: str = "excluded",
     directions: Sequence[str] = ("query_to_document",),
-    query_tokens: str = "sum",
+    token_reduction: str = "sum",
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: str = "mean",
@@ -75,7 +75,7 @@ def max_sim_loss(
         document_mask=document_mask,
         query_offsets=query_offsets,
         document_offsets=document_offsets,
-        query_tokens=query_tokens,
+        token_reduction=token_reduction,
     )
     b, c = s.shape
     counts = torch.as_tensor(1 if documents_per_query is None else documents_per_query).expand(b)

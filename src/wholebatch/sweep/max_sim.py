@@ -11,8 +11,9 @@ queries by some documents, in one buffer. Only maxima and winners outlive a part
 query token and document, are held until dS of the tile is known. The backward pass finds them again by the same
 products, 1 unit, unless the budget has let the forward pass keep them. A gradient then takes 1 / u of a unit.
 
-Of equal products the first token of a document wins, as in `torch.max`. A document lies in one part, so that the choice
-depends neither on ranks nor on tiles.
+Of equal products the first token of a document wins, as in `torch.max`. Equal as computed: a product of matrices may
+round equal tokens differently at its edges, so that for copies of a token another one may win in another tile. The sum
+of their gradients is the same.
 
 A CPU takes maxima over documents of one length at a time. A GPU would start as many kernels, so there the tokens of a
 part's documents are gathered to one length: a document's last token is repeated, which changes no maximum.
@@ -59,10 +60,21 @@ def pads(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def at_once(tokens: int, device: torch.device) -> tuple[int, int]:
-    """Return how many of a tile's query tokens, and of its documents, have their gradients computed at a time."""
-    some = min(max(1, tokens), _TOKENS_OF_A_PART)
-    return some, max(1, (_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE) // some)
+def at_once(tokens: int, longest: int, width: int, products: int, device: torch.device) -> tuple[int, int]:
+    """Return how many of a tile's query tokens, and of its documents, have their gradients computed at a time.
+
+    Their winners are few, and their gradients have no more numbers than the buffer of products.
+
+    Args:
+        tokens: of the tile's queries.
+        longest: the most tokens of a document.
+        width: d.
+        products: entries of the buffer of products.
+        device: of the tokens.
+    """
+    winners = min(_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE, products)
+    some = max(1, min(tokens, _TOKENS_OF_A_PART, products // width))
+    return some, max(1, min(winners // some, products // (longest * width)))
 
 
 def integer_for(longest: int) -> torch.dtype:
@@ -331,14 +343,14 @@ class MaxSimDriver(Driver):
         """Add the gradients of tokens of queries and of documents, from dS, (queries, documents)."""
         assert self._winners is not None
         owners, count = tokens.owners, len(documents.ragged.lengths)
-        for first in range(0, tokens.vectors, _TOKENS_OF_A_PART):
-            part = slice(first, min(first + _TOKENS_OF_A_PART, tokens.vectors))
-            _, step = at_once(part.stop - part.start, self.x.device)
+        some, step = at_once(tokens.vectors, self.longest, self.width, self.budget.products, self.x.device)
+        for first in range(0, tokens.vectors, some):
+            part = slice(first, min(first + some, tokens.vectors))
             for start in range(0, count, step):
-                some = slice(start, min(start + step, count))
-                at, starts = documents.ragged.of(some), documents.starts[some]
-                index = self._winners[part, some].long().add_(starts - at.start)
-                weights = grad[:, some].index_select(0, owners[part])
+                few = slice(start, min(start + step, count))
+                at, starts = documents.ragged.of(few), documents.starts[few]
+                index = self._winners[part, few].long().add_(starts - at.start)
+                weights = grad[:, few].index_select(0, owners[part])
                 if into[0] is not None:
                     into[0][part] += embedding_bag(index, features[1][at], per_sample_weights=weights, mode="sum")
                 if into[1] is not None:

@@ -19,12 +19,13 @@ from ...comm import Group
 from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
 from .._gathering import checked_gathering
+from .._token_columns import joined
 from .arguments import checked_scale, checked_size, group_of_batch, scale_number
 from .citations import COLBERT, GRADIENT_CACHING
 from .embedding import BatchLoss, CachedBatchLoss, columns_of
 from .theirs import Features, TokenSimilarity, embed_columns_padded, is_mean_of_tokens
 
-Tokens = tuple[Tensor, Tensor]  # embeddings (b, t, d), and where there is one, (b, t)
+TokensAndMask = tuple[Tensor, Tensor]  # embeddings (b, t, d), and where there is one, (b, t)
 
 
 class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
@@ -80,7 +81,7 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         embeddings, masks = zip(*self.embed_tokens(columns), strict=True)
         return self.compute_loss_from_tokens(embeddings, masks)
 
-    def embed_tokens(self, columns: Sequence[Features]) -> list[Tokens]:
+    def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored."""
         embed = partial(embed_columns_padded, self.model)
         return [*embed(columns[:1], None, "query"), *embed(columns[1:], self.mini_batch_size, "document")]
@@ -94,11 +95,11 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         """
         return wb.functional.max_sim_loss(
             embeddings[0],
-            _joined(embeddings[1:]),
+            joined(embeddings[1:]),
             logit_scale=self.scale() if isinstance(self.scale, wb.Scale) else self.scale,
             query_mask=masks[0],
-            document_mask=_joined(masks[1:]),
-            query_tokens="mean" if self.mean_of_tokens else "sum",
+            document_mask=joined(masks[1:]),
+            token_reduction="mean" if self.mean_of_tokens else "sum",
             group=group_of_batch(self.gather_across_devices, self.group, self.scale),
             **self.settings,
         )
@@ -165,7 +166,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
         )
         self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
 
-    def embed_tokens(self, columns: Sequence[Features]) -> list[Tokens]:
+    def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored, chunk by chunk."""
         assert self.chunks is not None
         found = []
@@ -186,9 +187,3 @@ def _with_mask(width: int, outputs: Features) -> Tensor:
     embeddings, mask = outputs["token_embeddings"], outputs["attention_mask"].bool()
     both = torch.cat([embeddings, mask[..., None].to(embeddings.dtype)], -1)
     return pad(both, (0, 0, 0, max(width - both.shape[1], 0)))
-
-
-def _joined(columns: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all columns, (rows, longest, ...), after one another."""
-    longest = max(x.shape[1] for x in columns)
-    return torch.cat([pad(x, (*[0, 0] * (x.dim() - 2), 0, longest - x.shape[1])) for x in columns])
