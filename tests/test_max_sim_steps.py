@@ -408,3 +408,9 @@ def test_distillation_from_the_scores_of_a_teacher():
 def test_mistakes_of_declared_losses(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_pair_of_tensors_is_no_tokens():
+    loss_fn = wb.PairLoss({"m": wb.Mean()}, lambda r, x, p: r.m, similarity="max_sim")
+    with pytest.raises(ValueError, match=r"x must be a tensor .*; beside a mask or offsets pass wb.Tokens"):
+        loss_fn((Q, torch.ones(4, 3, dtype=torch.bool)), D)

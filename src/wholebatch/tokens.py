@@ -53,6 +53,7 @@ def packed(name: str, given: Tokens, *, names: tuple[str, str] | None = None) ->
         raise ValueError(
             f"{name} must be a tensor (items, tokens, embedding size), or (tokens, embedding size) with {of_offsets}, "
             f"got {shown(vectors)}"
+            + ("" if names else "; beside a mask or offsets pass wb.Tokens(vectors, mask, offsets)")
         )
     check_dense(name, vectors)
     if offsets is not None:
