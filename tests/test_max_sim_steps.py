@@ -412,5 +412,5 @@ def test_mistakes_of_declared_losses(call, message):
 
 def test_a_pair_of_tensors_is_no_tokens():
     loss_fn = wb.PairLoss({"m": wb.Mean()}, lambda r, x, p: r.m, similarity="max_sim")
-    with pytest.raises(ValueError, match=r"x must be a tensor .*; beside a mask or offsets pass wb.Tokens"):
+    with pytest.raises(ValueError, match=r"(?s)x must be a tensor .*; beside a mask or offsets pass wb.Tokens"):
         loss_fn((Q, torch.ones(4, 3, dtype=torch.bool)), D)
