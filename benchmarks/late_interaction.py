@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT / "src")]
 
 import wholebatch as wb  # noqa: E402
 from wholebatch import _measure  # noqa: E402
+from wholebatch._third_party import declare_torchvision_operators  # noqa: E402
 from wholebatch.bench.records import keep  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "late_interaction.json"
@@ -56,6 +57,7 @@ def losses(*, peers: bool) -> dict[str, Loss]:
         "dense formula": lambda q, d: wb.reference.max_sim_loss(q, d, logit_scale=1.0),
     }
     if peers:
+        declare_torchvision_operators()
         from colpali_engine.loss import ColbertLoss
         from late_interaction_kernels import MaxSimScorer
         from pylate.scores import colbert_scores
