@@ -39,7 +39,7 @@ from .products import Factor, Products, transposed
 Documents = Literal["rows", "columns"]  # what documents are in S
 
 _WINNERS_FOR_EACH_PRODUCT = 2  # entries of a tile's winners, for each entry of its buffer of products
-_TOKENS_OF_A_PART = 2048  # of queries: with more of them, a part has too few documents
+_TOKENS_OF_A_PART = 1024  # of queries: with more of them, a part has too few documents
 _AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are computed at a time
 _FEW_TOKENS = 4096  # of a part's documents, up to which padding may be most of them
 
