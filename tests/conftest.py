@@ -3,9 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 # Tests run beside each other and start processes, so a second thread would wait for a core. OpenMP's threads wait
 # actively, which makes tiny tensors ten times slower. Set before the first import of torch, for started processes too.
@@ -71,17 +69,12 @@ def _no_canaries_of_other_tests() -> None:
         sys.modules["wholebatch.comm.local"]._KEPT.pop(canaries.KEPT, None)
 
 
-def _with_few_tiles(fn: Callable[..., Any], *arguments: Any) -> Any:
-    from wholebatch.planning import calibration
-
-    calibration._TILES, calibration._REPEATS, calibration._LONG_ENOUGH = {"cpu": (2, 1, 1)}, 1, 1e7
-    return fn(*arguments)
-
-
 @pytest.fixture
 def calibrations_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner measures everything, but each only once and on few tiles, so that the rates are rough."""
+    from few_tiles import with_few_tiles
+
     from wholebatch.planning import check
 
     run = check.run_processes
-    monkeypatch.setattr(check, "run_processes", lambda fn, size, *z, **o: run(_with_few_tiles, size, fn, *z, **o))
+    monkeypatch.setattr(check, "run_processes", lambda fn, size, *z, **o: run(with_few_tiles, size, fn, *z, **o))
