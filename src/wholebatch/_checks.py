@@ -37,7 +37,7 @@ from ._settings import shown as shown
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _K = TypeVar("_K")
 _ADDRESSABLE = 2**63 - 1  # bytes, at most, of a tensor
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_features(name: str, x: object) -> None:
@@ -174,7 +174,7 @@ def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor, *, rows: bool) -
 
 def check_ids(name: str, ids: object, of: str, rows: int) -> None:
     """Raise ValueError unless ids has one integer for each row of the features `of`."""
-    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
         got = ids.dtype if isinstance(ids, Tensor) else shown_with_type(ids)
         raise ValueError(
             f"{name} must be a tensor of integers, one for each row of {of}, got {got}; {_fix_of_ids(name, ids)}"

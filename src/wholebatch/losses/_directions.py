@@ -12,7 +12,7 @@ a direction with a ceiling has its own sweep, whose rows stay; so has a directio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,6 +30,18 @@ from ._pairs import EqualIdsAre
 Direction = Literal["query_to_key", "key_to_query", "query_to_query", "key_to_key"]
 DIRECTIONS: tuple[Direction, ...] = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
 NO_ID = torch.iinfo(torch.int64).min
+
+
+def reserved_ids(ids: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return whether given ids contain `NO_ID`, (), by name, on the device."""
+    return {name: (x.to(torch.int64) == NO_ID).any() for name, x in ids.items() if x is not None}
+
+
+def check_reserved_ids(names: Iterable[str], found: Mapping[str, float]) -> None:
+    """Raise ValueError for ids that contain `NO_ID`, from the numbers of `reserved_ids` on the host."""
+    for name in names:
+        if found.get(name):
+            raise ValueError(f"{name} must not contain -2^63, which stands for no id; use another number")
 
 
 class Retrieval:

@@ -11,11 +11,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import is_dense
+from .._checks import INTEGERS, is_dense
 from .._settings import shown
+from ..contract import Inputs
+from ..tokens import Packed, Tokens, packed
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NOBODY = -1  # the query of a document that belongs to none
+
+
+def packed_texts(queries: Tokens, documents: Tokens) -> tuple[Packed, Packed]:
+    """Return the tokens of queries and of documents without padding.
+
+    Raises:
+        ValueError: as `packed`, with the names of the arguments.
+    """
+    return (
+        packed("queries", queries, names=("query_mask", "query_offsets")),
+        packed("documents", documents, names=("document_mask", "document_offsets")),
+    )
+
+
+def inputs_of_texts(queries: Packed, documents: Packed) -> Inputs:
+    """Return the inputs of a call that every rank has: tokens, and how many items they belong to."""
+    return Inputs(
+        features={"queries": queries.vectors, "documents": documents.vectors},
+        items={"queries": len(queries.lengths), "documents": len(documents.lengths)},
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +96,7 @@ def _counts(queries: int, per_query: object) -> list[int]:
         return [per_query] * queries
     counts, good = list[int](), False
     if is_dense(per_query) and per_query.shape == (queries,):
-        good = per_query.dtype in _INTEGERS
+        good = per_query.dtype in INTEGERS
         counts = per_query.tolist() if good else []
     if not good or min(counts, default=1) < 1:
         got = shown(per_query)

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._checks import check_alike, check_features, check_norm, norm_bound
 from ..contract import Inputs
-from ._directions import NO_ID
+from ._directions import check_reserved_ids, reserved_ids
 from ._hard_negatives import check_hard_negatives, rows_of
 from ._info_nce_options import InfoNCESettings
 
@@ -110,14 +109,12 @@ class InfoNCETensors:
 
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers on the device that the checks of values need."""
-        reserved = {name: (x.to(torch.int64) == NO_ID).any() for name, (x, _) in self._ids.items() if x is not None}
+        reserved = reserved_ids({name: x for name, (x, _) in self._ids.items()})
         return {**reserved, **{name: norm_bound(x) for name, x in self._guides.items()}}
 
     def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
         """Raise ValueError for a reserved id, and for guides that are not finite; return no facts."""
-        for name in self._ids:
-            if found.get(name):
-                raise ValueError(f"{name} must not contain -2^63, which stands for no id; use another number")
+        check_reserved_ids(self._ids, found)
         for name, x in self._guides.items():
             check_norm(name, x, found[name])
         return {}

@@ -10,12 +10,13 @@ from torch import Tensor
 from .._checks import check_choice
 from .._settings import check_integer
 from ..comm import Group
-from ..contract import Checks, Facts, Inputs, Options, agree, entry, prepared
+from ..contract import Checks, Facts, Options, agree, entry, prepared
 from ..exchange import ColumnData, ExchangeName
-from ..nodes import Route, Vectors, choose_token_route, token_driver
-from ..partition import Ragged, tiles
+from ..nodes import Route, Vectors, choose_token_route, items_of_ranks, token_driver
+from ..partition import tiles
 from ..sweep import Block, Memory, Precision
-from ..tokens import Packed, Tokens, packed
+from ..tokens import Tokens
+from ._documents import inputs_of_texts, packed_texts
 from .late_interaction import TOKEN_REDUCTIONS, TokenReduction
 
 _LAST = torch.iinfo(torch.int64).max  # the index of a place that no document has yet
@@ -124,14 +125,7 @@ def max_sim(
     tensor([[0],
             [1]])
     """
-
-    def prepare() -> tuple[Packed, Packed]:
-        of_queries = Tokens(queries, query_mask, query_offsets)
-        of_documents = Tokens(documents, document_mask, document_offsets)
-        return (
-            packed("queries", of_queries, names=("query_mask", "query_offsets")),
-            packed("documents", of_documents, names=("document_mask", "document_offsets")),
-        )
+    texts = Tokens(queries, query_mask, query_offsets), Tokens(documents, document_mask, document_offsets)
 
     def check() -> dict[str, object]:
         check_choice("token_reduction", token_reduction, TOKEN_REDUCTIONS)
@@ -139,18 +133,17 @@ def max_sim(
             check_integer("k", k, minimum=1, of="documents of each query")
         return {}
 
-    of_queries, of_documents = prepared("max_sim", group, prepare)
+    of_queries, of_documents = prepared("max_sim", group, lambda: packed_texts(*texts))
     facts = agree(
         "max_sim",
         Options(group, None, exchange, memory, precision=precision),
-        Inputs(
-            features={"queries": of_queries.vectors, "documents": of_documents.vectors},
-            items={"queries": len(of_queries.lengths), "documents": len(of_documents.lengths)},
-        ),
+        inputs_of_texts(of_queries, of_documents),
         Checks(check),
     )
-    items = {name: _lengths(facts, name, of) for name, of in (("queries", of_queries), ("documents", of_documents))}
-    vectors = Vectors(items["queries"], items["documents"])
+    vectors = Vectors(
+        items_of_ranks(facts, of_queries.lengths, facts.rows["queries"]),
+        items_of_ranks(facts, of_documents.lengths, facts.rows["documents"]),
+    )
     lengths = torch.tensor(of_queries.lengths, dtype=facts.dtype, device=facts.device)[:, None]
     divisors = lengths if token_reduction == "mean" else torch.ones_like(lengths)
     columns = facts.rows["documents"].total if k is None else min(k, facts.rows["documents"].total)
@@ -160,12 +153,6 @@ def max_sim(
     )
     _visit_all(facts, choose_token_route(facts, vectors), vectors, divisors, best, keep_all=k is None)
     return best.scores if k is None else best
-
-
-def _lengths(facts: Facts, name: str, of: Packed) -> Ragged:
-    """Return the items of all ranks. Collective: one all-gather of integers."""
-    lengths = torch.tensor(of.lengths, dtype=torch.int64, device=facts.device)
-    return Ragged(facts.rows[name], tuple(facts.all_gather(lengths, facts.rows[name]).tolist()))
 
 
 def _visit_all(

@@ -33,9 +33,9 @@ from ..pair_loss.reductions import Term
 from ..pair_loss.similarity import MAX_SIM, MAX_SIM_OF_ROWS
 from ..sweep import Memory, Precision
 from ..sync import Sync
-from ..tokens import Packed, Tokens, packed
-from ._directions import NO_ID
-from ._documents import NOBODY, Owners
+from ..tokens import Packed, Tokens
+from ._directions import NO_ID, check_reserved_ids, reserved_ids
+from ._documents import NOBODY, Owners, inputs_of_texts, packed_texts
 from ._info_nce_options import as_tuple
 from ._logit_scale import TakesLogitScale
 from ._module import KernelLoss
@@ -155,16 +155,10 @@ def max_sim_loss(
     ids = dict(zip(_IDS, (query_ids, document_ids), strict=True))
 
     def prepare() -> tuple[Packed, Packed, Owners]:
-        of_queries = packed(
-            "queries", Tokens(queries, query_mask, query_offsets), names=("query_mask", "query_offsets")
-        )
-        given = Tokens(documents, document_mask, document_offsets)
-        of_documents = packed("documents", given, names=("document_mask", "document_offsets"))
-        return (
-            of_queries,
-            of_documents,
-            Owners.of(len(of_queries.lengths), len(of_documents.lengths), documents_per_query),
-        )
+        texts = Tokens(queries, query_mask, query_offsets), Tokens(documents, document_mask, document_offsets)
+        of_queries, of_documents = packed_texts(*texts)
+        owners = Owners.of(len(of_queries.lengths), len(of_documents.lengths), documents_per_query)
+        return of_queries, of_documents, owners
 
     of_queries, of_documents, owners = prepared("max_sim_loss", group, prepare)
     batch = _Batch(of_queries, of_documents, owners, ids, mean=token_reduction == "mean")
@@ -341,26 +335,20 @@ class _Batch:
 
     def inputs(self, logit_scale: Tensor | float, weights: Tensor | None) -> Inputs:
         """Return the inputs that are validated across ranks."""
-        return Inputs(
-            features={"queries": self.queries.vectors, "documents": self.documents.vectors},
+        return replace(
+            inputs_of_texts(self.queries, self.documents),
             scalars={"logit_scale": logit_scale},
-            ids={
-                "query_ids": (self.ids["query_ids"], "queries"),
-                "document_ids": (self.ids["document_ids"], "documents"),
-            },
+            ids={name: (self.ids[name], of) for name, of in zip(_IDS, ("queries", "documents"), strict=True)},
             weights=(weights, "queries"),
-            items={"queries": len(self.queries.lengths), "documents": len(self.documents.lengths)},
         )
 
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers on the device that the checks of values need."""
-        return {name: (x.to(torch.int64) == NO_ID).any() for name, x in self.ids.items() if x is not None}
+        return reserved_ids(self.ids)
 
     def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
         """Raise ValueError for a reserved id; return no facts."""
-        for name in self.ids:
-            if found.get(name):
-                raise ValueError(f"{name} must not contain -2^63, which stands for no id; use another number")
+        check_reserved_ids(self.ids, found)
         return {}
 
     def reduced(
@@ -369,9 +357,12 @@ class _Batch:
         """Return the reductions of each direction, (b,) each by the names of terms."""
         of_queries, of_documents = (sum(of_ranks) for of_ranks in zip(*facts.of_ranks("tokens"), strict=True))
         documents_stay = of_queries < of_documents
+        query_data, document_data = self._query_data(facts), self._document_data(facts)
+        if self.has_ids:
+            query_data["id"], document_data["id"] = self._ids(facts)
         towers = {
-            "queries": Tower(facts.inputs["queries"], self.queries.lengths, self._query_data(facts)),
-            "documents": Tower(facts.inputs["documents"], self.documents.lengths, self._document_data(facts)),
+            "queries": Tower(facts.inputs["queries"], self.queries.lengths, query_data),
+            "documents": Tower(facts.inputs["documents"], self.documents.lengths, document_data),
         }
         found = reductions(
             facts,
@@ -386,16 +377,14 @@ class _Batch:
         return [found["queries"] if name == "query_to_document" else of_positives for name in directions]
 
     def _query_data(self, facts: Facts) -> dict[str, Tensor]:
-        data = {"id": self._ids(facts)[0]} if self.has_ids else {}
-        if self.mean:
-            data["tokens"] = torch.tensor(self.queries.lengths, dtype=facts.dtype, device=facts.device)
-        return data
+        if not self.mean:
+            return {}
+        return {"tokens": torch.tensor(self.queries.lengths, dtype=facts.dtype, device=facts.device)}
 
     def _document_data(self, facts: Facts) -> dict[str, Tensor]:
         first = facts.rows["queries"].offsets[facts.rank]
         query = torch.where(self.owners.queries == NOBODY, NOBODY, self.owners.queries + first).to(facts.device)
-        data = {"query": query, "positive": self.owners.is_positive.to(facts.device)}
-        return {**data, **({"id": self._ids(facts)[1]} if self.has_ids else {})}
+        return {"query": query, "positive": self.owners.is_positive.to(facts.device)}
 
     def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
         """Return the ids of queries and of documents; NO_ID where there is none."""

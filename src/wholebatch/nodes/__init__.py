@@ -15,7 +15,7 @@
 A node receives the facts on which the ranks agreed. It does not know which loss uses it.
 """
 
-from .route import Layout, Route, Vectors, choose_route, choose_token_route, token_driver
+from .route import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks, token_driver
 from .row_statistics import Operands, RowStatistics, row_statistics, statistics_fields
 from .softmax_plan import Bounds
 from .towers import Towers
@@ -30,6 +30,7 @@ __all__ = [
     "Vectors",
     "choose_route",
     "choose_token_route",
+    "items_of_ranks",
     "row_statistics",
     "statistics_fields",
     "token_driver",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,6 +145,12 @@ class Vectors:
         """The most vectors of a query, and of a document, on any rank."""
         rows, cols = (max(of.lengths, default=1) for of in (self.rows, self.cols))
         return (rows, cols) if self.documents == "columns" else (cols, rows)
+
+
+def items_of_ranks(facts: Facts, lengths: Sequence[int], items: Partition) -> Ragged:
+    """Return the items of all ranks, from the number of vectors of each local one. Collective: one all-gather."""
+    local = torch.tensor(lengths, dtype=torch.int64, device=facts.device)
+    return Ragged(items, tuple(facts.all_gather(local, items).tolist()))
 
 
 def choose_token_route(facts: Facts, vectors: Vectors) -> Route:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._precision import wide_dtype
 from .._statistics_request import report, statistics_requested
 from ..contract import Facts, finish
-from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route
+from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks
 from ..nodes.rehearsals import tokens_in_kernels_or_not
 from ..partition import Partition, Ragged
 from ..sync import total
@@ -98,12 +98,10 @@ class Call:
 
     def _vectors(self) -> Vectors:
         """Return the vectors that rows and columns consist of. Collective: two all-gathers of integers."""
-        rows, cols = (
-            Ragged(
-                items, tuple(self.facts.all_gather(torch.tensor(of, device=self.facts.device).long(), items).tolist())
-            )
-            for of, items in ((self.call.x_lengths, self.rows), (self.call.y_lengths, self.cols))
-        )
+        assert self.call.x_lengths is not None
+        assert self.call.y_lengths is not None
+        rows = items_of_ranks(self.facts, self.call.x_lengths, self.rows)
+        cols = items_of_ranks(self.facts, self.call.y_lengths, self.cols)
         return Vectors(rows, cols, LATE[self.declared.kinds[ONE]])
 
     def _tower(

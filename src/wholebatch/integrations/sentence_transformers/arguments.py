@@ -49,6 +49,11 @@ def checked_scale(scale: Any) -> Any:
         raise ValueError(f"{error}; to train it pass wb.Scale(20.0)") from None
 
 
+def scale_value(scale: float | wb.Scale) -> Tensor | float:
+    """Return the present value of a scale, with a graph if it is trained."""
+    return scale() if isinstance(scale, wb.Scale) else scale
+
+
 def scale_number(scale: float | wb.Scale) -> float:
     """Return the present value of a scale."""
     return float(scale().detach()) if isinstance(scale, wb.Scale) else float(scale)

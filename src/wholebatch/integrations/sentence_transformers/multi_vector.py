@@ -20,7 +20,7 @@ from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
 from .._gathering import checked_gathering
 from .._token_columns import joined
-from .arguments import checked_scale, checked_size, group_of_batch, scale_number
+from .arguments import checked_scale, checked_size, group_of_batch, scale_number, scale_value
 from .citations import COLBERT, GRADIENT_CACHING
 from .embedding import BatchLoss, CachedBatchLoss, columns_of
 from .theirs import Features, TokenSimilarity, embed_columns_padded, is_mean_of_tokens
@@ -96,7 +96,7 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         return wb.functional.max_sim_loss(
             embeddings[0],
             joined(embeddings[1:]),
-            logit_scale=self.scale() if isinstance(self.scale, wb.Scale) else self.scale,
+            logit_scale=scale_value(self.scale),
             query_mask=masks[0],
             document_mask=joined(masks[1:]),
             token_reduction="mean" if self.mean_of_tokens else "sum",

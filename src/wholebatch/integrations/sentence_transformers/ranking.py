@@ -20,7 +20,7 @@ from ...comm import Group
 from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
 from .._gathering import checked_gathering
-from .arguments import checked_choice, checked_scale, group_of_batch, scale_number
+from .arguments import checked_choice, checked_scale, group_of_batch, scale_number, scale_value
 from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
 from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import SimilarityFunction, cos_sim, is_cosine
@@ -113,7 +113,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
 
     def scale_value(self) -> Tensor | float:
         """Return the scale, with a graph if it is trained."""
-        return self.scale() if isinstance(self.scale, wb.Scale) else self.scale
+        return scale_value(self.scale)
 
     @property
     def symmetric(self) -> bool | None:
