@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from wholebatch.train.data import load_data
+from wholebatch.train.data.load import load_data
+from wholebatch.train.data.pairs import Pairs
+from wholebatch.train.encoders.small import DualEncoder
+from wholebatch.train.encoders.words import split_words
 from wholebatch.train.evaluation import held_out_features
-from wholebatch.train.model import DualEncoder
-from wholebatch.train.pairs import Pairs
 from wholebatch.train.resume import read_config
 from wholebatch.train.retrieval import both_ways, ranks_of_partner
-from wholebatch.train.text import split_words
 
 
 def main() -> None:

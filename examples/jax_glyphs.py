@@ -134,8 +134,8 @@ class Glyphs:
     def __init__(self, config: Config) -> None:
         import numpy as np
 
-        from wholebatch.train.glyphs import glyph_pairs
-        from wholebatch.train.text import tokenize
+        from wholebatch.train.data.glyphs import glyph_pairs
+        from wholebatch.train.encoders.words import tokenize
 
         self.config, pairs = config, glyph_pairs(config.image_size, faces=("DejaVuSans", "DejaVuSerif"))
         self.images, self.first = pairs.images.numpy(), pairs.first.numpy()

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.train.text import tokenize
+from wholebatch.train.encoders.words import tokenize
 
 BUCKETS = 16384
 ONE_VECTOR, MANY_VECTORS = "one vector", "one per token"

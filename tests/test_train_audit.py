@@ -13,7 +13,7 @@ from wholebatch.testing import run_ranks
 from wholebatch.train import retrieve
 from wholebatch.train.audited import audit_start
 from wholebatch.train.config import LOSSES, HeadConfig, ModelConfig, TrainConfig
-from wholebatch.train.data import load_data
+from wholebatch.train.data.load import load_data
 from wholebatch.train.objectives import Objective, make_objective
 from wholebatch.train.planned import plan_start
 

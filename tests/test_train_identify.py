@@ -13,8 +13,8 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
-from wholebatch.train.glyphs import TEST_FACES, glyph_classes
-from wholebatch.train.labeled import images_of_step, with_split
+from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
+from wholebatch.train.data.labeled import images_of_step, with_split
 from wholebatch.train.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")

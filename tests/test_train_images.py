@@ -11,8 +11,8 @@ from PIL import Image, ImageOps
 from PIL import __version__ as pillow_version
 
 from wholebatch._user_error import UserError
-from wholebatch.train.files import file_pairs
-from wholebatch.train.images import read_image
+from wholebatch.train.data.files import file_pairs
+from wholebatch.train.data.pictures import read_image
 
 SIZE = 8
 

@@ -15,14 +15,14 @@ from wholebatch._user_error import UserError
 from wholebatch.train.augment import affine_maps, apply_maps
 from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
 from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.files import file_pairs
-from wholebatch.train.glyphs import glyph_pairs
-from wholebatch.train.model import DualEncoder
-from wholebatch.train.pairs import Pairs, batch_of_step, split_by_text
+from wholebatch.train.data.files import file_pairs
+from wholebatch.train.data.glyphs import glyph_pairs
+from wholebatch.train.data.pairs import Pairs, batch_of_step, split_by_text
+from wholebatch.train.encoders.small import DualEncoder
+from wholebatch.train.encoders.words import tokenize
 from wholebatch.train.resume import check_same_run
 from wholebatch.train.retrieval import ranks_of_partner, recall
 from wholebatch.train.run_folder import RunFolder
-from wholebatch.train.text import tokenize
 
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 

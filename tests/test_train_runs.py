@@ -12,7 +12,7 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 
 from wholebatch.__main__ import main
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.data import load_data
+from wholebatch.train.data.load import load_data
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 from wholebatch.train.checkpoint import last_step
 from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data import load_data, make_task
+from wholebatch.train.data.load import load_data, make_task
 from wholebatch.train.resume import read_config
 from wholebatch.train.run_folder import RunFolder
 

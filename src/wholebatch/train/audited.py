@@ -21,14 +21,14 @@ import wholebatch as wb
 
 from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig
-from .data import Data, make_task
+from .data.glyphs import FACES, glyph_pairs
+from .data.load import Data, make_task
+from .data.pairs import Pairs
+from .encoders.small import DualEncoder, ImageEncoder
+from .encoders.words import tokenize
 from .evaluation import as_float
-from .glyphs import FACES, glyph_pairs
 from .identify import make_head
-from .model import DualEncoder, ImageEncoder
 from .objectives import make_objective
-from .pairs import Pairs
-from .text import tokenize
 
 _EXAMPLES = 64
 _NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .config import TrainConfig
-from .randomness import seeded
+from .data.randomness import seeded
 
 
 def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .config import TrainConfig
-from .model import DualEncoder
-from .pairs import Pairs
-from .text import TextBatch, tokenize
+from .data.pairs import Pairs
+from .encoders.small import DualEncoder
+from .encoders.words import TextBatch, tokenize
 
 
 def as_float(images: Tensor, device: torch.device) -> Tensor:

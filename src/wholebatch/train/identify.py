@@ -24,10 +24,10 @@ from .all_ranks import on_all_ranks
 from .augment import augmented
 from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
+from .data.labeled import LabeledImages, images_of_step
+from .encoders.small import ImageEncoder
 from .evaluation import as_float
-from .labeled import LabeledImages, images_of_step
 from .look_alikes import draw_look_alikes
-from .model import ImageEncoder
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 

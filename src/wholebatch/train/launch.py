@@ -21,7 +21,7 @@ from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
-from .data import Data, load_data, make_task
+from .data.load import Data, load_data, make_task
 from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pairs import Pairs
-from .randomness import seeded
+from .data.pairs import Pairs
+from .data.randomness import seeded
 from .retrieval import ranks_of_partner
 from .task import Curve
 

@@ -10,7 +10,7 @@ from wholebatch.planning.sizes import LOSSES
 from wholebatch.planning.units import amount
 
 from .config import TrainConfig
-from .data import Data
+from .data.load import Data
 from .objectives import SETTINGS
 
 _ANY_CARD = "a100"  # bytes are the same on all cards

@@ -15,14 +15,14 @@ import wholebatch as wb
 from .augment import augmented
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
+from .data.pairs import Pairs, Split, batch_of_step
+from .encoders.small import DualEncoder
+from .encoders.words import TextBatch
 from .evaluation import as_float, held_out_features, tokens
-from .model import DualEncoder
 from .objectives import make_objective
-from .pairs import Pairs, Split, batch_of_step
 from .pictures import draw_retrieval
 from .retrieval import KS, both_ways
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
-from .text import TextBatch
 
 
 class Retrieve(Task):

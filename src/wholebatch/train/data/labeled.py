@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._user_error import UserError
+from ..._user_error import UserError
 from .pairs import Pairs
 from .randomness import seeded
 

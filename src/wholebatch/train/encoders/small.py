@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import ModelConfig
-from .text import TextBatch
+from ..config import ModelConfig
+from .words import TextBatch
 
 
 class ResidualBlock(nn.Module):

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .._user_error import UserError
-from .config import check_data_path
-from .images import read_image
+from ..._user_error import UserError
+from ..config import check_data_path
 from .pairs import Pairs
+from .pictures import read_image
 
 _EXAMPLE = {".jsonl": '{"image": "cat.png", "text": "a cat"}', ".csv": "a header line: image,text"}
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-from .._user_error import UserError
-from .config import TrainConfig
+from ..._user_error import UserError
+from ..config import TrainConfig
+from ..identify import Identify
+from ..retrieve import Retrieve
+from ..task import Task
 from .files import file_pairs
 from .glyphs import glyph_classes, glyph_pairs
-from .identify import Identify
 from .labeled import LabeledImages, classes_of_texts
 from .pairs import Pairs, Split, split_by_text
-from .retrieve import Retrieve
-from .task import Task
 
 Data = tuple[Pairs, Split] | LabeledImages
 
