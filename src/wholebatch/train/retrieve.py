@@ -16,8 +16,10 @@ from .augment import augmented
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .data.pairs import Pairs, Split, batch_of_step
+from .encoders.adapters import merged_state
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_dual_encoder
+from .encoders.saved import save_dual_encoder
 from .evaluation import held_out_features, image_inputs, text_inputs
 from .objectives import make_objective
 from .pictures import draw_retrieval
@@ -67,6 +69,7 @@ class Retrieve(Task):
         return (
             f"{len(pairs.images):,} images of {len(pairs):,} texts: {len(split.train):,} for training, "
             f"{len(split.validation):,} for validation, {len(split.test):,} for test"
+            + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
         )
 
     def add_gradients(self, step: int) -> Tensor:
@@ -144,7 +147,10 @@ class Retrieve(Task):
         return title, ["", *(f"recall@{k}" for k in KS)], rows
 
     def weights(self) -> dict[str, Tensor]:
-        return dict(self._encoder.state_dict())
+        return merged_state(self._encoder)
+
+    def save_encoders(self, folder: Path) -> None:
+        save_dual_encoder(folder, self._encoder)
 
     def draw(self, folder: Path) -> None:
         assert self._found is not None

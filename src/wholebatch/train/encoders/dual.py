@@ -32,7 +32,7 @@ class DualEncoder(nn.Module):
         self, sides: Mapping[str, Encoder], *, embedding_size: int, initial_logit_scale: float, bias: bool = False
     ) -> None:
         super().__init__()
-        self.sides = tuple(sides)
+        self.sides, self.embedding_size = tuple(sides), embedding_size
         self._module_of: dict[str, str] = {}
         for side, encoder in sides.items():
             shared = next((name for name, other in self.named_children() if other is encoder), None)
@@ -51,8 +51,13 @@ class DualEncoder(nn.Module):
 
     def forward(self, first: Inputs, second: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return unit features of both sides' inputs, (b, d) each, the scale, and the bias if there is one."""
-        x, y = (self.encode(side, inputs) for side, inputs in zip(self.sides, (first, second), strict=True))
+        x, y = (self._in_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
         return x, y, self.logit_scale, self.logit_bias
+
+    def _in_graph(self, features: Tensor) -> Tensor:
+        """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
+        has_none = torch.is_grad_enabled() and not features.requires_grad
+        return features + 0 * self.log_logit_scale if has_none else features
 
     def encode(self, side: str, inputs: Inputs) -> Tensor:
         """Map the inputs of one side's b items to unit rows (b, d)."""
@@ -61,6 +66,10 @@ class DualEncoder(nn.Module):
         if name in self.projections:
             features = self.projections[name](features)
         return F.normalize(features, dim=-1)
+
+    def name_of(self, side: str) -> str:
+        """Return the attribute of a side's encoder: the side's name, or the first side's if they share it."""
+        return self._module_of[side]
 
     def encoder(self, side: str) -> Encoder:
         """Return the encoder of a side."""
