@@ -19,6 +19,7 @@ from .retrieval import ranks_of_partner
 from .task import Curve
 
 _SHOWN, _TOP = 12, 5
+PLURAL = {"image": "images", "text": "texts"}
 
 
 def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: str, path: Path) -> None:
@@ -45,16 +46,27 @@ def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: s
     figure.savefig(path, dpi=120)
 
 
-def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_features: Tensor, path: Path) -> None:
-    """Draw a random dozen of held-out images, each beside its five most similar texts, with the right one marked."""
+def draw_retrieval(pairs: Pairs, groups: Tensor, queries: Tensor, candidates: Tensor, path: Path) -> None:
+    """Draw a random dozen of held-out queries, each beside the five texts most similar to it, with the right one marked.
+
+    Args:
+        pairs: the data.
+        groups: (n,), the held-out groups.
+        queries: (n, d), features of the first side of each group's first row, pictures or texts.
+        candidates: (n, d), those of its second side, texts.
+        path: file of the picture.
+    """
     from matplotlib.figure import Figure
 
-    chosen = torch.randperm(len(texts), generator=seeded("shown"))[:_SHOWN].tolist()
-    best = (image_features[chosen] @ text_features.T).topk(min(_TOP, len(texts)), dim=1).indices.tolist()
-    ranks = ranks_of_partner(image_features, text_features)
+    chosen = torch.randperm(len(groups), generator=seeded("shown"))[:_SHOWN].tolist()
+    best = (queries[chosen] @ candidates.T).topk(min(_TOP, len(groups)), dim=1).indices.tolist()
+    ranks = ranks_of_partner(queries, candidates)
+    asked, answers = pairs.sides.values()
+    rows = pairs.rows(groups)
+    shown = asked.items(rows[chosen])
 
     def name(index: int) -> str:
-        return textwrap.shorten(pairs.texts[texts[index]], 52, placeholder=" …")
+        return textwrap.shorten(answers.items(rows[index][None])[0], 52, placeholder=" …")
 
     columns = 2
     lines = -(-len(chosen) // columns)
@@ -62,7 +74,7 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
     first = sum(index == found[0] for index, found in zip(chosen, best, strict=True))
     among = sum(index in found for index, found in zip(chosen, best, strict=True))
     figure.suptitle(
-        f"{len(chosen)} of {len(texts)} held-out images, drawn at random, each beside the {len(best[0])} texts most "
+        f"{len(chosen)} of {len(groups)} held-out {PLURAL[asked.kind]}, drawn at random, each beside the {len(best[0])} texts most "
         f"similar to it: the right one comes first for {first}, is among them for {among}",
         fontsize=10,
     )
@@ -71,17 +83,19 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
         ax.axis("off")
     for position, (index, found) in enumerate(zip(chosen, best, strict=True)):
         picture, column = axes[2 * position], axes[2 * position + 1]
-        image = pairs.images[pairs.first[texts[index]]]
-        pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-        picture.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
-        rows = [
+        if asked.kind == "image":
+            picture.imshow(shown[position], cmap="gray", vmin=0, vmax=255)
+        else:
+            asks = "\n".join(textwrap.wrap(textwrap.shorten(shown[position], 80, placeholder=" …"), 22))
+            picture.text(0, 0.9, asks, fontsize=7.5, va="top", transform=picture.transAxes, parse_math=False)
+        lines_of_text = [
             (f"✓ {name(index)}" if candidate == index else f"  {name(candidate)}", candidate == index)
             for candidate in found
         ]
         if index not in found:
             rank = int(ranks[index]) + 1
-            rows.append((f"missed, at rank {rank}: {name(index)}", None))
-        for line, (text, right) in enumerate(rows):
+            lines_of_text.append((f"missed, at rank {rank}: {name(index)}", None))
+        for line, (text, right) in enumerate(lines_of_text):
             color = {True: "tab:green", False: "0.35", None: "tab:red"}[right]
             column.text(
                 0, 0.9 - 0.17 * line, text, color=color, fontsize=7.5,
