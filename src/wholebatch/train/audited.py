@@ -24,9 +24,8 @@ from .config import DEFAULTS, TrainConfig
 from .data.glyphs import FACES, glyph_pairs
 from .data.load import Data, make_task
 from .data.pairs import Pairs
-from .encoders.small import DualEncoder, ImageEncoder
-from .encoders.words import tokenize
-from .evaluation import as_float
+from .encoders.make import make_dual_encoder, make_encoder
+from .encoders.small import as_float
 from .identify import make_head
 from .objectives import make_objective
 
@@ -98,18 +97,19 @@ def retrieve() -> wb.Problem:
     texts = torch.randperm(len(pairs))[: config.batch_size]
     objective = make_objective(config, len(pairs))
 
+    encoder = make_dual_encoder(config)
+    prepare = encoder.encoder("text").prepare
+
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        words = tokenize(batch["names"], max_words=config.model.max_words, buckets=config.model.text_buckets)
-        images, names, scale, _ = model(batch["images"], words)
+        images, names, scale, _ = model(batch["images"], prepare(batch["names"]))
         found: Tensor = objective(images, names, scale, None, batch["texts"])
         return found
 
     batch = {
-        "images": as_float(pairs.images[pairs.first[texts]], torch.device("cpu")),
+        "images": as_float(pairs.images[pairs.first[texts]]),
         "names": [pairs.texts[i] for i in texts.tolist()],
         "texts": texts,
     }
-    encoder = DualEncoder(config.model, channels=1, image_size=config.image_size, bias=False)
     return wb.Problem(encoder, batch, loss, engine="ddp", uneven=True)
 
 
@@ -118,12 +118,12 @@ def identify() -> wb.Problem:
     config = replace(DEFAULTS["identify"], batch_size=48)
     characters = _characters(config.image_size)
     labels = torch.randperm(len(characters))[: config.batch_size]
-    encoder = ImageEncoder(config.model, 1, config.image_size)
-    head = make_head(config, len(characters), torch.device("cpu"))
+    encoder = make_encoder(config, "image")
+    head = make_head(config, encoder.width, len(characters), torch.device("cpu"))
 
     def loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Tensor:
         found: Tensor = model["head"](model["encoder"](batch["images"]), batch["labels"])
         return found
 
-    batch = {"images": as_float(characters.images[labels], torch.device("cpu")), "labels": labels}
+    batch = {"images": as_float(characters.images[labels]), "labels": labels}
     return wb.Problem(nn.ModuleDict({"encoder": encoder, "head": head}), batch, loss, uneven=True)

@@ -16,6 +16,7 @@ from .._bounded_json import parse_json
 from .._declared_names import LOSS_NAMES
 from .._settings import shown
 from .._user_error import UserError, option
+from .encoder_options import SideConfig, TextSideConfig, check_encoder
 
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
@@ -129,6 +130,13 @@ class TrainConfig:
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
     audit: bool = True
     """Before training, compare the gradient of a few examples with that of the dense loss on one process."""
+    image_encoder: str = "small"
+    """Encoder of images: "small", timm:NAME, transformers:NAME (in the local cache, or a folder), or FILE.py:FUNCTION,
+    a function of yours that returns a module; docs/training.md says what the module must have."""
+    text_encoder: str = "small"
+    """Encoder of texts: "small", transformers:NAME, or FILE.py:FUNCTION."""
+    image: SideConfig = field(default_factory=SideConfig)
+    text: TextSideConfig = field(default_factory=TextSideConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
 
@@ -165,6 +173,8 @@ class TrainConfig:
         _require(has_smoothing, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
         _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
         self._check_model()
+        check_encoder("image", self.image_encoder, self.image)
+        check_encoder("text", self.text_encoder, self.text)
         self._check_head()
 
     def _check_model(self) -> None:
@@ -225,9 +235,12 @@ class TrainConfig:
         return config
 
 
-_PARTS: dict[str, Any] = {"model": ModelConfig, "head": HeadConfig}
-_OPTIONAL: dict[str, tuple[type, ...]] = {"run_folder": (Path,), "resume": (Path,), "m": (float, int)}
-_Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig)
+_PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": ModelConfig, "head": HeadConfig}
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "run_folder": (Path,), "resume": (Path,), "m": (float, int), "learning_rate_factor": (float, int),
+    "max_tokens": (int,),
+}  # fmt: skip
+_Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig, SideConfig, TextSideConfig)
 
 
 def _typed(default: _Config, values: dict[str, Any]) -> _Config:

@@ -25,8 +25,9 @@ from .augment import augmented
 from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
 from .data.labeled import LabeledImages, images_of_step
-from .encoders.small import ImageEncoder
-from .evaluation import as_float
+from .encoders.inputs import Inputs, to_device
+from .encoders.make import make_encoder
+from .evaluation import image_inputs
 from .look_alikes import draw_look_alikes
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
@@ -55,9 +56,11 @@ class Identify(Task):
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         torch.manual_seed(config.seed)
-        self._encoder = ImageEncoder(config.model, config.image_channels, config.image_size).to(device)
+        self._encoder = make_encoder(config, "image").to(device)
         self._dense = dense
-        self.head = make_head(config, len(data), device, wb.comm.LocalCommunicator() if dense else None)
+        self.head = make_head(
+            config, self._encoder.width, len(data), device, wb.comm.LocalCommunicator() if dense else None
+        )
         head_rate = config.head.learning_rate
         groups = [{"params": list(self.head.parameters()), "peak": head_rate}]
         self._head_optimizer = wb.SparseAdamW(groups, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
@@ -79,7 +82,8 @@ class Identify(Task):
     def add_gradients(self, step: int) -> Tensor:
         config, self._step = self._config, step
         chosen = images_of_step(self._data, batch_size=config.batch_size, step=step, seed=config.seed)[self._rows]
-        images = augmented(as_float(self._data.images[chosen], self._device), config, self._rows, step)
+        images = to_device(self._inputs(chosen), self._device)
+        images = augmented(images, config, self._rows, step)
         named: dict[str, Any] = {"step": step, "labels": self._data.labels[chosen].to(self._device)}
         if self._cached is not None:
             return self._cached(images, **named)
@@ -124,8 +128,11 @@ class Identify(Task):
     @torch.no_grad()
     def _embeddings(self, rows: Tensor) -> Tensor:
         """Return unit embeddings of these images, on the CPU, without augmentation."""
-        parts = [self._encoder(as_float(self._data.images[some], self._device)).cpu() for some in rows.split(512)]
-        return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._config.model.embedding_size)
+        parts = [self._encoder(to_device(self._inputs(some), self._device)).cpu() for some in rows.split(512)]
+        return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._encoder.width)
+
+    def _inputs(self, rows: Tensor) -> Inputs:
+        return image_inputs(self._encoder, self._data.images[rows])
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
@@ -215,11 +222,11 @@ class Identify(Task):
         draw_look_alikes(self._data, *self._found, folder / "look_alikes.png")
 
 
-def make_head(config: TrainConfig, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
-    """Make this rank's shard of the classifier."""
+def make_head(config: TrainConfig, width: int, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
+    """Make this rank's shard of the classifier of embeddings of this width."""
     head = config.head
     return wb.PartialFC(
-        config.model.embedding_size,
+        width,
         classes,
         margin=make_margin(head),
         sub_centers=head.sub_centers,

@@ -16,9 +16,9 @@ from .augment import augmented
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .data.pairs import Pairs, Split, batch_of_step
-from .encoders.small import DualEncoder
-from .encoders.words import TextBatch
-from .evaluation import as_float, held_out_features, tokens
+from .encoders.inputs import Inputs, to_device
+from .encoders.make import make_dual_encoder
+from .evaluation import held_out_features, image_inputs, text_inputs
 from .objectives import make_objective
 from .pictures import draw_retrieval
 from .retrieval import KS, both_ways
@@ -49,9 +49,7 @@ class Retrieve(Task):
         self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         torch.manual_seed(config.seed)
-        self._encoder = DualEncoder(
-            config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
-        ).to(device)
+        self._encoder = make_dual_encoder(config).to(device)
         self._objective = make_objective(config, len(pairs), dense=dense).to(device)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
@@ -76,13 +74,15 @@ class Retrieve(Task):
         image_rows, text_rows = batch_of_step(
             self._split.train, self._pairs, batch_size=config.batch_size, step=step, seed=config.seed
         )
-        images = as_float(self._pairs.images[image_rows[self._rows]], self._device)
+        image, text = self._encoder.encoder("image"), self._encoder.encoder("text")
+        images = to_device(image_inputs(image, self._pairs.images[image_rows[self._rows]]), self._device)
         images = augmented(images, config, self._rows, step)
-        texts = text_rows[self._rows]
-        named: dict[str, Any] = {"step": step, "names": texts.to(self._device)}
+        names = text_rows[self._rows]
+        texts = text_inputs(text, self._pairs, names)
+        named: dict[str, Any] = {"step": step, "names": names.to(self._device)}
         if self._cached is not None:
             return self._cached((images, texts), **named)
-        loss = self._loss(_without_none(self._model(images, self._tokens(texts))), **named)
+        loss = self._loss(_without_none(self._model(images, to_device(texts, self._device))), **named)
         loss.backward()
         return loss.detach()
 
@@ -90,12 +90,10 @@ class Retrieve(Task):
         images, texts, scale, *bias = features
         return finite_loss(self._objective, images, texts, scale, bias[0] if bias else None, names, step=step)
 
-    def _chunks(self, batch: tuple[Tensor, Tensor], size: int) -> list[tuple[Tensor, TextBatch]]:
-        parts = zip(*(part.split(size) for part in batch), strict=True)
-        return [(images, self._tokens(texts)) for images, texts in parts]
-
-    def _tokens(self, texts: Tensor) -> TextBatch:
-        return tokens(self._config, self._pairs, texts, self._device)
+    def _chunks(self, batch: tuple[Inputs, Inputs], size: int) -> list[tuple[Inputs, Inputs]]:
+        sides = zip(self._encoder.sides, batch, strict=True)
+        parts = [self._encoder.encoder(side).split(inputs, size) for side, inputs in sides]
+        return [(to_device(x, self._device), to_device(y, self._device)) for x, y in zip(*parts, strict=True)]
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
@@ -113,7 +111,7 @@ class Retrieve(Task):
         return both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
 
     def _features(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        return held_out_features(self._encoder, self._config, self._pairs, texts, self._device)
+        return held_out_features(self._encoder, self._pairs, texts, self._device)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation['image_to_text']['recall@1']:.3f} among {len(self._split.validation)}"
