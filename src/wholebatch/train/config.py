@@ -280,7 +280,8 @@ GLYPHS = {"batch_size": 1024, "image_size": 32, "image_channels": 1, "validation
 
 def for_glyphs(config: TrainConfig) -> TrainConfig:
     """Return a configuration for the embedded characters in which nothing is left to the data."""
-    return dataclasses.replace(config, **{name: getattr(config, name) or each for name, each in GLYPHS.items()})
+    chosen: dict[str, Any] = {name: getattr(config, name) or each for name, each in GLYPHS.items()}
+    return dataclasses.replace(config, **chosen)
 
 
 def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -21,7 +21,7 @@ from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
-from .data.load import Data, load_data, make_task
+from .data.load import Data, load_data
 from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
@@ -30,6 +30,7 @@ from .progress import ConsoleProgress, Progress
 from .resume import how_to_resume
 from .run_folder import RunFolder
 from .signals import Requests
+from .tasks import make_task
 
 
 def run(config: TrainConfig) -> None:
@@ -106,13 +107,13 @@ def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.devi
     return torch.device("cuda", local_rank)
 
 
-def _train_on_this_rank(config: TrainConfig, device: torch.device, requests: Requests) -> None:
+def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requests) -> None:
     """Load the data, prepare the run folder on rank 0, train, report. A mistake on any rank ends all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
     progress = ConsoleProgress() if is_first else Progress()
     with ExitStack() as held:
-        (data, folder), path = _together(lambda: _prepare(config, size, held, is_first=is_first))
+        (config, data, folder), path = _together(lambda: _prepare(asked, size, held, progress, is_first=is_first))
         held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
@@ -137,7 +138,7 @@ def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
     )
 
 
-_Prepared = tuple[Data, RunFolder | None]
+_Prepared = tuple[TrainConfig, Data, RunFolder | None]
 
 
 def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
@@ -148,13 +149,20 @@ def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
     """
 
     def folder_of(prepared: _Prepared) -> dict[str, Any]:
-        return {"folder": None if prepared[1] is None else str(prepared[1].path)}
+        _, data, folder = prepared
+        digest = data[0].digest if isinstance(data, tuple) else data.digest
+        return {"folder": None if folder is None else str(folder.path), "data": digest}
 
     prepared, everyone = on_all_ranks("set-up", prepare, folder_of)
+    differing = [rank for rank, facts in enumerate(everyone) if facts["data"] != everyone[0]["data"]]
+    if differing:
+        raise UserError(
+            f"--data holds other rows on rank {differing[0]} than on rank 0; every machine needs the same files"
+        )
     return prepared, Path(everyone[0]["folder"])
 
 
-def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool) -> _Prepared:
+def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress, *, is_first: bool) -> _Prepared:
     """Load the data on every rank, then create the folder on rank 0, so that a mistake in the data leaves no folder.
 
     A resumed run has its folder, which rank 0 locks before it reads anything.
@@ -163,17 +171,17 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool)
     if is_first and config.resume is not None:
         folder = RunFolder.lock(config.resume)
         held.callback(folder.close)
-    data = load_data(config, size)
+    config, data = load_data(config, size, progress.show_data)
     if not is_first:
-        return data, None
+        return config, data, None
     if folder is not None:
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
-        return data, folder
+        return config, data, folder
     path = _folder(config)
     folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
     held.callback(folder.close)
-    return data, folder
+    return config, data, folder
 
 
 def _folder(config: TrainConfig) -> Path:

@@ -47,7 +47,7 @@ def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: s
 
 
 def draw_retrieval(pairs: Pairs, groups: Tensor, queries: Tensor, candidates: Tensor, path: Path) -> None:
-    """Draw a random dozen of held-out queries, each beside the five texts most similar to it, with the right one marked.
+    """Draw a random dozen of held-out queries, each beside its five most similar texts, with the right one marked.
 
     Args:
         pairs: the data.
@@ -74,7 +74,8 @@ def draw_retrieval(pairs: Pairs, groups: Tensor, queries: Tensor, candidates: Te
     first = sum(index == found[0] for index, found in zip(chosen, best, strict=True))
     among = sum(index in found for index, found in zip(chosen, best, strict=True))
     figure.suptitle(
-        f"{len(chosen)} of {len(groups)} held-out {PLURAL[asked.kind]}, drawn at random, each beside the {len(best[0])} texts most "
+        f"{len(chosen)} of {len(groups)} held-out {PLURAL[asked.kind]}, drawn at random, each beside the "
+        f"{len(best[0])} texts most "
         f"similar to it: the right one comes first for {first}, is among them for {among}",
         fontsize=10,
     )

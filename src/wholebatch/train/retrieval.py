@@ -26,11 +26,3 @@ def recall(queries: Tensor, candidates: Tensor) -> dict[str, float]:
     """Return {"recall@k": fraction of queries whose partner is among the k best}; chance is k / n."""
     ranks = ranks_of_partner(queries, candidates)
     return {f"recall@{k}": (ranks < k).double().mean().item() for k in KS}
-
-
-def both_ways(image_features: Tensor, text_features: Tensor) -> dict[str, dict[str, float]]:
-    """Return recall from image to text and from text to image."""
-    return {
-        "image_to_text": recall(image_features, text_features),
-        "text_to_image": recall(text_features, image_features),
-    }

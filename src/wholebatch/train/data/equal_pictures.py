@@ -19,7 +19,7 @@ MOST = 200_000
 def numbers_of_pictures(side: FilePictures) -> tuple[Tensor, str]:
     """Return a number for each row, (n,), equal for equal pictures, and a line where bytes were not compared.
 
-    Pictures of different sizes differ, so only those of equal sizes are read. A path that is named twice is one picture.
+    Pictures of different sizes differ, so only those of equal sizes are read. A path named twice is one picture.
 
     Raises:
         UserError: a row without a picture, or with the path of none.
@@ -89,7 +89,8 @@ def _sizes(side: FilePictures, column: Any) -> list[int]:
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return list(pc.binary_length(column).to_pylist())
     raise UserError(
-        f"{side.table.source}: the column {side.column!r} must hold paths or bytes of pictures to be the image; got {kind}"
+        f"{side.table.source}: the column {side.column!r} must hold paths or bytes of pictures to be the image; got "
+        f"{kind}"
     )
 
 

@@ -6,16 +6,22 @@ with any number of workers, they begin at the present step.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..._user_error import UserError
+from ..config import TrainConfig
+from .sides import FilePictures, Side
 
 _B = TypeVar("_B")
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 class Feed(Generic[_B]):
@@ -45,11 +51,22 @@ class Feed(Generic[_B]):
             self._ahead, self._next = prepared(self._prepare, range(step, self._stop), workers=self._workers), step
         self._next += 1
         batch: _B = next(self._ahead)
+        if self._next == self._stop:
+            self.close()
         return batch
 
     def close(self) -> None:
         """End the workers."""
         self._ahead = None
+
+
+def workers_of_a_rank(config: TrainConfig, sides: Mapping[str, Side], size: int) -> int:
+    """Return how many processes prepare a rank's batches: `--workers`, or for pictures its share of the cores."""
+    if config.workers >= 0:
+        return config.workers
+    if not any(isinstance(side, FilePictures) for side in sides.values()):
+        return 0
+    return max(1, min(8, (os.cpu_count() or 1) // size))
 
 
 def prepared(prepare: Callable[[Any], _B], keys: range | list[Any], *, workers: int) -> Iterator[_B]:
@@ -94,7 +111,12 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin_worker(_: int) -> None:
-    """Leave signals to the rank, which ends its workers; a terminal sends Ctrl-C to all of them."""
+    """Leave signals to the rank, which ends its workers; a terminal sends Ctrl-C to all of them.
+
+    On Linux a worker dies with its rank, at once: it holds the rank's open pipes, by which others see the rank's end.
+    """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     torch.set_num_threads(1)

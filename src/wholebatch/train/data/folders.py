@@ -1,4 +1,4 @@
-"""A folder of pictures as a table: one subfolder a class, texts beside the pictures, or texts that are the files' names."""
+"""A folder of pictures as a table: a subfolder for each class, texts beside the pictures, or texts that are names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 from ..._user_error import UserError
 from .table import MEMBER, need_pyarrow
 
-PICTURES = frozenset(".png .jpg .jpeg .jpe .webp .gif .bmp .tif .tiff .ppm .pgm .pbm .pnm .jp2 .avif .ico .tga".split())
+PICTURES = frozenset(
+    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2",
+     ".avif", ".ico", ".tga")
+)  # fmt: skip
 """Endings of pictures, as Pillow names them."""
 _MOST_TEXT_BYTES = 2**20
 
@@ -60,7 +63,7 @@ def folder_facts(path: Path) -> FolderFacts:
                 texts.add((inside / stem).as_posix())
     if not pictures:
         raise UserError(
-            f"--data: the folder {str(path)!r} has no pictures, and no data set of the library datasets; expected files "
+            f"--data: the folder {str(path)!r} holds no pictures, and no saved data set; expected files "
             f"such as .png and .jpg, in one subfolder for each class or with texts beside them"
         )
     pictures.sort()
@@ -88,9 +91,7 @@ def _text(path: Path, name: str, facts: FolderFacts) -> str:
     if facts.kind == "name":
         return in_words(stem.rpartition("/")[2])
     if stem not in facts.texts:
-        raise UserError(
-            f"{path}, {name}: there is no text beside it, {stem + '.txt'!r}, as there is for other pictures"
-        )
+        raise UserError(f"{path}, {name}: there is no text beside it, {stem + '.txt'!r}; other pictures have one")
     file = path / f"{stem}.txt"
     if file.stat().st_size > _MOST_TEXT_BYTES:
         raise UserError(f"{file} has {file.stat().st_size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")

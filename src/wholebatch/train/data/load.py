@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +13,10 @@ from torch import Tensor
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from .equal_pictures import numbers_of_pictures
+from .feed import workers_of_a_rank
 from .glyphs import glyph_classes, glyph_pairs
 from .labeled import LabeledImages, classes_of_texts
+from .negatives import find_negatives
 from .open_table import open_table
 from .pairs import Pairs, Split, joined, split_groups
 from .roles import find_roles, text_column
@@ -81,17 +82,15 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
     digest = table.digest([names[0] for role, names in roles.items() if role != "image"])
     kept = None
     if config.skip_bad and pictures is not None:
-        kept = readable_rows(pictures, say, workers=workers_of_a_rank(config, size))
+        kept = readable_rows(pictures, say, workers=workers_of_a_rank(config, sides, size))
         group = group[kept]
     equal = None if pictures is None else numbers[0]
-    return Pairs.grouped(sides, group, rows=kept, digest=digest, equal_pictures=equal)
-
-
-def workers_of_a_rank(config: TrainConfig, size: int) -> int:
-    """Return how many processes read pictures for a rank: `--workers`, or as many as its share of the cores."""
-    if config.workers >= 0:
-        return config.workers
-    return max(1, min(8, (os.cpu_count() or 1) // size))
+    pairs = Pairs.grouped(sides, group, rows=kept, digest=digest, equal_pictures=equal)
+    if "negatives" not in roles:
+        return pairs
+    negatives, names = find_negatives(table, roles["negatives"], text_column(table, other, roles[other][0]))
+    say(f"{len(negatives):,} mined negatives")
+    return replace(pairs, negatives=negatives, positive_names=names) if len(negatives) else pairs
 
 
 def _said(roles: dict[str, list[str]]) -> str:
@@ -141,8 +140,8 @@ def _with_split(config: TrainConfig, count: int, say: Callable[[str], None]) -> 
     if count - test - validation < 2:
         held = f"{validation} for validation and {test} for test (--validation-texts, --test-texts)"
         raise UserError(
-            f"--data has {count} different text{'' if count == 1 else 's'}, less {held}; expected at least two to train "
-            "on: texts that share a picture, and pictures that share a text, count once"
+            f"--data has {count} different text{'' if count == 1 else 's'}, less {held}; expected at least two to "
+            "train on: texts that share a picture, and pictures that share a text, count once"
         )
     if not (config.test_texts and config.validation_texts):
         say(f"{validation} texts for validation, {test} for the test (--validation-texts, --test-texts)")

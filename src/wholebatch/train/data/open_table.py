@@ -112,7 +112,8 @@ def _saved_dataset(path: Path) -> Table:
     if isinstance(found, datasets.DatasetDict):
         if "train" not in found:
             raise UserError(
-                f"--data: {str(path)!r} holds the data sets {', '.join(found)}; name one: {str(path / next(iter(found)))!r}"
+                f"--data: {str(path)!r} holds the data sets {', '.join(found)}; name one: "
+                f"{str(path / next(iter(found)))!r}"
             )
         said = (f"of the data sets {', '.join(found)}, train",)
         found = found["train"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .negatives import Negatives
 from .randomness import seeded
 from .sides import Side
 
@@ -31,7 +32,11 @@ class Pairs:
     digest: str = ""
     """A hash of the data, equal on ranks that see the same."""
     equal_pictures: Tensor | None = None
-    """A number for each row, (n,), equal for equal pictures. None: no two are equal."""
+    """A number for each row of the sides, (n,), equal for equal pictures. None: no two are equal."""
+    negatives: Negatives | None = None
+    """Mined negatives of each row."""
+    positive_names: Tensor | None = None
+    """With negatives, a number for each row of the sides, equal for equal positives and for negatives like them."""
 
     @classmethod
     def grouped(
@@ -43,7 +48,7 @@ class Pairs:
         digest: str = "",
         equal_pictures: Tensor | None = None,
     ) -> Pairs:
-        """Group rows by the numbers (n,) of their groups; groups are numbered by their first row, rows keep their order.
+        """Group rows by the numbers (n,) of their groups, numbered anew by their first row; rows keep their order.
 
         Args:
             sides: the two sides.
@@ -75,6 +80,12 @@ class Pairs:
         """Names of the two sides."""
         one, other = self.sides
         return one, other
+
+    @property
+    def what(self) -> str:
+        """What the rows are, in words: "images of texts", "queries with documents"."""
+        one, other = self.names
+        return f"pairs of {one} and {other}"
 
     def rows(self, groups: Tensor) -> Tensor:
         """Return the first row of each of these groups."""

@@ -22,7 +22,7 @@ _MOST_TEXT_BYTES = 2**20
 
 
 def shard_batches(shards: list[Path]) -> Iterator[Any]:
-    """Yield a record batch for each shard: `image` as {shard, offset, size}, the texts, and the fields of .json files."""
+    """Yield a record batch for each shard: `image` as {shard, offset, size}, texts, and the fields of .json files."""
     pa = need_pyarrow()
     place = pa.struct([("shard", pa.string()), ("offset", pa.int64()), ("size", pa.int64())])
     names: list[str] | None = None

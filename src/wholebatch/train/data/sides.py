@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..._user_error import UserError
@@ -28,9 +27,13 @@ class Side(ABC):
     def items(self, rows: Tensor) -> list[Any]:
         """Return a PIL image, or a text, for each of these rows (n,)."""
 
-    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any]) -> Any:
-        """Return what an encoder reads for these rows."""
-        return prepare(self.items(rows))
+    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
+        """Return what an encoder reads for these rows; pictures get so many channels before."""
+        items = self.items(rows)
+        if self.kind == "image":
+            mode = "L" if channels == 1 else "RGB"
+            items = [picture if picture.mode == mode else picture.convert(mode) for picture in items]
+        return prepare(items)
 
 
 class Texts(Side):
@@ -62,10 +65,10 @@ class DrawnPictures(Side):
     def items(self, rows: Tensor) -> list[Image]:
         return [as_picture(each) for each in self.pixels[rows]]
 
-    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any]) -> Any:
+    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
         if getattr(prepare, "reads", None) == tuple(self.pixels.shape[1:]):  # the built-in encoder at this size
             return self.pixels[rows]
-        return super().inputs(rows, prepare)
+        return super().inputs(rows, prepare, channels=channels)
 
 
 class FilePictures(Side):
@@ -117,8 +120,8 @@ class Chosen(Side):
     def items(self, rows: Tensor) -> list[Any]:
         return self._side.items(self._rows[rows])
 
-    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any]) -> Any:
-        return self._side.inputs(self._rows[rows], prepare)
+    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
+        return self._side.inputs(self._rows[rows], prepare, channels=channels)
 
 
 def as_picture(pixels: Tensor) -> Image:

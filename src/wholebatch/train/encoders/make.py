@@ -29,7 +29,7 @@ def make_encoders(config: TrainConfig, kinds: Mapping[str, Kind]) -> dict[str, E
 def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
     """Make the encoder of the items of one kind, as `--image-encoder` or `--text-encoder` says."""
     if kind == "image":
-        return ImageEncoder(config.model, config.image_channels, config.image_size)
+        return ImageEncoder(config.model, config.image_channels or 1, config.image_size)
     return TextEncoder(config.model)
 
 
