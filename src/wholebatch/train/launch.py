@@ -9,19 +9,22 @@ from contextlib import ExitStack, closing
 from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .._launcher import launcher_size
 from .._measure import threads_of_a_rank
+from .._slurm import has_gpu_of_its_own
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
 from .data.load import Data, load_data, make_task
+from .extensions import FILE as EXTENSIONS
+from .extensions import read_extensions
 from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
@@ -29,7 +32,9 @@ from .planned import plan_start
 from .progress import ConsoleProgress, Progress
 from .resume import how_to_resume
 from .run_folder import RunFolder
+from .schedule import Extension, Schedule
 from .signals import Requests
+from .starts import new_start
 
 
 def run(config: TrainConfig) -> None:
@@ -94,6 +99,8 @@ def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, loca
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
+    if has_gpu_of_its_own() and torch.cuda.device_count() == 1:
+        local_rank, local_size = 0, 1
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
     if config.device == "cuda" and not enough:
         raise UserError(
@@ -112,17 +119,25 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device, requests: Req
     is_first = rank == 0
     progress = ConsoleProgress() if is_first else Progress()
     with ExitStack() as held:
-        (data, folder), path = _together(lambda: _prepare(config, size, held, is_first=is_first))
+        (data, folder, *_), path, done, schedule = _together(
+            lambda: _prepare(config, size, held, is_first=is_first), config
+        )
         held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.show_folder(folder.path)
-        progress.show_plan(plan_start(config, data, device, size=size))
+        plan = plan_start(config, data, device, size=size)
+        progress.show_plan(plan)
+        audit = None
         if config.audit and config.resume is None:
-            progress.show_audit(audit_start(config, data, device, rank=rank, size=size))
-        task = make_task(config, data, device, rank=rank, size=size)
+            outcome = audit_start(config, data, device, rank=rank, size=size)
+            audit = str(outcome)
+            progress.show_audit(outcome)
+        start = new_start(step=done, ranks=size, device=device, plan=plan, audit=audit)
+        task = make_task(dataclasses.replace(config, steps=schedule.steps), data, device, rank=rank, size=size)
+        facts: dict[str, Any] = {"size": size, "schedule": schedule, "start": start, "device": device}
         try:
-            train(config, task, path, folder, progress, requests, size=size)
+            train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
         progress.stop()
@@ -137,21 +152,31 @@ def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
     )
 
 
-_Prepared = tuple[Data, RunFolder | None]
+class _Prepared(NamedTuple):
+    """The data of a rank, and on rank 0 the run folder, the steps made before and where the run was extended."""
+
+    data: Data
+    folder: RunFolder | None = None
+    step: int = 0
+    extensions: tuple[Extension, ...] = ()
 
 
-def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
-    """Return the local result of `prepare`, once it has succeeded on all ranks, and rank 0's run folder.
+def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
+    """Return the local result of `prepare`, and rank 0's run folder, steps and schedule, once all have succeeded.
 
     Raises:
         UserError: on all ranks, if `prepare` raises one on any.
     """
 
-    def folder_of(prepared: _Prepared) -> dict[str, Any]:
-        return {"folder": None if prepared[1] is None else str(prepared[1].path)}
+    def of_first(prepared: _Prepared) -> dict[str, Any]:
+        if prepared.folder is None:
+            return {}
+        extensions = [[*each] for each in prepared.extensions]
+        return {"folder": str(prepared.folder.path), "step": prepared.step, "extensions": extensions}
 
-    prepared, everyone = on_all_ranks("set-up", prepare, folder_of)
-    return prepared, Path(everyone[0]["folder"])
+    prepared, (first, *_) = on_all_ranks("set-up", prepare, of_first)
+    extensions = tuple(Extension(*each) for each in first["extensions"])
+    return prepared, Path(first["folder"]), first["step"], Schedule(config.steps, config.warmup_steps, extensions)
 
 
 def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool) -> _Prepared:
@@ -165,15 +190,32 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool)
         held.callback(folder.close)
     data = load_data(config, size)
     if not is_first:
-        return data, None
+        return _Prepared(data)
     if folder is not None:
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
-        return data, folder
+        return _Prepared(data, folder, step, _extensions(config, folder.path, step))
     path = _folder(config)
     folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
     held.callback(folder.close)
-    return data, folder
+    return _Prepared(data, folder)
+
+
+def _extensions(config: TrainConfig, path: Path, step: int) -> tuple[Extension, ...]:
+    """Return the extensions of a resumed run, and the one that `--until-step` asks for."""
+    earlier = read_extensions(path)
+    if earlier and earlier[-1].at > step:
+        raise UserError(
+            f"{path / EXTENSIONS} extends the run at step {earlier[-1].at}, but its checkpoint is of step {step}; was "
+            "an earlier checkpoint copied back?"
+        )
+    if config.until_step is None:
+        return earlier
+    if step == 0:
+        raise UserError(f"--until-step {config.until_step}: the run has no checkpoint yet; start one with --steps")
+    if config.until_step < step:
+        raise UserError(f"--until-step must be at least {step}, the steps made so far; got {config.until_step}")
+    return Schedule(config.steps, config.warmup_steps, earlier).extended(step, config.until_step).extensions
 
 
 def _folder(config: TrainConfig) -> Path:

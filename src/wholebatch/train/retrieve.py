@@ -21,6 +21,9 @@ from .encoders.words import TextBatch
 from .evaluation import as_float, held_out_features, tokens
 from .objectives import make_objective
 from .pictures import draw_retrieval
+from .report.content import Evidence, Item
+from .report.images import picture_of
+from .report.search import search_evidence
 from .retrieval import KS, both_ways
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 
@@ -148,9 +151,21 @@ class Retrieve(Task):
     def weights(self) -> dict[str, Tensor]:
         return dict(self._encoder.state_dict())
 
-    def draw(self, folder: Path) -> None:
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        chance = report["chance"]["recall@1"]
+        return "recall@1, image → text", f"{report['image_to_text']['recall@1']:.3f}", f"chance {chance:.2g}"
+
+    def evidence(self) -> Evidence:
         assert self._found is not None
-        draw_retrieval(self._pairs, self._split.test, *self._found, folder / "retrieval.png")
+        pairs, texts = self._pairs, self._split.test.tolist()
+        found, sought = self._found
+        return search_evidence(
+            ("images", found, lambda row: Item(picture=picture_of(pairs.images[pairs.first[texts[row]]]))),
+            ("texts", sought, lambda row: Item(pairs.texts[texts[row]])),
+        )
+
+    def draw(self, folder: Path) -> None:
+        draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")
 
 
 def _without_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
