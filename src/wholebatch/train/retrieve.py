@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,18 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .data.feed import Feed, workers_of_a_rank
 from .data.pairs import Pairs, Split
+from .data.sides import Side
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_dual_encoder
 from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
+from .report.content import Evidence, Item
+from .report.search import search_evidence
 from .retrieval import KS, recall
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
+
+PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
 
 
 class Retrieve(Task):
@@ -77,7 +82,7 @@ class Retrieve(Task):
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
         return (
-            f"{len(pairs.order):,} {pairs.what} in {len(pairs):,} groups without a common text or picture: "
+            f"{len(pairs.order):,} pairs of {' and '.join(PLURAL[name] for name in pairs.names)} in {len(pairs):,} groups without a common text or picture: "
             f"{len(split.train):,} for training, {len(split.validation):,} for validation, {len(split.test):,} for test"
         )
 
@@ -172,9 +177,28 @@ class Retrieve(Task):
     def weights(self) -> dict[str, Tensor]:
         return dict(self._encoder.state_dict())
 
-    def draw(self, folder: Path) -> None:
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        way, chance = self._ways[0], report["chance"]["recall@1"]
+        figure = f"{report[way]['recall@1']:.3f}"
+        return f"recall@1, {way.replace('_to_', ' → ')}", figure, f"chance {chance:.2g}"
+
+    def evidence(self) -> Evidence:
         assert self._found is not None
-        draw_retrieval(self._pairs, self._split.test, *self._found, folder / "retrieval.png")
+        rows = self._pairs.rows(self._split.test)
+
+        def item(side: Side) -> Callable[[int], Item]:
+            def of(place: int) -> Item:
+                found = side.items(rows[place][None])[0]
+                return Item(found) if side.kind == "text" else Item(picture=found)
+
+            return of
+
+        (one, first), (other, second) = self._pairs.sides.items()
+        found, sought = self._found
+        return search_evidence((PLURAL[one], found, item(first)), (PLURAL[other], sought, item(second)))
+
+    def draw(self, folder: Path) -> None:
+        draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")
 
 
 def _without_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

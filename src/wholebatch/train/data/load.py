@@ -67,14 +67,14 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
         name = roles[role][0]
         if role == "image":
             pictures = FilePictures(table, name)
-            sides[role] = pictures
+            sides["image"] = pictures
             found, line = numbers_of_pictures(pictures)
             numbers.append(found)
             if line:
                 say(line)
         else:
             column = text_column(table, role, name)
-            sides[role] = Texts(column)
+            sides["document" if role == "positive" else role] = Texts(column)
             numbers.append(_numbers_of_texts(column))
     for line in (*table.said, _said(roles)):
         say(line)

@@ -81,12 +81,6 @@ class Pairs:
         one, other = self.sides
         return one, other
 
-    @property
-    def what(self) -> str:
-        """What the rows are, in words: "images of texts", "queries with documents"."""
-        one, other = self.names
-        return f"pairs of {one} and {other}"
-
     def rows(self, groups: Tensor) -> Tensor:
         """Return the first row of each of these groups."""
         return self.order[self.first[groups]]
