@@ -81,8 +81,9 @@ class Retrieve(Task):
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
+        one, other = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.order):,} pairs of {' and '.join(PLURAL[name] for name in pairs.names)} in {len(pairs):,} groups without a common text or picture: "
+            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or picture: "
             f"{len(split.train):,} for training, {len(split.validation):,} for validation, {len(split.test):,} for test"
         )
 
