@@ -1,41 +1,49 @@
-"""The inputs of the encoders, and the features of held-out pairs."""
+"""The features of rows that are not trained on."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .data.pairs import Pairs
+from .batches import Reader
+from .data.feed import prepared
+from .data.sides import Side
 from .encoders.dual import DualEncoder
 from .encoders.encoder import Encoder
 from .encoders.inputs import Inputs, to_device
-from .encoders.small import Pad
+
+_ROWS = 512
 
 
-def image_inputs(encoder: Encoder, images: Tensor) -> Inputs:
-    """Prepare uint8 images, (b, channels, size, size); what fits the encoder already is left as it is."""
-    prepare = encoder.prepare
-    if isinstance(prepare, Pad) and prepare.channels == images.shape[1] and prepare.size == images.shape[2]:
-        return images
-    from PIL import Image
+class _Rows:
+    """The inputs of some rows of a side."""
 
-    mode = "L" if encoder.channels == 1 else "RGB"
-    pixels = images[:, 0].numpy() if images.shape[1] == 1 else images.permute(0, 2, 3, 1).numpy()
-    return prepare([Image.fromarray(picture).convert(mode) for picture in pixels])
+    def __init__(self, side: Side, reader: Reader) -> None:
+        self._side, self._reader = side, reader
 
-
-def text_inputs(encoder: Encoder, pairs: Pairs, rows: Tensor) -> Inputs:
-    """Prepare the texts with these indices."""
-    return encoder.prepare([pairs.texts[i] for i in rows.tolist()])
+    def __call__(self, rows: Tensor) -> Inputs:
+        return self._reader(self._side, rows)
 
 
 @torch.no_grad()
-def held_out_features(encoder: DualEncoder, pairs: Pairs, texts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return features of each text's first image and of the texts, on the CPU, without augmentation."""
-    images, names = [], []
-    for rows in texts.split(512):
-        pictures = image_inputs(encoder.encoder("image"), pairs.images[pairs.first[rows]])
-        words = text_inputs(encoder.encoder("text"), pairs, rows)
-        images.append(encoder.encode("image", to_device(pictures, device)).cpu())
-        names.append(encoder.encode("text", to_device(words, device)).cpu())
-    return torch.cat(images), torch.cat(names)
+def features_of_rows(
+    model: DualEncoder | Encoder, name: str, side: Side, rows: Tensor, device: torch.device, *, workers: int = 0
+) -> Tensor:
+    """Return the unit features of these rows of a side, (n, d), on the CPU, without augmentation.
+
+    Args:
+        model: both encoders, or one.
+        name: the side's name in the model.
+        side: its pictures or texts.
+        rows: (n,).
+        device: where the model is.
+        workers: processes that read the rows.
+    """
+    encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
+    found = []
+    for inputs in prepared(_Rows(side, Reader.of(encoder)), [*rows.split(_ROWS)], workers=workers):
+        moved = to_device(inputs, device)
+        made = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
+        found.append(made.float().cpu())
+    return torch.cat(found)

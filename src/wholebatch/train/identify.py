@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -22,20 +21,25 @@ import wholebatch as wb
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .augment import augmented
+from .batches import ImageBatches, Reader
 from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
-from .data.labeled import LabeledImages, images_of_step
+from .data.feed import Feed, workers_of_a_rank
+from .data.labeled import LabeledImages
 from .encoders.adapters import merged_state
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_encoder
 from .encoders.saved import save_encoder
-from .evaluation import image_inputs
-from .look_alikes import draw_look_alikes
+from .evaluation import features_of_rows
+from .look_alikes import draw_look_alikes, surest_mistakes
+from .report.classes import classes_evidence
+from .report.content import Evidence, Item
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 
 FAR = 1e-3
 _TOP = 5
+_READ = 256  # pictures that are held at a time
 _COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
 
 
@@ -76,8 +80,12 @@ class Identify(Task):
             self._cached = wb.GradCache(
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._encoder.split
             )
+        self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
+        self._batches = Feed(
+            ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
+        )
         self._step = 0
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._found: tuple[Tensor, Tensor, Tensor] | None = None
 
     def describe(self) -> str:
         data = self._data
@@ -87,11 +95,10 @@ class Identify(Task):
         )
 
     def add_gradients(self, step: int) -> Tensor:
-        config, self._step = self._config, step
-        chosen = images_of_step(self._data, batch_size=config.batch_size, step=step, seed=config.seed)[self._rows]
-        images = to_device(self._inputs(chosen), self._device)
-        images = augmented(images, config, self._rows, step)
-        named: dict[str, Any] = {"step": step, "labels": self._data.labels[chosen].to(self._device)}
+        self._step = step
+        batch = self._batches.at(step)
+        images = augmented(to_device(batch.images, self._device), self._config, self._rows, step)
+        named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
         if self._cached is not None:
             return self._cached(images, **named)
         loss = self._loss(self._encode(images), **named)
@@ -137,14 +144,11 @@ class Identify(Task):
         figures = {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)} if len(right) else {}
         return figures, embeddings, found
 
-    @torch.no_grad()
     def _embeddings(self, rows: Tensor) -> Tensor:
         """Return unit embeddings of these images, on the CPU, without augmentation."""
-        parts = [self._encoder(to_device(self._inputs(some), self._device)).cpu() for some in rows.split(512)]
-        return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._encoder.width)
-
-    def _inputs(self, rows: Tensor) -> Inputs:
-        return image_inputs(self._encoder, self._data.images[rows])
+        if not len(rows):
+            return torch.empty(0, self._encoder.width)
+        return features_of_rows(self._encoder, "image", self._data.pictures, rows, self._device, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
@@ -197,18 +201,22 @@ class Identify(Task):
         figures, embeddings, found = self._accuracy(rows)
         if self._rank:
             return {}
-        self._found = found.class_ids.cpu()[:, 0], found.logits.cpu()[:, 0]
+        self._found = embeddings, found.class_ids.cpu(), found.logits.cpu() / self._config.head.scale
         tar, threshold = accepted_at(embeddings, data.labels[rows], FAR)
         return {
             "classes": len(data),
             "test_images": len(rows),
             **figures,
-            "top_1_at_most": best_possible(data.images[rows], data.labels[rows]),
+            "top_1_at_most": best_possible(self._pictures(rows), data.labels[rows]),
             "chance": 1 / len(data),
             "far": FAR,
             "tar": None if math.isnan(tar) else tar,
             "threshold": None if math.isnan(threshold) else threshold,
         }
+
+    def _pictures(self, rows: Tensor) -> Iterator[Any]:
+        for some in rows.split(_READ):
+            yield from self._data.pictures.items(some)
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
@@ -232,9 +240,26 @@ class Identify(Task):
     def facts(self) -> dict[str, str]:
         return {"classes": json.dumps(self._data.names)}
 
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        return "top-1 accuracy", f"{report['top_1']:.3f}", f"chance {report['chance']:.2g}"
+
+    def evidence(self) -> Evidence:
+        assert self._found is not None
+        data, (embeddings, found, cosines) = self._data, self._found
+        return classes_evidence(
+            embeddings,
+            data.labels[data.test],
+            found,
+            cosines,
+            surest_mistakes(data, found[:, 0], cosines[:, 0]),
+            lambda row: Item(data.names[data.labels[data.test[row]]], data.picture(data.test[row])),
+            lambda label: Item(data.names[label], data.picture(data.example(label))),
+        )
+
     def draw(self, folder: Path) -> None:
         assert self._found is not None
-        draw_look_alikes(self._data, *self._found, folder / "look_alikes.png")
+        _, found, cosines = self._found
+        draw_look_alikes(self._data, found[:, 0], cosines[:, 0], folder / "look_alikes.png")
 
 
 def make_head(config: TrainConfig, width: int, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:

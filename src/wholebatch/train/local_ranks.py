@@ -67,7 +67,7 @@ def run_local_ranks(config: TrainConfig, body: Body) -> None:
         try:
             for rank in range(config.ranks):
                 theirs, ours = context.Pipe()
-                process = context.Process(target=_rank, args=(rank, config, folder, theirs, body), daemon=True)
+                process = context.Process(target=_rank, args=(rank, config, folder, theirs, body))
                 with signals_blocked():
                     process.start()
                 theirs.close()

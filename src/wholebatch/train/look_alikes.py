@@ -14,6 +14,8 @@ from torch import Tensor
 from .data.labeled import LabeledImages
 
 _IN_MATRIX, _IN_LIST = 24, 12
+_AT_A_TIME = 1024
+_PIXELS = 128  # of a thumbnail
 
 
 def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: Path) -> None:
@@ -28,8 +30,7 @@ def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: P
     from matplotlib.figure import Figure
 
     labels = data.labels[data.test]
-    wrong = (found != labels).nonzero()[:, 0]
-    equal = _equal_pictures(data, wrong, found)
+    wrong, equal = _mistakes(data, found)
     figure = Figure(figsize=(14, 7.6 if len(wrong) else 0.8))
     figure.suptitle(
         f"{len(wrong):,} of {len(labels):,} test images are taken for another class, which for {int(equal.sum()):,} of "
@@ -37,22 +38,40 @@ def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: P
     )
     if len(wrong):
         _draw_matrix(figure, data, labels, found)
-        _draw_list(figure, data, labels, found, wrong[~equal], logits)
+        _draw_list(figure, data, labels, found, surest_mistakes(data, found, logits))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=110)
 
 
+def surest_mistakes(data: LabeledImages, found: Tensor, logits: Tensor) -> list[int]:
+    """Return the test images with a wrong class, about pictures that differ: the surest first, each pair once."""
+    labels = data.labels[data.test]
+    wrong, equal = _mistakes(data, found)
+    wrong = wrong[~equal]
+    by_pair: dict[tuple[int, int], int] = {}
+    for i in wrong[logits[wrong].argsort(descending=True)].tolist():
+        a, b = int(labels[i]), int(found[i])
+        by_pair.setdefault((min(a, b), max(a, b)), i)
+    return [*by_pair.values()]
+
+
+def _mistakes(data: LabeledImages, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the test images with a wrong class, and whether that class has an equal image."""
+    wrong = (found != data.labels[data.test]).nonzero()[:, 0]
+    return wrong, _equal_pictures(data, wrong, found)
+
+
 def _equal_pictures(data: LabeledImages, wrong: Tensor, found: Tensor) -> Tensor:
     """Return whether the class that an image was mistaken for has an equal image; (number of mistakes,)."""
     known: dict[int, set[bytes]] = defaultdict(set)
-    classes = {*found[wrong].tolist()}
-    for row in range(len(data.labels)):
-        label = int(data.labels[row])
-        if label in classes:
-            known[label].add(data.images[row].numpy().tobytes())
-    mistakes = ((data.images[data.test[i]].numpy().tobytes(), int(found[i])) for i in wrong.tolist())
-    return torch.tensor([picture in known[label] for picture, label in mistakes], dtype=torch.bool)
+    rows = torch.isin(data.labels, found[wrong]).nonzero()[:, 0]
+    for some in rows.split(_AT_A_TIME):
+        for row, picture in zip(some.tolist(), data.pictures.items(some), strict=True):
+            known[int(data.labels[row])].add(picture.tobytes())
+    mistaken = (picture for some in wrong.split(_AT_A_TIME) for picture in data.pictures.items(data.test[some]))
+    pairs = zip(mistaken, found[wrong].tolist(), strict=True)
+    return torch.tensor([picture.tobytes() in known[label] for picture, label in pairs], dtype=torch.bool)
 
 
 def confused_classes(labels: Tensor, found: Tensor, most: int) -> list[int]:
@@ -91,27 +110,22 @@ def _draw_matrix(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor
     axes.set_ylabel("shown", labelpad=24, fontsize=9)
     size = 0.9 / len(classes)
     for index, label in enumerate(classes):
-        picture = data.example(label)
+        picture = data.pictures.items(data.example(label)[None])[0]
         at = (index + 0.5) / len(classes)
         _thumbnail(axes.inset_axes((at - size / 2, 1.005, size, size)), picture)
         _thumbnail(axes.inset_axes((-size - 0.005, 1 - at - size / 2, size, size)), picture)
 
 
-def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, wrong: Tensor, logits: Tensor) -> None:
+def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, surest: list[int]) -> None:
     """Draw each mistaken image beside a training image of the class that it was taken for."""
-    by_pair: dict[tuple[int, int], int] = {}
-    for i in wrong[logits[wrong].argsort(descending=True)].tolist():
-        a, b = int(labels[i]), int(found[i])
-        by_pair.setdefault((min(a, b), max(a, b)), i)  # each pair once
-    surest = [*by_pair.values()][:_IN_LIST]
     grid = figure.add_gridspec(
         _IN_LIST, 3, left=0.53, right=0.99, top=0.85, bottom=0.05, width_ratios=[1, 1, 9], wspace=0.05
     )
     figure.text(0.53, 0.88, "the surest mistakes about pictures that differ: the image, and a training", fontsize=9)
     figure.text(0.53, 0.86, "image of the class that it was taken for", fontsize=9)
-    for line, i in enumerate(surest):
+    for line, i in enumerate(surest[:_IN_LIST]):
         taken = int(found[i])
-        for column, picture in enumerate((data.images[data.test[i]], data.example(taken))):
+        for column, picture in enumerate(data.pictures.items(torch.stack([data.test[i], data.example(taken)]))):
             _thumbnail(figure.add_subplot(grid[line, column]), picture)
         axes = figure.add_subplot(grid[line, 2])
         axes.axis("off")
@@ -121,7 +135,8 @@ def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, 
             axes.text(0, 0.72 - 0.45 * row, f"{role}: {name}", fontsize=7.5, color=color, va="center", parse_math=False)
 
 
-def _thumbnail(axes: Any, picture: Tensor) -> None:
-    pixels = picture[0] if len(picture) == 1 else picture.permute(1, 2, 0)
-    axes.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
+def _thumbnail(axes: Any, picture: Any) -> None:
+    small = picture.copy()
+    small.thumbnail((_PIXELS, _PIXELS))
+    axes.imshow(small, cmap="gray", vmin=0, vmax=255)
     axes.axis("off")

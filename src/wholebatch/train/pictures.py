@@ -10,15 +10,8 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .data.pairs import Pairs
-from .data.randomness import seeded
-from .retrieval import ranks_of_partner
+from .report.content import Candidate, Gallery
 from .task import Curve
-
-_SHOWN, _TOP = 12, 5
 
 
 def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: str, path: Path) -> None:
@@ -45,50 +38,41 @@ def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: s
     figure.savefig(path, dpi=120)
 
 
-def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_features: Tensor, path: Path) -> None:
-    """Draw a random dozen of held-out images, each beside its five most similar texts, with the right one marked."""
+def draw_retrieval(gallery: Gallery, path: Path) -> None:
+    """Draw the queries of a gallery, each beside its most similar texts, with the right one marked."""
     from matplotlib.figure import Figure
 
-    chosen = torch.randperm(len(texts), generator=seeded("shown"))[:_SHOWN].tolist()
-    best = (image_features[chosen] @ text_features.T).topk(min(_TOP, len(texts)), dim=1).indices.tolist()
-    ranks = ranks_of_partner(image_features, text_features)
-
-    def name(index: int) -> str:
-        return textwrap.shorten(pairs.texts[texts[index]], 52, placeholder=" …")
-
     columns = 2
-    lines = -(-len(chosen) // columns)
+    lines = -(-len(gallery.queries) // columns)
     figure = Figure(figsize=(11, 1.25 * lines + 0.5))
-    first = sum(index == found[0] for index, found in zip(chosen, best, strict=True))
-    among = sum(index in found for index, found in zip(chosen, best, strict=True))
-    figure.suptitle(
-        f"{len(chosen)} of {len(texts)} held-out images, drawn at random, each beside the {len(best[0])} texts most "
-        f"similar to it: the right one comes first for {first}, is among them for {among}",
-        fontsize=10,
-    )
+    figure.suptitle(textwrap.fill(gallery.note, 130), fontsize=10)
     axes = figure.subplots(lines, 2 * columns, squeeze=False, width_ratios=[1, 4.4] * columns).flatten()
     for ax in axes:
         ax.axis("off")
-    for position, (index, found) in enumerate(zip(chosen, best, strict=True)):
+    for position, query in enumerate(gallery.queries):
         picture, column = axes[2 * position], axes[2 * position + 1]
-        image = pairs.images[pairs.first[texts[index]]]
-        pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-        picture.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
+        if query.item.picture is not None:
+            picture.imshow(query.item.picture, cmap="gray", vmin=0, vmax=255)
+        else:
+            asks = textwrap.fill(textwrap.shorten(query.item.text, 80, placeholder=" …"), 22)
+            picture.text(0, 0.9, asks, fontsize=7.5, va="top", transform=picture.transAxes, parse_math=False)
         rows = [
-            (f"✓ {name(index)}" if candidate == index else f"  {name(candidate)}", candidate == index)
-            for candidate in found
+            (f"{'✓' if candidate.right else ' '} {_short(candidate)}", "tab:green" if candidate.right else "0.35")
+            for candidate in query.candidates
         ]
-        if index not in found:
-            rank = int(ranks[index]) + 1
-            rows.append((f"missed, at rank {rank}: {name(index)}", None))
-        for line, (text, right) in enumerate(rows):
-            color = {True: "tab:green", False: "0.35", None: "tab:red"}[right]
+        if query.answer is not None:
+            rows.append((f"missed, at rank {query.rank}: {_short(query.answer)}", "tab:red"))
+        for line, (text, color) in enumerate(rows):
             column.text(
-                0, 0.9 - 0.17 * line, text, color=color, fontsize=7.5,
-                family="monospace", weight="bold" if right else "normal", transform=column.transAxes, parse_math=False,
+                0, 0.9 - 0.17 * line, text, color=color, fontsize=7.5, family="monospace",
+                weight="bold" if color == "tab:green" else "normal", transform=column.transAxes, parse_math=False,
             )  # fmt: skip
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.02, top=0.93, wspace=0.05, hspace=0.15)
     with warnings.catch_warnings():
         # Characters of a user's text that the figure's font lacks become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=120)
+
+
+def _short(candidate: Candidate) -> str:
+    return textwrap.shorten(candidate.item.text, 52, placeholder=" …")

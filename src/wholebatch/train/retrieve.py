@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,30 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 
 from .augment import augmented
+from .batches import Chunk, PairBatches, Reader
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .data.pairs import Pairs, Split, batch_of_step
+from .data.feed import Feed, workers_of_a_rank
+from .data.pairs import Pairs, Split
+from .data.sides import Side
 from .encoders.adapters import merged_state
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_dual_encoder
 from .encoders.saved import save_dual_encoder
-from .evaluation import held_out_features, image_inputs, text_inputs
+from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
-from .retrieval import KS, both_ways
+from .report.content import Evidence, Item
+from .report.search import search_evidence
+from .retrieval import KS, recall
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
+
+PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
 
 
 class Retrieve(Task):
-    """Find the text of an image and the image of a text, among texts never seen in training."""
+    """Find the second side of a pair by the first, and back, among pairs never seen in training."""
 
-    curves = tuple(
-        Curve(f"recall@{k}, {direction.replace('_', ' ')}", (direction, f"recall@{k}"), color, style, marker)
-        for direction, style, marker in (("image_to_text", "-", "o"), ("text_to_image", "--", "x"))
-        for k, color in ((1, "tab:green"), (10, "tab:orange"))
-    )
     validation_title = "validation: texts not trained on"
 
     def __init__(
@@ -50,9 +52,18 @@ class Retrieve(Task):
     ) -> None:
         self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
+        one, other = pairs.names
+        self._ways = (f"{one}_to_{other}", f"{other}_to_{one}")
+        self.curves = tuple(
+            Curve(f"recall@{k}, {way.replace('_', ' ')}", (way, f"recall@{k}"), color, style, marker)
+            for way, style, marker in zip(self._ways, ("-", "--"), ("o", "x"), strict=True)
+            for k, color in ((1, "tab:green"), (10, "tab:orange"))
+        )
         torch.manual_seed(config.seed)
-        self._encoder = make_dual_encoder(config).to(device)
-        self._objective = make_objective(config, len(pairs), dense=dense).to(device)
+        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()}).to(device)
+        self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
+            device
+        )
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
@@ -62,41 +73,54 @@ class Retrieve(Task):
             self._cached = wb.GradCache(
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none
             )
+        self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
+        self._batches = Feed(
+            PairBatches(pairs, split.train, self._readers, config, self._rows),
+            stop=config.steps,
+            workers=workers_of_a_rank(config, pairs.sides, size),
+        )
         self._found: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
+        one, other = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.images):,} images of {len(pairs):,} texts: {len(split.train):,} for training, "
-            f"{len(split.validation):,} for validation, {len(split.test):,} for test"
-            + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
+            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or picture: "
+            f"{len(split.train):,} for training, {len(split.validation):,} for validation, {len(split.test):,} for test"
+            + "".join(f"\n{line}" for name in self._encoder.sides for line in self._encoder.encoder(name).notes)
         )
 
     def add_gradients(self, step: int) -> Tensor:
-        config = self._config
-        image_rows, text_rows = batch_of_step(
-            self._split.train, self._pairs, batch_size=config.batch_size, step=step, seed=config.seed
-        )
-        image, text = self._encoder.encoder("image"), self._encoder.encoder("text")
-        images = to_device(image_inputs(image, self._pairs.images[image_rows[self._rows]]), self._device)
-        images = augmented(images, config, self._rows, step)
-        names = text_rows[self._rows]
-        texts = text_inputs(text, self._pairs, names)
-        named: dict[str, Any] = {"step": step, "names": names.to(self._device)}
+        batch = self._batches.at(step)
+        named: dict[str, Any] = {"step": step, "names": batch.names.to(self._device)}
+        if self._pairs.negatives is not None:
+            named["negative_names"] = batch.negative_names.to(self._device)
         if self._cached is not None:
-            return self._cached((images, texts), **named)
-        loss = self._loss(_without_none(self._model(images, to_device(texts, self._device))), **named)
+            return self._cached((batch.chunks, step), **named)
+        loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
         loss.backward()
         return loss.detach()
 
-    def _loss(self, features: Sequence[Tensor], *, step: int, names: Tensor) -> Tensor:
-        images, texts, scale, *bias = features
-        return finite_loss(self._objective, images, texts, scale, bias[0] if bias else None, names, step=step)
+    def _loss(self, features: Sequence[Tensor], *, step: int, **names: Tensor) -> Tensor:
+        first, second, scale, *rest = features
+        if self._pairs.negatives is not None:
+            names["negatives"] = rest.pop()
+        return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: tuple[Inputs, Inputs], size: int) -> list[tuple[Inputs, Inputs]]:
-        sides = zip(self._encoder.sides, batch, strict=True)
-        parts = [self._encoder.encoder(side).split(inputs, size) for side, inputs in sides]
-        return [(to_device(x, self._device), to_device(y, self._device)) for x, y in zip(*parts, strict=True)]
+    def _chunks(self, batch: tuple[Sequence[Chunk], int], _: int) -> list[tuple[Inputs | None, ...]]:
+        return [self._chunk(chunk, batch[1]) for chunk in batch[0]]
+
+    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
+        """Return the arguments of the encoders, on the device; images are augmented."""
+        found = []
+        start = self._rows.start
+        rows = slice(start + chunk.rows.start, start + chunk.rows.stop)
+        for side, inputs in zip(self._pairs.sides.values(), chunk[:2], strict=True):
+            moved = to_device(inputs, self._device)
+            found.append(augmented(moved, self._config, rows, step) if side.kind == "image" else moved)
+        if self._pairs.negatives is not None:
+            found.append(None if chunk.negatives is None else to_device(chunk.negatives, self._device))
+        return tuple(found)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
@@ -111,13 +135,21 @@ class Retrieve(Task):
         return {"logit_scale": self._encoder.logit_scale.item()}
 
     def validate(self) -> dict[str, Any]:
-        return both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
+        return self._both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
 
-    def _features(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        return held_out_features(self._encoder, self._pairs, texts, self._device)
+    def _both_ways(self, first: Tensor, second: Tensor) -> dict[str, dict[str, float]]:
+        return dict(zip(self._ways, (recall(first, second), recall(second, first)), strict=True))
+
+    def _features(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features of the first row of each group."""
+        rows = self._pairs.rows(groups)
+        first, second = (
+            features_of_rows(self._encoder, name, side, rows, self._device) for name, side in self._pairs.sides.items()
+        )
+        return first, second
 
     def headline(self, validation: Mapping[str, Any]) -> str:
-        return f"recall@1 {validation['image_to_text']['recall@1']:.3f} among {len(self._split.validation)}"
+        return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._split.validation)}"
 
     def loss_state(self) -> dict[str, Tensor]:
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
@@ -138,10 +170,10 @@ class Retrieve(Task):
             raise not_finite(self._config.steps, "the features of the test set are not finite")
         texts = len(self._split.test)
         chance = {f"recall@{k}": min(1.0, k / texts) for k in KS}
-        return {"test_texts": texts, "chance": chance, **both_ways(*features)}
+        return {"test_texts": texts, "chance": chance, **self._both_ways(*features)}
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        names = {"image -> text": "image_to_text", "text -> image": "text_to_image", "chance": "chance"}
+        names = {way.replace("_to_", " -> "): way for way in self._ways} | {"chance": "chance"}
         rows = [[label, *(f"{report[key][f'recall@{k}']:.4f}" for k in KS)] for label, key in names.items()]
         title = f"Retrieval among {report['test_texts']} texts never seen in training"
         return title, ["", *(f"recall@{k}" for k in KS)], rows
@@ -152,9 +184,28 @@ class Retrieve(Task):
     def save_encoders(self, folder: Path) -> None:
         save_dual_encoder(folder, self._encoder)
 
-    def draw(self, folder: Path) -> None:
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        way, chance = self._ways[0], report["chance"]["recall@1"]
+        figure = f"{report[way]['recall@1']:.3f}"
+        return f"recall@1, {way.replace('_to_', ' → ')}", figure, f"chance {chance:.2g}"
+
+    def evidence(self) -> Evidence:
         assert self._found is not None
-        draw_retrieval(self._pairs, self._split.test, *self._found, folder / "retrieval.png")
+        rows = self._pairs.rows(self._split.test)
+
+        def item(side: Side) -> Callable[[int], Item]:
+            def of(place: int) -> Item:
+                found = side.items(rows[place][None])[0]
+                return Item(found) if side.kind == "text" else Item(picture=found)
+
+            return of
+
+        (one, first), (other, second) = self._pairs.sides.items()
+        found, sought = self._found
+        return search_evidence((PLURAL[one], found, item(first)), (PLURAL[other], sought, item(second)))
+
+    def draw(self, folder: Path) -> None:
+        draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")
 
 
 def _without_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -63,7 +63,7 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
 
 def _small(config: TrainConfig, kind: Kind) -> Encoder:
     if kind == "image":
-        return ImageEncoder(config.model, config.image_channels, config.image_size)
+        return ImageEncoder(config.model, config.image_channels or 1, config.image_size)
     return TextEncoder(config.model)
 
 

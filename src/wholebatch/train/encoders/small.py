@@ -29,6 +29,11 @@ class Pad:
     size: int
     channels: Literal[1, 3]
 
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """The shape of pixels that need no preparation: (channels, size, size)."""
+        return self.channels, self.size, self.size
+
     def __call__(self, pictures: Sequence[Any]) -> Tensor:
         """Map pictures of the mode of these channels to pixels."""
         import numpy as np
