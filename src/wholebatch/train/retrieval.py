@@ -39,7 +39,7 @@ def figures(
     """
     if query_groups is None or candidate_groups is None:
         query_groups = candidate_groups = torch.arange(len(queries))
-    found = {name: 0.0 for name in (*(f"recall@{k}" for k in KS), "mrr", f"ndcg@{_DEPTH}")}
+    found = dict.fromkeys((*(f"recall@{k}" for k in KS), "mrr", f"ndcg@{_DEPTH}"), 0.0)
     best = (1 / torch.log2(2 + torch.arange(_DEPTH, dtype=torch.float64))).cumsum(0)
     for ranks, count in _ranks(queries, candidates, query_groups, candidate_groups):
         first = ranks[:, 0]
