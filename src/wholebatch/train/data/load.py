@@ -144,8 +144,10 @@ def _with_loss(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) ->
             f"--loss {config.loss} has no mined negatives, which --data has; use --loss info_nce, or leave them out by "
             "--columns query=NAME,positive=NAME of a table without them"
         )
+    if config.label_smoothing:
+        raise UserError(f"--label-smoothing must be 0 with mined negatives, got {config.label_smoothing}")
     say("loss info_nce: each query among the documents and the mined negatives of the batch (--loss)")
-    return replace(config, loss="info_nce", label_smoothing=0.0)
+    return replace(config, loss="info_nce")
 
 
 def _with_split(config: TrainConfig, count: int, say: Callable[[str], None]) -> TrainConfig:
