@@ -7,6 +7,7 @@ metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
 best.safetensors         with --patience or --keep-best: the weights of the best validation
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
+encoders/                what a later program needs to build the encoders again, before it reads the final weights
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
 report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
@@ -131,6 +132,7 @@ class RunFolder:
         save_tensors(self.path / "model.safetensors", weights, task.facts())
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            task.save_encoders(self.path / "encoders")
             draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
             task.draw(self.path)
 
