@@ -24,24 +24,16 @@ from .augment import augmented
 from .batches import ImageBatches, Reader
 from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
-<<<<<<< HEAD
 from .data.feed import Feed, workers_of_a_rank
 from .data.labeled import LabeledImages
-from .encoders.inputs import to_device
-from .encoders.make import make_encoder
-from .evaluation import features_of_rows
-from .look_alikes import draw_look_alikes, surest_mistakes
-from .report.classes import classes_evidence
-from .report.content import Evidence, Item
-=======
-from .data.labeled import LabeledImages, images_of_step
 from .encoders.adapters import merged_state
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_encoder
 from .encoders.saved import save_encoder
-from .evaluation import image_inputs
-from .look_alikes import draw_look_alikes
->>>>>>> enc
+from .evaluation import features_of_rows
+from .look_alikes import draw_look_alikes, surest_mistakes
+from .report.classes import classes_evidence
+from .report.content import Evidence, Item
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 
@@ -81,14 +73,6 @@ class Identify(Task):
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
-<<<<<<< HEAD
-        self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
-        self._cached = wb.GradCache([self._model], config.chunk_size, self._loss) if config.chunk_size else None
-        self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
-        self._batches = Feed(
-            ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
-        )
-=======
         self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
         self._model = DistributedDataParallel(self._encoder) if size > 1 and self._is_trained else self._encoder
         self._cached = None
@@ -96,7 +80,10 @@ class Identify(Task):
             self._cached = wb.GradCache(
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._encoder.split
             )
->>>>>>> enc
+        self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
+        self._batches = Feed(
+            ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
+        )
         self._step = 0
         self._found: tuple[Tensor, Tensor, Tensor] | None = None
 

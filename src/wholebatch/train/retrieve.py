@@ -16,21 +16,14 @@ from .augment import augmented
 from .batches import Chunk, PairBatches, Reader
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
-<<<<<<< HEAD
 from .data.feed import Feed, workers_of_a_rank
 from .data.pairs import Pairs, Split
 from .data.sides import Side
-from .encoders.inputs import Inputs, to_device
-from .encoders.make import make_dual_encoder
-from .evaluation import features_of_rows
-=======
-from .data.pairs import Pairs, Split, batch_of_step
 from .encoders.adapters import merged_state
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_dual_encoder
 from .encoders.saved import save_dual_encoder
-from .evaluation import held_out_features, image_inputs, text_inputs
->>>>>>> enc
+from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
 from .report.content import Evidence, Item
@@ -95,15 +88,10 @@ class Retrieve(Task):
         pairs, split = self._pairs, self._split
         one, other = (PLURAL[name] for name in pairs.names)
         return (
-<<<<<<< HEAD
             f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or "
             f"picture: {len(split.train):,} for training, {len(split.validation):,} for validation, "
             f"{len(split.test):,} for test"
-=======
-            f"{len(pairs.images):,} images of {len(pairs):,} texts: {len(split.train):,} for training, "
-            f"{len(split.validation):,} for validation, {len(split.test):,} for test"
             + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
->>>>>>> enc
         )
 
     def add_gradients(self, step: int) -> Tensor:

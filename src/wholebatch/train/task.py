@@ -14,11 +14,8 @@ from torch.optim import AdamW, Optimizer
 
 from .._user_error import UserError
 from .config import TrainConfig
-<<<<<<< HEAD
-from .report.content import Evidence
-=======
 from .encoders.encoder import Encoder
->>>>>>> enc
+from .report.content import Evidence
 
 
 @dataclass(frozen=True)

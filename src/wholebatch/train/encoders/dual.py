@@ -49,7 +49,6 @@ class DualEncoder(nn.Module):
         self.log_logit_scale = nn.Parameter(torch.tensor(initial_logit_scale).log())
         self.logit_bias = nn.Parameter(torch.tensor(-10.0)) if bias else None
 
-<<<<<<< HEAD
     def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | None) -> tuple[Tensor | None, ...]:
         """Return unit features of both sides' inputs, (b, d) each, the scale, the bias if there is one, of negatives.
 
@@ -58,15 +57,11 @@ class DualEncoder(nn.Module):
             second: inputs of b items of the second side.
             negatives: where the data have some, inputs of n further items of the second side, or None if n is 0.
         """
-        x, y = (self.encode(side, inputs) for side, inputs in zip(self.sides, (first, second), strict=True))
-        others = [y[:0] if inputs is None else self.encode(self.sides[1], inputs) for inputs in negatives]
-        return x, y, self.logit_scale, self.logit_bias, *others
-=======
-    def forward(self, first: Inputs, second: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return unit features of both sides' inputs, (b, d) each, the scale, and the bias if there is one."""
         x, y = (self._in_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
-        return x, y, self.logit_scale, self.logit_bias
->>>>>>> enc
+        others = [
+            y[:0] if inputs is None else self._in_graph(self.encode(self.sides[1], inputs)) for inputs in negatives
+        ]
+        return x, y, self.logit_scale, self.logit_bias, *others
 
     def _in_graph(self, features: Tensor) -> Tensor:
         """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
