@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,20 @@ from .pictures import draw_retrieval
 from .precision import Precision
 from .report.content import Evidence, Item
 from .report.search import search_evidence
-from .retrieval import KS, recall
+from .retrieval import chance, figures, recall
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
+
+_MOST_DOCUMENTS = 200_000  # that the final test searches
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All chunks of a step; no list of tensors, whose lengths gradient caching would take for the batch's rows."""
+
+    chunks: Sequence[Chunk]
+    step: int
 
 
 class Retrieve(Task):
@@ -81,11 +92,12 @@ class Retrieve(Task):
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none,
                 scaler=self._precision.scaler,
             )  # fmt: skip
+        self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
             PairBatches(pairs, split.train, self._readers, config, self._rows),
             stop=config.steps,
-            workers=workers_of_a_rank(config, pairs.sides, size),
+            workers=self._workers,
         )
         self._found: tuple[Tensor, Tensor] | None = None
 
@@ -93,9 +105,10 @@ class Retrieve(Task):
         pairs, split = self._pairs, self._split
         one, other = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or picture: "
-            f"{len(split.train):,} for training, {len(split.validation):,} for validation, {len(split.test):,} for test"
-            + "".join(f"\n{line}" for name in self._encoder.sides for line in self._encoder.encoder(name).notes)
+            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or "
+            f"picture: {len(split.train):,} for training, {len(split.validation):,} for validation, "
+            f"{len(split.test):,} for test"
+            + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
         )
 
     def add_gradients(self, step: int) -> Tensor:
@@ -107,7 +120,7 @@ class Retrieve(Task):
         def compute() -> Tensor:
             with self._precision.autocast():
                 if self._cached is not None:
-                    return self._cached((batch.chunks, step), **named)
+                    return self._cached(_Whole(batch.chunks, step), **named)
                 loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
             return self._precision.backward(loss)
 
@@ -130,8 +143,8 @@ class Retrieve(Task):
             names["negatives"] = rest.pop()
         return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: tuple[Sequence[Chunk], int], _: int) -> list[tuple[Inputs | None, ...]]:
-        return [self._chunk(chunk, batch[1]) for chunk in batch[0]]
+    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | None, ...]]:
+        return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
 
     def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
         """Return the arguments of the encoders, on the device; images are augmented."""
@@ -165,13 +178,13 @@ class Retrieve(Task):
 
     def _features(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features of the first row of each group."""
-        rows = self._pairs.rows(groups)
-        with self._precision.autocast():
-            first, second = (
-                features_of_rows(self._encoder, name, side, rows, self._device)
-                for name, side in self._pairs.sides.items()
-            )
+        first, second = (self._features_of(name, self._pairs.rows(groups)) for name in self._pairs.names)
         return first, second
+
+    def _features_of(self, name: str, rows: Tensor) -> Tensor:
+        of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
+        with self._precision.autocast():
+            return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._split.validation)}"
@@ -190,18 +203,45 @@ class Retrieve(Task):
     def test(self) -> dict[str, Any]:
         if self._rank:
             return {}
-        features = self._found = self._features(self._split.test)
-        if not all(x.isfinite().all() for x in features):
+        first, second = self._found = self._features(self._split.test)
+        if not all(x.isfinite().all() for x in self._found):
             raise not_finite(self._config.steps, "the features of the test set are not finite")
+        forth, back = self._ways
         texts = len(self._split.test)
-        chance = {f"recall@{k}": min(1.0, k / texts) for k in KS}
-        return {"test_texts": texts, "chance": chance, **self._both_ways(*features)}
+        corpus = self._corpus()
+        if corpus is None:
+            there = figures(first, second)
+        else:
+            other = self._pairs.names[1]
+            candidates = self._features_of(other, corpus)
+            there = figures(first, candidates, self._split.test, self._pairs.group_of[corpus])
+        among = texts if corpus is None else len(corpus)
+        return {
+            "test_texts": texts,
+            "candidates": among,
+            "chance": chance(among),
+            forth: there,
+            back: figures(second, first),
+        }
+
+    def _corpus(self) -> Tensor | None:
+        """Return the rows of the documents to search: all that differ, held-out ones first. None: the held-out ones."""
+        if self._pairs.documents is None:
+            return None
+        held_out = torch.isin(self._pairs.group_of[self._pairs.documents], self._split.test)
+        return torch.cat([self._pairs.documents[held_out], self._pairs.documents[~held_out]])[:_MOST_DOCUMENTS]
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         names = {way.replace("_to_", " -> "): way for way in self._ways} | {"chance": "chance"}
-        rows = [[label, *(f"{report[key][f'recall@{k}']:.4f}" for k in KS)] for label, key in names.items()]
-        title = f"Retrieval among {report['test_texts']} texts never seen in training"
-        return title, ["", *(f"recall@{k}" for k in KS)], rows
+        columns = list(report["chance"])
+        rows = [[label, *(f"{report[key][name]:.4f}" for name in columns)] for label, key in names.items()]
+        title = f"Retrieval among {report['candidates']:,} texts"
+        if report["candidates"] == report["test_texts"]:
+            title += " never seen in training"
+        else:
+            title += f", for {report['test_texts']:,} queries never seen in training"
+        shown = {"mrr": "MRR", "ndcg@10": "nDCG@10"}
+        return title, ["", *(shown.get(name, name) for name in columns)], rows
 
     def weights(self) -> dict[str, Tensor]:
         return merged_state(self._encoder)
