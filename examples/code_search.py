@@ -52,6 +52,8 @@ class Settings:
     """Held-out functions among which each docstring's function is searched."""
     chunk_size: int = 32
     """Pairs that are encoded at a time, which bounds the memory for every batch size."""
+    keep_graphs: float = 0.0
+    """Part of the chunks that keep their activations for the backward pass: more memory, less time."""
     learning_rate: float = 1e-4
     """Peak of AdamW's learning rate for a batch of 256; it grows with the square root of the batch."""
     doc_tokens: int = 24
@@ -214,7 +216,7 @@ def train(
     The encoder maps the tokens of one side to the tuple of tensors that `loss_fn` takes of both sides.
     """
     encoder.train()
-    engine = DistributedDataParallel(encoder, broadcast_buffers=False) if dist.is_initialized() else encoder
+    engine = DistributedDataParallel(encoder) if dist.is_initialized() else encoder
     rate = config.learning_rate * (batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=rate, weight_decay=0.01)
     steps = len(pairs) // batch_size
@@ -222,7 +224,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))
     )
-    step = wb.GradCache([engine, engine], config.chunk_size, loss_fn)
+    step = wb.GradCache([engine, engine], config.chunk_size, loss_fn, keep_graphs=config.keep_graphs)
     losses = []
     for number in range(steps):
         batch = rows_of_rank(pairs[number * batch_size : (number + 1) * batch_size])

@@ -43,10 +43,14 @@ MEASURES = ("recall@1", "recall@10")
 class Config(Settings):
     """Search functions by their docstrings, with one vector for each text and with several."""
 
-    pairs: int = 4096
+    pairs: int = 1024
     """Pairs that each run trains on, once."""
-    batch_size: int = 128
+    batch_size: int = 64
     """Pairs in the global batch."""
+    keep_graphs: float = 1.0
+    """Part of the chunks that keep their activations for the backward pass: more memory, less time."""
+    learning_rate: float = 2e-4
+    """Peak of AdamW's learning rate for a batch of 256; it grows with the square root of the batch."""
     seeds: int = 1
     """Runs of each kind, from `seed` on. Each holds out other packages."""
     results: Path = Path("late_interaction.json")
@@ -103,7 +107,7 @@ def search(encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config) 
 def runs(
     pairs: list[Pair], tokenizer: Any, config: Config, transformer: Callable[[], nn.Module]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each run, with its encoder and the pairs that are held out."""
+    """Yield the figures of each run, with its encoder, and with the pairs of training and those held out."""
     for seed in range(config.seed, config.seed + config.seeds):
         of_seed = replace(config, seed=seed)
         some, held_out = split(pairs, of_seed)
@@ -116,7 +120,7 @@ def runs(
             times = {"seconds": time.monotonic() - start, "cpu seconds": time.process_time() - cpu}
             after = search(encoder, tokenizer, held_out, of_seed)
             figures = {"seed": seed, "vectors": kind, "before": before, "after": after, **times, "losses": losses}
-            yield {**figures, "encoder": encoder, "held out": held_out}
+            yield {**figures, "encoder": encoder, "trained": some, "held out": held_out}
 
 
 def spread(rows: list[dict[str, Any]], kind: str, when: str, measure: str) -> str:
@@ -154,14 +158,16 @@ class Match:
         self.query, self.document = (tokenizer.convert_ids_to_tokens(side["input_ids"][0].tolist()) for side in sides)
 
 
-def some_matches(encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config) -> list[tuple[Pair, Match]]:
-    """Return three held-out pairs of a length that can be shown. Their order is random."""
+def some_matches(
+    encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config, *, shortest: int = 14
+) -> list[tuple[Pair, Match]]:
+    """Return three held-out pairs of a length that can be shown, with `shortest` tokens of a function or more."""
     encoder.eval()
     found = []
     for pair in pairs:
         if len(found) < 3 and len(pair.docstring) < 80 and len(pair.body) < 120:
             match = Match(encoder, tokenizer, pair, config)
-            if len(match.query) <= 14 and 14 <= len(match.document) <= 30:
+            if len(match.query) <= 14 and shortest <= len(match.document) <= 30:
                 found.append((pair, match))
     return found
 
@@ -237,7 +243,9 @@ def main() -> None:
         last = rows[-1]
         matches = some_matches(last["encoder"], tokenizer, last["held out"], config)
         picture(rows, matches, title, config.results.with_suffix(".png"))
-        figures = [{name: of for name, of in row.items() if name not in ("encoder", "held out")} for row in rows]
+        figures = [
+            {name: of for name, of in row.items() if name not in ("encoder", "trained", "held out")} for row in rows
+        ]
         settings = {name: value for name, value in asdict(config).items() if name not in ("model", "results")}
         about = {"torch": torch.__version__, "transformers": transformers.__version__, "wholebatch": wb.__version__}
         about |= {"machine": platform.machine(), "functions": len(pairs)}

@@ -106,8 +106,8 @@ def max_sim_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.max_sim_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    Of a document's tokens with equal products, as computed, the first wins and has the gradient, as in `torch.max`.
-    Products of matrices may round copies of a token differently, so that another copy wins in another tile.
+    Of a document's tokens with equal products the first wins and has the gradient, as in `torch.max`; of copies of a
+    token the first has it on any number of ranks, however their products are rounded.
 
     This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
     must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise

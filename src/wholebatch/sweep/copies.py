@@ -19,7 +19,7 @@ _AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**22  # numbers that are read at a time
 def first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
     """Return the index of the first vector of the same item that is equal, for each vector; None: no two are equal.
 
-    Vectors are sorted by a hash of their bits; those with the same hash are compared. The host waits for no GPU, so
+    Vectors are sorted by a hash of their bits, and those with the same hash are compared. The host waits for no GPU, so
     there the index is always returned.
 
     Args:
@@ -30,14 +30,15 @@ def first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
     tensor([0, 1, 0, 3])
     """
     found, order = _hashes(x, owners).sort(stable=True)
-    index = torch.arange(len(x), device=x.device)
-    is_first = torch.ones_like(found, dtype=torch.bool)
-    is_first[1:] = found[1:] != found[:-1]
-    first = torch.empty_like(index)
-    first[order] = order[torch.where(is_first, index, 0).cummax(0).values]
-    others = index if x.is_cuda else (first != index).nonzero()[:, 0]
-    if not len(others):
+    differs = found[1:] != found[:-1]
+    if not x.is_cuda and differs.all():
         return None
+    del found
+    index = torch.arange(len(x), device=x.device)
+    starts = torch.where(differs, index[1:], 0).cummax(0).values  # of a run of equal hashes, for each but the first
+    first = index.clone()
+    first[order[1:]] = order[starts]
+    others = index if x.is_cuda else (first != index).nonzero()[:, 0]
     for some in others.split(_rows_at_once(x)):
         of_some = first[some]
         equal = (owners[some] == owners[of_some]) & (x[some] == x[of_some]).all(1)
