@@ -15,7 +15,6 @@ from wholebatch._user_error import UserError
 from wholebatch.train.augment import affine_maps, apply_maps
 from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
 from wholebatch.train.config import ModelConfig, TrainConfig
-
 from wholebatch.train.data.glyphs import glyph_pairs
 from wholebatch.train.data.pairs import Pairs, batch_of_step, split_by_text
 from wholebatch.train.encoders.make import make_dual_encoder
