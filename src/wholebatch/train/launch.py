@@ -23,7 +23,9 @@ from .audited import audit_start
 from .checkpoint import last_step
 from .chunking import with_chunk_size
 from .config import TrainConfig
+from .data.feed import died
 from .data.load import Data, load_data
+from .data_facts import DataFacts, check_same_data
 from .extensions import FILE as EXTENSIONS
 from .extensions import read_extensions
 from .launcher import number_of_ranks
@@ -145,6 +147,12 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
+        except RuntimeError as error:
+            if not (how := died(error)):
+                raise
+            raise RankDiedError(
+                f"a process that reads the data for rank {rank} of {size} {how}{requests.how_to_resume}"
+            ) from error
         progress.stop()
         if folder is not None:
             progress.report(folder, task)
@@ -170,7 +178,16 @@ class _Prepared(NamedTuple):
     @property
     def digest(self) -> str:
         """The hash of the data."""
-        return self.data[0].digest if isinstance(self.data, tuple) else self.data.digest
+        return (self.data[0] if isinstance(self.data, tuple) else self.data).digest
+
+    @property
+    def facts(self) -> DataFacts:
+        """What data.json of the run folder holds."""
+        if isinstance(self.data, tuple):
+            pairs = self.data[0]
+            return DataFacts(self.config.data, f"{len(pairs.order)} pairs in {len(pairs)} groups", self.digest)
+        images = len(self.data.train) + len(self.data.validation) + len(self.data.test)
+        return DataFacts(self.config.data, f"{images} images of {len(self.data)} classes", self.digest)
 
 
 def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
@@ -212,11 +229,12 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
     if not is_first:
         return _Prepared(config, data)
     if folder is not None:
+        check_same_data(folder.path, _Prepared(config, data).facts)
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
         return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))
     path = _folder(config)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), _Prepared(config, data).facts)
     held.callback(folder.close)
     return _Prepared(config, data, folder)
 

@@ -32,7 +32,7 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
         with warnings.catch_warnings():
             # Pixels that cannot be decoded are errors; warnings concern a file's metadata and the like.
             warnings.simplefilter("ignore")
-            with Image.open(place if isinstance(place, Path) else io.BytesIO(_bytes(place))) as image:
+            with Image.open(place if isinstance(place, Path) else io.BytesIO(bytes_of(place))) as image:
                 image.load()
                 picture = _eight_bits(_upright(image))
         return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
@@ -42,9 +42,16 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def _bytes(place: bytes | tuple[str, int, int]) -> bytes:
+def bytes_of(place: Path | bytes | tuple[str, int, int]) -> bytes:
+    """Return the bytes of a picture's file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     if isinstance(place, bytes):
         return place
+    if isinstance(place, Path):
+        return place.read_bytes()
     path, offset, size = place
     with open(path, "rb") as file:
         file.seek(offset)
