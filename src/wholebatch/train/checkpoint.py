@@ -113,8 +113,6 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     path = folder / FILE
     with _reading(path), TensorFile(path) as file:
         facts = _facts(file)
-        if not 0 <= facts["step"] <= steps:
-            raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         for name, digest in _digests(folder, facts["step"]).items():
             if facts[name] != digest:
                 file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS, "data": DATA}[name]
@@ -122,6 +120,8 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
                     f"{folder / file_name} is not the file that the checkpoint {FILE} was written with; was it "
                     "edited, or copied from another run?"
                 )
+        if not 0 <= facts["step"] <= steps:
+            raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         expected = _expected(model, optimizer)
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
         if found != expected:

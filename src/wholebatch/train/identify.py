@@ -32,6 +32,7 @@ from .encoders.make import make_encoder
 from .encoders.saved import save_encoder
 from .evaluation import features_of_rows
 from .look_alikes import draw_look_alikes, surest_mistakes
+from .precision import Precision
 from .report.classes import classes_evidence
 from .report.content import Evidence, Item
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
@@ -64,6 +65,9 @@ class Identify(Task):
         torch.manual_seed(config.seed)
         self._encoder = make_encoder(config, "image").to(device)
         self._dense = dense
+        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        if config.compile:
+            self._encoder.compile()
         self.head = make_head(
             config, self._encoder.width, len(data), device, wb.comm.LocalCommunicator() if dense else None
         )
@@ -78,7 +82,11 @@ class Identify(Task):
         self._cached = None
         if config.chunk_size and self._is_trained:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._encoder.split
+                [self._model],
+                config.chunk_size,
+                self._loss,
+                split_input_fn=self._encoder.split,
+                scaler=self._precision.scaler,
             )
         self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
         self._batches = Feed(
@@ -99,11 +107,20 @@ class Identify(Task):
         batch = self._batches.at(step)
         images = augmented(to_device(batch.images, self._device), self._config, self._rows, step)
         named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
-        if self._cached is not None:
-            return self._cached(images, **named)
-        loss = self._loss(self._encode(images), **named)
-        loss.backward()
-        return loss.detach()
+
+        def compute() -> Tensor:
+            with self._precision.autocast():
+                if self._cached is not None:
+                    return self._cached(images, **named)
+                loss = self._loss(self._encode(images), **named)
+            return self._precision.backward(loss)
+
+        return self._precision.add_gradients(compute, self.optimizers)
+
+    def encode_rows(self, rows: int) -> Tensor:
+        images = to_device(self._encoder.first(self._batches.at(0).images, rows), self._device)
+        with self._precision.autocast():
+            return self._encoder(augmented(images, self._config, slice(0, rows), 0)).float().sum()
 
     def _encode(self, images: Inputs) -> Tensor:
         if self._is_trained or not self._config.chunk_size:
@@ -148,7 +165,9 @@ class Identify(Task):
         """Return unit embeddings of these images, on the CPU, without augmentation."""
         if not len(rows):
             return torch.empty(0, self._encoder.width)
-        return features_of_rows(self._encoder, "image", self._data.pictures, rows, self._device, workers=self._workers)
+        of = (self._encoder, "image", self._data.pictures, rows, self._device)
+        with self._precision.autocast():
+            return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"

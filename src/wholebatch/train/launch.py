@@ -21,6 +21,7 @@ from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
+from .chunking import with_chunk_size
 from .config import TrainConfig
 from .data.feed import died
 from .data.load import Data, load_data
@@ -31,13 +32,14 @@ from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
 from .planned import plan_start
+from .precision import Precision
 from .progress import ConsoleProgress, Progress
 from .resume import how_to_resume
 from .run_folder import RunFolder
 from .schedule import Extension, Schedule
 from .signals import Requests
 from .starts import new_start
-from .tasks import make_task
+from .tasks import check_encoders, make_task
 
 
 def run(config: TrainConfig) -> None:
@@ -120,6 +122,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     """Load the data, prepare the run folder on rank 0, train, report. A mistake on any rank ends all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
+    Precision(asked.precision, device)  # refuses what the device does not have
     progress = ConsoleProgress() if is_first else Progress()
     with ExitStack() as held:
         (config, data, folder, *_), path, done, schedule = _together(
@@ -129,6 +132,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.show_folder(folder.path)
+        config = with_chunk_size(config, data, device, size=size)
         plan = plan_start(config, data, device, size=size)
         progress.show_plan(plan)
         audit = None
@@ -221,6 +225,7 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
         folder = RunFolder.lock(config.resume)
         held.callback(folder.close)
     config, data = load_data(config, size, progress.show_data)
+    check_encoders(config, data)
     if not is_first:
         return _Prepared(config, data)
     if folder is not None:

@@ -80,7 +80,7 @@ def _facts(
         facts.append(Fact("best validation", f"step {best['step']:,}", task.headline(best["validation"])))
     facts.append(Fact("trained for", duration(last["seconds"]), ""))
     if last.get("examples_per_second"):
-        facts.append(Fact("examples per second", f"{last['examples_per_second']:,.0f}", "in the last steps"))
+        facts.append(Fact("examples / s", f"{last['examples_per_second']:,.0f}", "in the last steps"))
     memory = [amount(last[key]) for key in ("peak_cuda_bytes", "peak_rss_bytes") if last.get(key)]
     if memory:
         facts.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from .data.feed import Feed, workers_of_a_rank
 from .data.pairs import Pairs, Split
 from .data.sides import Side
 from .encoders.adapters import merged_state
-from .encoders.inputs import Inputs, to_device
+from .encoders.encoder import Encoder
+from .encoders.inputs import Inputs, number_of_rows, to_device
 from .encoders.make import make_dual_encoder
 from .encoders.saved import save_dual_encoder
 from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
+from .precision import Precision
 from .report.content import Evidence, Item
 from .report.search import search_evidence
 from .retrieval import chance, figures, recall
@@ -34,6 +37,14 @@ from .task import Curve, Task, finite_loss, make_adamw, not_finite
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
 
 _MOST_DOCUMENTS = 200_000  # that the final test searches
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All chunks of a step; no list of tensors, whose lengths gradient caching would take for the batch's rows."""
+
+    chunks: Sequence[Chunk]
+    step: int
 
 
 class Retrieve(Task):
@@ -66,6 +77,11 @@ class Retrieve(Task):
         self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
             device
         )
+        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        if config.compile:
+            for encoder in self._encoder.children():
+                if isinstance(encoder, Encoder):
+                    encoder.compile()
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
@@ -73,8 +89,9 @@ class Retrieve(Task):
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none
-            )
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none,
+                scaler=self._precision.scaler,
+            )  # fmt: skip
         self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
@@ -99,11 +116,26 @@ class Retrieve(Task):
         named: dict[str, Any] = {"step": step, "names": batch.names.to(self._device)}
         if self._pairs.negatives is not None:
             named["negative_names"] = batch.negative_names.to(self._device)
-        if self._cached is not None:
-            return self._cached((batch.chunks, step), **named)
-        loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
-        loss.backward()
-        return loss.detach()
+
+        def compute() -> Tensor:
+            with self._precision.autocast():
+                if self._cached is not None:
+                    return self._cached(_Whole(batch.chunks, step), **named)
+                loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
+            return self._precision.backward(loss)
+
+        return self._precision.add_gradients(compute, self.optimizers)
+
+    def encode_rows(self, rows: int) -> Tensor:
+        chunk, sides = self._batches.at(0).chunks[0], self._encoder.sides
+        first, second = (self._encoder.encoder(side).first(x, rows) for side, x in zip(sides, chunk[:2], strict=True))
+        negatives = chunk.negatives
+        if negatives is not None:
+            share = -(-number_of_rows(negatives) * rows // len(range(*chunk.rows.indices(chunk.rows.stop))))
+            negatives = self._encoder.encoder(sides[1]).first(negatives, share)
+        with self._precision.autocast():
+            features = self._encoder(*self._chunk(Chunk(first, second, negatives, slice(0, rows)), 0))
+        return torch.stack([x.float().sum() for x in _without_none(features)]).sum()
 
     def _loss(self, features: Sequence[Tensor], *, step: int, **names: Tensor) -> Tensor:
         first, second, scale, *rest = features
@@ -111,8 +143,8 @@ class Retrieve(Task):
             names["negatives"] = rest.pop()
         return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: tuple[Sequence[Chunk], int], _: int) -> list[tuple[Inputs | None, ...]]:
-        return [self._chunk(chunk, batch[1]) for chunk in batch[0]]
+    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | None, ...]]:
+        return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
 
     def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
         """Return the arguments of the encoders, on the device; images are augmented."""
@@ -150,7 +182,9 @@ class Retrieve(Task):
         return first, second
 
     def _features_of(self, name: str, rows: Tensor) -> Tensor:
-        return features_of_rows(self._encoder, name, self._pairs.sides[name], rows, self._device, workers=self._workers)
+        of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
+        with self._precision.autocast():
+            return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._split.validation)}"

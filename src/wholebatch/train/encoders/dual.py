@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..._precision import accumulation_dtype
 from .encoder import Encoder
 from .inputs import Inputs
 
@@ -74,7 +75,7 @@ class DualEncoder(nn.Module):
         features = getattr(self, name)(inputs)
         if name in self.projections:
             features = self.projections[name](features)
-        return F.normalize(features, dim=-1)
+        return F.normalize(features.to(accumulation_dtype(features.dtype)), dim=-1)
 
     def name_of(self, side: str) -> str:
         """Return the attribute of a side's encoder: the side's name, or the first side's if they share it."""

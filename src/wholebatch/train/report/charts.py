@@ -72,9 +72,10 @@ def series_color(number: int) -> str:
 def _axes(width: float = _WIDTH, height: float = _HEIGHT) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height))
     figure.patch.set_visible(False)
-    axes = figure.subplots()
+    left, bottom, rest = 0.6 / width, 0.32 / height, 0.12  # inches, wide enough for the labels of the ticks
+    axes = figure.add_axes((left, bottom, 1 - left - rest / width, 1 - bottom - rest / height))
     axes.patch.set_visible(False)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -83,6 +84,7 @@ def _axes(width: float = _WIDTH, height: float = _HEIGHT) -> tuple[Any, Any]:
         spine.set_color(_GRID)
     axes.tick_params(length=0, labelcolor=_INK, labelsize=_FONT_SIZE, pad=5)
     axes.margins(y=0.08)
+    axes.ticklabel_format(useOffset=False)
     return figure, axes
 
 
@@ -111,7 +113,7 @@ def _svg(figure: Any, label: str) -> str:
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # it would hold for the page
     text = re.sub(r' id="[a-z0-9.]+_\d+"', "", text)  # several charts would share these
     text = re.sub(r" font-family: [^;]*;", "", text)  # that of the page
-    text = re.sub(r"(\d+\.\d\d)\d+", r"\1", text)
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), text)  # but no number on an axis
     text = re.sub(r"\n *", "\n", text.replace("xlink:href", "href").replace("<g/>", ""))
     for color, variable in _VARIABLES.items():
         text = text.replace(color, f"var({variable})")
