@@ -123,6 +123,9 @@ class TrainConfig:
     """The loss of the global batch for --task retrieve; docs/losses.md helps to choose."""
     label_smoothing: float = 0.0
     """Weight of the uniform distribution in the targets of the clip loss or of the classifier, 0 to 1."""
+    fsdp: bool = False
+    """Keep weights, gradients and the optimizer's state in parts, one on each rank (FSDP2): for encoders that do not
+    fit. The numbers are the same."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 0

@@ -106,9 +106,9 @@ def died(error: BaseException) -> str:
     >>> died(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
     'was killed by a signal (Killed); was the machine out of memory? Fewer --workers need less'
     """
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
+    if not isinstance(error, RuntimeError) or "DataLoader worker" not in str(error):
         return ""
+    text = f"{error} {error.__cause__ or ''}"  # the second names the signal, where the first says "exited unexpectedly"
     if "Bus error" in text:
         return (
             "had too little shared memory; enlarge /dev/shm (docker run --shm-size 8g), or use --workers 0, which "
