@@ -74,7 +74,7 @@ class Identify(Task):
         self._dense = dense
         self.module, self._precision = self._encoder, Precision(config.precision, device)
         if config.compile:
-            self._encoder.compile()
+            self._encoder.compile(dynamic=True)
         self.head = make_head(
             config, self._encoder.width, len(data), device, wb.comm.LocalCommunicator() if dense else None
         )

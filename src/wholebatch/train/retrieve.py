@@ -87,7 +87,7 @@ class Retrieve(Task):
         if config.compile:
             for encoder in self._encoder.children():
                 if isinstance(encoder, Encoder):
-                    encoder.compile()
+                    encoder.compile(dynamic=True)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
