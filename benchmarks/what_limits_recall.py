@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.pairs import Pairs
-from wholebatch.train.encoders.small import DualEncoder
+from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import split_words
 from wholebatch.train.evaluation import held_out_features
 from wholebatch.train.resume import read_config
@@ -26,12 +26,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = read_config(folder)
     pairs, split = load_data(config, 1)
-    model = DualEncoder(
-        config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
-    )
+    model = make_dual_encoder(config)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     device = torch.device("cpu")
-    images, texts = held_out_features(model, config, pairs, split.test, device)
+    images, texts = held_out_features(model, pairs, split.test, device)
     ranks = ranks_of_partner(images, texts)
 
     test = split.test.tolist()
@@ -63,7 +61,7 @@ def main() -> None:
             f"| {(found >= 1).sum()} of {(ranks >= 1).sum()} |"
         )
     seen = split.train[torch.randperm(len(split.train), generator=torch.Generator().manual_seed(0))[: len(test)]]
-    print("\nas many characters of training:", both_ways(*held_out_features(model, config, pairs, seen, device)))
+    print("\nas many characters of training:", both_ways(*held_out_features(model, pairs, seen, device)))
 
 
 def first_picture(pairs: Pairs, text: int) -> bytes:

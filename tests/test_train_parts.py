@@ -15,10 +15,9 @@ from wholebatch._user_error import UserError
 from wholebatch.train.augment import affine_maps, apply_maps
 from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
 from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data.files import file_pairs
 from wholebatch.train.data.glyphs import glyph_pairs
 from wholebatch.train.data.pairs import Pairs, batch_of_step, split_by_text
-from wholebatch.train.encoders.small import DualEncoder
+from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import tokenize
 from wholebatch.train.resume import check_same_run
 from wholebatch.train.retrieval import ranks_of_partner, recall
@@ -93,7 +92,7 @@ def test_texts_are_split_into_words_and_pieces():
 
 def test_rows_do_not_depend_on_the_rest_of_the_batch():
     torch.manual_seed(0)
-    model = DualEncoder(SMALL_MODEL, channels=1, image_size=16).double()
+    model = make_dual_encoder(TrainConfig(image_size=16, model=SMALL_MODEL)).double()
     images, texts = torch.rand(5, 1, 16, 16, dtype=torch.float64), ["one", "two words", "three short words", "A", "1 2"]
     both = model(images, tokenize(texts, max_words=12, buckets=256))
     for rows in (slice(0, 2), slice(2, 5), slice(4, 5)):
@@ -104,7 +103,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch():
 
 def test_every_parameter_has_an_effect():
     """Without an effect, a gradient is rounding noise, which Adam turns into full steps."""
-    model = DualEncoder(SMALL_MODEL, channels=1, image_size=16).double()
+    model = make_dual_encoder(TrainConfig(image_size=16, model=SMALL_MODEL)).double()
     images, texts = (
         torch.rand(6, 1, 16, 16, dtype=torch.float64),
         ["ONE", "TWO", "THREE A", "FOUR B C", "FIVE", "SIX D"],

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 from .._user_error import UserError
-from .config import DEFAULTS, TrainConfig
+from .config import DEFAULTS, TrainConfig, for_glyphs
 from .data.glyphs import FACES, glyph_pairs
-from .data.load import Data, make_task
+from .data.load import Data
 from .data.pairs import Pairs
-from .encoders.small import DualEncoder, ImageEncoder
-from .encoders.words import tokenize
-from .evaluation import as_float
+from .data.sides import DrawnPictures
+from .encoders.make import make_dual_encoder, make_encoder
+from .encoders.small import as_float
 from .identify import make_head
 from .objectives import make_objective
+from .tasks import make_task
 
 _EXAMPLES = 64
 _NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples
@@ -64,7 +65,14 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
         UserError: if they differ.
     """
     examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
-    smaller = replace(config, batch_size=examples, chunk_size=min(config.chunk_size, max(1, examples // size // 2)))
+    precision = "fp32" if config.precision in ("bf16", "fp16") else config.precision  # whose rounding is no mistake
+    smaller = replace(
+        config,
+        workers=0,
+        precision=precision,
+        batch_size=examples,
+        chunk_size=min(config.chunk_size, max(1, examples // size // 2)),
+    )
     on_ranks = make_task(smaller, data, device, rank=rank, size=size)
     dense = make_task(replace(smaller, chunk_size=0), data, device, rank=0, size=1, dense=True)
     for task in (on_ranks, dense):
@@ -93,37 +101,42 @@ def _characters(image_size: int) -> Pairs:
 
 def retrieve() -> wb.Problem:
     """Return the problem of --task retrieve: characters and their names, with its encoders and its loss."""
-    config = replace(DEFAULTS["retrieve"], batch_size=48)
+    config = replace(for_glyphs(DEFAULTS["retrieve"]), batch_size=48)
     pairs = _characters(config.image_size)
     texts = torch.randperm(len(pairs))[: config.batch_size]
     objective = make_objective(config, len(pairs))
+    images, names = pairs.sides.values()
+    assert isinstance(images, DrawnPictures)
+    rows = pairs.rows(texts)
+    encoder = make_dual_encoder(config)
+    prepare = encoder.encoder("text").prepare
 
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        words = tokenize(batch["names"], max_words=config.model.max_words, buckets=config.model.text_buckets)
-        images, names, scale, _ = model(batch["images"], words)
+        images, names, scale, *_ = model(batch["images"], prepare(batch["names"]))
         found: Tensor = objective(images, names, scale, None, batch["texts"])
         return found
 
     batch = {
-        "images": as_float(pairs.images[pairs.first[texts]], torch.device("cpu")),
-        "names": [pairs.texts[i] for i in texts.tolist()],
+        "images": as_float(images.pixels[rows]),
+        "names": names.items(rows),
         "texts": texts,
     }
-    encoder = DualEncoder(config.model, channels=1, image_size=config.image_size, bias=False)
     return wb.Problem(encoder, batch, loss, engine="ddp", uneven=True)
 
 
 def identify() -> wb.Problem:
     """Return the problem of --task identify: characters and their classes, with its encoder and its classifier."""
-    config = replace(DEFAULTS["identify"], batch_size=48)
+    config = replace(for_glyphs(DEFAULTS["identify"]), batch_size=48)
     characters = _characters(config.image_size)
     labels = torch.randperm(len(characters))[: config.batch_size]
-    encoder = ImageEncoder(config.model, 1, config.image_size)
-    head = make_head(config, len(characters), torch.device("cpu"))
+    encoder = make_encoder(config, "image")
+    head = make_head(config, encoder.width, len(characters), torch.device("cpu"))
 
     def loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Tensor:
         found: Tensor = model["head"](model["encoder"](batch["images"]), batch["labels"])
         return found
 
-    batch = {"images": as_float(characters.images[labels], torch.device("cpu")), "labels": labels}
+    images = characters.sides["image"]
+    assert isinstance(images, DrawnPictures)
+    batch = {"images": as_float(images.pixels[characters.rows(labels)]), "labels": labels}
     return wb.Problem(nn.ModuleDict({"encoder": encoder, "head": head}), batch, loss, uneven=True)

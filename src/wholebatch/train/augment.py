@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._user_error import UserError
 from .config import TrainConfig
 from .data.randomness import seeded
+from .encoders.inputs import Inputs
+from .encoders.small import as_float
 
 
 def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:
@@ -27,9 +30,15 @@ def apply_maps(images: Tensor, maps: Tensor) -> Tensor:
     return F.grid_sample(images, grid, align_corners=False)
 
 
-def augmented(images: Tensor, config: TrainConfig, rows: slice, step: int) -> Tensor:
-    """Apply the configured augmentation to these rows of the step's global batch."""
+def augmented(images: Inputs, config: TrainConfig, rows: slice, step: int) -> Inputs:
+    """Apply the configured augmentation to these rows of the step's global batch, pixels (b, channels, h, w)."""
     if not config.augment:
         return images
+    if not (isinstance(images, Tensor) and images.dim() == 4):
+        raise UserError(
+            f"--augment must be 0 with --image-encoder {config.image_encoder}, which reads other inputs than pixels "
+            f"(b, channels, h, w), got {config.augment}"
+        )
+    images = as_float(images)
     maps = affine_maps(config.batch_size, strength=config.augment, step=step, seed=config.seed)
     return apply_maps(images, maps[rows].to(images.device))

@@ -2,8 +2,8 @@
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a complete
 checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of config.json, of
-the steps in metrics.jsonl and of the extensions before them. A checkpoint is read and compared completely before
-anything changes.
+data.json, of the steps in metrics.jsonl and of the extensions before them. A checkpoint is read and compared completely
+before anything changes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
+from .data_facts import FILE as DATA
+from .data_facts import digest_of_data_facts
 from .extensions import FILE as EXTENSIONS
 from .extensions import digest_of_extensions
 from .resume import CONFIG, MOST_CONFIG_BYTES
@@ -36,6 +38,7 @@ _FORMAT = "wholebatch-train-4"
 _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
     "metrics": (str, type(None)), "extensions": (str, type(None)),
+    "data": (str, type(None)),
 }  # fmt: skip
 
 
@@ -112,7 +115,7 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         facts = _facts(file)
         for name, digest in _digests(folder, facts["step"]).items():
             if facts[name] != digest:
-                file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS}[name]
+                file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS, "data": DATA}[name]
                 raise UserError(
                     f"{folder / file_name} is not the file that the checkpoint {FILE} was written with; was it "
                     "edited, or copied from another run?"
@@ -200,6 +203,7 @@ def _digests(folder: Path, step: int) -> dict[str, str | None]:
     config, metrics = folder / CONFIG, folder / METRICS
     found: dict[str, str | None] = {"config": None, "metrics": None, "extensions": digest_of_extensions(folder, step)}
     with _reading(folder):
+        found["data"] = digest_of_data_facts(folder)
         if config.exists():
             found["config"] = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest()
         if metrics.exists():

@@ -14,8 +14,9 @@ import tyro
 from .._launcher import launcher_size
 from .._slurm import use_variables_of_slurm
 from .._user_error import UserError
-from .config import DEFAULTS, TrainConfig, check_data_path
+from .config import DEFAULTS, TrainConfig
 from .config_file import naming_file, with_file
+from .data.paths import check_path
 from .launcher import number_of_ranks
 from .lock import check_is_free
 from .resume import check_same_run, read_config
@@ -58,7 +59,7 @@ def _check(config: TrainConfig) -> None:
     if launcher_size() is not None:
         return
     if config.data != "glyphs":
-        check_data_path(Path(config.data))
+        check_path(config.data)
     if config.resume is not None or config.run_folder is None:
         return
     if config.run_folder.is_file():

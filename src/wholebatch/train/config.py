@@ -16,13 +16,17 @@ from .._bounded_json import parse_json
 from .._declared_names import LOSS_NAMES
 from .._settings import shown
 from .._user_error import UserError, option
+from .encoder_options import SideConfig, TextSideConfig, check_encoder
 
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
     Loss = str
+    ChunkSize = int  # "auto" is replaced by a number before any other module reads it
 else:
     Loss = Literal[LOSSES]
+    ChunkSize = int | Literal["auto"]
 
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "magface", "curricularface"]
 
 
@@ -75,7 +79,15 @@ class TrainConfig:
     "identify": an image encoder and a classifier whose classes are the texts, tested on images never seen."""
     data: str = "glyphs"
     """"glyphs": images of Unicode characters and their names, drawn at the start with the fonts of matplotlib.
-    Or the path of a .jsonl or .csv file of (image, text) pairs; image paths are relative to that file."""
+    Or a path: a .csv, .tsv, .jsonl or .parquet file (paths of images are relative to it), a folder of pictures, tar
+    shards (a .tar file, a folder of them, "shards/{000..099}.tar"), or a data set saved by the library datasets."""
+    columns: str = ""
+    """Columns of the data by their roles, "image=filepath,text=title". Roles: image and text, or query, positive and
+    negatives, or label; usual names are recognised without this."""
+    skip_bad: bool = False
+    """Leave out rows whose picture cannot be read. All pictures are read once before the first step to find them."""
+    workers: int = -1
+    """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
     run_folder: Path | None = None
     """Folder of the run: configuration, metrics, checkpoint, pictures. None: runs/ and the time of the start."""
     config: Path | None = None
@@ -92,10 +104,15 @@ class TrainConfig:
     """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
     steps: int = 300
     """Optimizer steps in all; the default of --task identify is 450."""
-    batch_size: int = 1024
-    """Examples in the global batch, over all ranks."""
-    chunk_size: int = 0
-    """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all."""
+    batch_size: int = 0
+    """Examples in the global batch, over all ranks. 0: 1024, or the largest power of two that the data allow."""
+    chunk_size: ChunkSize = 0
+    """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all.
+    "auto": the largest power of two whose measured memory is at most half of the free memory, or all."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Precision of the encoders' products. tf32 and fp16 need a GPU. Weights, gradients and sums stay in float32."""
+    compile: bool = False
+    """Compile the encoders with torch.compile."""
     learning_rate: float = 2e-3
     """Peak of AdamW's learning rate, reached after the warm-up and reduced to 0 along a cosine."""
     warmup_steps: int = 20
@@ -108,14 +125,16 @@ class TrainConfig:
     """Weight of the uniform distribution in the targets of the clip loss or of the classifier, 0 to 1."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
-    image_size: int = 32
-    """Height and width of the images, in pixels; a multiple of 8. Images of files are scaled to fit and padded."""
-    image_channels: Literal[1, 3] = 1
-    """1: gray, 3: color."""
-    validation_texts: int = 325
-    """Texts held out for validation during training; for --task identify, texts of which one image is held out."""
-    test_texts: int = 650
-    """Texts held out for the final report of --task retrieve.
+    image_size: int = 0
+    """Height and width of the images, in pixels; a multiple of 8. Images of files are scaled to fit and padded.
+    0: 32 for the embedded characters, else as the pictures are, at most 64."""
+    image_channels: Literal[0, 1, 3] = 0
+    """1: gray, 3: color, 0: as the pictures are."""
+    validation_texts: int = 0
+    """Texts held out for validation during training; for --task identify, texts of which one image is held out.
+    0: one in twenty, at most 325."""
+    test_texts: int = 0
+    """Texts held out for the final report of --task retrieve. 0: one in ten, at most 650.
     --task identify holds out two faces, or the last two images of each text in a file that has three or more."""
     validate_every: int = 50
     """Steps between two validations."""
@@ -133,8 +152,20 @@ class TrainConfig:
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
     audit: bool = True
     """Before training, compare the gradient of a few examples with that of the dense loss on one process."""
+    image_encoder: str = "small"
+    """Encoder of images: "small", timm:NAME, transformers:NAME (in the local cache, or a folder), or FILE.py:FUNCTION,
+    a function of yours that returns a module; docs/training.md says what the module must have."""
+    text_encoder: str = "small"
+    """Encoder of texts: "small", transformers:NAME, or FILE.py:FUNCTION."""
+    image: SideConfig = field(default_factory=SideConfig)
+    text: TextSideConfig = field(default_factory=TextSideConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
+
+    @property
+    def has_automatic_chunks(self) -> bool:
+        """Whether the chunk size is "auto"."""
+        return str(self.chunk_size) == "auto"
 
     def check(self) -> None:
         """Refuse values that make no sense, before anything is loaded.
@@ -142,14 +173,22 @@ class TrainConfig:
         Raises:
             UserError: with the option's name, the accepted values and the value.
         """
-        for name in ("ranks", "steps", "batch_size", "image_size", "validation_texts", "test_texts",
-                     "validate_every", "checkpoint_every"):  # fmt: skip
+        for name in ("ranks", "steps", "validate_every", "checkpoint_every"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name, largest in _LARGEST.items():
+            if value_of(self, name) == "auto":
+                continue
             _require(value_of(self, name) <= largest, name, f"at most {largest}", value_of(self, name))
         _require("\0" not in self.data, "data", "'glyphs' or a path", repr(self.data))
-        for name in ("warmup_steps", "chunk_size", "patience"):
+        for name in (
+            "warmup_steps", "patience", "batch_size", "image_size", "validation_texts", "test_texts",
+        ):  # fmt: skip
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        _require(
+            self.has_automatic_chunks or self.chunk_size >= 0, "chunk_size", "at least 0, or auto", self.chunk_size
+        )
+        _require(self.precision in PRECISIONS, "precision", f"one of {', '.join(PRECISIONS)}", self.precision)
+        _require(self.workers >= -1, "workers", "at least 0, or -1 for as many as there are cores", self.workers)
         for name in ("weight_decay", "augment"):
             _require(0 <= getattr(self, name) <= 1e30, name, "in [0, 1e30]", getattr(self, name))
         until, most = self.until_step, _LARGEST["steps"]
@@ -159,8 +198,8 @@ class TrainConfig:
         _require(0 < self.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", self.learning_rate)
         _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
         _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
-        _require(self.image_channels in (1, 3), "image_channels", "1 or 3", self.image_channels)
-        glyphs_in_color = self.data == "glyphs" and self.image_channels != 1
+        _require(self.image_channels in (0, 1, 3), "image_channels", "1, 3 or 0", self.image_channels)
+        glyphs_in_color = self.data == "glyphs" and self.image_channels == 3
         _require(not glyphs_in_color, "image_channels", "1 for --data glyphs, which are gray", self.image_channels)
         _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
         _require(self.task in ("retrieve", "identify"), "task", "'retrieve' or 'identify'", self.task)
@@ -173,6 +212,8 @@ class TrainConfig:
         _require(has_smoothing, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
         _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
         self._check_model()
+        check_encoder("image", self.image_encoder, self.image)
+        check_encoder("text", self.text_encoder, self.text)
         self._check_head()
 
     def _check_model(self) -> None:
@@ -233,12 +274,13 @@ class TrainConfig:
         return config
 
 
-_PARTS: dict[str, Any] = {"model": ModelConfig, "head": HeadConfig}
+_PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": ModelConfig, "head": HeadConfig}
 PATHS = ("run_folder", "config", "resume")
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(PATHS, (Path,)), "until_step": (int,), "wandb": (str,), "m": (float, int),
+    "learning_rate_factor": (float, int), "max_tokens": (int,),
 }  # fmt: skip
-_Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig)
+_Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig, SideConfig, TextSideConfig)
 
 
 def _typed(default: _Config, values: dict[str, Any]) -> _Config:
@@ -251,7 +293,8 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
         if expected is type(None):
             fits = value is None or (isinstance(value, _OPTIONAL[name]) and not isinstance(value, bool))
         else:
-            fits = type(value) is expected or (expected is float and type(value) is int)
+            is_auto = name == "chunk_size" and value == "auto"
+            fits = type(value) is expected or (expected is float and type(value) is int) or is_auto
         if not fits:
             of = _OPTIONAL[name][0] if expected is type(None) else expected
             raise TypeError(f"{name} must be {of.__name__}, got {shown(value)}")
@@ -260,7 +303,8 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
 
 # Larger values are mistakes: they would exhaust a machine's memory or processes before any other check.
 _LARGEST = {
-    "ranks": 4096, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12, "patience": 10**9,
+    "ranks": 4096, "workers": 256, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12,
+    "patience": 10**9,
     "image_size": 4096, "model.embedding_size": 2**16, "model.image_width": 2**12, "model.text_width": 2**16,
     "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centers": 2**10,
 }  # fmt: skip
@@ -272,20 +316,20 @@ DEFAULTS = {
 }
 
 
+GLYPHS = {"batch_size": 1024, "image_size": 32, "image_channels": 1, "validation_texts": 325, "test_texts": 650}
+"""What 0 means in these fields for the embedded characters."""
+
+
+def for_glyphs(config: TrainConfig) -> TrainConfig:
+    """Return a configuration for the embedded characters in which nothing is left to the data."""
+    chosen: dict[str, Any] = {name: getattr(config, name) or each for name, each in GLYPHS.items()}
+    return dataclasses.replace(config, **chosen)
+
+
 def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return the fields that differ, as {name: (saved value, asked value)}; a field of a part is PART.NAME."""
     values = {name: (value_of(saved, name), value_of(asked, name)) for name in names_of(saved)}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
-
-
-def check_data_path(path: Path) -> None:
-    """Raise UserError unless `path` is an existing file of pairs, by its ending."""
-    if path.suffix not in (".jsonl", ".csv"):
-        raise UserError(f"--data must be 'glyphs' or a .jsonl or .csv file, got {str(path)!r}")
-    if not path.exists():
-        raise UserError(f"--data: there is no file {str(path)!r}")
-    if path.is_dir():
-        raise UserError(f"--data must be a file, {str(path)!r} is a folder")
 
 
 def names_of(config: TrainConfig) -> list[str]:

@@ -1,36 +1,49 @@
-"""The inputs of the encoders, and the features of held-out pairs."""
+"""The features of rows that are not trained on."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .config import TrainConfig
-from .data.pairs import Pairs
-from .encoders.small import DualEncoder
-from .encoders.words import TextBatch, tokenize
+from .batches import Reader
+from .data.feed import prepared
+from .data.sides import Side
+from .encoders.dual import DualEncoder
+from .encoders.encoder import Encoder
+from .encoders.inputs import Inputs, to_device
+
+_ROWS = 512
 
 
-def as_float(images: Tensor, device: torch.device) -> Tensor:
-    """Convert uint8 images to floats in [0, 1]."""
-    return images.to(device).float() / 255
+class _Rows:
+    """The inputs of some rows of a side."""
 
+    def __init__(self, side: Side, reader: Reader) -> None:
+        self._side, self._reader = side, reader
 
-def tokens(config: TrainConfig, pairs: Pairs, rows: Tensor, device: torch.device) -> TextBatch:
-    """Tokenize the texts with these indices."""
-    batch = tokenize(
-        [pairs.texts[i] for i in rows.tolist()], max_words=config.model.max_words, buckets=config.model.text_buckets
-    )
-    return TextBatch(*(x.to(device) for x in batch))
+    def __call__(self, rows: Tensor) -> Inputs:
+        return self._reader(self._side, rows)
 
 
 @torch.no_grad()
-def held_out_features(
-    encoder: DualEncoder, config: TrainConfig, pairs: Pairs, texts: Tensor, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return features of each text's first image and of the texts, on the CPU, without augmentation."""
-    images, names = [], []
-    for rows in texts.split(512):
-        images.append(encoder.encode_images(as_float(pairs.images[pairs.first[rows]], device)).cpu())
-        names.append(encoder.encode_texts(tokens(config, pairs, rows, device)).cpu())
-    return torch.cat(images), torch.cat(names)
+def features_of_rows(
+    model: DualEncoder | Encoder, name: str, side: Side, rows: Tensor, device: torch.device, *, workers: int = 0
+) -> Tensor:
+    """Return the unit features of these rows of a side, (n, d), on the CPU, without augmentation.
+
+    Args:
+        model: both encoders, or one.
+        name: the side's name in the model.
+        side: its pictures or texts.
+        rows: (n,).
+        device: where the model is.
+        workers: processes that read the rows.
+    """
+    encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
+    found = []
+    for inputs in prepared(_Rows(side, Reader.of(encoder)), [*rows.split(_ROWS)], workers=workers):
+        moved = to_device(inputs, device)
+        made = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
+        found.append(made.float().cpu())
+    return torch.cat(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -22,20 +21,26 @@ import wholebatch as wb
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .augment import augmented
+from .batches import ImageBatches, Reader
 from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
-from .data.labeled import LabeledImages, images_of_step
-from .encoders.small import ImageEncoder
-from .evaluation import as_float
+from .data.feed import Feed, workers_of_a_rank
+from .data.labeled import LabeledImages
+from .encoders.adapters import merged_state
+from .encoders.inputs import Inputs, to_device
+from .encoders.make import make_encoder
+from .encoders.saved import save_encoder
+from .evaluation import features_of_rows
 from .look_alikes import draw_look_alikes, surest_mistakes
+from .precision import Precision
 from .report.classes import classes_evidence
 from .report.content import Evidence, Item
-from .report.images import picture_of
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 
 FAR = 1e-3
 _TOP = 5
+_READ = 256  # pictures that are held at a time
 _COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
 
 
@@ -58,17 +63,35 @@ class Identify(Task):
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         torch.manual_seed(config.seed)
-        self._encoder = ImageEncoder(config.model, config.image_channels, config.image_size).to(device)
+        self._encoder = make_encoder(config, "image").to(device)
         self._dense = dense
-        self.head = make_head(config, len(data), device, wb.comm.LocalCommunicator() if dense else None)
+        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        if config.compile:
+            self._encoder.compile()
+        self.head = make_head(
+            config, self._encoder.width, len(data), device, wb.comm.LocalCommunicator() if dense else None
+        )
         head_rate = config.head.learning_rate
         groups = [{"params": list(self.head.parameters()), "peak": head_rate}]
         self._head_optimizer = wb.SparseAdamW(groups, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
-        self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
-        self._cached = wb.GradCache([self._model], config.chunk_size, self._loss) if config.chunk_size else None
+        self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
+        self._model = DistributedDataParallel(self._encoder) if size > 1 and self._is_trained else self._encoder
+        self._cached = None
+        if config.chunk_size and self._is_trained:
+            self._cached = wb.GradCache(
+                [self._model],
+                config.chunk_size,
+                self._loss,
+                split_input_fn=self._encoder.split,
+                scaler=self._precision.scaler,
+            )
+        self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
+        self._batches = Feed(
+            ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
+        )
         self._step = 0
         self._found: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -76,19 +99,33 @@ class Identify(Task):
         data = self._data
         return (
             f"{len(data):,} classes: {len(data.train):,} images for training, {len(data.validation):,} for validation, "
-            f"{len(data.test):,} for test ({data.novelty})"
+            f"{len(data.test):,} for test ({data.novelty})" + "".join(f"\n{line}" for line in self._encoder.notes)
         )
 
     def add_gradients(self, step: int) -> Tensor:
-        config, self._step = self._config, step
-        chosen = images_of_step(self._data, batch_size=config.batch_size, step=step, seed=config.seed)[self._rows]
-        images = augmented(as_float(self._data.images[chosen], self._device), config, self._rows, step)
-        named: dict[str, Any] = {"step": step, "labels": self._data.labels[chosen].to(self._device)}
-        if self._cached is not None:
-            return self._cached(images, **named)
-        loss = self._loss(self._model(images), **named)
-        loss.backward()
-        return loss.detach()
+        self._step = step
+        batch = self._batches.at(step)
+        images = augmented(to_device(batch.images, self._device), self._config, self._rows, step)
+        named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
+
+        def compute() -> Tensor:
+            with self._precision.autocast():
+                if self._cached is not None:
+                    return self._cached(images, **named)
+                loss = self._loss(self._encode(images), **named)
+            return self._precision.backward(loss)
+
+        return self._precision.add_gradients(compute, self.optimizers)
+
+    def encode_rows(self, rows: int) -> Tensor:
+        images = to_device(self._encoder.first(self._batches.at(0).images, rows), self._device)
+        with self._precision.autocast():
+            return self._encoder(augmented(images, self._config, slice(0, rows), 0)).float().sum()
+
+    def _encode(self, images: Inputs) -> Tensor:
+        if self._is_trained or not self._config.chunk_size:
+            return self._model(images)
+        return torch.cat([self._model(some) for some in self._encoder.split(images, self._config.chunk_size)])
 
     def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
         if self._dense and has_reference(self._config.head):
@@ -124,11 +161,13 @@ class Identify(Task):
         figures = {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)} if len(right) else {}
         return figures, embeddings, found
 
-    @torch.no_grad()
     def _embeddings(self, rows: Tensor) -> Tensor:
         """Return unit embeddings of these images, on the CPU, without augmentation."""
-        parts = [self._encoder(as_float(self._data.images[some], self._device)).cpu() for some in rows.split(512)]
-        return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._config.model.embedding_size)
+        if not len(rows):
+            return torch.empty(0, self._encoder.width)
+        of = (self._encoder, "image", self._data.pictures, rows, self._device)
+        with self._precision.autocast():
+            return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
@@ -187,12 +226,16 @@ class Identify(Task):
             "classes": len(data),
             "test_images": len(rows),
             **figures,
-            "top_1_at_most": best_possible(data.images[rows], data.labels[rows]),
+            "top_1_at_most": best_possible(self._pictures(rows), data.labels[rows]),
             "chance": 1 / len(data),
             "far": FAR,
             "tar": None if math.isnan(tar) else tar,
             "threshold": None if math.isnan(threshold) else threshold,
         }
+
+    def _pictures(self, rows: Tensor) -> Iterator[Any]:
+        for some in rows.split(_READ):
+            yield from self._data.pictures.items(some)
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
@@ -208,7 +251,10 @@ class Identify(Task):
 
     def weights(self) -> dict[str, Tensor]:
         centers = self.head.full_weight()
-        return dict(self._encoder.state_dict()) | ({} if centers is None else {"centers": centers})
+        return merged_state(self._encoder) | ({} if centers is None else {"centers": centers})
+
+    def save_encoders(self, folder: Path) -> None:
+        save_encoder(folder / "image", self._encoder)
 
     def facts(self) -> dict[str, str]:
         return {"classes": json.dumps(self._data.names)}
@@ -225,8 +271,8 @@ class Identify(Task):
             found,
             cosines,
             surest_mistakes(data, found[:, 0], cosines[:, 0]),
-            lambda row: Item(data.names[data.labels[data.test[row]]], picture_of(data.images[data.test[row]])),
-            lambda label: Item(data.names[label], picture_of(data.example(label))),
+            lambda row: Item(data.names[data.labels[data.test[row]]], data.picture(data.test[row])),
+            lambda label: Item(data.names[label], data.picture(data.example(label))),
         )
 
     def draw(self, folder: Path) -> None:
@@ -235,11 +281,11 @@ class Identify(Task):
         draw_look_alikes(self._data, found[:, 0], cosines[:, 0], folder / "look_alikes.png")
 
 
-def make_head(config: TrainConfig, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
-    """Make this rank's shard of the classifier."""
+def make_head(config: TrainConfig, width: int, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
+    """Make this rank's shard of the classifier of embeddings of this width."""
     head = config.head
     return wb.PartialFC(
-        config.model.embedding_size,
+        width,
         classes,
         margin=make_margin(head),
         sub_centers=head.sub_centers,

@@ -21,20 +21,25 @@ from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
+from .chunking import with_chunk_size
 from .config import TrainConfig
-from .data.load import Data, load_data, make_task
+from .data.feed import died
+from .data.load import Data, load_data
+from .data_facts import DataFacts, check_same_data
 from .extensions import FILE as EXTENSIONS
 from .extensions import read_extensions
 from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
 from .planned import plan_start
+from .precision import Precision
 from .progress import ConsoleProgress, Progress
 from .resume import how_to_resume
 from .run_folder import RunFolder
 from .schedule import Extension, Schedule
 from .signals import Requests
 from .starts import new_start
+from .tasks import check_encoders, make_task
 
 
 def run(config: TrainConfig) -> None:
@@ -113,19 +118,21 @@ def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.devi
     return torch.device("cuda", local_rank)
 
 
-def _train_on_this_rank(config: TrainConfig, device: torch.device, requests: Requests) -> None:
+def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requests) -> None:
     """Load the data, prepare the run folder on rank 0, train, report. A mistake on any rank ends all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
+    Precision(asked.precision, device)  # refuses what the device does not have
     progress = ConsoleProgress() if is_first else Progress()
     with ExitStack() as held:
-        (data, folder, *_), path, done, schedule = _together(
-            lambda: _prepare(config, size, held, is_first=is_first), config
+        (config, data, folder, *_), path, done, schedule = _together(
+            lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
         )
         held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.show_folder(folder.path)
+        config = with_chunk_size(config, data, device, size=size)
         plan = plan_start(config, data, device, size=size)
         progress.show_plan(plan)
         audit = None
@@ -140,6 +147,12 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device, requests: Req
             train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
+        except RuntimeError as error:
+            if not (how := died(error)):
+                raise
+            raise RankDiedError(
+                f"a process that reads the data for rank {rank} of {size} {how}{requests.how_to_resume}"
+            ) from error
         progress.stop()
         if folder is not None:
             progress.report(folder, task)
@@ -155,10 +168,26 @@ def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
 class _Prepared(NamedTuple):
     """The data of a rank, and on rank 0 the run folder, the steps made before and where the run was extended."""
 
+    config: TrainConfig
+    """With the choices that were left to the data."""
     data: Data
     folder: RunFolder | None = None
     step: int = 0
     extensions: tuple[Extension, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """The hash of the data."""
+        return (self.data[0] if isinstance(self.data, tuple) else self.data).digest
+
+    @property
+    def facts(self) -> DataFacts:
+        """What data.json of the run folder holds."""
+        if isinstance(self.data, tuple):
+            pairs = self.data[0]
+            return DataFacts(self.config.data, f"{len(pairs.order)} pairs in {len(pairs)} groups", self.digest)
+        images = len(self.data.train) + len(self.data.validation) + len(self.data.test)
+        return DataFacts(self.config.data, f"{images} images of {len(self.data)} classes", self.digest)
 
 
 def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
@@ -168,18 +197,25 @@ def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_P
         UserError: on all ranks, if `prepare` raises one on any.
     """
 
-    def of_first(prepared: _Prepared) -> dict[str, Any]:
+    def facts(prepared: _Prepared) -> dict[str, Any]:
         if prepared.folder is None:
-            return {}
+            return {"data": prepared.digest}
         extensions = [[*each] for each in prepared.extensions]
-        return {"folder": str(prepared.folder.path), "step": prepared.step, "extensions": extensions}
+        folder = str(prepared.folder.path)
+        return {"data": prepared.digest, "folder": folder, "step": prepared.step, "extensions": extensions}
 
-    prepared, (first, *_) = on_all_ranks("set-up", prepare, of_first)
+    prepared, everyone = on_all_ranks("set-up", prepare, facts)
+    first = everyone[0]
+    differing = [rank for rank, of_rank in enumerate(everyone) if of_rank["data"] != first["data"]]
+    if differing:
+        raise UserError(
+            f"--data holds other rows on rank {differing[0]} than on rank 0; every machine needs the same files"
+        )
     extensions = tuple(Extension(*each) for each in first["extensions"])
     return prepared, Path(first["folder"]), first["step"], Schedule(config.steps, config.warmup_steps, extensions)
 
 
-def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool) -> _Prepared:
+def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress, *, is_first: bool) -> _Prepared:
     """Load the data on every rank, then create the folder on rank 0, so that a mistake in the data leaves no folder.
 
     A resumed run has its folder, which rank 0 locks before it reads anything.
@@ -188,17 +224,19 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool)
     if is_first and config.resume is not None:
         folder = RunFolder.lock(config.resume)
         held.callback(folder.close)
-    data = load_data(config, size)
+    config, data = load_data(config, size, progress.show_data)
+    check_encoders(config, data)
     if not is_first:
-        return _Prepared(data)
+        return _Prepared(config, data)
     if folder is not None:
+        check_same_data(folder.path, _Prepared(config, data).facts)
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
-        return _Prepared(data, folder, step, _extensions(config, folder.path, step))
+        return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))
     path = _folder(config)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), _Prepared(config, data).facts)
     held.callback(folder.close)
-    return _Prepared(data, folder)
+    return _Prepared(config, data, folder)
 
 
 def _extensions(config: TrainConfig, path: Path, step: int) -> tuple[Extension, ...]:

@@ -20,6 +20,6 @@ def number_of_ranks(config: TrainConfig) -> int:
     if launched is not None and config.ranks not in (1, launched):
         raise UserError(f"--ranks must be left out under a launcher, which has started {launched}; got {config.ranks}")
     size = launched or config.ranks
-    if config.batch_size < size:
+    if 0 < config.batch_size < size:
         raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {config.batch_size}")
     return size

@@ -14,6 +14,8 @@ from torch import Tensor
 from .data.labeled import LabeledImages
 
 _IN_MATRIX, _IN_LIST = 24, 12
+_AT_A_TIME = 1024
+_PIXELS = 128  # of a thumbnail
 
 
 def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: Path) -> None:
@@ -63,13 +65,13 @@ def _mistakes(data: LabeledImages, found: Tensor) -> tuple[Tensor, Tensor]:
 def _equal_pictures(data: LabeledImages, wrong: Tensor, found: Tensor) -> Tensor:
     """Return whether the class that an image was mistaken for has an equal image; (number of mistakes,)."""
     known: dict[int, set[bytes]] = defaultdict(set)
-    classes = {*found[wrong].tolist()}
-    for row in range(len(data.labels)):
-        label = int(data.labels[row])
-        if label in classes:
-            known[label].add(data.images[row].numpy().tobytes())
-    mistakes = ((data.images[data.test[i]].numpy().tobytes(), int(found[i])) for i in wrong.tolist())
-    return torch.tensor([picture in known[label] for picture, label in mistakes], dtype=torch.bool)
+    rows = torch.isin(data.labels, found[wrong]).nonzero()[:, 0]
+    for some in rows.split(_AT_A_TIME):
+        for row, picture in zip(some.tolist(), data.pictures.items(some), strict=True):
+            known[int(data.labels[row])].add(picture.tobytes())
+    mistaken = (picture for some in wrong.split(_AT_A_TIME) for picture in data.pictures.items(data.test[some]))
+    pairs = zip(mistaken, found[wrong].tolist(), strict=True)
+    return torch.tensor([picture.tobytes() in known[label] for picture, label in pairs], dtype=torch.bool)
 
 
 def confused_classes(labels: Tensor, found: Tensor, most: int) -> list[int]:
@@ -108,7 +110,7 @@ def _draw_matrix(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor
     axes.set_ylabel("shown", labelpad=24, fontsize=9)
     size = 0.9 / len(classes)
     for index, label in enumerate(classes):
-        picture = data.example(label)
+        picture = data.pictures.items(data.example(label)[None])[0]
         at = (index + 0.5) / len(classes)
         _thumbnail(axes.inset_axes((at - size / 2, 1.005, size, size)), picture)
         _thumbnail(axes.inset_axes((-size - 0.005, 1 - at - size / 2, size, size)), picture)
@@ -123,7 +125,7 @@ def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, 
     figure.text(0.53, 0.86, "image of the class that it was taken for", fontsize=9)
     for line, i in enumerate(surest[:_IN_LIST]):
         taken = int(found[i])
-        for column, picture in enumerate((data.images[data.test[i]], data.example(taken))):
+        for column, picture in enumerate(data.pictures.items(torch.stack([data.test[i], data.example(taken)]))):
             _thumbnail(figure.add_subplot(grid[line, column]), picture)
         axes = figure.add_subplot(grid[line, 2])
         axes.axis("off")
@@ -133,7 +135,8 @@ def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, 
             axes.text(0, 0.72 - 0.45 * row, f"{role}: {name}", fontsize=7.5, color=color, va="center", parse_math=False)
 
 
-def _thumbnail(axes: Any, picture: Tensor) -> None:
-    pixels = picture[0] if len(picture) == 1 else picture.permute(1, 2, 0)
-    axes.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
+def _thumbnail(axes: Any, picture: Any) -> None:
+    small = picture.copy()
+    small.thumbnail((_PIXELS, _PIXELS))
+    axes.imshow(small, cmap="gray", vmin=0, vmax=255)
     axes.axis("off")

@@ -29,10 +29,35 @@ class Objective(nn.Module):
         super().__init__()
         self._call = call
 
-    def forward(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, names: Tensor) -> Tensor:
-        """Return L of features (b_r, d) and (b_r, d), scale (), bias () or None, and each row's text index, (b_r,)."""
-        loss = self._call(images, texts, scale, bias, names)
+    def forward(self, first: Tensor, second: Tensor, scale: Tensor, bias: Tensor | None, names: Tensor) -> Tensor:
+        """Return L of features (b_r, d) and (b_r, d), scale (), bias () or None, and each row's group, (b_r,)."""
+        loss = self._call(first, second, scale, bias, names)
         return loss + 0 * scale  # DDP expects a gradient of the scale, even if the loss has none
+
+
+class _WithNegatives(nn.Module):
+    """InfoNCE of queries among the documents and the mined negatives of all ranks."""
+
+    def __init__(self, functions: Any) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def forward(
+        self,
+        first: Tensor,
+        second: Tensor,
+        scale: Tensor,
+        bias: None,
+        names: Tensor,
+        *,
+        negatives: Tensor,
+        negative_names: Tensor,
+    ) -> Tensor:
+        """Return L; `names` of positives (b_r,) and of negatives (n_r,) leave out negatives that equal a positive."""
+        loss: Tensor = self._functions.info_nce_loss(
+            first, second, logit_scale=scale, negatives=negatives, query_ids=names, negative_ids=negative_names
+        )
+        return loss
 
 
 class _WithHistory(Objective):
@@ -43,17 +68,20 @@ class _WithHistory(Objective):
         self.loss = loss
 
 
-def make_objective(config: TrainConfig, texts: int, *, dense: bool = False) -> Objective:
+def make_objective(config: TrainConfig, texts: int, *, negatives: bool = False, dense: bool = False) -> nn.Module:
     """Make the loss of the global batch, with every loss's default `sync`: DDP averages over ranks.
 
     Args:
         config: the configuration of the run.
-        texts: number of texts in all.
+        texts: number of groups of texts in all.
+        negatives: whether the data have mined negatives, which only InfoNCE uses.
         dense: take the reference implementation, which this process computes alone.
     """
     if config.loss == "global_contrastive" and not dense:
         return _WithHistory(wb.GlobalContrastiveLoss(texts, temperature=1 / config.model.initial_logit_scale))
     functions = wb.reference if dense else wb.functional
+    if negatives:
+        return _WithNegatives(functions)
     return Objective(partial(_call(config), functions))
 
 

@@ -39,7 +39,7 @@ def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: s
 
 
 def draw_retrieval(gallery: Gallery, path: Path) -> None:
-    """Draw the queries of a gallery, images, each beside its most similar texts, with the right one marked."""
+    """Draw the queries of a gallery, each beside its most similar texts, with the right one marked."""
     from matplotlib.figure import Figure
 
     columns = 2
@@ -51,7 +51,11 @@ def draw_retrieval(gallery: Gallery, path: Path) -> None:
         ax.axis("off")
     for position, query in enumerate(gallery.queries):
         picture, column = axes[2 * position], axes[2 * position + 1]
-        picture.imshow(query.item.picture, cmap="gray", vmin=0, vmax=255)
+        if query.item.picture is not None:
+            picture.imshow(query.item.picture, cmap="gray", vmin=0, vmax=255)
+        else:
+            asks = textwrap.fill(textwrap.shorten(query.item.text, 80, placeholder=" …"), 22)
+            picture.text(0, 0.9, asks, fontsize=7.5, va="top", transform=picture.transAxes, parse_math=False)
         rows = [
             (f"{'✓' if candidate.right else ' '} {_short(candidate)}", "tab:green" if candidate.right else "0.35")
             for candidate in query.candidates

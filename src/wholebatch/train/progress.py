@@ -30,6 +30,9 @@ class Progress:
     def show_audit(self, outcome: Outcome) -> None:
         """The audit before training has passed."""
 
+    def show_data(self, line: str) -> None:
+        """Show a choice that the data have made."""
+
     def show_plan(self, line: str) -> None:
         """The plan of the loss is known."""
 
@@ -113,6 +116,9 @@ class ConsoleProgress(Progress):
 
     def show_audit(self, outcome: Outcome) -> None:
         self._console.print(str(outcome))
+
+    def show_data(self, line: str) -> None:
+        self._console.print(f"data: {line}", highlight=False, soft_wrap=True)
 
     def show_plan(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,42 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 
 from .augment import augmented
+from .batches import Chunk, PairBatches, Reader
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .data.pairs import Pairs, Split, batch_of_step
-from .encoders.small import DualEncoder
-from .encoders.words import TextBatch
-from .evaluation import as_float, held_out_features, tokens
+from .data.feed import Feed, workers_of_a_rank
+from .data.pairs import Pairs, Split
+from .data.sides import Side
+from .encoders.adapters import merged_state
+from .encoders.encoder import Encoder
+from .encoders.inputs import Inputs, number_of_rows, to_device
+from .encoders.make import make_dual_encoder
+from .encoders.saved import save_dual_encoder
+from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
+from .precision import Precision
 from .report.content import Evidence, Item
-from .report.images import picture_of
 from .report.search import search_evidence
-from .retrieval import KS, both_ways
+from .retrieval import chance, figures, recall
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
+
+PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
+
+_MOST_DOCUMENTS = 200_000  # that the final test searches
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All chunks of a step; no list of tensors, whose lengths gradient caching would take for the batch's rows."""
+
+    chunks: Sequence[Chunk]
+    step: int
 
 
 class Retrieve(Task):
-    """Find the text of an image and the image of a text, among texts never seen in training."""
+    """Find the second side of a pair by the first, and back, among pairs never seen in training."""
 
-    curves = tuple(
-        Curve(f"recall@{k}, {direction.replace('_', ' ')}", (direction, f"recall@{k}"), color, style, marker)
-        for direction, style, marker in (("image_to_text", "-", "o"), ("text_to_image", "--", "x"))
-        for k, color in ((1, "tab:green"), (10, "tab:orange"))
-    )
     validation_title = "validation: texts not trained on"
 
     def __init__(
@@ -51,11 +65,23 @@ class Retrieve(Task):
     ) -> None:
         self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
+        one, other = pairs.names
+        self._ways = (f"{one}_to_{other}", f"{other}_to_{one}")
+        self.curves = tuple(
+            Curve(f"recall@{k}, {way.replace('_', ' ')}", (way, f"recall@{k}"), color, style, marker)
+            for way, style, marker in zip(self._ways, ("-", "--"), ("o", "x"), strict=True)
+            for k, color in ((1, "tab:green"), (10, "tab:orange"))
+        )
         torch.manual_seed(config.seed)
-        self._encoder = DualEncoder(
-            config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
-        ).to(device)
-        self._objective = make_objective(config, len(pairs), dense=dense).to(device)
+        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()}).to(device)
+        self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
+            device
+        )
+        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        if config.compile:
+            for encoder in self._encoder.children():
+                if isinstance(encoder, Encoder):
+                    encoder.compile()
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
@@ -63,42 +89,74 @@ class Retrieve(Task):
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none
-            )
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none,
+                scaler=self._precision.scaler,
+            )  # fmt: skip
+        self._workers = workers_of_a_rank(config, pairs.sides, size)
+        self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
+        self._batches = Feed(
+            PairBatches(pairs, split.train, self._readers, config, self._rows),
+            stop=config.steps,
+            workers=self._workers,
+        )
         self._found: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
+        one, other = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.images):,} images of {len(pairs):,} texts: {len(split.train):,} for training, "
-            f"{len(split.validation):,} for validation, {len(split.test):,} for test"
+            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or "
+            f"picture: {len(split.train):,} for training, {len(split.validation):,} for validation, "
+            f"{len(split.test):,} for test"
+            + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
         )
 
     def add_gradients(self, step: int) -> Tensor:
-        config = self._config
-        image_rows, text_rows = batch_of_step(
-            self._split.train, self._pairs, batch_size=config.batch_size, step=step, seed=config.seed
-        )
-        images = as_float(self._pairs.images[image_rows[self._rows]], self._device)
-        images = augmented(images, config, self._rows, step)
-        texts = text_rows[self._rows]
-        named: dict[str, Any] = {"step": step, "names": texts.to(self._device)}
-        if self._cached is not None:
-            return self._cached((images, texts), **named)
-        loss = self._loss(_without_none(self._model(images, self._tokens(texts))), **named)
-        loss.backward()
-        return loss.detach()
+        batch = self._batches.at(step)
+        named: dict[str, Any] = {"step": step, "names": batch.names.to(self._device)}
+        if self._pairs.negatives is not None:
+            named["negative_names"] = batch.negative_names.to(self._device)
 
-    def _loss(self, features: Sequence[Tensor], *, step: int, names: Tensor) -> Tensor:
-        images, texts, scale, *bias = features
-        return finite_loss(self._objective, images, texts, scale, bias[0] if bias else None, names, step=step)
+        def compute() -> Tensor:
+            with self._precision.autocast():
+                if self._cached is not None:
+                    return self._cached(_Whole(batch.chunks, step), **named)
+                loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
+            return self._precision.backward(loss)
 
-    def _chunks(self, batch: tuple[Tensor, Tensor], size: int) -> list[tuple[Tensor, TextBatch]]:
-        parts = zip(*(part.split(size) for part in batch), strict=True)
-        return [(images, self._tokens(texts)) for images, texts in parts]
+        return self._precision.add_gradients(compute, self.optimizers)
 
-    def _tokens(self, texts: Tensor) -> TextBatch:
-        return tokens(self._config, self._pairs, texts, self._device)
+    def encode_rows(self, rows: int) -> Tensor:
+        chunk, sides = self._batches.at(0).chunks[0], self._encoder.sides
+        first, second = (self._encoder.encoder(side).first(x, rows) for side, x in zip(sides, chunk[:2], strict=True))
+        negatives = chunk.negatives
+        if negatives is not None:
+            share = -(-number_of_rows(negatives) * rows // len(range(*chunk.rows.indices(chunk.rows.stop))))
+            negatives = self._encoder.encoder(sides[1]).first(negatives, share)
+        with self._precision.autocast():
+            features = self._encoder(*self._chunk(Chunk(first, second, negatives, slice(0, rows)), 0))
+        return torch.stack([x.float().sum() for x in _without_none(features)]).sum()
+
+    def _loss(self, features: Sequence[Tensor], *, step: int, **names: Tensor) -> Tensor:
+        first, second, scale, *rest = features
+        if self._pairs.negatives is not None:
+            names["negatives"] = rest.pop()
+        return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
+
+    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | None, ...]]:
+        return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
+
+    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
+        """Return the arguments of the encoders, on the device; images are augmented."""
+        found = []
+        start = self._rows.start
+        rows = slice(start + chunk.rows.start, start + chunk.rows.stop)
+        for side, inputs in zip(self._pairs.sides.values(), chunk[:2], strict=True):
+            moved = to_device(inputs, self._device)
+            found.append(augmented(moved, self._config, rows, step) if side.kind == "image" else moved)
+        if self._pairs.negatives is not None:
+            found.append(None if chunk.negatives is None else to_device(chunk.negatives, self._device))
+        return tuple(found)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
@@ -113,13 +171,23 @@ class Retrieve(Task):
         return {"logit_scale": self._encoder.logit_scale.item()}
 
     def validate(self) -> dict[str, Any]:
-        return both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
+        return self._both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
 
-    def _features(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        return held_out_features(self._encoder, self._config, self._pairs, texts, self._device)
+    def _both_ways(self, first: Tensor, second: Tensor) -> dict[str, dict[str, float]]:
+        return dict(zip(self._ways, (recall(first, second), recall(second, first)), strict=True))
+
+    def _features(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features of the first row of each group."""
+        first, second = (self._features_of(name, self._pairs.rows(groups)) for name in self._pairs.names)
+        return first, second
+
+    def _features_of(self, name: str, rows: Tensor) -> Tensor:
+        of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
+        with self._precision.autocast():
+            return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
-        return f"recall@1 {validation['image_to_text']['recall@1']:.3f} among {len(self._split.validation)}"
+        return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._split.validation)}"
 
     def loss_state(self) -> dict[str, Tensor]:
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
@@ -135,34 +203,71 @@ class Retrieve(Task):
     def test(self) -> dict[str, Any]:
         if self._rank:
             return {}
-        features = self._found = self._features(self._split.test)
-        if not all(x.isfinite().all() for x in features):
+        first, second = self._found = self._features(self._split.test)
+        if not all(x.isfinite().all() for x in self._found):
             raise not_finite(self._config.steps, "the features of the test set are not finite")
+        forth, back = self._ways
         texts = len(self._split.test)
-        chance = {f"recall@{k}": min(1.0, k / texts) for k in KS}
-        return {"test_texts": texts, "chance": chance, **both_ways(*features)}
+        corpus = self._corpus()
+        if corpus is None:
+            there = figures(first, second)
+        else:
+            other = self._pairs.names[1]
+            candidates = self._features_of(other, corpus)
+            there = figures(first, candidates, self._split.test, self._pairs.group_of[corpus])
+        among = texts if corpus is None else len(corpus)
+        return {
+            "test_texts": texts,
+            "candidates": among,
+            "chance": chance(among),
+            forth: there,
+            back: figures(second, first),
+        }
+
+    def _corpus(self) -> Tensor | None:
+        """Return the rows of the documents to search: all that differ, held-out ones first. None: the held-out ones."""
+        if self._pairs.documents is None:
+            return None
+        held_out = torch.isin(self._pairs.group_of[self._pairs.documents], self._split.test)
+        return torch.cat([self._pairs.documents[held_out], self._pairs.documents[~held_out]])[:_MOST_DOCUMENTS]
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        names = {"image -> text": "image_to_text", "text -> image": "text_to_image", "chance": "chance"}
-        rows = [[label, *(f"{report[key][f'recall@{k}']:.4f}" for k in KS)] for label, key in names.items()]
-        title = f"Retrieval among {report['test_texts']} texts never seen in training"
-        return title, ["", *(f"recall@{k}" for k in KS)], rows
+        names = {way.replace("_to_", " -> "): way for way in self._ways} | {"chance": "chance"}
+        columns = list(report["chance"])
+        rows = [[label, *(f"{report[key][name]:.4f}" for name in columns)] for label, key in names.items()]
+        title = f"Retrieval among {report['candidates']:,} texts"
+        if report["candidates"] == report["test_texts"]:
+            title += " never seen in training"
+        else:
+            title += f", for {report['test_texts']:,} queries never seen in training"
+        shown = {"mrr": "MRR", "ndcg@10": "nDCG@10"}
+        return title, ["", *(shown.get(name, name) for name in columns)], rows
 
     def weights(self) -> dict[str, Tensor]:
-        return dict(self._encoder.state_dict())
+        return merged_state(self._encoder)
+
+    def save_encoders(self, folder: Path) -> None:
+        save_dual_encoder(folder, self._encoder)
 
     def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
-        chance = report["chance"]["recall@1"]
-        return "recall@1, image → text", f"{report['image_to_text']['recall@1']:.3f}", f"chance {chance:.2g}"
+        way, chance = self._ways[0], report["chance"]["recall@1"]
+        figure = f"{report[way]['recall@1']:.3f}"
+        return f"recall@1, {way.replace('_to_', ' → ')}", figure, f"chance {chance:.2g}"
 
     def evidence(self) -> Evidence:
         assert self._found is not None
-        pairs, texts = self._pairs, self._split.test.tolist()
+        rows = self._pairs.rows(self._split.test)
+
+        def item(side: Side) -> Callable[[int], Item]:
+            def of(place: int) -> Item:
+                found = side.items(rows[place][None])[0]
+                return Item(found) if side.kind == "text" else Item(picture=found)
+
+            return of
+
+        (one, first), (other, second) = self._pairs.sides.items()
         found, sought = self._found
-        return search_evidence(
-            ("images", found, lambda row: Item(picture=picture_of(pairs.images[pairs.first[texts[row]]]))),
-            ("texts", sought, lambda row: Item(pairs.texts[texts[row]])),
-        )
+        return search_evidence((PLURAL[one], found, item(first)), (PLURAL[other], sought, item(second)))
 
     def draw(self, folder: Path) -> None:
         draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")

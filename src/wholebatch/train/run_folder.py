@@ -1,12 +1,14 @@
 """The folder of a run. Rank 0 writes all of it, but for the other ranks' parts of head-STEP.
 
 config.json              the configuration, read back by --resume
+data.json                the hash of the data, which --resume compares
 extensions.json          where --until-step extended the run, if it did
 starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
 best.safetensors         with --patience or --keep-best: the weights of the best validation
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
+encoders/                what a later program needs to build the encoders again, before it reads the final weights
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
 report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
@@ -35,6 +37,7 @@ from .._user_error import UserError
 from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
 from .config import TrainConfig
+from .data_facts import DataFacts, write_data_facts
 from .extensions import write_extensions
 from .lock import Lock, check_is_free
 from .pictures import draw_curves
@@ -59,8 +62,8 @@ class RunFolder:
         self._keep: int | None = None  # lines of metrics.jsonl to keep when the next one is added
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig) -> RunFolder:
-        """Create a folder with the configuration in it; UserError if it is not empty."""
+    def create(cls, path: Path, config: TrainConfig, data: DataFacts | None = None) -> RunFolder:
+        """Create a folder with the configuration and the facts of the data in it; UserError if it is not empty."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             check_is_free(path)
@@ -69,6 +72,8 @@ class RunFolder:
                 check_is_free(path)  # another process may have held the lock until now
                 with replacing(path / CONFIG) as file:
                     file.write(sealed(json.loads(config.to_json())))
+                if data is not None:
+                    write_data_facts(path, data)
             except BaseException:
                 lock.close()
                 raise
@@ -131,6 +136,7 @@ class RunFolder:
         save_tensors(self.path / "model.safetensors", weights, task.facts())
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            task.save_encoders(self.path / "encoders")
             draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
             task.draw(self.path)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +42,9 @@ def accepted_at(features: Tensor, labels: Tensor, far: float) -> tuple[float, fl
     return (torch.cat(same) > threshold).double().mean().item(), threshold
 
 
-def best_possible(images: Tensor, labels: Tensor) -> float:
-    """Return the largest accuracy of a method that sees only the pictures (n, ...): equal ones get equal answers."""
+def best_possible(pictures: Iterable[Any], labels: Tensor) -> float:
+    """Return the largest accuracy of a method that sees only the pictures (of Pillow): equal ones get equal answers."""
     classes: dict[bytes, Counter[int]] = defaultdict(Counter)
-    for image, label in zip(images, labels.tolist(), strict=True):
-        classes[image.numpy().tobytes()][label] += 1
+    for picture, label in zip(pictures, labels.tolist(), strict=True):
+        classes[picture.tobytes()][label] += 1
     return sum(max(counts.values()) for counts in classes.values()) / len(labels)

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .fingerprint import digest_of
 from .labeled import LabeledImages, with_split
 from .pairs import Pairs
+from .sides import DrawnPictures, Texts
 
 # The upright sans face first: it has the most characters, and the first image of a character is its test image.
 # (LastResort, also shipped, draws 135,962 boxes that stand for no character.)
@@ -28,14 +30,25 @@ TEST_FACES = ("DejaVuSerif-Bold", "DejaVuSans-Oblique")
 def glyph_pairs(image_size: int, faces: Sequence[str] = FACES) -> Pairs:
     """Draw characters, paired with their names."""
     images, names, _ = _draw(image_size, faces)
-    return Pairs.grouped_by_text(images, names)
+    distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    group = torch.tensor([distinct[name] for name in names])
+    sides = {"image": DrawnPictures(images), "text": Texts(names)}
+    return Pairs.grouped(sides, group, digest=digest_of(images, "\n".join(names)))
 
 
 def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImages:
     """Draw characters, each a class, and hold out two faces for the test."""
     images, names, faces = _draw(image_size, FACES)
     for_test = torch.tensor([face in TEST_FACES for face in faces])
-    return with_split(images, names, for_test, validation=validation, seed=seed, novelty="faces never seen")
+    return with_split(
+        DrawnPictures(images),
+        names,
+        for_test,
+        validation=validation,
+        seed=seed,
+        novelty="faces never seen",
+        digest=digest_of(images, "\n".join(names), for_test),
+    )
 
 
 def _draw(image_size: int, faces_to_draw: Sequence[str]) -> tuple[Tensor, list[str], list[str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from ..._user_error import UserError
 from .pairs import Pairs
 from .randomness import seeded
+from .sides import Chosen, Side
 
 _HELD_OUT = 2  # images of a text in a file that are held out for the test, if it has more
 
@@ -18,8 +21,7 @@ _HELD_OUT = 2  # images of a text in a file that are held out for the test, if i
 class LabeledImages:
     """Images, the class of each, and their split."""
 
-    images: Tensor
-    """uint8, (n, channels, size, size)."""
+    pictures: Side
     labels: Tensor
     """int64, (n,): indices of `names`."""
     names: tuple[str, ...]
@@ -30,35 +32,44 @@ class LabeledImages:
     test: Tensor
     novelty: str = "images never seen"
     """How the test set differs from the training set, in words."""
+    digest: str = ""
+    """A hash of the data, equal on ranks that see the same."""
 
     def __len__(self) -> int:
         """Number of classes."""
         return len(self.names)
 
+    def picture(self, row: Tensor) -> Any:
+        """Return the picture of a row."""
+        return self.pictures.items(row[None])[0]
+
     def example(self, label: int) -> Tensor:
-        """Return the first image of a class in training."""
-        return self.images[self.train[self.labels[self.train] == label][0]]
+        """Return the row of a class's first image in training, ()."""
+        return self.train[self.labels[self.train] == label][0]
 
 
 def with_split(
-    images: Tensor,
-    names: list[str],
+    pictures: Side,
+    names: Sequence[str],
     for_test: Tensor,
     *,
     validation: int,
     seed: int,
+    at_most: bool = False,
     novelty: str = "images never seen",
+    digest: str = "",
 ) -> LabeledImages:
     """Split images whose classes are the names of those that are not `for_test`, a mask of (n,).
 
-    For the validation, one such image of each of `validation` classes is held out. Test images of other names are left
-    out.
+    For the validation, one such image of each of `validation` classes is held out; with `at_most`, of fewer classes if
+    there are not so many with two images. Test images of other names are left out.
     """
     known = {name: index for index, name in enumerate(sorted({names[i] for i in (~for_test).nonzero()[:, 0].tolist()}))}
     labels = torch.tensor([known.get(name, -1) for name in names])
     train = (~for_test).nonzero()[:, 0]
     count = torch.bincount(labels[train], minlength=len(known))
     able = (count > 1).nonzero()[:, 0]
+    validation = min(validation, len(able)) if at_most and len(able) else validation
     if len(able) < validation:
         raise UserError(
             f"--validation-texts {validation} needs as many texts with two images to train on, got {len(able)}"
@@ -74,21 +85,23 @@ def with_split(
             "--data has no image for the test, which holds out two images of each text that has three or more; "
             "add images"
         )
-    return LabeledImages(images, labels, tuple(known), train[~torch.isin(train, held)], held, test, novelty)
+    return LabeledImages(pictures, labels, tuple(known), train[~torch.isin(train, held)], held, test, novelty, digest)
 
 
-def classes_of_texts(pairs: Pairs, *, validation: int, seed: int) -> LabeledImages:
-    """Make each text a class; the last two images of a text that has three or more are for the test."""
+def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool = False) -> LabeledImages:
+    """Make each text a class; the last two images of a text that has three or more are for the test.
+
+    An image that the data have twice is never held out.
+    """
     counts = pairs.first.diff()
     text = torch.repeat_interleave(torch.arange(len(pairs)), counts)
     place = torch.arange(len(text)) - pairs.first[text]
     for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - _HELD_OUT)
-    names = [pairs.texts[i] for i in text.tolist()]
-    return with_split(pairs.images, names, for_test, validation=validation, seed=seed)
-
-
-def images_of_step(data: LabeledImages, *, batch_size: int, step: int, seed: int) -> Tensor:
-    """Return the indices of the images of the step's global batch; a pass leaves out its incomplete last batch."""
-    passed, position = divmod(step, len(data.train) // batch_size)
-    order = torch.randperm(len(data.train), generator=seeded(seed, "order", passed))
-    return data.train[order[position * batch_size : (position + 1) * batch_size]]
+    if pairs.equal_pictures is not None:
+        equal = torch.unique(pairs.equal_pictures[pairs.order], return_inverse=True)[1]
+        for_test &= torch.bincount(equal)[equal] == 1
+    pictures, texts = pairs.sides.values()
+    of_group = texts.items(pairs.rows(torch.arange(len(pairs))))
+    names = [of_group[i] for i in text.tolist()]
+    chosen, digest = Chosen(pictures, pairs.order), pairs.digest
+    return with_split(chosen, names, for_test, validation=validation, at_most=at_most, seed=seed, digest=digest)

@@ -1,55 +1,133 @@
-"""(image, text) pairs in memory, split by text, and batches that are a function of (seed, step) alone.
+"""Pairs of two sides, grouped and split, and batches that are a function of (seed, step) alone.
 
-Equal texts are one entry. A pass over the data visits each text once, with one of its images chosen at random, so a
-text is never its own false negative within a batch. The batch of a step depends only on the seed and the step, so it is
-the same on any number of ranks and after a resume.
+Rows that share a text or a picture, directly or through others, are one group. A pass over the data visits each group
+once, with one of its rows chosen at random, so that no text and no picture is a false negative of itself within a
+batch, on whatever rank the two rows are. The batch of a step depends only on the seed and the step, so it is the same
+on any number of ranks and after a resume.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .negatives import Negatives
 from .randomness import seeded
+from .sides import Side
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Images grouped by text: `images[first[t] : first[t + 1]]` belong to `texts[t]`."""
+    """Rows of two sides in groups: `order[first[g] : first[g + 1]]` are the rows of group g."""
 
-    images: Tensor
-    """uint8, (number of images, channels, size, size)."""
-    texts: tuple[str, ...]
+    sides: Mapping[str, Side]
+    """The two sides by name, such as image and text: row i of one belongs to row i of the other."""
+    order: Tensor
+    """int64, (number of rows,)."""
     first: Tensor
-    """int64, (number of texts + 1,)."""
+    """int64, (number of groups + 1,)."""
+    digest: str = ""
+    """A hash of the data, equal on ranks that see the same."""
+    equal_pictures: Tensor | None = None
+    """A number for each row of the sides, (n,), equal for equal pictures. None: no two are equal."""
+    documents: Tensor | None = None
+    """Of queries with documents, a row of each different document, which are the candidates of the final test."""
+    negatives: Negatives | None = None
+    """Mined negatives of each row."""
+    positive_names: Tensor | None = None
+    """With negatives, a number for each row of the sides, equal for equal positives and for negatives like them."""
 
     @classmethod
-    def grouped_by_text(cls, images: Tensor, texts: list[str]) -> Pairs:
-        """Group images by text; keep the order of the texts and of the images of each text."""
-        distinct = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-        owner = torch.tensor([distinct[text] for text in texts])
+    def grouped(
+        cls,
+        sides: Mapping[str, Side],
+        group: Tensor,
+        *,
+        rows: Tensor | None = None,
+        digest: str = "",
+        equal_pictures: Tensor | None = None,
+    ) -> Pairs:
+        """Group rows by the numbers (n,) of their groups, numbered anew by their first row; rows keep their order.
+
+        Args:
+            sides: the two sides.
+            group: the number of each row's group.
+            rows: the rows, (n,). None: all.
+            digest: a hash of the data.
+            equal_pictures: a number for each row of the sides, equal for equal pictures.
+
+        >>> Pairs.grouped({}, torch.tensor([4, 2, 4])).first
+        tensor([0, 2, 3])
+        """
+        _, owner = torch.unique(group, return_inverse=True)
+        count = int(owner.max()) + 1 if len(owner) else 0
+        appears = torch.full((count,), len(owner)).scatter_reduce(0, owner, torch.arange(len(owner)), "amin")
+        rank = torch.empty_like(appears)
+        rank[appears.argsort()] = torch.arange(count)
+        owner = rank[owner]
+        sizes = torch.bincount(owner, minlength=count)
+        first = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         order = torch.argsort(owner, stable=True)
-        counts = torch.bincount(owner, minlength=len(distinct))
-        return cls(images[order], tuple(distinct), torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        return cls(sides, order if rows is None else rows[order], first, digest, equal_pictures)
 
     def __len__(self) -> int:
-        """Number of texts."""
-        return len(self.texts)
+        """Number of groups."""
+        return len(self.first) - 1
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two sides."""
+        one, other = self.sides
+        return one, other
+
+    @cached_property
+    def group_of(self) -> Tensor:
+        """The group of each row of the sides, (number of their rows,); -1 for rows that are left out."""
+        found = torch.full((int(self.order.max()) + 1,), -1)
+        found[self.order] = torch.repeat_interleave(torch.arange(len(self)), self.first.diff())
+        return found
+
+    def rows(self, groups: Tensor) -> Tensor:
+        """Return the first row of each of these groups."""
+        return self.order[self.first[groups]]
+
+
+def joined(numbers: Sequence[Tensor]) -> Tensor:
+    """Return the number of a group for each row, (n,): rows with an equal number in any of the columns are one group.
+
+    Each column of numbers joins the groups that share a number, until no column joins any.
+
+    >>> joined([torch.tensor([0, 1, 1, 2]), torch.tensor([5, 5, 6, 7])])
+    tensor([0, 0, 0, 3])
+    """
+    n = len(numbers[0])
+    columns = [torch.unique(column, return_inverse=True)[1] for column in numbers]
+    label = torch.arange(n)
+    while True:
+        before = label
+        for column in columns:
+            least = torch.full((n,), n).scatter_reduce(0, column, label, "amin")
+            label = least[column]
+        label = label[label]  # a label is a row of the same group: take that row's label
+        if torch.equal(label, before):
+            return label
 
 
 @dataclass(frozen=True)
 class Split:
-    """Indices of texts in three disjoint parts."""
+    """Numbers of groups in three disjoint parts."""
 
     train: Tensor
     validation: Tensor
     test: Tensor
 
 
-def split_by_text(pairs: Pairs, *, validation: int, test: int, seed: int) -> Split:
-    """Split the texts at random. No text is in two parts, so retrieval is tested on texts never seen."""
+def split_groups(pairs: Pairs, *, validation: int, test: int, seed: int) -> Split:
+    """Split the groups at random. No text and no picture is in two parts: retrieval is tested on pairs never seen."""
     order = torch.randperm(len(pairs), generator=seeded(seed, "split"))
     return Split(
         train=order[validation + test :],
@@ -58,11 +136,24 @@ def split_by_text(pairs: Pairs, *, validation: int, test: int, seed: int) -> Spl
     )
 
 
-def batch_of_step(texts: Tensor, pairs: Pairs, *, batch_size: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return (image indices, text indices) of the step's global batch; a pass leaves out its incomplete last batch."""
-    passed, position = divmod(step, len(texts) // batch_size)
-    order = torch.randperm(len(texts), generator=seeded(seed, "order", passed))
-    batch = texts[order[position * batch_size : (position + 1) * batch_size]]
-    choice = torch.rand(batch_size, generator=seeded(seed, "image", step), dtype=torch.float64)
-    first, count = pairs.first[batch], pairs.first[batch + 1] - pairs.first[batch]
-    return first + (choice * count).long(), batch
+class Order:
+    """The order of numbers in each pass; the last pass is kept, because its permutation is needed in every step."""
+
+    def __init__(self, numbers: Tensor, *, batch_size: int, seed: int) -> None:
+        self._numbers, self._batch_size, self._seed = numbers, batch_size, seed
+        self._pass: tuple[int, Tensor] | None = None
+
+    def batch(self, step: int) -> Tensor:
+        """Return the numbers of the step's global batch; a pass leaves out its incomplete last batch."""
+        passed, position = divmod(step, len(self._numbers) // self._batch_size)
+        if self._pass is None or self._pass[0] != passed:
+            self._pass = passed, torch.randperm(len(self._numbers), generator=seeded(self._seed, "order", passed))
+        return self._numbers[self._pass[1][position * self._batch_size : (position + 1) * self._batch_size]]
+
+
+def batch_of_step(order: Order, pairs: Pairs, *, step: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return (rows, groups) of the step's global batch."""
+    groups = order.batch(step)
+    choice = torch.rand(len(groups), generator=seeded(seed, "image", step), dtype=torch.float64)
+    first, count = pairs.first[groups], pairs.first[groups + 1] - pairs.first[groups]
+    return pairs.order[first + (choice * count).long()], groups

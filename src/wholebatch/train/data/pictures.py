@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,58 @@ _PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 _ORIENTATION = 0x0112  # of EXIF
 
 
+def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
+    """Read the first frame of a picture as a PIL image of mode L or RGB: upright, opaque, eight bits per channel.
+
+    Args:
+        place: the path of a file, the bytes of one, or (file, offset, size) of a member of a tar file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: with the reason, if it cannot be read.
+    """
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            # Pixels that cannot be decoded are errors; warnings concern a file's metadata and the like.
+            warnings.simplefilter("ignore")
+            with Image.open(place if isinstance(place, Path) else io.BytesIO(bytes_of(place))) as image:
+                image.load()
+                picture = _eight_bits(_upright(image))
+        return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # decoders raise exceptions of any type for damaged files
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def bytes_of(place: Path | bytes | tuple[str, int, int]) -> bytes:
+    """Return the bytes of a picture's file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if isinstance(place, bytes):
+        return place
+    if isinstance(place, Path):
+        return place.read_bytes()
+    path, offset, size = place
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def fit(picture: Any, *, size: int, channels: int) -> Tensor:
+    """Scale a picture to fit a square and pad it with black: uint8, (channels, size, size)."""
+    import numpy as np
+    from PIL import ImageOps
+
+    square = ImageOps.pad(picture.convert("L" if channels == 1 else "RGB"), (size, size))
+    pixels = torch.from_numpy(np.array(square))
+    return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()
+
+
 def read_image(path: Path, *, size: int, channels: int) -> Tensor:
     """Read the first frame of a picture as uint8 of shape (channels, size, size).
 
@@ -22,22 +75,7 @@ def read_image(path: Path, *, size: int, channels: int) -> Tensor:
         FileNotFoundError: if there is no such file.
         ValueError: with the reason, if it cannot be read.
     """
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    try:
-        with warnings.catch_warnings():
-            # Pixels that cannot be decoded are errors; warnings concern a file's metadata and the like.
-            warnings.simplefilter("ignore")
-            with Image.open(path) as image:
-                image.load()
-                picture = _eight_bits(_upright(image)).convert("L" if channels == 1 else "RGB")
-            pixels = torch.from_numpy(np.array(ImageOps.pad(picture, (size, size))))
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # decoders raise exceptions of any type for damaged files
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
-    return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()
+    return fit(open_picture(path), size=size, channels=channels)
 
 
 def _upright(image: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A small dual encoder: a convolutional network for images; word vectors and an optional transformer for texts.
+"""The small encoders: a convolutional network for images; word vectors and an optional transformer for texts.
 
 Nothing in it depends on another example (no batch norm) or on random numbers (no dropout), so the result for a row
 does not depend on the split of the batch. Every parameter has an effect: the gradient of one without (a bias straight
@@ -7,14 +7,59 @@ before a normalization) would be rounding noise, which Adam turns into steps of 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import ModelConfig
-from .words import TextBatch
+from .encoder import Encoder
+from .inputs import Inputs
+from .words import TextBatch, split_batch, tokenize
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Fit pictures into a square and pad them with black: uint8, (b, channels, size, size)."""
+
+    size: int
+    channels: Literal[1, 3]
+
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """The shape of pixels that need no preparation: (channels, size, size)."""
+        return self.channels, self.size, self.size
+
+    def __call__(self, pictures: Sequence[Any]) -> Tensor:
+        """Map pictures of the mode of these channels to pixels."""
+        import numpy as np
+        from PIL import ImageOps
+
+        square = (self.size, self.size)
+        pixels = np.stack([np.asarray(ImageOps.pad(picture, square)) for picture in pictures])
+        batch = torch.from_numpy(pixels)
+        return batch.unsqueeze(1) if self.channels == 1 else batch.permute(0, 3, 1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Words:
+    """Split texts into words and their pieces."""
+
+    max_words: int
+    buckets: int
+
+    def __call__(self, texts: Sequence[str]) -> TextBatch:
+        """Map b texts to their tokens."""
+        return tokenize(texts, max_words=self.max_words, buckets=self.buckets)
+
+
+def as_float(images: Tensor) -> Tensor:
+    """Convert uint8 images to floats in [0, 1]; floats stay."""
+    return images.float() / 255 if images.dtype == torch.uint8 else images
 
 
 class ResidualBlock(nn.Module):
@@ -30,11 +75,17 @@ class ResidualBlock(nn.Module):
         return x + self.conv(F.gelu(self.norm(x)))
 
 
-class ImageEncoder(nn.Module):
+class ImageEncoder(Encoder):
     """A convolution of overlapping patches with stride 4, one with stride 2, and a projection of all positions."""
 
-    def __init__(self, config: ModelConfig, channels: int, image_size: int) -> None:
+    kind = "image"
+    form = "small image"
+
+    def __init__(self, config: ModelConfig, channels: Literal[1, 3], image_size: int) -> None:
         super().__init__()
+        self.config, self.channels, self.width = config, channels, config.embedding_size
+        self.image_size = image_size
+        self.prepare = Pad(image_size, channels)
         w = config.image_width
         self.body = nn.Sequential(
             nn.Conv2d(channels, w, 8, stride=4, padding=2),
@@ -48,9 +99,13 @@ class ImageEncoder(nn.Module):
         self.project = nn.Linear(2 * w * (image_size // 8) ** 2, config.embedding_size, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (b, channels, size, size), float in [0, 1], to (b, embedding_size)."""
+        """Map (b, channels, size, size), uint8 or float in [0, 1], to (b, embedding_size)."""
         # channels_last is the fastest layout of convolutions, on CPUs too
-        return self.project(self.body(images.contiguous(memory_format=torch.channels_last)))
+        return self.project(self.body(as_float(images).contiguous(memory_format=torch.channels_last)))
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Return the sizes."""
+        return {"sizes": asdict(self.config), "channels": self.channels, "image_size": self.image_size}
 
 
 class TransformerLayer(nn.Module):
@@ -72,11 +127,16 @@ class TransformerLayer(nn.Module):
         return x + self.feed(self.norm2(x))
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(Encoder):
     """Word vectors (means of piece vectors), positions, transformer layers, mean over the words."""
+
+    kind = "text"
+    form = "small text"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config, self.width = config, config.embedding_size
+        self.prepare = Words(config.max_words, config.text_buckets)
         self.pieces = nn.EmbeddingBag(config.text_buckets, config.text_width, mode="mean")
         nn.init.normal_(self.pieces.weight, std=0.05)  # small, so that training soon outgrows the hash's noise
         self.positions = nn.Parameter(0.02 * torch.randn(config.max_words, config.text_width))
@@ -86,8 +146,9 @@ class TextEncoder(nn.Module):
         self.norm = nn.LayerNorm(config.text_width)
         self.project = nn.Linear(config.text_width, config.embedding_size, bias=False)
 
-    def forward(self, words: Tensor, pieces: Tensor, offsets: Tensor) -> Tensor:
-        """Map the fields of a `TextBatch` of b texts to (b, embedding_size)."""
+    def forward(self, texts: TextBatch) -> Tensor:
+        """Map b texts to (b, embedding_size)."""
+        words, pieces, offsets = texts
         vectors = torch.cat([self.positions.new_zeros(1, self.positions.shape[1]), self.pieces(pieces, offsets)])
         mask = words > 0
         x = F.embedding(words, vectors) + self.positions
@@ -96,36 +157,14 @@ class TextEncoder(nn.Module):
         x = (self.norm(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         return self.project(x)
 
+    def split(self, inputs: Inputs, size: int) -> list[Inputs]:
+        """Return chunks of `size` texts, each with its words alone."""
+        return list(split_batch(inputs, size))
 
-class DualEncoder(nn.Module):
-    """Both encoders, the learnable scale and an optional bias, in one module for an engine such as DDP to wrap."""
+    def first(self, inputs: Inputs, count: int) -> Inputs:
+        """Return the first so many texts with their words alone."""
+        return self.split(inputs, count)[0]
 
-    max_logit_scale = 100.0
-
-    def __init__(self, config: ModelConfig, *, channels: int, image_size: int, bias: bool = False) -> None:
-        super().__init__()
-        self.image, self.text = ImageEncoder(config, channels, image_size), TextEncoder(config)
-        self.log_logit_scale = nn.Parameter(torch.tensor(config.initial_logit_scale).log())
-        self.logit_bias = nn.Parameter(torch.tensor(-10.0)) if bias else None
-
-    def forward(self, images: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return unit features of images and texts, (b, d) each, the scale, and the bias if there is one."""
-        return self.encode_images(images), self.encode_texts(texts), self.logit_scale, self.logit_bias
-
-    def encode_images(self, images: Tensor) -> Tensor:
-        """Map images (b, channels, size, size), float in [0, 1], to unit rows (b, d)."""
-        return F.normalize(self.image(images), dim=-1)
-
-    def encode_texts(self, texts: TextBatch) -> Tensor:
-        """Map b texts to unit rows (b, d)."""
-        return F.normalize(self.text(*texts), dim=-1)
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The scale of similarities: exp of the parameter."""
-        return self.log_logit_scale.exp()
-
-    @torch.no_grad()
-    def limit_logit_scale(self) -> None:
-        """Clamp the scale to `max_logit_scale` after a step; a clamped forward pass would end its gradient for good."""
-        self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Return the sizes."""
+        return {"sizes": asdict(self.config)}

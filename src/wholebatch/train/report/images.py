@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
 
 _LARGEST = 160  # pixels of a side: twice the size on the page
 _SMALL = 64  # pixels; not larger ones stay exact
 _JPEG_QUALITY = 85
-
-
-def picture_of(pixels: Tensor) -> Image:
-    """Return a picture from uint8 pixels (channels, height, width), with one channel or three."""
-    from PIL import Image
-
-    array = (pixels[0] if len(pixels) == 1 else pixels.permute(1, 2, 0)).contiguous().cpu().numpy()
-    return Image.fromarray(array)
 
 
 def data_uri(picture: Image) -> str:

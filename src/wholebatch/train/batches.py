@@ -1,0 +1,112 @@
+"""What a rank's part of a step's batch is made of; it is prepared by worker processes, and holds no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import TrainConfig
+from .data.labeled import LabeledImages
+from .data.pairs import Order, Pairs, batch_of_step
+from .data.sides import Side
+from .encoders.encoder import Encoder, Prepare
+from .encoders.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one side's rows become the inputs of its encoder."""
+
+    prepare: Prepare
+    channels: int
+
+    @classmethod
+    def of(cls, encoder: Encoder) -> Reader:
+        """Return that of an encoder."""
+        return cls(encoder.prepare, encoder.channels)
+
+    def __call__(self, side: Side, rows: Tensor) -> Inputs:
+        """Return the inputs of these rows."""
+        return side.inputs(rows, self.prepare, channels=self.channels)
+
+
+class Chunk(NamedTuple):
+    """Rows that are encoded together."""
+
+    first: Inputs
+    second: Inputs
+    negatives: Inputs | None
+    """Of all these rows; None if they have none."""
+    rows: slice
+    """Their places among the rank's rows."""
+
+
+class PairBatch(NamedTuple):
+    """A rank's rows of the global batch of pairs."""
+
+    chunks: list[Chunk]
+    names: Tensor
+    """int64, (b,): equal for rows of one group, or for those with an equal positive where there are negatives."""
+    negative_names: Tensor
+    """int64, (number of negatives,)."""
+
+
+class PairBatches:
+    """The rank's part of the pairs of each step.
+
+    Args:
+        pairs: the data.
+        train: the groups to train on.
+        readers: how the rows of each side are read.
+        config: the configuration of the run.
+        rows: the rank's rows of the global batch.
+    """
+
+    def __init__(
+        self, pairs: Pairs, train: Tensor, readers: Mapping[str, Reader], config: TrainConfig, rows: slice
+    ) -> None:
+        self._pairs, self._readers, self._rows, self._seed = pairs, readers, rows, config.seed
+        self._order = Order(train, batch_size=config.batch_size, seed=config.seed)
+        self._chunk_size = config.chunk_size
+
+    def __call__(self, step: int) -> PairBatch:
+        """Prepare the batch of a step."""
+        all_rows, all_groups = batch_of_step(self._order, self._pairs, step=step, seed=self._seed)
+        rows, groups = all_rows[self._rows], all_groups[self._rows]
+        size = self._chunk_size or max(1, len(rows))
+        chunks, negative_names = [], [torch.empty(0, dtype=torch.int64)]
+        for start in range(0, len(rows), size):
+            some = rows[start : start + size]
+            first, second = (self._readers[name](side, some) for name, side in self._pairs.sides.items())
+            negatives = None
+            if self._pairs.negatives is not None:
+                texts, names = self._pairs.negatives.of(some)
+                negative_names.append(names)
+                negatives = self._readers[self._pairs.names[1]].prepare(texts) if texts else None
+            chunks.append(Chunk(first, second, negatives, slice(start, start + len(some))))
+        names = groups if self._pairs.positive_names is None else self._pairs.positive_names[rows]
+        return PairBatch(chunks, names, torch.cat(negative_names))
+
+
+class ImageBatch(NamedTuple):
+    """A rank's rows of the global batch of labeled images."""
+
+    images: Inputs
+    labels: Tensor
+
+
+class ImageBatches:
+    """The rank's part of the labeled images of each step."""
+
+    def __init__(self, data: LabeledImages, reader: Reader, config: TrainConfig, rows: slice) -> None:
+        self._data, self._reader, self._rows = data, reader, rows
+        self._order = Order(data.train, batch_size=config.batch_size, seed=config.seed)
+
+    def __call__(self, step: int) -> ImageBatch:
+        """Prepare the batch of a step."""
+        rows = self._order.batch(step)[self._rows]
+        return ImageBatch(self._reader(self._data.pictures, rows), self._data.labels[rows])

@@ -1,0 +1,155 @@
+"""The batch of each step, prepared ahead by worker processes.
+
+What a step needs is a function of the step alone, so workers hold no state: after a resume, on any number of ranks and
+with any number of workers, they begin at the present step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ..._user_error import UserError
+from ..config import TrainConfig
+from .sides import FilePictures, Side
+
+_B = TypeVar("_B")
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+# A fork shares the table's pages and the imports with its rank, and starts in milliseconds. Python 3.14 does not fork
+# by default. Elsewhere than on Linux a fork is not safe, and workers start anew.
+_CONTEXT = "fork" if sys.platform == "linux" else None
+
+
+class Feed(Generic[_B]):
+    """Batches by their step, in any order; in ascending order they are prepared ahead.
+
+    Args:
+        prepare: the batch of a step; it runs in a worker.
+        stop: the number of steps.
+        workers: processes that prepare batches; 0: this process does it, when the batch is asked for.
+    """
+
+    def __init__(self, prepare: Callable[[int], _B], *, stop: int, workers: int) -> None:
+        self._prepare, self._stop, self._workers = prepare, stop, workers
+        self._ahead: Iterator[Any] | None = None
+        self._next = 0
+
+    def at(self, step: int) -> _B:
+        """Return the batch of a step.
+
+        Raises:
+            UserError: a row that cannot be read; workers pass it on.
+        """
+        if not self._workers:
+            return self._prepare(step)
+        if self._ahead is None or step != self._next:
+            self.close()
+            self._ahead, self._next = prepared(self._prepare, range(step, self._stop), workers=self._workers), step
+        self._next += 1
+        batch: _B = next(self._ahead)
+        if self._next == self._stop:
+            self.close()
+        return batch
+
+    def close(self) -> None:
+        """End the workers."""
+        self._ahead = None
+
+
+def workers_of_a_rank(config: TrainConfig, sides: Mapping[str, Side], size: int) -> int:
+    """Return how many processes prepare a rank's batches: `--workers`, or for pictures its share of the cores."""
+    if config.workers >= 0:
+        return config.workers
+    if not any(isinstance(side, FilePictures) for side in sides.values()):
+        return 0
+    return max(1, min(8, (os.cpu_count() or 1) // size))
+
+
+def prepared(
+    prepare: Callable[[Any], _B], keys: range | list[Any], *, workers: int, context: str | None = _CONTEXT
+) -> Iterator[_B]:
+    """Yield prepare(key) for each key, in order, from so many worker processes, which start as `context` says."""
+    if not workers:
+        yield from map(prepare, keys)
+        return
+    loader = DataLoader(
+        _Prepared(prepare),
+        batch_size=None,
+        sampler=keys,
+        num_workers=workers,
+        worker_init_fn=_begin_worker,
+        collate_fn=_as_it_is,
+        multiprocessing_context=context,
+    )
+    with warnings.catch_warnings():
+        # Since 3.12 Python warns of every fork beside threads. These only wait: for signals, and inside of libraries.
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        batches = iter(loader)
+    for batch in batches:
+        if isinstance(batch, _Mistake):
+            raise UserError(batch.message)
+        yield batch
+
+
+def died(error: BaseException) -> str:
+    """Return how a worker has died, if that is what a RuntimeError of torch's loader says; else "".
+
+    >>> died(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    'was killed by a signal (Killed); was the machine out of memory? Fewer --workers need less'
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
+        return ""
+    if "Bus error" in text:
+        return (
+            "had too little shared memory; enlarge /dev/shm (docker run --shm-size 8g), or use --workers 0, which "
+            "needs none"
+        )
+    killed = re.search(r"killed by signal: ([\w ]+)", text)
+    how = f"was killed by a signal ({killed[1].strip()})" if killed else "ended unexpectedly"
+    return f"{how}; was the machine out of memory? Fewer --workers need less"
+
+
+class _Mistake:
+    """A mistake of the user's that a worker has found. An exception would come back as a traceback in a message."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+class _Prepared(Dataset[Any]):
+    def __init__(self, prepare: Callable[[Any], Any]) -> None:
+        self._prepare = prepare
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._prepare(key)
+        except UserError as error:
+            return _Mistake(str(error))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _begin_worker(_: int) -> None:
+    """Leave signals to the rank, which ends its workers; a terminal sends Ctrl-C to all of them.
+
+    On Linux a worker dies with its rank, at once: it holds the rank's open pipes, by which others see the rank's end.
+    """
+    for each in (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])):
+        signal.signal(each, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # a fork has that of its rank
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    torch.set_num_threads(1)

@@ -1,0 +1,130 @@
+"""A folder of pictures as a table: a subfolder for each class, texts beside the pictures, or texts that are names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..._user_error import UserError
+from .table import MEMBER, need_pyarrow
+
+PICTURES = frozenset(
+    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2",
+     ".avif", ".ico", ".tga")
+)  # fmt: skip
+"""Endings of pictures, as Pillow names them."""
+_MOST_TEXT_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """The pictures of a folder, and how they get their texts."""
+
+    pictures: list[str]
+    """Paths relative to the folder, sorted."""
+    texts: set[str]
+    """Paths of the .txt files, without their ending."""
+    kind: str
+    """"class": the subfolder; "beside": the .txt file; "name": the file's name."""
+
+    @property
+    def said(self) -> str:
+        """A line about it."""
+        how = {
+            "class": "the text of a picture is the name of its subfolder",
+            "beside": "the text of a picture is the .txt file beside it",
+            "name": "the text of a picture is the name of its file",
+        }[self.kind]
+        return f"{len(self.pictures):,} pictures in a folder: {how}"
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether `datasets` has saved a data set, or several, in this folder."""
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def folder_facts(path: Path) -> FolderFacts:
+    """List a folder's pictures, links to folders left out."""
+    pictures, texts = [], set()
+    for folder, folders, names in os.walk(path, onerror=_raise):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(folder).relative_to(path)
+        for name in names:
+            stem, ending = os.path.splitext(name)
+            if name.startswith("."):
+                continue
+            if ending.lower() in PICTURES:
+                pictures.append((inside / name).as_posix())
+            elif ending.lower() == ".txt":
+                texts.add((inside / stem).as_posix())
+    if not pictures:
+        raise UserError(
+            f"--data: the folder {str(path)!r} holds no pictures, no .tar shards and no saved data set; expected files "
+            f"such as .png and .jpg, in one subfolder for each class or with texts beside them"
+        )
+    pictures.sort()
+    if any(os.path.splitext(name)[0] in texts for name in pictures):
+        kind = "beside"
+    else:
+        kind = "class" if all("/" in name for name in pictures) else "name"
+    return FolderFacts(pictures, texts, kind)
+
+
+def _raise(error: OSError) -> None:
+    """End the walk, which would leave out a folder that cannot be read."""
+    raise error
+
+
+def folder_batches(path: Path, facts: FolderFacts) -> Iterator[Any]:
+    """Yield one record batch with the columns `image` (a path) and `text`, or `label` for classes."""
+    pa = need_pyarrow()
+    for name in facts.pictures:
+        if not is_utf8(name):
+            raise UserError(f"{path}: the file name {os.fsencode(name)!r} is not UTF-8; rename the file")
+    texts = [_text(path, name, facts) for name in facts.pictures]
+    column = "label" if facts.kind == "class" else "text"
+    yield pa.record_batch(
+        [pa.array(facts.pictures), pa.array(texts), pa.array(facts.pictures)], ["image", column, MEMBER]
+    )
+
+
+def _text(path: Path, name: str, facts: FolderFacts) -> str:
+    stem = os.path.splitext(name)[0]
+    if facts.kind == "class":
+        return in_words(name.split("/")[-2])
+    if facts.kind == "name":
+        return in_words(stem.rpartition("/")[2])
+    if stem not in facts.texts:
+        raise UserError(f"{path}, {name}: there is no text beside it, {stem + '.txt'!r}; other pictures have one")
+    file = path / f"{stem}.txt"
+    if file.stat().st_size > _MOST_TEXT_BYTES:
+        raise UserError(f"{file} has {file.stat().st_size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")
+    try:
+        text = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text:
+        raise UserError(f"{file} is empty; expected the text of {name}")
+    return text
+
+
+def is_utf8(name: str) -> bool:
+    """Return whether a name can be written as UTF-8, which Linux does not require of a file's name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def in_words(name: str) -> str:
+    """Return a file's or folder's name as words.
+
+    >>> in_words("red-breasted_merganser")
+    'red breasted merganser'
+    """
+    return re.sub(r"[\s_-]+", " ", name).strip() or name

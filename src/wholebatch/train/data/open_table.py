@@ -1,0 +1,135 @@
+"""`--data PATH` as a table: a file of rows, a folder of pictures, tar shards, or a data set that `datasets` has saved.
+
+No picture is read here, but for those inside of parquet files, which are copied into the cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..._user_error import UserError
+from .cache import cached, uncached
+from .folders import folder_batches, folder_facts, is_saved_dataset
+from .paths import check_path, expand_shards
+from .shards import shard_batches
+from .table import Table, need_pyarrow
+from .text_files import read_json_lines, read_separated
+
+_ROWS = 1024  # of a parquet file that are held at a time
+
+
+def open_table(data: str) -> Table:
+    """Return the table of `--data`; its first use on a machine writes a file into the cache.
+
+    Raises:
+        UserError: nothing there, nothing in it, or a row that cannot be read, with its file and line.
+    """
+    check_path(data)
+    path = Path(data)
+    try:
+        found = _open(data, path)
+    except OSError as error:
+        raise UserError(f"--data: {str(error.filename or data)!r} cannot be read: {error.strerror or error}") from error
+    if not len(found):
+        raise UserError(f"{path} holds no rows")
+    return found
+
+
+def _open(data: str, path: Path) -> Table:
+    if path.is_dir() and is_saved_dataset(path):
+        return _saved_dataset(path)
+    if path.suffix == ".parquet" and path.is_file():
+        arrow, said = cached([path], lambda: _parquet_batches(path))
+        return Table(path, _with_class_names(arrow), path.parent, said)
+    if path.suffix in (".csv", ".tsv") and path.is_file():
+        arrow, said = cached([path], lambda: read_separated(path))
+        return Table(path, arrow, path.parent, said)
+    if path.suffix == ".jsonl" and path.is_file():
+        arrow, said = cached([path], lambda: read_json_lines(path))
+        return Table(path, arrow, path.parent, said)
+    shards = expand_shards(data)
+    if shards:
+        arrow, said = cached(shards, lambda: shard_batches(shards))
+        return Table(path, arrow, path.parent, (f"{len(shards)} tar shards", *said))
+    facts = folder_facts(path)
+    # The files are listed at every start: a folder does not know when a picture deep in it has changed.
+    arrow, said = uncached(lambda: folder_batches(path, facts))
+    return Table(path, arrow, path, (facts.said, *said))
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    """Yield the record batches of a parquet file, with texts instead of Arrow's dictionaries of texts."""
+    pa = need_pyarrow()
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            schema = file.schema_arrow
+            for place, field in enumerate(schema):
+                if pa.types.is_dictionary(field.type):
+                    schema = schema.set(place, field.with_type(field.type.value_type))
+            yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
+            for batch in file.iter_batches(batch_size=_ROWS):
+                yield batch.cast(schema)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path} cannot be read as a parquet file: {' '.join(str(error).split())}") from error
+
+
+def _with_class_names(arrow: Any) -> Any:
+    """Replace the numbers of classes by their names, where `datasets` has left the names in the file's metadata."""
+    import pyarrow.compute as pc
+
+    pa = need_pyarrow()
+    try:
+        features = json.loads((arrow.schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return arrow
+    for name, feature in features.items():
+        names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+        if isinstance(names, list) and name in arrow.column_names:
+            texts = pc.take(pa.array(names, pa.string()), _known(arrow[name], len(names)))
+            arrow = arrow.set_column(arrow.column_names.index(name), name, texts)
+    return arrow
+
+
+def _known(numbers: Any, count: int) -> Any:
+    """Return the numbers of classes without those that have no name, such as -1 of an unlabeled test set."""
+    import pyarrow.compute as pc
+
+    return pc.if_else(pc.and_(pc.greater_equal(numbers, 0), pc.less(numbers, count)), numbers, None)
+
+
+def _saved_dataset(path: Path) -> Table:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"--data: {str(path)!r} was saved by the library datasets, which cannot be imported ({error}); "
+            "pip install datasets"
+        ) from error
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # of many types, for damaged folders
+        reason = " ".join(str(error).split())
+        raise UserError(f"--data: {str(path)!r} cannot be loaded as a saved data set: {reason}") from error
+    said: tuple[str, ...] = ()
+    if isinstance(found, datasets.DatasetDict):
+        if "train" not in found:
+            raise UserError(
+                f"--data: {str(path)!r} holds the data sets {', '.join(found)}; name one: "
+                f"{str(path / next(iter(found)))!r}"
+            )
+        said = (f"of the data sets {', '.join(found)}, train",)
+        found = found["train"]
+    found = found.flatten_indices() if found._indices is not None else found
+    arrow = found.data.table
+    arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(found)})
+    return replace(Table(path, _with_class_names(arrow), path), said=said)
+
+
+def _features_of(dataset: Any) -> bytes:
+    return json.dumps({"info": {"features": dataset.features.to_dict()}}).encode()

@@ -1,0 +1,141 @@
+"""Which column of a table is the image, the text, the query, its positive, its negatives or the label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._user_error import UserError
+from .table import Table
+
+USUAL = {
+    "image": (
+        "image",
+        "filepath",
+        "file_path",
+        "file_name",
+        "filename",
+        "file",
+        "path",
+        "image_path",
+        "img",
+        "picture",
+    ),
+    "text": ("text", "caption", "title", "txt", "description", "name", "sentence"),
+    "query": ("query", "anchor", "question"),
+    "positive": ("positive", "passage", "document", "answer", "pos", "code"),
+    "negatives": ("negatives", "negative", "hard_negatives", "neg"),
+    "label": ("label", "class", "category", "identity", "cls"),
+}
+"""The names by which a role is recognised."""
+
+Roles = dict[str, list[str]]
+"""The columns of each role; only `negatives` may have several."""
+
+
+def asked_roles(columns: str) -> Roles:
+    """Parse `--columns "image=filepath,text=title"`; several columns of negatives are joined by +."""
+    found: Roles = {}
+    for part in filter(None, (part.strip() for part in columns.split(","))):
+        role, equals, names = part.partition("=")
+        if not equals or role not in USUAL or not all(names.split("+")):
+            raise UserError(
+                f"--columns must be ROLE=COLUMN,... with the roles {', '.join(USUAL)}, such as image=filepath,"
+                f"text=title; got {part!r}"
+            )
+        if role in found or (role != "negatives" and "+" in names):
+            raise UserError(
+                f"--columns gives {role!r} more than one column; only negatives may have several, joined by +"
+            )
+        found[role] = names.split("+")
+    return found
+
+
+def find_roles(table: Table, columns: str, *, task: str) -> Roles:
+    """Return the columns of the roles that the task needs: image and text, query and positive, or image and label.
+
+    Args:
+        table: the data.
+        columns: `--columns`; what it does not name is recognised by USUAL names.
+        task: "retrieve" or "identify".
+
+    Raises:
+        UserError: a column that is not there, none or two that could have a role.
+    """
+    asked = asked_roles(columns)
+    there = {name.lower(): name for name in table.names}
+    for role, names in asked.items():
+        for name in names:
+            if name not in table.names:
+                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_there(table)}")
+    taken = {name for names in asked.values() for name in names}
+
+    def one(role: str, *, needed: bool = False) -> list[str]:
+        if role in asked:
+            return asked[role]
+        usual = [there[name] for name in USUAL[role] if name in there and there[name] not in taken]
+        if role == "negatives":
+            numbered = [name for name in table.names if name.lower().rstrip("0123456789").rstrip("_") in USUAL[role]]
+            return [name for name in numbered if name not in taken]
+        if len(usual) > 1 and not all(table.arrow[usual[0]].equals(table.arrow[name]) for name in usual[1:]):
+            raise UserError(
+                f"{table.source} has several columns that could be the {role}: {', '.join(usual)}; name one, for "
+                f"instance --columns {role}={usual[0]}"
+            )
+        usual = usual[:1]  # img2dataset writes the caption into .txt and into .json
+        if needed and not usual:
+            _refuse_addresses(table, role)
+            raise UserError(
+                f"{table.source} has no column for the {role}; {_there(table)}. Name it: --columns {role}=NAME "
+                f"(usual names need no option: {', '.join(USUAL[role])})"
+            )
+        return usual
+
+    if task == "identify":
+        label = [] if "text" in asked and "label" not in asked else one("label")
+        return {"image": one("image", needed=True), "text": label or one("text", needed=True)}
+    pairs_of_texts = "query" in asked or "positive" in asked or ("image" not in asked and bool(one("query")))
+    if pairs_of_texts:
+        roles = {"query": one("query", needed=True), "positive": one("positive", needed=True)}
+        negatives = one("negatives")
+        return roles | ({"negatives": negatives} if negatives else {})
+    text = one("text") or (one("label") if "text" not in asked else [])
+    return {"image": one("image", needed=True), "text": text or one("text", needed=True)}
+
+
+def _refuse_addresses(table: Table, role: str) -> None:
+    addresses = [name for name in table.names if name.lower() in ("url", "image_url", "link")]
+    if role == "image" and addresses:
+        raise UserError(
+            f"{table.source} has addresses of images in the column {addresses[0]!r}; expected paths of files. Download "
+            "them first: img2dataset writes tar shards, which --data reads"
+        )
+
+
+def _there(table: Table) -> str:
+    return f"its columns are {', '.join(table.names)}" if table.names else "it has no columns"
+
+
+def text_column(table: Table, role: str, name: str) -> Any:
+    """Return a column of texts without space at their ends; numbers become texts.
+
+    Raises:
+        UserError: values of another type, or an empty one, with its place.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table.check_usable(name)
+    column = table.arrow[name]
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        column = column.cast(pa.string())
+    elif not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise UserError(f"{table.source}: the column {name!r} must hold texts to be the {role}; got {kind}")
+    trimmed = pc.utf8_trim_whitespace(column)
+    column = column if trimmed.equals(column) else trimmed  # a mapped column has no memory of its own
+    empty = pc.fill_null(pc.equal(column, ""), True)
+    if pc.any(empty).as_py():
+        raise UserError(f"{table.where(pc.index(empty, True).as_py())}: the {role}, column {name!r}, is empty")
+    return column

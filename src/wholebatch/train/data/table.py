@@ -1,0 +1,68 @@
+"""A table of examples: named columns in an Arrow file that is mapped into memory, so that all ranks share its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._user_error import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+LINE = "\0line"
+"""The column with the line of a text file that a row was read from. No column of a user's has this name."""
+MEMBER = "\0member"
+"""The column with the name of a row's picture in a folder or in a tar file."""
+UNUSABLE = b"unusable"
+"""The key of a field's metadata under which stands why the column has no role."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by number."""
+
+    source: Path
+    """What the user named; messages begin with it."""
+    arrow: pyarrow.Table
+    folder: Path
+    """Relative paths of pictures start here."""
+    said: tuple[str, ...] = ()
+    """Lines about how the data were understood."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return int(self.arrow.num_rows)
+
+    @property
+    def names(self) -> list[str]:
+        """The user's columns."""
+        return [name for name in self.arrow.column_names if not name.startswith("\0")]
+
+    def where(self, row: int) -> str:
+        """Return the place of a row in words, such as "pairs.csv, line 17"."""
+        for hidden, word in ((LINE, "line "), (MEMBER, "")):
+            if hidden in self.arrow.column_names:
+                return f"{self.source}, {word}{self.arrow[hidden][row].as_py()}"
+        return f"{self.source}, row {row + 1}"
+
+    def check_usable(self, name: str) -> None:
+        """Raise UserError if a column holds values that are neither texts nor lists of texts."""
+        reason = (self.arrow.schema.field(name).metadata or {}).get(UNUSABLE)
+        if reason is not None:
+            raise UserError(
+                f"{self.source}: the column {name!r} must hold a text in each line, or a list of texts in each line; "
+                f"{reason.decode()}"
+            )
+
+
+def need_pyarrow() -> Any:
+    """Return pyarrow; UserError with the command that installs it, if it is missing."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise UserError(
+            f"--data needs pyarrow, which cannot be imported ({error}); pip install 'wholebatch[train]'"
+        ) from error
+    return pa

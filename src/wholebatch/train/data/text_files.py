@@ -1,0 +1,190 @@
+"""Rows of .csv, .tsv and .jsonl files, each with its line number, as Arrow record batches.
+
+pyarrow's own readers lose the lines of their rows; an error about row 70,312 of a file with line breaks inside quotes
+must name the line that an editor shows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..._settings import shown
+from ..._user_error import UserError
+from .table import LINE, UNUSABLE, need_pyarrow
+
+_ROWS = 65536  # of a record batch
+_EXAMPLE = '{"image": "cat.png", "text": "a cat"}'
+_UTF8 = "utf-8-sig"  # with or without the mark that Excel puts in front
+
+
+def read_separated(path: Path) -> Iterator[Any]:
+    """Yield record batches of a table with a header line; every column is text."""
+    with path.open(encoding=_UTF8, newline="") as lines:
+        try:
+            header = next((line for line in lines if line.strip()), "")
+            lines.seek(0)
+            reader = csv.reader(lines, delimiter=_separator(path, header), strict=True)
+            yield from _separated(path, reader)
+        except UnicodeDecodeError as error:
+            raise _no_utf8(path) from error
+        except csv.Error as error:
+            raise UserError(f"{path}, line {reader.line_num}: not a {path.suffix[1:].upper()} file: {error}") from error
+
+
+def _separated(path: Path, reader: Any) -> Iterator[Any]:
+    names = [name.strip() for name in next((row for row in reader if row), [])]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{path}, line {reader.line_num}: the column {repeated[0]!r} appears twice; rename one of them")
+    rows: list[list[str | None]] = []
+    numbers: list[int] = []
+    line = reader.line_num
+    for row in reader:
+        line, begins = reader.line_num, line + 1  # quotes may hold line breaks
+        if not row:
+            continue
+        if len(row) > len(names):
+            raise UserError(
+                f"{path}, line {begins}: more values than columns; a text that holds a comma is "
+                'written in double quotes, "like, this"'
+            )
+        rows.append([*row, *[None] * (len(names) - len(row))])
+        numbers.append(begins)
+        if len(rows) == _ROWS:
+            yield _batch(names, rows, numbers)
+            rows, numbers = [], []
+    yield _batch(names, rows, numbers)
+
+
+def _separator(path: Path, header: str) -> str:
+    if path.suffix == ".tsv":
+        return "\t"
+    return max(",", ";", "\t", key=header.count)  # the first of those that appear equally often
+
+
+def _batch(names: list[str], rows: list[list[str | None]], numbers: list[int]) -> Any:
+    pa = need_pyarrow()
+    columns = [[row[place] for row in rows] for place in range(len(names))]
+    arrays = [pa.array(column, pa.string()) for column in columns]
+    return pa.record_batch([*arrays, pa.array(numbers, pa.int64())], [*names, LINE])
+
+
+def _no_utf8(path: Path) -> UserError:
+    """Return the error about the first line that is not UTF-8."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                byte = line[error.start]
+                return UserError(
+                    f"{path}, line {number}: not UTF-8 text (byte 0x{byte:02x} at column {error.start + 1}); "
+                    "save the file as UTF-8"
+                )
+    return UserError(f"{path} is not UTF-8 text; save the file as UTF-8")
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """Yield record batches of a file with one JSON object a line.
+
+    A value that is a list of texts stays one; other lists and objects become JSON, and their column cannot be used.
+    """
+    with path.open(encoding=_UTF8) as lines:
+        objects: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        schema = None
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                objects.append(_object(path, number, line))
+                numbers.append(number)
+                if len(objects) == _ROWS:
+                    batch = _objects(path, objects, numbers, schema)
+                    schema = batch.schema
+                    yield batch
+                    objects, numbers = [], []
+        except UnicodeDecodeError as error:
+            raise _no_utf8(path) from error
+        if objects or schema is None:
+            yield _objects(path, objects, numbers, schema)
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}, line {number}: expected an object, as in {_EXAMPLE}; got {shown(value)}")
+    if "\\u" in line:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{path}, line {number}: half of a surrogate pair, {error.object[error.start]!a}; write the whole pair"
+            ) from error
+    return value
+
+
+def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], schema: Any) -> Any:
+    """Return a record batch of objects, with the `schema` of the batches before it, if there were any."""
+    pa = need_pyarrow()
+    names = list(dict.fromkeys(name for value in objects for name in value))
+    if schema is not None:
+        known = [name for name in schema.names if name != LINE]
+        if unknown := sorted(set(names) - set(known)):
+            where = next(n for n, value in zip(numbers, objects, strict=True) if unknown[0] in value)
+            raise UserError(
+                f"{path}, line {where}: the key {unknown[0]!r} is in none of the lines before it; give it to each line"
+            )
+        names = known
+    fields, arrays = [], []
+    for name in names:
+        values = [value.get(name) for value in objects]
+        reason = next((f"line {n} has {_described(v)}" for n, v in zip(numbers, values, strict=True) if _is_odd(v)), "")
+        kind = pa.string()
+        if not reason and any(isinstance(value, list) for value in values):
+            kind = pa.list_(pa.string())
+            for line, value in zip(numbers, values, strict=True):
+                if value is not None and not isinstance(value, list):
+                    raise UserError(
+                        f"{path}, line {line}: {name!r} must be a list of texts, as in other lines; got {shown(value)}"
+                    )
+        else:
+            values = [value if value is None else _as_text(value) for value in values]
+        fields.append(pa.field(name, kind, metadata={UNUSABLE: reason} if reason else None))
+        arrays.append(pa.array(values, kind))
+    fields.append(pa.field(LINE, pa.int64()))
+    batch = pa.RecordBatch.from_arrays([*arrays, pa.array(numbers, pa.int64())], schema=pa.schema(fields))
+    if schema is None:
+        return batch
+    for name in names:
+        before, now = schema.field(name), batch.schema.field(name)
+        newly_odd = UNUSABLE in (now.metadata or {}) and UNUSABLE not in (before.metadata or {})
+        empty = batch.column(name).null_count == len(batch)
+        if newly_odd or (before.type != now.type and not empty):
+            raise UserError(
+                f"{path}, lines {numbers[0]} to {numbers[-1]}: {name!r} is not of the type of the lines before them; "
+                "expected a text in each line, or a list of texts in each line"
+            )
+    return pa.RecordBatch.from_arrays(
+        [pa.nulls(len(batch), f.type) if batch.column(f.name).null_count == len(batch) else batch.column(f.name)
+         for f in schema], schema=schema
+    )  # fmt: skip
+
+
+def _is_odd(value: Any) -> bool:
+    """Return whether a value is neither a text, nor a number, nor a list of texts."""
+    return isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value))
+
+
+def _described(value: Any) -> str:
+    return "an object" if isinstance(value, dict) else "a list of other things than texts"
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
