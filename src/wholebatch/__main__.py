@@ -45,7 +45,7 @@ _COMMANDS = {
     ),
     "train": _Command(
         "train a dual encoder or a classifier with the exact global loss",
-        "wholebatch.train.cli", "train", ("tyro", "rich", "matplotlib", "numpy", "PIL"),
+        "wholebatch.train.cli", "train", ("tyro", "rich", "jinja2", "matplotlib", "numpy", "PIL"),
     ),
 }  # fmt: skip
 

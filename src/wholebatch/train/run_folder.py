@@ -158,7 +158,7 @@ class RunFolder:
     def write_page(self, report: Report) -> None:
         """Write report.html."""
         with _writing(self.path), replacing(self.path / "report.html") as file:
-            file.write(render(report).encode())
+            file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
 
     def report(self) -> dict[str, Any]:
         """Return the report that `finish` has written."""

@@ -31,7 +31,7 @@ def search_evidence(
     for queries, candidates in ((first, second), (second, first)) if both_ways else ((first, second),):
         galleries += _galleries(queries, candidates)
     (_, x, _), (_, y, _) = first, second
-    note = f"{len(x):,} pairs that belong together, and {{}} pairs that do not"
+    note = f"{len(x):,} pairs that belong together, and {{}} pairs that do not: cosines. Each set is scaled to its own number."
     negatives, number = negative_similarities(x, y)
     return Evidence(galleries, (x * y).sum(1), negatives, note.format(number))
 
@@ -96,4 +96,4 @@ def negative_similarities(x: Tensor, y: Tensor) -> tuple[Tensor, str]:
     i, j = (torch.randperm(len(x), generator=seeded(side))[:_ROWS_OF_NEGATIVES] for side in ("rows", "columns"))
     different = i[:, None] != j
     found = (x[i] @ y[j].T)[different]
-    return found, f"{'all' if len(x) <= _ROWS_OF_NEGATIVES else 'a random'} {len(found):,}"
+    return found, f"all {len(found):,}" if len(x) <= _ROWS_OF_NEGATIVES else f"{len(found):,} random"
