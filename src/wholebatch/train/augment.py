@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._user_error import UserError
 from .config import TrainConfig
 from .data.randomness import seeded
 from .encoders.inputs import Inputs
@@ -33,6 +34,11 @@ def augmented(images: Inputs, config: TrainConfig, rows: slice, step: int) -> In
     """Apply the configured augmentation to these rows of the step's global batch, pixels (b, channels, h, w)."""
     if not config.augment:
         return images
+    if not (isinstance(images, Tensor) and images.dim() == 4):
+        raise UserError(
+            f"--augment must be 0 with --image-encoder {config.image_encoder}, which reads other inputs than pixels (b, "
+            f"channels, h, w), got {config.augment}"
+        )
     images = as_float(images)
     maps = affine_maps(config.batch_size, strength=config.augment, step=step, seed=config.seed)
     return apply_maps(images, maps[rows].to(images.device))

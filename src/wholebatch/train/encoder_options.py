@@ -88,6 +88,8 @@ def check_encoder(kind: Literal["image", "text"], encoder: str, side: SideConfig
     known = library and "\0" not in encoder and (library != "timm" or kind == "image")
     _require(known, f"{kind}_encoder", f"one of {', '.join(forms)}", repr(encoder))
     _require(side.tune in get_args(Tune), f"{kind}.tune", f"one of {', '.join(get_args(Tune))}", side.tune)
+    no_adapters = library == "small" and side.tune == "lora"
+    _require(not no_adapters, f"{kind}.tune", "full or frozen with the built-in encoder", side.tune)
     _require(side.pooling in get_args(Pooling), f"{kind}.pooling", f"one of {', '.join(get_args(Pooling))}",
              side.pooling)  # fmt: skip
     _require(1 <= side.lora_rank <= 2**16, f"{kind}.lora_rank", "in [1, 65536]", side.lora_rank)

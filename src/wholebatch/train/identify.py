@@ -26,8 +26,10 @@ from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
 from .data.feed import Feed, workers_of_a_rank
 from .data.labeled import LabeledImages
-from .encoders.inputs import to_device
+from .encoders.adapters import merged_state
+from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_encoder
+from .encoders.saved import save_encoder
 from .evaluation import features_of_rows
 from .look_alikes import draw_look_alikes
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
@@ -69,8 +71,13 @@ class Identify(Task):
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
-        self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
-        self._cached = wb.GradCache([self._model], config.chunk_size, self._loss) if config.chunk_size else None
+        self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
+        self._model = DistributedDataParallel(self._encoder) if size > 1 and self._is_trained else self._encoder
+        self._cached = None
+        if config.chunk_size and self._is_trained:
+            self._cached = wb.GradCache(
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._encoder.split
+            )
         self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
         self._batches = Feed(
             ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
@@ -82,7 +89,7 @@ class Identify(Task):
         data = self._data
         return (
             f"{len(data):,} classes: {len(data.train):,} images for training, {len(data.validation):,} for validation, "
-            f"{len(data.test):,} for test ({data.novelty})"
+            f"{len(data.test):,} for test ({data.novelty})" + "".join(f"\n{line}" for line in self._encoder.notes)
         )
 
     def add_gradients(self, step: int) -> Tensor:
@@ -92,9 +99,14 @@ class Identify(Task):
         named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
         if self._cached is not None:
             return self._cached(images, **named)
-        loss = self._loss(self._model(images), **named)
+        loss = self._loss(self._encode(images), **named)
         loss.backward()
         return loss.detach()
+
+    def _encode(self, images: Inputs) -> Tensor:
+        if self._is_trained or not self._config.chunk_size:
+            return self._model(images)
+        return torch.cat([self._model(some) for some in self._encoder.split(images, self._config.chunk_size)])
 
     def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
         if self._dense and has_reference(self._config.head):
@@ -218,7 +230,10 @@ class Identify(Task):
 
     def weights(self) -> dict[str, Tensor]:
         centers = self.head.full_weight()
-        return dict(self._encoder.state_dict()) | ({} if centers is None else {"centers": centers})
+        return merged_state(self._encoder) | ({} if centers is None else {"centers": centers})
+
+    def save_encoders(self, folder: Path) -> None:
+        save_encoder(folder / "image", self._encoder)
 
     def facts(self) -> dict[str, str]:
         return {"classes": json.dumps(self._data.names)}

@@ -18,8 +18,10 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .data.feed import Feed, workers_of_a_rank
 from .data.pairs import Pairs, Split
+from .encoders.adapters import merged_state
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_dual_encoder
+from .encoders.saved import save_dual_encoder
 from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
@@ -79,6 +81,7 @@ class Retrieve(Task):
         return (
             f"{len(pairs.order):,} {pairs.what} in {len(pairs):,} groups without a common text or picture: "
             f"{len(split.train):,} for training, {len(split.validation):,} for validation, {len(split.test):,} for test"
+            + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
         )
 
     def add_gradients(self, step: int) -> Tensor:
@@ -170,7 +173,10 @@ class Retrieve(Task):
         return title, ["", *(f"recall@{k}" for k in KS)], rows
 
     def weights(self) -> dict[str, Tensor]:
-        return dict(self._encoder.state_dict())
+        return merged_state(self._encoder)
+
+    def save_encoders(self, folder: Path) -> None:
+        save_dual_encoder(folder, self._encoder)
 
     def draw(self, folder: Path) -> None:
         assert self._found is not None

@@ -4,6 +4,7 @@ config.json              the configuration, read back by --resume
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
+encoders/                what a later program needs to build the encoders again, before it reads the final weights
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
 report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
@@ -118,6 +119,7 @@ class RunFolder:
         save_tensors(self.path / "model.safetensors", weights, task.facts())
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            task.save_encoders(self.path / "encoders")
             draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
             task.draw(self.path)
 

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from .._user_error import UserError
 from .config import TrainConfig
+from .encoders.encoder import Encoder
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,31 @@ class Task(ABC):
         return {}
 
     @abstractmethod
+    def save_encoders(self, folder: Path) -> None:
+        """Write into `folder` what building the encoders again needs beside the weights."""
+
+    @abstractmethod
     def draw(self, folder: Path) -> None:
         """Write pictures of the results of `test`."""
 
 
 def make_adamw(encoder: nn.Module, config: TrainConfig) -> Optimizer:
-    """Make AdamW with decay on matrices only; eps is well above rounding, so that rounding noise makes small steps."""
-    matrices = [p for p in encoder.parameters() if p.dim() > 1]
-    others = [p for p in encoder.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    peak = config.learning_rate
-    return AdamW([group | {"peak": peak} for group in groups], lr=peak, betas=(0.9, 0.98), eps=1e-6)
+    """Make AdamW with decay on matrices only; eps is well above rounding, so that rounding noise makes small steps.
+
+    Frozen parameters are left out. Each encoder in `encoder` has its factor of the learning rate; the groups of factor
+    1 are the first two.
+    """
+    encoders = [m for m in encoder.modules() if isinstance(m, Encoder)]
+    factors = {id(p): each.learning_rate_factor for each in encoders for p in each.parameters()}
+    groups = []
+    for factor in sorted({1.0, *factors.values()}, key=lambda factor: (factor != 1, factor)):
+        trained = [p for p in encoder.parameters() if p.requires_grad and factors.get(id(p), 1.0) == factor]
+        for params, decay in (
+            ([p for p in trained if p.dim() > 1], config.weight_decay),
+            ([p for p in trained if p.dim() <= 1], 0.0),
+        ):
+            groups.append({"params": params, "weight_decay": decay, "peak": factor * config.learning_rate})
+    return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-6)
 
 
 def finite_loss(loss_fn: Callable[..., Tensor], *features: Any, step: int, **named: Any) -> Tensor:

@@ -32,7 +32,7 @@ class DualEncoder(nn.Module):
         self, sides: Mapping[str, Encoder], *, embedding_size: int, initial_logit_scale: float, bias: bool = False
     ) -> None:
         super().__init__()
-        self.sides = tuple(sides)
+        self.sides, self.embedding_size = tuple(sides), embedding_size
         self._module_of: dict[str, str] = {}
         for side, encoder in sides.items():
             shared = next((name for name, other in self.named_children() if other is encoder), None)
@@ -57,9 +57,16 @@ class DualEncoder(nn.Module):
             second: inputs of b items of the second side.
             negatives: where the data have some, inputs of n further items of the second side, or None if n is 0.
         """
-        x, y = (self.encode(side, inputs) for side, inputs in zip(self.sides, (first, second), strict=True))
-        others = [y[:0] if inputs is None else self.encode(self.sides[1], inputs) for inputs in negatives]
+        x, y = (self._in_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
+        others = [
+            y[:0] if inputs is None else self._in_graph(self.encode(self.sides[1], inputs)) for inputs in negatives
+        ]
         return x, y, self.logit_scale, self.logit_bias, *others
+
+    def _in_graph(self, features: Tensor) -> Tensor:
+        """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
+        has_none = torch.is_grad_enabled() and not features.requires_grad
+        return features + 0 * self.log_logit_scale if has_none else features
 
     def encode(self, side: str, inputs: Inputs) -> Tensor:
         """Map the inputs of one side's b items to unit rows (b, d)."""
@@ -68,6 +75,10 @@ class DualEncoder(nn.Module):
         if name in self.projections:
             features = self.projections[name](features)
         return F.normalize(features, dim=-1)
+
+    def name_of(self, side: str) -> str:
+        """Return the attribute of a side's encoder: the side's name, or the first side's if they share it."""
+        return self._module_of[side]
 
     def encoder(self, side: str) -> Encoder:
         """Return the encoder of a side."""

@@ -31,6 +31,20 @@ class Encoder(nn.Module):
     """A list of b items -> their inputs, on the CPU."""
     form: ClassVar[str]
     """The name under which `save` and `open_encoder` know this class."""
+    notes: Sequence[str] = ()
+    """Lines to show at the start of a run."""
+    learning_rate_factor: float = 1.0
+    """Factor of the run's learning rate for its weights."""
+
+    def example(self) -> Any:
+        """Return an item that it reads: a picture of noise, or a text."""
+        if self.kind == "text":
+            return "an example"
+        import numpy as np
+        from PIL import Image
+
+        pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
+        return Image.fromarray(pixels).convert("L" if self.channels == 1 else "RGB")
 
     def split(self, inputs: Inputs, size: int) -> list[Inputs]:
         """Return the inputs in chunks of `size` items, for gradient caching."""

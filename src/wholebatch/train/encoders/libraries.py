@@ -1,0 +1,82 @@
+"""The libraries of models, which are optional, and the models of theirs that are on this machine."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..._user_error import UserError
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+SAFE = ("model.safetensors", "model.safetensors.index.json")
+
+
+def needed(library: str, value: str) -> Any:
+    """Import a library that `value`, the text of an option, needs.
+
+    Raises:
+        UserError: it is not installed, or cannot be imported.
+    """
+    try:
+        return import_module(library)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{value} needs {error.name or library}, which is not installed; install the libraries of encoders: "
+            "pip install 'wholebatch[encoders]'"
+        ) from error
+    except Exception as error:  # for instance compiled operators that belong to another torch
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{value} needs {library}, which cannot be imported: {reason}") from error
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return the end of a message: the known names that are most similar."""
+    found = get_close_matches(name, known, n=5, cutoff=0.5)
+    return f"; similar names: {', '.join(found)}" if found else ""
+
+
+def folder_of(value: str, name: str) -> Path:
+    """Return the folder of a model: `name` itself, or its place in the cache of Hugging Face; nothing is downloaded.
+
+    Args:
+        value: the option and its text, for errors.
+        name: a folder, or the name of a model.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.sep != "/":
+        raise UserError(f"{value}: there is no folder {name!r}")
+    hub = needed("huggingface_hub", value)
+    try:
+        return Path(hub.snapshot_download(name, local_files_only=True))
+    except Exception as error:  # of several types: not in the cache, or no name of a model
+        raise UserError(
+            f"{value} would need a download: {name!r} is neither a folder nor in the cache of Hugging Face "
+            f"({hub.constants.HF_HUB_CACHE}). Nothing is downloaded here. On a machine with network: hf download "
+            f"{name} --local-dir FOLDER; then give that folder"
+        ) from error
+
+
+def check_safe_weights(value: str, folder: Path) -> None:
+    """Raise UserError unless the folder has weights as safetensors; other files of weights are pickles."""
+    if not any((folder / name).exists() for name in SAFE):
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+        there = f"{', '.join(others)} is not read, because such files can run code" if others else holds(folder)
+        side = value.partition("-encoder")[0]
+        raise UserError(
+            f"{value}: {str(folder)!r} has no {SAFE[0]}; {there}. Save it as safetensors, or start from random weights "
+            f"with {side}.no-pretrained"
+        )
+
+
+def holds(folder: Path) -> str:
+    """Return the names of a folder's files, as a clause of a message."""
+    names = sorted(path.name for path in folder.iterdir())
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"it holds {', '.join(names[:12])}{more}" if names else "it is empty"

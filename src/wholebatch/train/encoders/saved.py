@@ -1,0 +1,122 @@
+"""Encoders in a folder: what a later program needs to build them again, without network and without the run's options.
+
+encoders.json        the names of the sides, the folder of each side's encoder, and the sizes of what joins them
+NAME/encoder.json    the class of an encoder and its values
+NAME/...             the model's configuration, and the files of its tokenizer or image processor; or the user's file
+
+The weights are in the run's model.safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..._bounded_json import parse_json
+from ..._files import read_bounded
+from ..._user_error import UserError
+from ..config import ModelConfig
+from .dual import DualEncoder
+from .encoder import Encoder
+from .small import ImageEncoder, TextEncoder
+
+FOLDER = "encoders"
+_ONE, _BOTH = "encoder.json", "encoders.json"
+_FORMAT = "wholebatch-encoder-1"
+_MOST_BYTES = 2**20
+
+
+def save_encoder(folder: Path, encoder: Encoder) -> None:
+    """Write what `open_encoder` needs into `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / _ONE, {"form": encoder.form, **encoder.save(folder)})
+
+
+def open_encoder(folder: Path) -> Encoder:
+    """Build the encoder that `save_encoder` has written, with random weights.
+
+    Of a user's encoder this runs the copy of the user's file.
+
+    Raises:
+        UserError: the folder holds no encoder of this version, or a library that it needs is missing.
+    """
+    path = folder / _ONE
+    values = _read(path)
+    form = values.pop("form", None)
+    try:
+        encoder = _built(folder, form, values)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is not an encoder of this version: {error}") from error
+    if encoder is None:
+        raise UserError(f"{path} is not an encoder of this version: its form is {form!r}")
+    encoder.eval()
+    return encoder
+
+
+def _built(folder: Path, form: Any, values: dict[str, Any]) -> Encoder | None:
+    value = str(folder)
+    if form == ImageEncoder.form:
+        return ImageEncoder(ModelConfig(**values["sizes"]), values["channels"], values["image_size"])
+    if form == TextEncoder.form:
+        return TextEncoder(ModelConfig(**values["sizes"]))
+    if form == "timm image":
+        from .timm_image import TimmImage
+
+        return TimmImage(values["model"], value, pretrained=False, saved=values)
+    if form == "transformers text":
+        from .transformer_text import TransformerText
+
+        return TransformerText(
+            folder, value, pooling=values["rule"] or "auto", max_tokens=values["max_tokens"], pretrained=False
+        )
+    if form == "transformers image":
+        from .transformer_image import TransformerImage
+
+        return TransformerImage(folder, value, pooling=values["rule"], pretrained=False)
+    if form == "file":
+        from .user_file import COPY, FileEncoder
+
+        return FileEncoder(folder / COPY, values["function"], value, values["kind"])
+    return None
+
+
+def save_dual_encoder(folder: Path, dual: DualEncoder) -> None:
+    """Write what `open_dual_encoder` needs into `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {side: dual.name_of(side) for side in dual.sides}
+    for name in dict.fromkeys(names.values()):
+        save_encoder(folder / name, dual.encoder(name))
+    values = {"sides": names, "embedding_size": dual.embedding_size, "has_bias": dual.logit_bias is not None}
+    _write(folder / _BOTH, values)
+
+
+def open_dual_encoder(folder: Path) -> DualEncoder:
+    """Build the dual encoder that `save_dual_encoder` has written, with random weights."""
+    values = _read(folder / _BOTH)
+    try:
+        made = {name: open_encoder(folder / name) for name in dict.fromkeys(values["sides"].values())}
+        return DualEncoder(
+            {side: made[name] for side, name in values["sides"].items()},
+            embedding_size=values["embedding_size"],
+            initial_logit_scale=1.0,
+            bias=values["has_bias"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / _BOTH} is not of this version: {error}") from error
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps({"format": _FORMAT, **values}, indent=2) + "\n")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = dict(parse_json(read_bounded(path, _MOST_BYTES), str(path)))
+    except FileNotFoundError as error:
+        raise UserError(f"{str(path.parent)!r} holds no encoder: there is no {path.name}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if values.pop("format", None) != _FORMAT:
+        raise UserError(f"{path} is not an encoder of this version")
+    return values
