@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import wholebatch as wb
 from wholebatch._bounded_json import parse_json
 from wholebatch._files import read_bounded
+from wholebatch._machine import processor_name
 from wholebatch._user_error import UserError
 
 _MOST_BYTES = 2**28
@@ -62,7 +62,7 @@ def about() -> dict[str, str]:
     import torch  # here, because options are checked without it
 
     facts = {
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{processor_name()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "wholebatch": wb.__version__,
     }
@@ -77,10 +77,3 @@ def about() -> dict[str, str]:
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(Path(wb.__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

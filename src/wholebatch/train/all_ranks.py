@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
 import wholebatch as wb
 
 from .._user_error import UserError
@@ -35,3 +38,12 @@ def on_all_ranks(
             raise  # an error of this program, with its traceback
         raise UserError(str(error).removeprefix(f"{caller}: ")) from error
     return results[0], [*everyone]
+
+
+def from_first_rank(flag: bool, device: torch.device) -> bool:
+    """Return rank 0's flag on every rank. Collective: one broadcast of an integer, none for one process."""
+    if not dist.is_initialized():
+        return flag
+    flags = torch.tensor([flag], dtype=torch.int32, device=device)
+    dist.broadcast(flags, 0)
+    return bool(flags.item())

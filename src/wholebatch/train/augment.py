@@ -36,8 +36,8 @@ def augmented(images: Inputs, config: TrainConfig, rows: slice, step: int) -> In
         return images
     if not (isinstance(images, Tensor) and images.dim() == 4):
         raise UserError(
-            f"--augment must be 0 with --image-encoder {config.image_encoder}, which reads other inputs than pixels (b, "
-            f"channels, h, w), got {config.augment}"
+            f"--augment must be 0 with --image-encoder {config.image_encoder}, which reads other inputs than pixels "
+            f"(b, channels, h, w), got {config.augment}"
         )
     images = as_float(images)
     maps = affine_maps(config.batch_size, strength=config.augment, step=step, seed=config.seed)

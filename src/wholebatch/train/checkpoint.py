@@ -1,8 +1,9 @@
 """One file per checkpoint: weights, optimizer and random state as safetensors, replaced in one step.
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a complete
-checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of config.json and
-of the steps in metrics.jsonl. A checkpoint is read and compared completely before anything changes.
+checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of config.json, of
+the steps in metrics.jsonl and of the extensions before them. A checkpoint is read and compared completely before
+anything changes.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
+from .extensions import FILE as EXTENSIONS
+from .extensions import digest_of_extensions
 from .resume import CONFIG, MOST_CONFIG_BYTES
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
 _MOST_METRICS_BYTES = 2**30
-_FORMAT = "wholebatch-train-3"
+_FORMAT = "wholebatch-train-4"
 _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
-    "metrics": (str, type(None)),
+    "metrics": (str, type(None)), "extensions": (str, type(None)),
 }  # fmt: skip
 
 
@@ -111,7 +114,7 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         for name, digest in _digests(folder, facts["step"]).items():
             if facts[name] != digest:
-                file_name = {"config": CONFIG, "metrics": METRICS}[name]
+                file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS}[name]
                 raise UserError(
                     f"{folder / file_name} is not the file that the checkpoint {FILE} was written with; was it "
                     "edited, or copied from another run?"
@@ -193,9 +196,9 @@ def _facts(file: TensorFile) -> dict[str, Any]:
 
 
 def _digests(folder: Path, step: int) -> dict[str, str | None]:
-    """Return the digests of the run's configuration and first steps; None for a file that does not exist."""
+    """Return the digests of the run's configuration, first steps and extensions; None for a file that is not there."""
     config, metrics = folder / CONFIG, folder / METRICS
-    found: dict[str, str | None] = {"config": None, "metrics": None}
+    found: dict[str, str | None] = {"config": None, "metrics": None, "extensions": digest_of_extensions(folder, step)}
     with _reading(folder):
         if config.exists():
             found["config"] = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest()

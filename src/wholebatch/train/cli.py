@@ -6,13 +6,16 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import tyro
 
 from .._launcher import launcher_size
+from .._slurm import use_variables_of_slurm
 from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig
+from .config_file import naming_file, with_file
 from .data.paths import check_path
 from .launcher import number_of_ranks
 from .lock import check_is_free
@@ -26,10 +29,16 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         UserError: for a mistake of the user's.
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
+    meeting = use_variables_of_slurm()
     config = _config(argv, prog)
-    _check(config)
+    try:
+        _check(config)
+    except UserError as error:
+        raise naming_file(error, config) from error
     if os.environ.get("RANK", "0").strip() == "0":
         print("loading torch and the data ...", flush=True)
+        if meeting:
+            print(meeting, flush=True)
     from .launch import run
     from .signals import Stopped, end_by, show
 
@@ -45,6 +54,8 @@ def _check(config: TrainConfig) -> None:
     """Refuse mistakes that can be found without torch. The ranks of a launcher check paths later, together."""
     config.check()
     number_of_ranks(config)
+    if config.wandb is not None and find_spec("wandb") is None:
+        raise UserError("--wandb needs the package wandb, which is not installed: pip install wandb")
     if launcher_size() is not None:
         return
     if config.data != "glyphs":
@@ -59,21 +70,26 @@ def _check(config: TrainConfig) -> None:
 
 
 def _config(argv: Sequence[str], prog: str) -> TrainConfig:
-    """Return the configuration of `argv`, on top of the task's defaults or of the resumed run's configuration."""
-    config = _parse(argv, prog, TrainConfig())
-    if config.resume is None:
-        return _parse(argv, prog, DEFAULTS[config.task])
-    if config.run_folder is not None:
+    """Return the configuration: the command line, on top of --config, on top of the defaults or of a resumed run."""
+    asked = given = _parse(argv, prog, TrainConfig())
+    file = given.config
+    if file is not None:
+        asked = _parse(argv, prog, with_file(TrainConfig(), file))
+    if asked.resume is None:
+        return _parse(argv, prog, with_file(DEFAULTS[asked.task], file))
+    if given.run_folder is not None:
         raise UserError("--resume writes into the folder of the run; leave --run-folder out")
-    saved = dataclasses.replace(read_config(config.resume), run_folder=None)
+    saved = dataclasses.replace(read_config(asked.resume), run_folder=None, config=None)
     if launcher_size() is not None:
         saved = dataclasses.replace(saved, ranks=1)  # the launcher decides
-    config = _parse(argv, prog, saved)  # a difference was on the command line
+    config = _parse(argv, prog, with_file(saved, file))  # a difference was in the file or on the command line
     check_same_run(saved, config)
-    return dataclasses.replace(config, run_folder=config.resume)
+    return dataclasses.replace(config, run_folder=asked.resume)
 
 
 def _parse(argv: Sequence[str], prog: str, default: TrainConfig) -> TrainConfig:
     """Parse `argv` on top of `default`; a path of data becomes absolute, so that any directory can resume the run."""
     config = tyro.cli(TrainConfig, args=list(argv), prog=prog, default=default)
+    if config.config is not None:
+        config = dataclasses.replace(config, config=config.config.absolute())
     return config if config.data == "glyphs" else dataclasses.replace(config, data=str(Path(config.data).absolute()))

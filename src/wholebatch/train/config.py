@@ -87,8 +87,14 @@ class TrainConfig:
     """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
     run_folder: Path | None = None
     """Folder of the run: configuration, metrics, checkpoint, pictures. None: runs/ and the time of the start."""
+    config: Path | None = None
+    """TOML file of options, `steps = 600` or `[model]`, or the config.json of a run; the command line has precedence.
+    Paths in it are relative to its folder."""
     resume: Path | None = None
     """Folder of a run to resume from its last checkpoint, with its configuration."""
+    until_step: int | None = None
+    """With --resume: train until this step, more than the run has had. The learning rate goes on along the cosine of
+    so many steps, reached over --warmup-steps steps."""
     ranks: int = 1
     """Processes to start on this machine, each with its share of the cores. torchrun decides this by itself."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -126,6 +132,14 @@ class TrainConfig:
     """Steps between two validations."""
     checkpoint_every: int = 50
     """Steps between two checkpoints; the last step has one too."""
+    patience: int = 0
+    """End after so many validations without a better headline figure. 0: never."""
+    keep_best: bool = False
+    """Keep the weights of the best validation in best.safetensors; --patience does so, too."""
+    tensorboard: bool = True
+    """Write TensorBoard event files into the folder tensorboard/ of the run, where tensorboard is installed."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log to, where wandb is installed. None: do not."""
     seed: int = 0
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
     audit: bool = True
@@ -149,13 +163,19 @@ class TrainConfig:
         for name in ("ranks", "steps", "validate_every", "checkpoint_every"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name, largest in _LARGEST.items():
-            _require(_get(self, name) <= largest, name, f"at most {largest}", _get(self, name))
+            _require(value_of(self, name) <= largest, name, f"at most {largest}", value_of(self, name))
         _require("\0" not in self.data, "data", "'glyphs' or a path", repr(self.data))
-        for name in ("warmup_steps", "chunk_size", "batch_size", "image_size", "validation_texts", "test_texts"):
+        for name in (
+            "warmup_steps", "chunk_size", "patience", "batch_size", "image_size", "validation_texts", "test_texts",
+        ):  # fmt: skip
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         _require(self.workers >= -1, "workers", "at least 0, or -1 for as many as there are cores", self.workers)
         for name in ("weight_decay", "augment"):
             _require(0 <= getattr(self, name) <= 1e30, name, "in [0, 1e30]", getattr(self, name))
+        until, most = self.until_step, _LARGEST["steps"]
+        _require(until is None or 1 <= until <= most, "until_step", f"from 1 to {most}", until)
+        _require(until is None or self.resume is not None, "until_step", "given with --resume, to extend a run", until)
+        _require(self.wandb is None or self.wandb.strip() != "", "wandb", "the name of a project", repr(self.wandb))
         _require(0 < self.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", self.learning_rate)
         _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
         _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
@@ -225,7 +245,7 @@ class TrainConfig:
         try:
             values = dict(given)
             parts = {name: _typed(part(), values.pop(name)) for name, part in _PARTS.items()}
-            for name in ("run_folder", "resume"):
+            for name in PATHS:
                 values[name] = None if values[name] is None else Path(values[name])
             values["data"].encode()  # half of a surrogate pair is no path
             config = _typed(cls(), values | parts)
@@ -236,9 +256,10 @@ class TrainConfig:
 
 
 _PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": ModelConfig, "head": HeadConfig}
+PATHS = ("run_folder", "config", "resume")
 _OPTIONAL: dict[str, tuple[type, ...]] = {
-    "run_folder": (Path,), "resume": (Path,), "m": (float, int), "learning_rate_factor": (float, int),
-    "max_tokens": (int,),
+    **dict.fromkeys(PATHS, (Path,)), "until_step": (int,), "wandb": (str,), "m": (float, int),
+    "learning_rate_factor": (float, int), "max_tokens": (int,),
 }  # fmt: skip
 _Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig, SideConfig, TextSideConfig)
 
@@ -263,6 +284,7 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
 # Larger values are mistakes: they would exhaust a machine's memory or processes before any other check.
 _LARGEST = {
     "ranks": 4096, "workers": 256, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12,
+    "patience": 10**9,
     "image_size": 4096, "model.embedding_size": 2**16, "model.image_width": 2**12, "model.text_width": 2**16,
     "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centers": 2**10,
 }  # fmt: skip
@@ -286,16 +308,18 @@ def for_glyphs(config: TrainConfig) -> TrainConfig:
 
 def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return the fields that differ, as {name: (saved value, asked value)}; a field of a part is PART.NAME."""
-    values = {name: (_get(saved, name), _get(asked, name)) for name in _names(saved)}
+    values = {name: (value_of(saved, name), value_of(asked, name)) for name in names_of(saved)}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
-def _names(config: TrainConfig) -> list[str]:
+def names_of(config: TrainConfig) -> list[str]:
+    """Return the name of every option; an option of a part is PART.NAME."""
     names = [f.name for f in dataclasses.fields(config) if f.name not in _PARTS]
     return names + [f"{part}.{f.name}" for part in _PARTS for f in dataclasses.fields(getattr(config, part))]
 
 
-def _get(config: TrainConfig, name: str) -> Any:
+def value_of(config: TrainConfig, name: str) -> Any:
+    """Return the value of an option by its name."""
     return reduce(getattr, name.split("."), config)
 
 

@@ -31,7 +31,9 @@ from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_encoder
 from .encoders.saved import save_encoder
 from .evaluation import features_of_rows
-from .look_alikes import draw_look_alikes
+from .look_alikes import draw_look_alikes, surest_mistakes
+from .report.classes import classes_evidence
+from .report.content import Evidence, Item
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 
@@ -83,7 +85,7 @@ class Identify(Task):
             ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
         )
         self._step = 0
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._found: tuple[Tensor, Tensor, Tensor] | None = None
 
     def describe(self) -> str:
         data = self._data
@@ -199,7 +201,7 @@ class Identify(Task):
         figures, embeddings, found = self._accuracy(rows)
         if self._rank:
             return {}
-        self._found = found.class_ids.cpu()[:, 0], found.logits.cpu()[:, 0]
+        self._found = embeddings, found.class_ids.cpu(), found.logits.cpu() / self._config.head.scale
         tar, threshold = accepted_at(embeddings, data.labels[rows], FAR)
         return {
             "classes": len(data),
@@ -238,9 +240,26 @@ class Identify(Task):
     def facts(self) -> dict[str, str]:
         return {"classes": json.dumps(self._data.names)}
 
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        return "top-1 accuracy", f"{report['top_1']:.3f}", f"chance {report['chance']:.2g}"
+
+    def evidence(self) -> Evidence:
+        assert self._found is not None
+        data, (embeddings, found, cosines) = self._data, self._found
+        return classes_evidence(
+            embeddings,
+            data.labels[data.test],
+            found,
+            cosines,
+            surest_mistakes(data, found[:, 0], cosines[:, 0]),
+            lambda row: Item(data.names[data.labels[data.test[row]]], data.picture(data.test[row])),
+            lambda label: Item(data.names[label], data.picture(data.example(label))),
+        )
+
     def draw(self, folder: Path) -> None:
         assert self._found is not None
-        draw_look_alikes(self._data, *self._found, folder / "look_alikes.png")
+        _, found, cosines = self._found
+        draw_look_alikes(self._data, found[:, 0], cosines[:, 0], folder / "look_alikes.png")
 
 
 def make_head(config: TrainConfig, width: int, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:

@@ -9,19 +9,22 @@ from contextlib import ExitStack, closing
 from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .._launcher import launcher_size
 from .._measure import threads_of_a_rank
+from .._slurm import has_gpu_of_its_own
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
 from .data.load import Data, load_data
+from .extensions import FILE as EXTENSIONS
+from .extensions import read_extensions
 from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
@@ -29,7 +32,9 @@ from .planned import plan_start
 from .progress import ConsoleProgress, Progress
 from .resume import how_to_resume
 from .run_folder import RunFolder
+from .schedule import Extension, Schedule
 from .signals import Requests
+from .starts import new_start
 from .tasks import make_task
 
 
@@ -95,6 +100,8 @@ def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, loca
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
+    if has_gpu_of_its_own() and torch.cuda.device_count() == 1:
+        local_rank, local_size = 0, 1
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
     if config.device == "cuda" and not enough:
         raise UserError(
@@ -113,17 +120,25 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     is_first = rank == 0
     progress = ConsoleProgress() if is_first else Progress()
     with ExitStack() as held:
-        (config, data, folder), path = _together(lambda: _prepare(asked, size, held, progress, is_first=is_first))
+        (config, data, folder, *_), path, done, schedule = _together(
+            lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
+        )
         held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.show_folder(folder.path)
-        progress.show_plan(plan_start(config, data, device, size=size))
+        plan = plan_start(config, data, device, size=size)
+        progress.show_plan(plan)
+        audit = None
         if config.audit and config.resume is None:
-            progress.show_audit(audit_start(config, data, device, rank=rank, size=size))
-        task = make_task(config, data, device, rank=rank, size=size)
+            outcome = audit_start(config, data, device, rank=rank, size=size)
+            audit = str(outcome)
+            progress.show_audit(outcome)
+        start = new_start(step=done, ranks=size, device=device, plan=plan, audit=audit)
+        task = make_task(dataclasses.replace(config, steps=schedule.steps), data, device, rank=rank, size=size)
+        facts: dict[str, Any] = {"size": size, "schedule": schedule, "start": start, "device": device}
         try:
-            train(config, task, path, folder, progress, requests, size=size)
+            train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
         progress.stop()
@@ -138,28 +153,45 @@ def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
     )
 
 
-_Prepared = tuple[TrainConfig, Data, RunFolder | None]
+class _Prepared(NamedTuple):
+    """The data of a rank, and on rank 0 the run folder, the steps made before and where the run was extended."""
+
+    config: TrainConfig
+    """With the choices that were left to the data."""
+    data: Data
+    folder: RunFolder | None = None
+    step: int = 0
+    extensions: tuple[Extension, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """The hash of the data."""
+        return self.data[0].digest if isinstance(self.data, tuple) else self.data.digest
 
 
-def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
-    """Return the local result of `prepare`, once it has succeeded on all ranks, and rank 0's run folder.
+def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
+    """Return the local result of `prepare`, and rank 0's run folder, steps and schedule, once all have succeeded.
 
     Raises:
         UserError: on all ranks, if `prepare` raises one on any.
     """
 
-    def folder_of(prepared: _Prepared) -> dict[str, Any]:
-        _, data, folder = prepared
-        digest = data[0].digest if isinstance(data, tuple) else data.digest
-        return {"folder": None if folder is None else str(folder.path), "data": digest}
+    def facts(prepared: _Prepared) -> dict[str, Any]:
+        if prepared.folder is None:
+            return {"data": prepared.digest}
+        extensions = [[*each] for each in prepared.extensions]
+        folder = str(prepared.folder.path)
+        return {"data": prepared.digest, "folder": folder, "step": prepared.step, "extensions": extensions}
 
-    prepared, everyone = on_all_ranks("set-up", prepare, folder_of)
-    differing = [rank for rank, facts in enumerate(everyone) if facts["data"] != everyone[0]["data"]]
+    prepared, everyone = on_all_ranks("set-up", prepare, facts)
+    first = everyone[0]
+    differing = [rank for rank, of_rank in enumerate(everyone) if of_rank["data"] != first["data"]]
     if differing:
         raise UserError(
             f"--data holds other rows on rank {differing[0]} than on rank 0; every machine needs the same files"
         )
-    return prepared, Path(everyone[0]["folder"])
+    extensions = tuple(Extension(*each) for each in first["extensions"])
+    return prepared, Path(first["folder"]), first["step"], Schedule(config.steps, config.warmup_steps, extensions)
 
 
 def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress, *, is_first: bool) -> _Prepared:
@@ -173,15 +205,32 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
         held.callback(folder.close)
     config, data = load_data(config, size, progress.show_data)
     if not is_first:
-        return config, data, None
+        return _Prepared(config, data)
     if folder is not None:
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
-        return config, data, folder
+        return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))
     path = _folder(config)
     folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
     held.callback(folder.close)
-    return config, data, folder
+    return _Prepared(config, data, folder)
+
+
+def _extensions(config: TrainConfig, path: Path, step: int) -> tuple[Extension, ...]:
+    """Return the extensions of a resumed run, and the one that `--until-step` asks for."""
+    earlier = read_extensions(path)
+    if earlier and earlier[-1].at > step:
+        raise UserError(
+            f"{path / EXTENSIONS} extends the run at step {earlier[-1].at}, but its checkpoint is of step {step}; was "
+            "an earlier checkpoint copied back?"
+        )
+    if config.until_step is None:
+        return earlier
+    if step == 0:
+        raise UserError(f"--until-step {config.until_step}: the run has no checkpoint yet; start one with --steps")
+    if config.until_step < step:
+        raise UserError(f"--until-step must be at least {step}, the steps made so far; got {config.until_step}")
+    return Schedule(config.steps, config.warmup_steps, earlier).extended(step, config.until_step).extensions
 
 
 def _folder(config: TrainConfig) -> Path:

@@ -30,8 +30,7 @@ def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: P
     from matplotlib.figure import Figure
 
     labels = data.labels[data.test]
-    wrong = (found != labels).nonzero()[:, 0]
-    equal = _equal_pictures(data, wrong, found)
+    wrong, equal = _mistakes(data, found)
     figure = Figure(figsize=(14, 7.6 if len(wrong) else 0.8))
     figure.suptitle(
         f"{len(wrong):,} of {len(labels):,} test images are taken for another class, which for {int(equal.sum()):,} of "
@@ -39,10 +38,28 @@ def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: P
     )
     if len(wrong):
         _draw_matrix(figure, data, labels, found)
-        _draw_list(figure, data, labels, found, wrong[~equal], logits)
+        _draw_list(figure, data, labels, found, surest_mistakes(data, found, logits))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=110)
+
+
+def surest_mistakes(data: LabeledImages, found: Tensor, logits: Tensor) -> list[int]:
+    """Return the test images with a wrong class, about pictures that differ: the surest first, each pair once."""
+    labels = data.labels[data.test]
+    wrong, equal = _mistakes(data, found)
+    wrong = wrong[~equal]
+    by_pair: dict[tuple[int, int], int] = {}
+    for i in wrong[logits[wrong].argsort(descending=True)].tolist():
+        a, b = int(labels[i]), int(found[i])
+        by_pair.setdefault((min(a, b), max(a, b)), i)
+    return [*by_pair.values()]
+
+
+def _mistakes(data: LabeledImages, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the test images with a wrong class, and whether that class has an equal image."""
+    wrong = (found != data.labels[data.test]).nonzero()[:, 0]
+    return wrong, _equal_pictures(data, wrong, found)
 
 
 def _equal_pictures(data: LabeledImages, wrong: Tensor, found: Tensor) -> Tensor:
@@ -99,19 +116,14 @@ def _draw_matrix(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor
         _thumbnail(axes.inset_axes((-size - 0.005, 1 - at - size / 2, size, size)), picture)
 
 
-def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, wrong: Tensor, logits: Tensor) -> None:
+def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, surest: list[int]) -> None:
     """Draw each mistaken image beside a training image of the class that it was taken for."""
-    by_pair: dict[tuple[int, int], int] = {}
-    for i in wrong[logits[wrong].argsort(descending=True)].tolist():
-        a, b = int(labels[i]), int(found[i])
-        by_pair.setdefault((min(a, b), max(a, b)), i)  # each pair once
-    surest = [*by_pair.values()][:_IN_LIST]
     grid = figure.add_gridspec(
         _IN_LIST, 3, left=0.53, right=0.99, top=0.85, bottom=0.05, width_ratios=[1, 1, 9], wspace=0.05
     )
     figure.text(0.53, 0.88, "the surest mistakes about pictures that differ: the image, and a training", fontsize=9)
     figure.text(0.53, 0.86, "image of the class that it was taken for", fontsize=9)
-    for line, i in enumerate(surest):
+    for line, i in enumerate(surest[:_IN_LIST]):
         taken = int(found[i])
         for column, picture in enumerate(data.pictures.items(torch.stack([data.test[i], data.example(taken)]))):
             _thumbnail(figure.add_subplot(grid[line, column]), picture)

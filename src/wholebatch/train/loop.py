@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from .. import kernels
+from .._user_error import UserError
+from .all_ranks import from_first_rank, on_all_ranks
+from .best import Best
 from .checkpoint import FILE
-from .config import TrainConfig
+from .config import DEFAULTS, TrainConfig
+from .pace import Pace, peak_memory
 from .progress import Progress
+from .reported import report_of_run
 from .run_folder import RunFolder
+from .schedule import Schedule, describe_extension
 from .signals import Asked, Requests, Stopped, name
+from .starts import Start
 from .task import Task, not_finite
+from .trackers import Tracker, figures_of, figures_of_step, start_trackers
 
 
 def train(
@@ -29,6 +39,9 @@ def train(
     requests: Requests,
     *,
     size: int,
+    schedule: Schedule,
+    start: Start,
+    device: torch.device,
 ) -> None:
     """Run this rank's part of the training in the run folder `path`; rank 0, the one with a `folder`, reports.
 
@@ -39,65 +52,142 @@ def train(
         UserError: if the numbers are no longer finite, or the folder cannot be written.
         Stopped: if a signal on any rank has requested it; the last step then has a checkpoint.
     """
-    resumed_at, seconds = 0, 0.0
+    done, seconds = 0, 0.0
     if config.resume is not None and (path / FILE).exists():
         facts = task.load(path)
-        resumed_at, seconds = facts["step"], facts["seconds"]
-    saved_at = resumed_at
-    progress.start(config, task, size=size, done=resumed_at)
-    requests.begin()
-    started = time.monotonic() - seconds
-    for step in range(resumed_at, config.steps):
-        set_learning_rate(task.optimizers, config, step)
-        for optimizer in task.optimizers:
-            optimizer.zero_grad()
-        # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
-        due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
-        loss_state = task.loss_state() if due else {}
-        loss = task.add_gradients(step)
-        grad_norm = task.grad_norm()
-        if not math.isfinite(grad_norm):
-            raise not_finite(step, f"the norm of the gradient is {grad_norm}")
-        if due:  # only now the weights of the last step are known to give a finite loss and gradient
-            task.save(path, loss_state, step=step, seconds=seconds)
-            saved_at = step
-        for optimizer in task.optimizers:
-            optimizer.step()
-        task.after_step()
+        done, seconds = facts["step"], facts["seconds"]
+    saved_at = done
+    progress.start(config, task, size=size, done=done, steps=schedule.steps)
+    trackers = _begin(config, folder, progress, schedule, start)
+    try:
+        earlier = [] if folder is None else folder.metrics()[:done]
+        since = schedule.extensions[-1].at if schedule.extensions else 0
+        best, keeps_best = Best(task, config.patience, since, earlier), config.patience > 0 or config.keep_best
+        is_over = from_first_rank(best.is_over, device)  # a run that ended early, and is resumed
+        requests.begin()
+        started, pace = time.monotonic() - seconds, Pace(config.batch_size)
+        for step in range(done, done if is_over else schedule.steps):
+            set_learning_rate(task.optimizers, schedule, step)
+            for optimizer in task.optimizers:
+                optimizer.zero_grad()
+            # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
+            due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
+            loss_state = task.loss_state() if due else {}
+            loss = task.add_gradients(step)
+            grad_norm = task.grad_norm()
+            if not math.isfinite(grad_norm):
+                raise not_finite(step, f"the norm of the gradient is {grad_norm}")
+            if due:  # only now the weights of the last step are known to give a finite loss and gradient
+                with _naming_the_last_checkpoint(saved_at, requests):
+                    task.save(path, loss_state, step=step, seconds=seconds)
+                    _flush(trackers)
+                saved_at = step
+            for optimizer in task.optimizers:
+                optimizer.step()
+            task.after_step()
 
-        seconds = time.monotonic() - started
-        metrics: dict[str, Any] = {
-            "step": step + 1,
-            "loss": loss.item(),
-            **task.metrics(),
-            "learning_rate": task.optimizers[0].param_groups[0]["lr"],
-            "grad_norm": grad_norm,
-            "seconds": round(seconds, 3),
-        }
-        if (step + 1) % config.validate_every == 0 or step + 1 == config.steps:
-            metrics["validation"] = task.validate()
+            done, seconds = step + 1, time.monotonic() - started
+            metrics: dict[str, Any] = {
+                "step": done,
+                "loss": loss.item(),
+                **task.metrics(),
+                "learning_rate": task.optimizers[0].param_groups[0]["lr"],
+                "grad_norm": grad_norm,
+                "seconds": round(seconds, 3),
+                "examples_per_second": round(pace.step(), 1),
+                **peak_memory(device),
+            }
+            if done % config.validate_every == 0 or done == schedule.steps:
+                metrics["validation"] = task.validate()
+            if folder is not None:
+                with _naming_the_last_checkpoint(saved_at, requests):
+                    folder.append(metrics)
+                    for tracker in trackers:
+                        tracker.log(done, figures_of_step(metrics))
+                progress.step(metrics)
+            if "validation" in metrics and keeps_best:
+                if from_first_rank(best.is_beaten_by(metrics), device):
+                    weights = task.weights()
+                    if folder is not None:
+                        with _naming_the_last_checkpoint(saved_at, requests):
+                            folder.keep_best(task, weights, done)
+                is_over = from_first_rank(best.is_over, device)
+            asked = requests.combined()
+            if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
+                with _naming_the_last_checkpoint(saved_at, requests):
+                    task.save(path, task.loss_state(), step=done, seconds=seconds)
+                    _flush(trackers)
+                saved_at = done
+            if asked.stop:
+                raise _end(asked, requests, progress, step=done)
+            if asked.checkpoint:
+                progress.show_checkpoint(done)
+            if is_over:
+                break
+
+        if is_over:
+            progress.show_note(
+                f"ended after step {done}: no validation of the last {config.patience} was better than that of step "
+                f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
+            )
+        report = task.test()
+        if saved_at < done:
+            with _naming_the_last_checkpoint(saved_at, requests):
+                task.save(path, task.loss_state(), step=done, seconds=seconds)
+        weights = task.weights()
         if folder is not None:
-            folder.append(metrics)
-            progress.step(metrics)
-        asked = requests.combined()
-        if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
-            task.save(path, task.loss_state(), step=step + 1, seconds=seconds)
-            saved_at = step + 1
-        if asked.stop:
-            raise _end(asked, requests, progress, step=step + 1)
-        if asked.checkpoint:
-            progress.show_checkpoint(step + 1)
-
-    report = task.test()
-    if saved_at < config.steps:
-        task.save(path, task.loss_state(), step=config.steps, seconds=seconds)
-    weights = task.weights()
-    if folder is not None:
-        choices = [asdict(choice) for choice in kernels.choices()]
-        folder.finish(task, report | {"seconds": round(seconds, 1), "kernels": choices}, weights)
+            choices = [asdict(choice) for choice in kernels.choices()]
+            folder.finish(task, report | {"seconds": round(seconds, 1), "kernels": choices}, weights)
+            rows = folder.metrics()
+            of_best = rows[best.step - 1] if keeps_best and best.step else None
+            page = report_of_run(
+                config, DEFAULTS[config.task], task, report, rows, folder.starts, folder=folder.path, best=of_best
+            )
+            folder.write_page(page)
+            for tracker in trackers:
+                tracker.log(done, figures_of(report, "test/"))
+    finally:
+        for tracker in trackers:
+            tracker.close()
     asked = requests.combined()
     if asked.stop:
-        raise _end(asked, requests, progress, step=config.steps, finished=True)
+        raise _end(asked, requests, progress, step=done, finished=True)
+
+
+def _begin(
+    config: TrainConfig, folder: RunFolder | None, progress: Progress, schedule: Schedule, start: Start
+) -> Sequence[Tracker]:
+    """Write the first lines of this start into the run folder, now that a checkpoint has been read. All ranks."""
+
+    def write() -> tuple[Sequence[Tracker], str]:
+        if folder is None:
+            return [], ""
+        if config.until_step is not None:
+            folder.extend(schedule.extensions)
+        folder.add_start(start)
+        return start_trackers(config, folder.path, start.step)
+
+    (trackers, missing), _ = on_all_ranks("set-up", write)
+    if missing:
+        progress.show_note(missing)
+    if schedule.extensions:
+        progress.show_note(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
+    return trackers
+
+
+def _flush(trackers: Sequence[Tracker]) -> None:
+    for tracker in trackers:
+        tracker.flush()
+
+
+@contextmanager
+def _naming_the_last_checkpoint(step: int, requests: Requests) -> Iterator[None]:
+    """Add to an error of writing, such as that of a full disk, from where the run can be resumed."""
+    try:
+        yield
+    except UserError as error:
+        whole = f"the checkpoint of step {step} is whole" if step else "there is no earlier checkpoint"
+        raise UserError(f"{error}; {whole}{requests.how_to_resume}") from error
 
 
 def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, finished: bool = False) -> Stopped:
@@ -108,10 +198,8 @@ def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, fin
     return Stopped(asked.stop)
 
 
-def set_learning_rate(optimizers: Sequence[Optimizer], config: TrainConfig, step: int) -> None:
-    """Set each group's learning rate: its peak, times the linear warm-up, times the cosine decay."""
-    warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    cosine = (1 + math.cos(math.pi * step / config.steps)) / 2
+def set_learning_rate(optimizers: Sequence[Optimizer], schedule: Schedule, step: int) -> None:
+    """Set each group's learning rate, of which `peak` is the largest value."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * warmup * cosine
+            group["lr"] = schedule.rate(group["peak"], step)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+
+from wholebatch.planning.units import amount, duration
 
 from .audited import Outcome
 from .config import TrainConfig
@@ -34,8 +36,11 @@ class Progress:
     def show_plan(self, line: str) -> None:
         """The plan of the loss is known."""
 
-    def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
-        """Training begins after `done` earlier steps."""
+    def start(self, config: TrainConfig, task: Task, *, size: int, done: int, steps: int) -> None:
+        """Training begins after `done` earlier steps, and is to make `steps` in all."""
+
+    def show_note(self, line: str) -> None:
+        """Something is worth a line."""
 
     def step(self, metrics: dict[str, Any]) -> None:
         """A step is complete."""
@@ -63,7 +68,7 @@ class ConsoleProgress(Progress):
         self._began = 0.0
         self._first, self._last = 0, 0  # steps
 
-    def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
+    def start(self, config: TrainConfig, task: Task, *, size: int, done: int, steps: int) -> None:
         self._task = task
         self._console.print(
             f"{task.describe()}\n"
@@ -73,27 +78,36 @@ class ConsoleProgress(Progress):
         )
         if self._console.is_terminal:
             self._bar = Bar(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
-                TimeRemainingColumn(), console=self._console,
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"),
+                console=self._console,
             )  # fmt: skip
-            self._bar.add_task("", total=config.steps, completed=done)
+            self._bar.add_task("", total=steps, completed=done)
             self._bar.start()
-        self._first, self._last, self._began = done + 1, config.steps, time.monotonic()
+        self._first, self._last, self._began = done + 1, steps, time.monotonic()
 
     def step(self, metrics: dict[str, Any]) -> None:
         step, loss = metrics["step"], f"loss {metrics['loss']:.4f}"
         validation = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
         if step == self._first:
             self._console.print(f"the first step took {time.monotonic() - self._began:.1f} s, {loss}")
+        figures = f"{loss}, {_figures(metrics)}, {self._left(step)}"
         if self._bar is not None:
             self._validation = validation or self._validation  # the bar keeps the last one in sight
-            self._bar.update(self._bar.task_ids[0], completed=step, description=loss + self._validation)
+            self._bar.update(self._bar.task_ids[0], completed=step, description=figures + self._validation)
         elif step == self._last or step % _LINE_EVERY == 0 or validation:
-            self._console.print(f"step {step:4d}/{self._last}  {loss}, {metrics['seconds']:.0f} s{validation}")
+            self._console.print(f"step {step:4d}/{self._last}  {figures}{validation}")
+
+    def _left(self, step: int) -> str:
+        """Return the time left, if the rest of the steps is as fast as those of this start."""
+        passed = time.monotonic() - self._began
+        return f"{duration(passed / (step - self._first + 1) * (self._last - step))} left"
 
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def show_note(self, line: str) -> None:
+        self._console.print(line)
 
     def show_folder(self, folder: Path) -> None:
         self._console.print(f"run folder: {folder}")
@@ -124,5 +138,22 @@ class ConsoleProgress(Progress):
             table.add_row(*row)
         self._console.print(table)
         self._console.print(
-            f"trained for {report['seconds']:.0f} s; pictures, weights and checkpoint are in {folder.path}"
+            f"trained for {duration(report['seconds'])}; the report is {folder.path / 'report.html'}, with pictures, "
+            f"weights and checkpoint beside it"
         )
+
+
+def _figures(metrics: dict[str, Any]) -> str:
+    """Return the figures of a step in a few words: gradient, temperature, speed, memory, time.
+
+    >>> _figures({"grad_norm": 0.5, "logit_scale": 14.3, "examples_per_second": 3810.2, "seconds": 75})
+    'grad norm 0.5, logit scale 14.3, 3,810 examples/s, 75 s'
+    """
+    found = [f"grad norm {metrics['grad_norm']:.3g}"]
+    if "logit_scale" in metrics:
+        found.append(f"logit scale {metrics['logit_scale']:.3g}")
+    found.append(f"{metrics['examples_per_second']:,.0f} examples/s")
+    for key, where in (("peak_cuda_bytes", " on the GPU"), ("peak_rss_bytes", "")):
+        if key in metrics:
+            found.append(f"{amount(metrics[key])}{where}")
+    return ", ".join([*found, duration(metrics["seconds"])])

@@ -18,9 +18,9 @@ from .config import TrainConfig, differences
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 2**20
-# May change when a run is resumed: they do not change the numbers. A later resume command repeats the first three.
-_REPEATED = ("ranks", "device", "chunk_size")
-_FREE = (*_REPEATED, "run_folder", "resume", "audit")
+# May change when a run is resumed: they do not change the numbers. A later resume command repeats these.
+_REPEATED = ("ranks", "device", "chunk_size", "patience", "keep_best", "tensorboard", "wandb")
+_FREE = (*_REPEATED, "run_folder", "config", "resume", "until_step", "audit")
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -65,6 +65,8 @@ def resume_command(folder: Path, config: TrainConfig) -> str:
     """
     command = f"train --resume {shlex.quote(str(folder.absolute()))}"
     python, program = shlex.quote(sys.executable), Path(sys.argv[0])
+    if {"SLURM_PROCID", "WORLD_SIZE"} <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"srun as before, with {python} -m wholebatch {command}{_repeated(config, but='ranks')}"
     if {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         size = os.environ["LOCAL_WORLD_SIZE"]
         command += _repeated(config, but="ranks")
@@ -86,7 +88,14 @@ def _repeated(config: TrainConfig, but: str = "") -> str:
         changed = differences(read_config(config.resume), config)
     except UserError:  # the run fails for its own reason
         return ""
-    return "".join(f" {option(name)} {changed[name][1]}" for name in _REPEATED if name in changed and name != but)
+    return "".join(f" {_given(name, changed[name][1])}" for name in _REPEATED if name in changed and name != but)
+
+
+def _given(name: str, value: object) -> str:
+    """Return an option with its value, as a shell takes it; an option that is on or off has none."""
+    if isinstance(value, bool):
+        return option(name if value else f"no-{name}")
+    return f"{option(name)} {shlex.quote(str(value))}"
 
 
 def _is_found(program: Path) -> bool:

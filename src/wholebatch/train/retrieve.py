@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .data.feed import Feed, workers_of_a_rank
 from .data.pairs import Pairs, Split
+from .data.sides import Side
 from .encoders.adapters import merged_state
 from .encoders.inputs import Inputs, to_device
 from .encoders.make import make_dual_encoder
@@ -25,8 +26,14 @@ from .encoders.saved import save_dual_encoder
 from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
-from .retrieval import KS, recall
+from .report.content import Evidence, Item
+from .report.search import search_evidence
+from .retrieval import chance, figures, recall
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
+
+PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
+
+_MOST_DOCUMENTS = 200_000  # that the final test searches
 
 
 class Retrieve(Task):
@@ -68,19 +75,22 @@ class Retrieve(Task):
             self._cached = wb.GradCache(
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none
             )
+        self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
             PairBatches(pairs, split.train, self._readers, config, self._rows),
             stop=config.steps,
-            workers=workers_of_a_rank(config, pairs.sides, size),
+            workers=self._workers,
         )
         self._found: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
+        one, other = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.order):,} {pairs.what} in {len(pairs):,} groups without a common text or picture: "
-            f"{len(split.train):,} for training, {len(split.validation):,} for validation, {len(split.test):,} for test"
+            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or "
+            f"picture: {len(split.train):,} for training, {len(split.validation):,} for validation, "
+            f"{len(split.test):,} for test"
             + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
         )
 
@@ -136,11 +146,11 @@ class Retrieve(Task):
 
     def _features(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features of the first row of each group."""
-        rows = self._pairs.rows(groups)
-        first, second = (
-            features_of_rows(self._encoder, name, side, rows, self._device) for name, side in self._pairs.sides.items()
-        )
+        first, second = (self._features_of(name, self._pairs.rows(groups)) for name in self._pairs.names)
         return first, second
+
+    def _features_of(self, name: str, rows: Tensor) -> Tensor:
+        return features_of_rows(self._encoder, name, self._pairs.sides[name], rows, self._device, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._split.validation)}"
@@ -159,18 +169,45 @@ class Retrieve(Task):
     def test(self) -> dict[str, Any]:
         if self._rank:
             return {}
-        features = self._found = self._features(self._split.test)
-        if not all(x.isfinite().all() for x in features):
+        first, second = self._found = self._features(self._split.test)
+        if not all(x.isfinite().all() for x in self._found):
             raise not_finite(self._config.steps, "the features of the test set are not finite")
+        forth, back = self._ways
         texts = len(self._split.test)
-        chance = {f"recall@{k}": min(1.0, k / texts) for k in KS}
-        return {"test_texts": texts, "chance": chance, **self._both_ways(*features)}
+        corpus = self._corpus()
+        if corpus is None:
+            there = figures(first, second)
+        else:
+            other = self._pairs.names[1]
+            candidates = self._features_of(other, corpus)
+            there = figures(first, candidates, self._split.test, self._pairs.group_of[corpus])
+        among = texts if corpus is None else len(corpus)
+        return {
+            "test_texts": texts,
+            "candidates": among,
+            "chance": chance(among),
+            forth: there,
+            back: figures(second, first),
+        }
+
+    def _corpus(self) -> Tensor | None:
+        """Return the rows of the documents to search: all that differ, held-out ones first. None: the held-out ones."""
+        if self._pairs.documents is None:
+            return None
+        held_out = torch.isin(self._pairs.group_of[self._pairs.documents], self._split.test)
+        return torch.cat([self._pairs.documents[held_out], self._pairs.documents[~held_out]])[:_MOST_DOCUMENTS]
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         names = {way.replace("_to_", " -> "): way for way in self._ways} | {"chance": "chance"}
-        rows = [[label, *(f"{report[key][f'recall@{k}']:.4f}" for k in KS)] for label, key in names.items()]
-        title = f"Retrieval among {report['test_texts']} texts never seen in training"
-        return title, ["", *(f"recall@{k}" for k in KS)], rows
+        columns = list(report["chance"])
+        rows = [[label, *(f"{report[key][name]:.4f}" for name in columns)] for label, key in names.items()]
+        title = f"Retrieval among {report['candidates']:,} texts"
+        if report["candidates"] == report["test_texts"]:
+            title += " never seen in training"
+        else:
+            title += f", for {report['test_texts']:,} queries never seen in training"
+        shown = {"mrr": "MRR", "ndcg@10": "nDCG@10"}
+        return title, ["", *(shown.get(name, name) for name in columns)], rows
 
     def weights(self) -> dict[str, Tensor]:
         return merged_state(self._encoder)
@@ -178,9 +215,28 @@ class Retrieve(Task):
     def save_encoders(self, folder: Path) -> None:
         save_dual_encoder(folder, self._encoder)
 
-    def draw(self, folder: Path) -> None:
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        way, chance = self._ways[0], report["chance"]["recall@1"]
+        figure = f"{report[way]['recall@1']:.3f}"
+        return f"recall@1, {way.replace('_to_', ' → ')}", figure, f"chance {chance:.2g}"
+
+    def evidence(self) -> Evidence:
         assert self._found is not None
-        draw_retrieval(self._pairs, self._split.test, *self._found, folder / "retrieval.png")
+        rows = self._pairs.rows(self._split.test)
+
+        def item(side: Side) -> Callable[[int], Item]:
+            def of(place: int) -> Item:
+                found = side.items(rows[place][None])[0]
+                return Item(found) if side.kind == "text" else Item(picture=found)
+
+            return of
+
+        (one, first), (other, second) = self._pairs.sides.items()
+        found, sought = self._found
+        return search_evidence((PLURAL[one], found, item(first)), (PLURAL[other], sought, item(second)))
+
+    def draw(self, folder: Path) -> None:
+        draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")
 
 
 def _without_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

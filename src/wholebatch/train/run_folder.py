@@ -1,16 +1,22 @@
 """The folder of a run. Rank 0 writes all of it, but for the other ranks' parts of head-STEP.
 
 config.json              the configuration, read back by --resume
+extensions.json          where --until-step extended the run, if it did
+starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
+best.safetensors         with --patience or --keep-best: the weights of the best validation
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
 encoders/                what a later program needs to build the encoders again, before it reads the final weights
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
+report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
 report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
 curves.png               loss and validation over the steps
 retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
 look_alikes.png          of --task identify: the classes that are confused most
+tensorboard/             TensorBoard's event files
+wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, and its files
 """
 
 from __future__ import annotations
@@ -27,11 +33,17 @@ from torch import Tensor
 from .._bounded_json import parse_json, sealed
 from .._files import read_bounded, replacing
 from .._user_error import UserError
+from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
 from .config import TrainConfig
+from .extensions import write_extensions
 from .lock import Lock, check_is_free
 from .pictures import draw_curves
+from .report.content import Report
+from .report.page import render
 from .resume import CONFIG
+from .schedule import Extension
+from .starts import Start, read_starts, write_starts
 from .task import Task
 
 _MOST_REPORT_BYTES = 2**24
@@ -44,6 +56,7 @@ class RunFolder:
         self.path = path
         self._metrics = path / METRICS
         self._lock = lock
+        self.starts: list[Start] = []
         self._keep: int | None = None  # lines of metrics.jsonl to keep when the next one is added
 
     @classmethod
@@ -122,6 +135,26 @@ class RunFolder:
             task.save_encoders(self.path / "encoders")
             draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
             task.draw(self.path)
+
+    def keep_best(self, task: Task, weights: dict[str, Tensor], step: int) -> None:
+        """Write the weights of the best validation so far, which is that after `step` steps."""
+        save_tensors(self.path / BEST, weights, task.facts() | {"step": str(step)})
+
+    def add_start(self, start: Start) -> None:
+        """Add a start to starts.json."""
+        self.starts = [*read_starts(self.path), start]
+        with _writing(self.path):
+            write_starts(self.path, self.starts)
+
+    def extend(self, extensions: tuple[Extension, ...]) -> None:
+        """Write extensions.json."""
+        with _writing(self.path):
+            write_extensions(self.path, extensions)
+
+    def write_page(self, report: Report) -> None:
+        """Write report.html."""
+        with _writing(self.path), replacing(self.path / "report.html") as file:
+            file.write(render(report).encode())
 
     def report(self) -> dict[str, Any]:
         """Return the report that `finish` has written."""

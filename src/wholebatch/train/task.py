@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from .._user_error import UserError
 from .config import TrainConfig
 from .encoders.encoder import Encoder
+from .report.content import Evidence
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,13 @@ class Task(ABC):
     def headline(self, validation: Mapping[str, Any]) -> str:
         """Return a validation in a few words."""
 
+    def headline_figure(self, validation: Mapping[str, Any]) -> float:
+        """Return the figure of a validation that --patience compares; larger is better."""
+        figure: Any = validation
+        for key in self.curves[0].keys:
+            figure = figure[key]
+        return float(figure)
+
     @abstractmethod
     def loss_state(self) -> dict[str, Tensor]:
         """Return a copy of the tensors that a forward pass changes."""
@@ -88,6 +96,15 @@ class Task(ABC):
     @abstractmethod
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         """Return the report as a table: title, names of the columns, rows."""
+
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Return the headline of the report: the name of a figure, its value, and a note such as the chance."""
+        _, columns, rows = self.table(report)
+        return f"{rows[0][0]} {columns[1]}".strip(), rows[0][1], ""
+
+    def evidence(self) -> Evidence:
+        """Return examples of the results of `test` and their similarities, on rank 0."""
+        return Evidence()
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ def numbers_of_pictures(side: FilePictures) -> tuple[Tensor, str]:
         codes = column.combine_chunks().dictionary_encode()
         codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
         numbers = torch.from_numpy(codes.indices.to_numpy(zero_copy_only=False).astype("int64"))
-        rows = _first_of_each(numbers)
+        rows = first_of_each(numbers)
         if len(rows) > MOST:
             return numbers, f"{len(rows):,} pictures: equal ones under two names were not looked for"
         sizes = [_size(side, row) for row in rows.tolist()]
@@ -58,7 +58,7 @@ def _check_paths(side: FilePictures, column: Any) -> None:
             raise UserError(f"{side.table.where(pc.index(wrong, True).as_py())}: {message}")
 
 
-def _first_of_each(numbers: Tensor) -> Tensor:
+def first_of_each(numbers: Tensor) -> Tensor:
     """Return the first row of each number, in ascending order of the numbers; numbers are 0, 1, ... by appearance."""
     count = int(numbers.max()) + 1
     return torch.full((count,), len(numbers)).scatter_reduce(0, numbers, torch.arange(len(numbers)), "amin")

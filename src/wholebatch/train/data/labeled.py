@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class LabeledImages:
     def __len__(self) -> int:
         """Number of classes."""
         return len(self.names)
+
+    def picture(self, row: Tensor) -> Any:
+        """Return the picture of a row."""
+        return self.pictures.items(row[None])[0]
 
     def example(self, label: int) -> Tensor:
         """Return the row of a class's first image in training, ()."""

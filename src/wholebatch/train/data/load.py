@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
-from .equal_pictures import numbers_of_pictures
+from .equal_pictures import first_of_each, numbers_of_pictures
 from .feed import workers_of_a_rank
 from .glyphs import glyph_classes, glyph_pairs
 from .labeled import LabeledImages, classes_of_texts
@@ -48,7 +48,7 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
         pairs = glyph_pairs(config.image_size)
     else:
         pairs = table_pairs(open_table(config.data), config, size, say)
-    config = _with_pictures(config, pairs, say)
+    config = _with_loss(_with_pictures(config, pairs, say), pairs, say)
     if config.task == "identify":
         return _classes(config, pairs, size, say)
     config = _with_split(config, len(pairs), say)
@@ -67,14 +67,14 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
         name = roles[role][0]
         if role == "image":
             pictures = FilePictures(table, name)
-            sides[role] = pictures
+            sides["image"] = pictures
             found, line = numbers_of_pictures(pictures)
             numbers.append(found)
             if line:
                 say(line)
         else:
             column = text_column(table, role, name)
-            sides[role] = Texts(column)
+            sides["document" if role == "positive" else role] = Texts(column)
             numbers.append(_numbers_of_texts(column))
     for line in (*table.said, _said(roles)):
         say(line)
@@ -86,6 +86,8 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
         group = group[kept]
     equal = None if pictures is None else numbers[0]
     pairs = Pairs.grouped(sides, group, rows=kept, digest=digest, equal_pictures=equal)
+    if "query" in roles:
+        pairs = replace(pairs, documents=first_of_each(numbers[1]))
     if "negatives" not in roles:
         return pairs
     negatives, names = find_negatives(table, roles["negatives"], text_column(table, other, roles[other][0]))
@@ -131,6 +133,21 @@ def _has_colors(picture: Any) -> bool:
         return False
     red, green, blue = picture.split()
     return red.tobytes() != green.tobytes() or green.tobytes() != blue.tobytes()
+
+
+def _with_loss(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:
+    """Choose InfoNCE where the data have mined negatives, which no other loss of `--loss` uses."""
+    if pairs.negatives is None or config.loss == "info_nce":
+        return config
+    if config.loss != "clip":
+        raise UserError(
+            f"--loss {config.loss} has no mined negatives, which --data has; use --loss info_nce, or leave them out by "
+            "--columns query=NAME,positive=NAME of a table without them"
+        )
+    if config.label_smoothing:
+        raise UserError(f"--label-smoothing must be 0 with mined negatives, got {config.label_smoothing}")
+    say("loss info_nce: each query among the documents and the mined negatives of the batch (--loss)")
+    return replace(config, loss="info_nce")
 
 
 def _with_split(config: TrainConfig, count: int, say: Callable[[str], None]) -> TrainConfig:

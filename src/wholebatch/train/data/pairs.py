@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Pairs:
     """A hash of the data, equal on ranks that see the same."""
     equal_pictures: Tensor | None = None
     """A number for each row of the sides, (n,), equal for equal pictures. None: no two are equal."""
+    documents: Tensor | None = None
+    """Of queries with documents, a row of each different document, which are the candidates of the final test."""
     negatives: Negatives | None = None
     """Mined negatives of each row."""
     positive_names: Tensor | None = None
@@ -81,11 +84,12 @@ class Pairs:
         one, other = self.sides
         return one, other
 
-    @property
-    def what(self) -> str:
-        """What the rows are, in words: "images of texts", "queries with documents"."""
-        one, other = self.names
-        return f"pairs of {one} and {other}"
+    @cached_property
+    def group_of(self) -> Tensor:
+        """The group of each row of the sides, (number of their rows,); -1 for rows that are left out."""
+        found = torch.full((int(self.order.max()) + 1,), -1)
+        found[self.order] = torch.repeat_interleave(torch.arange(len(self)), self.first.diff())
+        return found
 
     def rows(self, groups: Tensor) -> Tensor:
         """Return the first row of each of these groups."""

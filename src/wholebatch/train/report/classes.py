@@ -1,0 +1,114 @@
+"""The evidence of a classifier: examples, mistakes, classes that look alike, and similarities of pairs of images."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..data.randomness import seeded
+from .content import Candidate, Evidence, Gallery, Item, Query
+from .search import shown_rows
+
+_SHOWN, _TOP, _MOST_PAIRS = 12, 5, 200_000
+
+Items = Callable[[int], Item]
+
+
+def classes_evidence(
+    embeddings: Tensor,
+    labels: Tensor,
+    found: Tensor,
+    similarities: Tensor,
+    surest: Sequence[int],
+    of_example: Items,
+    of_class: Items,
+) -> Evidence:
+    """Return the evidence of a classifier from its test examples.
+
+    Args:
+        embeddings: (n, d), unit rows.
+        labels: (n,), the true class.
+        found: (n, k), the k best classes, the best one first.
+        similarities: (n, k), theirs.
+        surest: examples with a wrong class, the surest first.
+        of_example: the item of an example.
+        of_class: the item of a class.
+    """
+
+    def query(row: int) -> Query:
+        best, true = found[row].tolist(), int(labels[row])
+        candidates = [
+            Candidate(of_class(label), similarity, label == true)
+            for label, similarity in zip(best, similarities[row].tolist(), strict=True)
+        ]
+        missed = None if true in best else Candidate(of_class(true), None, True)
+        return Query(of_example(row), candidates, None if missed else best.index(true) + 1, missed)
+
+    first = int((found[:, 0] == labels).sum())
+    rows = shown_rows(len(labels))
+    galleries = [
+        Gallery(
+            "Images → classes",
+            f"{len(rows)} of {len(labels):,} test images, drawn at random, each with the {found.shape[1]} most similar "
+            f"classes: a training image of each, and its cosine. The right class comes first for {first:,} of all.",
+            [query(row) for row in rows],
+        )
+    ]
+    if len(surest):
+        note = "Wrong classes with the largest cosine, about pictures that differ; each pair of classes once."
+        galleries.append(Gallery("Surest mistakes", note, [query(row) for row in surest[:_SHOWN]]))
+    alike = _look_alikes(labels, found[:, 0], of_class)
+    if alike:
+        note = (
+            "The classes with the most confusions: beside each, the classes that its test images were taken for, and "
+            "for which fraction of them."
+        )
+        galleries.append(Gallery("Look-alikes", note, alike))
+    positives, negatives = pair_similarities(embeddings, labels)
+    note = (
+        f"Cosines between test images: {len(positives):,} pairs of one class, and {len(negatives):,} random pairs of "
+        "different classes."
+    )
+    return Evidence(galleries, positives, negatives, note)
+
+
+def _look_alikes(labels: Tensor, found: Tensor, of_class: Items) -> list[Query]:
+    """Return the classes with the most confusions, each with the classes that it was taken for."""
+    taken: dict[int, Counter[int]] = defaultdict(Counter)
+    for true, label in zip(labels.tolist(), found.tolist(), strict=True):
+        taken[true][label] += 1
+    confused = {true: counts.total() - counts[true] for true, counts in taken.items()}
+    worst = sorted((true for true in taken if confused[true]), key=lambda true: (-confused[true], true))
+    queries = []
+    for true in worst[:_SHOWN]:
+        best = sorted(taken[true].items(), key=lambda pair: (-pair[1], pair[0]))[:_TOP]
+        total = taken[true].total()
+        candidates = [Candidate(of_class(label), count / total, label == true) for label, count in best]
+        places = [label for label, _ in best]
+        rank = places.index(true) + 1 if true in places else None
+        queries.append(Query(of_class(true), candidates, rank))
+    return queries
+
+
+def pair_similarities(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x_i . x_j of pairs of neighbors in one class, and of random pairs of different classes.
+
+    >>> x = torch.eye(4)[[0, 0, 1, 2]]
+    >>> pair_similarities(x, torch.tensor([5, 5, 3, 4]))[0]
+    tensor([1.])
+    """
+    order = labels.argsort(stable=True)
+    a, b = order[:-1], order[1:]
+    same = labels[a] == labels[b]
+    generator = seeded("pairs")
+    i, j = (torch.randint(len(labels), (_MOST_PAIRS,), generator=generator) for _ in range(2))
+    others = labels[i] != labels[j]
+
+    def products(a: Tensor, b: Tensor) -> Tensor:
+        parts = [(embeddings[c] * embeddings[d]).sum(1) for c, d in zip(a.split(8192), b.split(8192), strict=True)]
+        return torch.cat(parts) if len(a) else torch.empty(0)
+
+    return products(a[same][:_MOST_PAIRS], b[same][:_MOST_PAIRS]), products(i[others], j[others])

@@ -1,0 +1,137 @@
+"""The report of a run, report.html: its contents from the configuration, the metrics and the results of the task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+from wholebatch.planning.units import amount, duration
+
+from .config import TrainConfig, names_of, value_of
+from .report.content import Chart, Fact, Line, Report, Setting, Table
+from .starts import Start
+from .task import Task
+
+Metrics = Sequence[Mapping[str, Any]]
+_RUN_ONLY = ("run_folder", "resume", "until_step")  # of a start, not of the numbers
+
+
+def report_of_run(
+    config: TrainConfig,
+    defaults: TrainConfig,
+    task: Task,
+    figures: Mapping[str, Any],
+    metrics: Metrics,
+    starts: Sequence[Start],
+    *,
+    folder: Path,
+    best: Mapping[str, Any] | None = None,
+) -> Report:
+    """Return the contents of the report.
+
+    Args:
+        config: the configuration of the run.
+        defaults: that of its task if no option is given.
+        task: the task after its test.
+        figures: the figures of the test.
+        metrics: the lines of metrics.jsonl.
+        starts: the starts of the run, in order.
+        folder: the run folder.
+        best: the metrics of the step with the best validation, if its weights were kept.
+    """
+    title, columns, rows = task.table(figures)
+    last = starts[-1] if starts else None
+    return Report(
+        title=f"{config.task} · {'glyphs' if config.data == 'glyphs' else Path(config.data).name}",
+        subtitle=f"{folder.name}: {task.describe()}",
+        facts=_facts(config, task, figures, metrics, last, best),
+        table=Table(title, columns, rows),
+        curves=_charts(task, metrics, [start.step for start in starts if start.step]),
+        evidence=task.evidence(),
+        plan=next((start.plan for start in reversed(starts) if start.plan), ""),
+        audit=next((start.audit for start in reversed(starts) if start.audit), ""),
+        starts=_starts(starts),
+        settings=[
+            Setting(name.replace("_", "-"), _shown(value_of(config, name)), _shown(value_of(defaults, name)))
+            for name in names_of(config)
+            if name not in _RUN_ONLY
+        ],
+        versions=[] if last is None else [("", last.versions), *([("commit", last.commit)] if last.commit else [])],
+    )
+
+
+def _facts(
+    config: TrainConfig,
+    task: Task,
+    figures: Mapping[str, Any],
+    metrics: Metrics,
+    start: Start | None,
+    best: Mapping[str, Any] | None,
+) -> list[Fact]:
+    last = metrics[-1]
+    name, value, note = task.result(figures)
+    facts = [Fact(name, value, note), Fact("steps", f"{last['step']:,}", f"of {config.batch_size:,} examples")]
+    facts.append(Fact("loss", f"{last['loss']:.4g}", "of the last step"))
+    if best is not None:
+        facts.append(Fact("best validation", f"step {best['step']:,}", task.headline(best["validation"])))
+    facts.append(Fact("trained for", duration(last["seconds"]), ""))
+    if last.get("examples_per_second"):
+        facts.append(Fact("examples per second", f"{last['examples_per_second']:,.0f}", "in the last steps"))
+    memory = [amount(last[key]) for key in ("peak_cuda_bytes", "peak_rss_bytes") if last.get(key)]
+    if memory:
+        facts.append(
+            Fact("peak memory", memory[0], f"and {memory[1]} of the host" if memory[1:] else "of the first rank")
+        )
+    if start is not None:
+        facts.append(Fact("ranks", f"{start.ranks}", start.device))
+    return facts
+
+
+def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]:
+    """Return loss, validation, learning rate, gradient norm and the task's own figures of each step."""
+    validated = [row for row in metrics if row.get("validation")]
+    validation = [
+        Line(
+            curve.label,
+            [row["step"] for row in validated],
+            [reduce(getitem, curve.keys, row["validation"]) for row in validated],
+        )
+        for curve in task.curves
+    ]
+    steps = [row["step"] for row in metrics]
+
+    def chart(title: str, key: str, lowest: float | None = None) -> Chart:
+        return Chart(title, [Line(title, steps, [row.get(key) for row in metrics])], (lowest, None), marks=resumed)
+
+    charts = [chart("loss of the global batch", "loss")]
+    if validated:
+        charts.append(Chart(task.validation_title, validation, (0, 1), marks=resumed))
+    own = [key for key in task.metrics() if key in metrics[-1]]
+    names = {"learning_rate": "learning rate", "grad_norm": "norm of the gradient", "logit_scale": _SCALE}
+    charts += [chart(names.get(key, key), key, 0) for key in ("learning_rate", "grad_norm")]
+    return charts + [chart(names.get(key, key.replace("_", " ")), key) for key in own]
+
+
+_SCALE = "logit scale (1 / temperature)"
+
+
+def _starts(starts: Sequence[Start]) -> Table | None:
+    if not starts:
+        return None
+    rows = [
+        [
+            start.at + " UTC", f"{start.step:,}", f"{start.ranks}", start.device,
+            start.versions + (f", commit {start.commit}" if start.commit else ""),
+        ]
+        for start in starts
+    ]  # fmt: skip
+    return Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], rows)
+
+
+def _shown(value: object) -> str:
+    """Return an option's value as text; text without quotes."""
+    return str(value) if isinstance(value, (str, Path)) else "none" if value is None else json.dumps(value, default=str)
