@@ -38,11 +38,11 @@ def embed(options: EmbedConfig) -> None:
     Raises:
         UserError: for a mistake in the options, the run or the data.
     """
-    run = open_run(options.run, device_of(options.device, 0, options.ranks))
-    work = Work(options.batch_size, options.workers, options.ranks, options.device)
+    run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    work = Work.of(options)
     items = open_items(
         run, options.data, "DATA", column=options.column, side=options.side, skip_bad=options.skip_bad, say=say,
-        workers=max(0, options.workers),
+        workers=work.workers_to_read(),
     )  # fmt: skip
     again = Again(options.data, "DATA", items.column, items.name)
     tiles = with_progress(features_of(run, items, work, again), len(items))

@@ -27,6 +27,7 @@ from ..encoders.inputs import Inputs, to_device
 from ..local_ranks import RankDiedError, one_line
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
+from .options import EmbedConfig, EvaluateConfig, SearchConfig, Weights
 
 
 class Work(NamedTuple):
@@ -36,6 +37,17 @@ class Work(NamedTuple):
     workers: int
     ranks: int
     device: str
+    weights: Weights
+
+    @classmethod
+    def of(cls, options: EmbedConfig | SearchConfig | EvaluateConfig) -> Work:
+        """Return that of a command's options."""
+        ranks = getattr(options, "ranks", 1)
+        return cls(options.batch_size, options.workers, ranks, options.device, options.weights)
+
+    def workers_to_read(self) -> int:
+        """Return how many processes of each rank read pictures."""
+        return self.workers if self.workers >= 0 else max(1, min(8, (os.cpu_count() or 1) // self.ranks))
 
 
 @dataclass(frozen=True)
@@ -80,11 +92,8 @@ def _features(run: OpenRun, items: Items, parts: list[Tensor], work: Work) -> It
 
 
 def _workers(items: Items, work: Work) -> int:
-    if work.workers >= 0:
-        return work.workers
-    if not isinstance(items.side, FilePictures) or len(items) <= work.batch_size:
-        return 0
-    return max(1, min(8, (os.cpu_count() or 1) // work.ranks))
+    is_quick = not isinstance(items.side, FilePictures) or len(items) <= work.batch_size
+    return 0 if work.workers < 0 and is_quick else work.workers_to_read()
 
 
 def _of_ranks(
@@ -133,7 +142,7 @@ def _rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     torch.set_num_threads(threads_of_a_rank(work.ranks))
     try:
-        run = open_run(folder, device_of(work.device, rank, work.ranks))
+        run = open_run(folder, device_of(work.device, rank, work.ranks), work.weights)
         items = open_again(run)
         parts = [*rows.split(work.batch_size)][rank :: work.ranks]
         for features in _features(run, items, parts, work):

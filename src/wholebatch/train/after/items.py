@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ _ROLES = {
     "image": (("image",),),
     "text": (("text",), ("label",), ("query",), ("positive",)),
     "query": (("query",), ("text",), ("positive",), ("label",)),
-    "positive": (("positive",), ("text",), ("query",), ("label",)),
+    "document": (("positive",), ("text",), ("query",), ("label",)),
 }
 
 
@@ -119,7 +119,7 @@ def open_items(
     Raises:
         UserError: no such data, column or side.
     """
-    side = model_side(run, side)
+    check_side(run, side)
     if data == "glyphs":
         name = side or run.sides[0]
         found = _glyphs(run, name)
@@ -139,13 +139,19 @@ def open_items(
         raise renamed(error, argument) from error
 
 
-def model_side(run: OpenRun, side: str | None) -> str | None:
-    """Return the model's name of `--side`; None stays."""
-    name = {"document": "positive"}.get(side or "", side)
-    if name is not None and name not in run.sides:
-        there = ", ".join("document" if each == "positive" else each for each in run.sides)
-        raise UserError(f"--side must be a side of the run, which has {there}; got {side}")
-    return name
+def distinct(items: Items) -> Items:
+    """Return the first row of each text; pictures stay as they are."""
+    if items.side.kind != "text":
+        return items
+    texts = items.side.items(items.rows)
+    first = {text: place for place, text in reversed([*enumerate(texts)])}
+    return replace(items, rows=items.rows[sorted(first.values())])
+
+
+def check_side(run: OpenRun, side: str | None) -> None:
+    """Raise UserError unless the run has this side; None is any."""
+    if side is not None and side not in run.sides:
+        raise UserError(f"--side must be a side of the run, which has {', '.join(run.sides)}; got {side}")
 
 
 def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tuple[str, str]:
@@ -164,8 +170,8 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
     names = [each for name in ((side,) if side else run.sides) for each in _ROLES[name][0]]
     usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
     raise UserError(
-        f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. Name "
-        f"one with --column NAME (usual names need no option: {usual})"
+        f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. "
+        f"Name one with --column NAME (usual names need no option: {usual})"
     )
 
 
@@ -193,7 +199,7 @@ def _side_of(run: OpenRun, table: Table, column: str) -> str:
         )
     if len(sides) == 1:
         return sides[0]
-    return "query" if column.lower() in USUAL["query"] else "positive"
+    return "query" if column.lower() in USUAL["query"] else "document"
 
 
 def _holds_pictures(table: Table, column: str) -> bool:

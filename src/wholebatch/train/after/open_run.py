@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..._bounded_json import parse_json
 from ..._tensor_file import TensorFile
 from ..._user_error import UserError
+from ..best import FILE as BEST
 from ..checkpoint import FILE as CHECKPOINT
 from ..config import TrainConfig
 from ..data.sides import Kind
@@ -26,8 +27,10 @@ from ..encoders.make import make_dual_encoder, make_encoder
 from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import open_dual_encoder, open_encoder
 from ..resume import read_config
+from .options import Weights
 
-WEIGHTS = "model.safetensors"
+FINAL = "model.safetensors"
+_NAMES = {FINAL: "final", BEST: "best", CHECKPOINT: "checkpoint"}
 _CENTERS = "centers"
 
 
@@ -42,16 +45,16 @@ class OpenRun:
     weights: str
     """A hash of all weights."""
     device: torch.device
-    is_finished: bool
-    """Whether the weights are the final ones; else they are those of the last checkpoint."""
+    kind_of_weights: str
+    """"final", "best" or "checkpoint"."""
     classes: tuple[str, ...] = ()
-    """Names of the classes of --task identify; () if the run is not finished."""
+    """Names of the classes of --task identify; () for a checkpoint, which does not have them."""
     centers: Tensor | None = None
     """Centers of these classes, (number of classes x sub-centers, width)."""
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Names of the sides: image and text, query and positive, or image alone."""
+        """Names of the sides: image and text, query and document, or image alone."""
         return self.model.sides if isinstance(self.model, DualEncoder) else ("image",)
 
     @property
@@ -77,49 +80,67 @@ class OpenRun:
         return found.float().cpu()
 
 
-def open_run(folder: Path, device: torch.device | None = None) -> OpenRun:
+def open_run(folder: Path, device: torch.device | None = None, weights: Weights = "auto") -> OpenRun:
     """Open the run of a folder. Nothing is unpickled; the encoder of a user's file runs the copy of that file.
 
+    Args:
+        folder: the run folder.
+        device: where to compute. None: the CPU.
+        weights: which weights; "auto": the final ones, or else those of the last checkpoint.
+
     Raises:
-        UserError: no run folder, one of another version, a damaged file, or a run without a checkpoint yet.
+        UserError: no run folder, one of another version, a damaged file, or a run without these weights.
     """
     try:
         config = read_config(folder)
     except UserError as error:
         raise UserError(str(error).replace("--resume ", "RUN ")) from error
     device = device or torch.device("cpu")
-    path = folder / WEIGHTS
-    is_finished = path.exists()
-    if not is_finished:
-        path = folder / CHECKPOINT
-    if not path.exists():
-        raise UserError(
-            f"RUN: {str(folder)!r} has neither {WEIGHTS} nor {CHECKPOINT}: the run ended before its first checkpoint"
-        )
+    path = _file(folder, weights)
+    kind = _NAMES[path.name]
+    is_checkpoint = kind == "checkpoint"
+    prefix = "" if not is_checkpoint else "model.encoder." if config.task == "retrieve" else "model."
     with _reading(path), TensorFile(path) as file:
-        prefix = "" if is_finished else "model.encoder." if config.task == "retrieve" else "model."
         names = [name for name in file.entries if name.startswith(prefix)]
-        model = _model(folder, config, {name.removeprefix(prefix) for name in names}, is_finished=is_finished)
-        expected = model.state_dict()
+        model = _model(folder, config, {name.removeprefix(prefix) for name in names}, is_checkpoint=is_checkpoint)
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
         centers = tensors.pop(_CENTERS, None) if config.task == "identify" else None
-        _check_fits(path, {name: x.shape for name, x in expected.items()}, tensors)
-        weights = hashlib.sha256(json.dumps({name: file.entries[name].digest for name in names}).encode()).hexdigest()
-        classes = _classes(file) if is_finished and config.task == "identify" else ()
+        _check_fits(path, {name: x.shape for name, x in model.state_dict().items()}, tensors)
+        digest = hashlib.sha256(json.dumps({name: file.entries[name].digest for name in names}).encode()).hexdigest()
+        classes = _classes(file) if centers is not None else ()
     model.load_state_dict(tensors)
-    return OpenRun(folder, config, model.to(device).eval(), weights, device, is_finished, classes, centers)
+    model.to(device).eval().requires_grad_(False)
+    return OpenRun(folder, config, model, digest, device, kind, classes, centers)
 
 
-def _model(folder: Path, config: TrainConfig, names: set[str], *, is_finished: bool) -> DualEncoder | Encoder:
+def _file(folder: Path, weights: Weights) -> Path:
+    """Return the file with these weights."""
+    files = {kind: folder / name for name, kind in _NAMES.items()}
+    if weights == "auto":
+        for kind in ("final", "checkpoint"):
+            if files[kind].exists():
+                return files[kind]
+        raise UserError(f"RUN: {str(folder)!r} has neither {FINAL} nor {CHECKPOINT}: the run has had no checkpoint yet")
+    if not files[weights].exists():
+        there = [kind for kind, path in files.items() if path.exists()]
+        raise UserError(
+            f"--weights {weights}: the run has no {str(files[weights])!r}; it has {' and '.join(there) or 'none'}"
+        )
+    return files[weights]
+
+
+def _model(folder: Path, config: TrainConfig, names: set[str], *, is_checkpoint: bool) -> DualEncoder | Encoder:
     """Build the encoders with random weights: from the files beside the final weights, or as a resumed run does."""
-    if is_finished:
-        encoders = folder / ENCODERS
+    encoders = folder / ENCODERS
+    if not is_checkpoint and encoders.exists():
         return open_dual_encoder(encoders) if config.task == "retrieve" else open_encoder(encoders / "image")
+    if not is_checkpoint:  # the best weights of a run that goes on; adapters are merged in them
+        config = replace(config, image=replace(config.image, tune="full"), text=replace(config.text, tune="full"))
     if config.task == "identify":
         return make_encoder(config, "image")
-    kinds: dict[str, Kind] = {"query": "text", "positive": "text"}
     is_of_texts = any(name.startswith("query.") for name in names)
-    return make_dual_encoder(config, kinds if is_of_texts else {"image": "image", "text": "text"})
+    of_texts: dict[str, Kind] = {"query": "text", "document": "text"}
+    return make_dual_encoder(config, of_texts if is_of_texts else {"image": "image", "text": "text"})
 
 
 def _check_fits(path: Path, expected: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The options of `wholebatch embed`, `search`, `evaluate` and `export`, and the mistakes that need no torch to be found.
+"""The options of `wholebatch embed`, `search`, `evaluate` and `export`, and mistakes that are found without torch.
 
 This module imports no torch.
 """
@@ -18,6 +18,7 @@ from ..resume import CONFIG
 
 FEATURES = (".parquet", ".npy")
 Device = Literal["auto", "cpu", "cuda"]
+Weights = Literal["auto", "final", "best", "checkpoint"]
 SideName = Literal["image", "text", "query", "document"]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
@@ -40,7 +41,7 @@ class EmbedConfig:
     side: SideName | None = None
     """The encoder that reads it. None: as the column is."""
     out: Path = Path("features.parquet")
-    """FILE.parquet: the row's columns, and its feature in the column `features`; or FILE.npy: features alone, (n, d)."""
+    """FILE.parquet: the columns of the data, and the column `features`; or FILE.npy: features alone, (n, d)."""
     skip_bad: bool = False
     """Leave out rows whose picture cannot be read. All pictures are read once before to find them."""
     batch_size: int = 256
@@ -51,6 +52,10 @@ class EmbedConfig:
     """Processes that encode, each with its share of the cores, or a GPU of its own."""
     device: Device = "auto"
     """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
+
+    weights: Weights = "auto"
+    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
+    "auto": the final ones, or those of the last checkpoint while there are none."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -94,6 +99,10 @@ class SearchConfig:
     """Processes that encode, each with its share of the cores, or a GPU of its own."""
     device: Device = "auto"
     """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
+
+    weights: Weights = "auto"
+    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
+    "auto": the final ones, or those of the last checkpoint while there are none."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -151,6 +160,10 @@ class EvaluateConfig:
     device: Device = "auto"
     """Where to compute; "auto": CUDA if this machine has a GPU, else the CPU."""
 
+    weights: Weights = "auto"
+    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
+    "auto": the final ones, or those of the last checkpoint while there are none."""
+
     def check(self) -> None:
         """Raise UserError for a mistake."""
         check_run(self.run)
@@ -175,6 +188,10 @@ class ExportConfig:
     """"torch": programs of torch.export (.pt2), which need nothing but torch, with an example.
     "sentence-transformers": the text encoder of transformers. "open_clip": an image encoder of timm and a text encoder
     of transformers."""
+
+    weights: Weights = "auto"
+    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
+    "auto": the final ones, or those of the last checkpoint while there are none."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""

@@ -18,7 +18,7 @@ from ..data.sides import Side
 from .embed import Again, with_progress
 from .encode import Work, features_of
 from .feature_files import FeatureFile, has_features, open_features, write_features
-from .items import Items, model_side, open_items
+from .items import Items, check_side, distinct, open_items
 from .open_run import OpenRun, device_of, open_run
 from .options import SearchConfig
 from .output import say
@@ -26,7 +26,7 @@ from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
 
 CACHE = "features"
-_OTHER = {"image": "text", "text": "image", "query": "positive", "positive": "query"}
+_OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
 _CHARACTERS = 100  # of a text that are printed
 
 
@@ -56,8 +56,8 @@ def search(options: SearchConfig) -> None:
     Raises:
         UserError: for a mistake in the options, the run or the data.
     """
-    run = open_run(options.run, device_of(options.device, 0, options.ranks))
-    work = Work(options.batch_size, options.workers, options.ranks, options.device)
+    run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    work = Work.of(options)
     queries = _queries(run, options)
     found = _candidates(run, options, work, queries.name)
     alone = work._replace(ranks=1)
@@ -82,10 +82,10 @@ def search(options: SearchConfig) -> None:
 
 def _queries(run: OpenRun, options: SearchConfig) -> Items:
     """Return the queries as items."""
-    asked = model_side(run, options.side)
+    check_side(run, options.side)
     if options.queries:
-        side = _OTHER[asked] if asked in _OTHER and _OTHER[asked] in run.sides else None
-        side = {"positive": "document"}.get(side or "", side)
+        side = _OTHER.get(options.side or "")
+        side = side if side in run.sides else None
         try:
             return open_items(run, options.queries, "--queries", side=side)
         except UserError:
@@ -97,7 +97,7 @@ def _queries(run: OpenRun, options: SearchConfig) -> Items:
     if not sides:
         there = "pictures" if kind == "text" else "texts"
         raise UserError(
-            f"QUERY is a {'picture' if kind == 'image' else kind}, and the run only has an encoder of {there}"
+            f"QUERY is a {'picture' if kind == 'image' else 'text'}, and the run only has an encoder of {there}"
         )
     item: Any = options.query
     if kind == "image":
@@ -105,13 +105,12 @@ def _queries(run: OpenRun, options: SearchConfig) -> Items:
             item = open_picture(Path(options.query))
         except ValueError as error:
             raise UserError(f"QUERY: {options.query!r} cannot be read as an image ({error})") from error
-    of_texts = "positive" if asked == "query" else "query"
-    name = of_texts if of_texts in sides else sides[0]
+    name = next((each for each in sides if each != options.side), sides[0])
     return Items(name, Given(kind, item), torch.zeros(1, dtype=torch.int64), options.query)
 
 
 def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> FeatureFile:
-    """Return the features to search, from the file of `--in`, or from the run's folder, where they are computed once."""
+    """Return the features to search: of the file of `--in`, or of the run's folder, where they are kept."""
     if options.data and has_features(options.data):
         found = open_features(Path(options.data))
         if found.width != run.width:
@@ -125,13 +124,10 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
         return found
     data, column = options.data or run.config.data, options.column
     argument = "--in" if options.data else "the data of the run"
-    other = _OTHER.get(asked, asked)
-    side = options.side or {"positive": "document"}.get(other, other)
-    if side not in (*run.sides, "document"):
-        side = asked
+    side = options.side or (_OTHER[asked] if _OTHER[asked] in run.sides else asked)
     if not column and not options.data:
-        column = _column_of_run(run, model_side(run, side) or "")
-    items = open_items(run, data, argument, column=column, side=side, say=say)
+        column = _column_of_run(run, side)
+    items = distinct(open_items(run, data, argument, column=column, side=side, say=say))
     folder = run.folder / CACHE
     path = folder / f"{items.name}-{items.digest()[:16]}-{run.weights[:16]}.npy"
     if not path.exists():
@@ -157,7 +153,8 @@ def _column_of_run(run: OpenRun, side: str) -> str:
     from ..data.roles import asked_roles
 
     roles = asked_roles(run.config.columns)
-    return next((roles[role][0] for role in ((side,) if side != "text" else ("text", "label")) if role in roles), "")
+    names = {"text": ("text", "label"), "document": ("positive",)}.get(side, (side,))
+    return next((roles[role][0] for role in names if role in roles), "")
 
 
 def _hit(found: FeatureFile, similarity: float, row: int) -> Hit:
