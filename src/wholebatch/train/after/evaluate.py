@@ -166,7 +166,8 @@ def _show(run: OpenRun, options: EvaluateConfig, found: dict[str, Any]) -> None:
         rows = [[f"top-{k} accuracy", f"{found[f'top_{k}']:.4f}", f"{found['chance'][f'top_{k}']:.4f}"]
                 for k in (1, _TOP) if f"top_{k}" in found]  # fmt: skip
         tar = found["verification"]["tar"]
-        rows.append([f"verification: TAR at FAR {FAR:g}", "no pairs" if tar is None else f"{tar:.4f}", f"{FAR:.4f}"])
+        of_pairs = "no pairs" if tar is None else f"{tar:.4f}"
+        rows.append([f"verification: TAR at FAR {FAR:g}", of_pairs, f"{FAR:.4f}"])
         say(
             f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of the "
             f"run's {found['classes']:,} classes"

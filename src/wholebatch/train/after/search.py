@@ -119,7 +119,7 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
             )
         if found.weights and found.weights != run.weights:
             raise UserError(
-                f"--in: {options.data!r} holds features of another model, or of another checkpoint; embed the data again"
+                f"--in: {options.data!r} holds features of another model or checkpoint; embed the data again"
             )
         return found
     data, column = options.data or run.config.data, options.column

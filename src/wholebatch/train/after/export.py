@@ -1,0 +1,36 @@
+"""`wholebatch export`: a run's encoders in the folder layout of another library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..._user_error import UserError
+from .export_open_clip import write_open_clip
+from .export_sentence_transformers import write_sentence_transformers
+from .open_run import open_run
+from .options import ExportConfig
+from .output import say
+
+_WRITERS = {"sentence-transformers": write_sentence_transformers, "open_clip": write_open_clip}
+
+
+def export(options: ExportConfig) -> None:
+    """Write the folder.
+
+    Raises:
+        UserError: for a mistake in the options or the run, or encoders that the layout cannot express.
+    """
+    run = open_run(options.run, weights=options.weights)
+    _WRITERS[options.to](run, options.folder)
+    say(f"{options.folder}: {_said(options.to, options.folder)}")
+
+
+def _said(to: str, folder: Path) -> str:
+    if to == "open_clip":
+        return f"open_clip.create_model_and_transforms({'local-dir:' + str(folder)!r})"
+    return f"SentenceTransformer({str(folder)!r})"
+
+
+def only_for(to: str, needs: str, got: str) -> UserError:
+    """Return the error about an encoder that a layout cannot express."""
+    return UserError(f"--to {to} needs {needs}; the run has {got}")
