@@ -169,8 +169,8 @@ def _show(run: OpenRun, options: EvaluateConfig, found: dict[str, Any]) -> None:
         of_pairs = "no pairs" if tar is None else f"{tar:.4f}"
         rows.append([f"verification: TAR at FAR {FAR:g}", of_pairs, f"{FAR:.4f}"])
         say(
-            f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of the "
-            f"run's {found['classes']:,} classes"
+            f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of "
+            f"the run's {found['classes']:,} classes"
         )
         table_of(["", "", "chance"], rows)
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..._user_error import UserError
 from .export_open_clip import write_open_clip
 from .export_sentence_transformers import write_sentence_transformers
 from .open_run import open_run
@@ -29,8 +28,3 @@ def _said(to: str, folder: Path) -> str:
     if to == "open_clip":
         return f"open_clip.create_model_and_transforms({'local-dir:' + str(folder)!r})"
     return f"SentenceTransformer({str(folder)!r})"
-
-
-def only_for(to: str, needs: str, got: str) -> UserError:
-    """Return the error about an encoder that a layout cannot express."""
-    return UserError(f"--to {to} needs {needs}; the run has {got}")

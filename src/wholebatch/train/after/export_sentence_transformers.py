@@ -30,7 +30,9 @@ def write_sentence_transformers(run: OpenRun, folder: Path) -> None:
     encoder = None if side is None else run.encoder(side)
     if side is None or not isinstance(encoder, TransformerText):
         got = "no encoder of texts" if side is None else f"--text-encoder {run.config.text_encoder}"
-        raise UserError(f"--to {TO} needs a text encoder of transformers (--text-encoder transformers:NAME); the run has {got}")
+        raise UserError(
+            f"--to {TO} needs a text encoder of transformers, --text-encoder transformers:NAME; the run has {got}"
+        )
     if encoder.rule is None:
         raise UserError(
             f"--to {TO} needs a text encoder that pools its tokens; the run has a tower with an end of its own, as CLIP "

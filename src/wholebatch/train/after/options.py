@@ -177,18 +177,16 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write a run's encoders for another program, into FOLDER, which must be empty or new.
+    """Write a run's encoders in the layout of another library, into FOLDER, which must be empty or new.
 
-    RUN is the folder of a run.
+    RUN is the folder of a run. Its README.md shows how to use the encoders with torch alone.
     """
 
     run: Run
     folder: Folder
-    to: Literal["torch", "sentence-transformers", "open_clip"] = "torch"
-    """"torch": programs of torch.export (.pt2), which need nothing but torch, with an example.
-    "sentence-transformers": the text encoder of transformers. "open_clip": an image encoder of timm and a text encoder
-    of transformers."""
-
+    to: Literal["sentence-transformers", "open_clip"]
+    """"sentence-transformers": the text encoder, if it is one of transformers, with its pooling and projection.
+    "open_clip": an image encoder of timm with a text encoder of transformers."""
     weights: Weights = "auto"
     """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
     "auto": the final ones, or those of the last checkpoint while there are none."""

@@ -72,7 +72,8 @@ def plain_program(run: Path, task: str, path: Path) -> tuple[str, tuple[str, ...
     if not values:
         lines += [
             '    classes = json.loads(safe_open(run / "model.safetensors", "pt").metadata()["classes"])',
-            '    centers = torch.nn.functional.normalize(weights["centers"].view(len(classes), -1, image.shape[1]), dim=-1)',
+            '    centers = weights["centers"].view(len(classes), -1, image.shape[1])',
+            "    centers = torch.nn.functional.normalize(centers, dim=-1)",
             "    best = (centers @ image.T).amax(1).argmax(0)  # of each image",
             "print([classes[number] for number in best.tolist()])",
         ]
