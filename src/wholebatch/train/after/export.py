@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from ..._user_error import UserError
 from .export_open_clip import write_open_clip
 from .export_sentence_transformers import write_sentence_transformers
 from .open_run import open_run
@@ -20,11 +19,8 @@ def export(options: ExportConfig) -> None:
         UserError: for a mistake in the options or the run, or encoders that the layout cannot express.
     """
     run = open_run(options.run, weights=options.weights)
-    _WRITERS[options.to](run, options.folder)
-    say(f"{options.folder}: {_said(options.to, options.folder)}")
-
-
-def _said(to: str, folder: Path) -> str:
-    if to == "open_clip":
-        return f"open_clip.create_model_and_transforms({'local-dir:' + str(folder)!r})"
-    return f"SentenceTransformer({str(folder)!r})"
+    try:
+        opens = _WRITERS[options.to](run, options.folder)
+    except OSError as error:
+        raise UserError(f"FOLDER: {str(options.folder)!r} cannot be written: {error.strerror or error}") from error
+    say(f"{options.folder}: {opens}")

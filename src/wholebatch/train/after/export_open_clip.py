@@ -20,11 +20,15 @@ from .open_run import OpenRun
 
 TO = "open_clip"
 _POOLING = {"mean": "mean_pooler", "cls": "cls_last_hidden_state_pooler"}
+_RESIZE = {"center": "shortest", "squash": "squash", "border": "longest"}
 _TYPES = ("roberta", "xlm-roberta", "bert")  # of open_clip's hf_configs.py, those that have only an encoder
 
 
-def write_open_clip(run: OpenRun, folder: Path) -> None:
+def write_open_clip(run: OpenRun, folder: Path) -> str:
     """Write open_clip_config.json, open_clip_model.safetensors and the text model's configuration and tokenizer.
+
+    Returns:
+        The call that opens it, and how its preprocessing differs.
 
     Raises:
         UserError: encoders that the configuration cannot express.
@@ -52,7 +56,7 @@ def write_open_clip(run: OpenRun, folder: Path) -> None:
         },
         "preprocess_cfg": {
             "mean": list(data["mean"]), "std": list(data["std"]), "interpolation": data["interpolation"],
-            "resize_mode": "shortest",
+            "resize_mode": _RESIZE[data.get("crop_mode", "center")],
         },
     }  # fmt: skip
     scales = {"logit_scale": run.model.log_logit_scale}
@@ -69,6 +73,14 @@ def write_open_clip(run: OpenRun, folder: Path) -> None:
         **scales,
     }
     write_tensors(folder / "open_clip_model.safetensors", tensors, {"format": "pt"})
+    opens = f"open_clip.create_model_and_transforms({'local-dir:' + str(folder)!r})"
+    crop = data.get("crop_pct", 1.0)
+    if crop == 1.0:
+        return opens
+    return (
+        f"{opens}; from the same pixels its features are the same, but its preprocessing shows the whole shorter "
+        f"side of a picture, where the run cropped {crop:g} of it: for the same pixels use timm's transform"
+    )
 
 
 def _projection(run: OpenRun, side: str, width: int) -> Tensor:
@@ -92,10 +104,7 @@ def _towers(run: OpenRun) -> tuple[TimmImage, TransformerText]:
     for is_wrong, reason in (
         (saved["arguments"], f"the image encoder has arguments, {', '.join(saved['arguments'])}"),
         (image.channels != 3, "the image encoder reads one channel"),
-        (
-            data.get("crop_pct", 1.0) != 1.0 or data.get("crop_mode", "center") != "center",
-            f"the image encoder's preprocessing crops {data.get('crop_pct')} of the picture ({data.get('crop_mode')})",
-        ),
+        (data.get("crop_mode", "center") not in _RESIZE, f"the image encoder's crop_mode is {data.get('crop_mode')}"),
         (kind not in _TYPES, f"the text encoder is of the type {kind!r}, and it knows {', '.join(_TYPES)}"),
         (text.rule not in _POOLING, "the text encoder does not pool by the mean or the first token"),
         (text.prepare.lower, "the text encoder lowers the case of its texts first"),

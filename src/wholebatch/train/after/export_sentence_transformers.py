@@ -20,8 +20,8 @@ TO = "sentence-transformers"
 _POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
-def write_sentence_transformers(run: OpenRun, folder: Path) -> None:
-    """Write the encoder of texts of a run; both sides of a run of texts share it.
+def write_sentence_transformers(run: OpenRun, folder: Path) -> str:
+    """Write the encoder of texts of a run, which both sides of a run of texts share; return the call that opens it.
 
     Raises:
         UserError: the run has no encoder of texts, or one that the layout cannot express; a library is missing.
@@ -35,8 +35,7 @@ def write_sentence_transformers(run: OpenRun, folder: Path) -> None:
         )
     if encoder.rule is None:
         raise UserError(
-            f"--to {TO} needs a text encoder that pools its tokens; the run has a tower with an end of its own, as CLIP "
-            "has"
+            f"--to {TO} needs a text encoder that pools its tokens; the run has a tower with its own end, as CLIP has"
         )
     library = needed("sentence_transformers", f"--to {TO}")
     modules = library.sentence_transformer.modules
@@ -56,3 +55,4 @@ def write_sentence_transformers(run: OpenRun, folder: Path) -> None:
             parts.append(dense)
         parts.append(modules.Normalize())
         library.SentenceTransformer(modules=parts, device="cpu").save(str(folder), create_model_card=False)
+    return f"SentenceTransformer({str(folder)!r})"
