@@ -25,6 +25,7 @@ from .._files import read_bounded
 from .._settings import shown
 from .._user_error import UserError, option
 from .config import TrainConfig, value_of
+from .encoder_options import absolute
 
 _MOST_BYTES = 2**20
 _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does not take them from another run
@@ -125,6 +126,8 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
         if choice is float and type(value) in (int, float):
             return float(value)
         if isinstance(choice, type) and type(value) is choice:
+            if name in ("image_encoder", "text_encoder"):
+                return absolute(str(value), path.parent)
             return _of_data(str(value), path) if name == "data" else value
     accepted = [each for choice in choices for each in _accepted(choice)]
     near = get_close_matches(value, accepted, n=1) if isinstance(value, str) else []
