@@ -94,7 +94,15 @@ def prepared(
         # Since 3.12 Python warns of every fork beside threads. These only wait: for signals, and inside of libraries.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         batches = iter(loader)
-    for batch in batches:
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (ConnectionError, EOFError, FileNotFoundError) as error:  # of the memory that a dead worker was to share
+            if str(error).startswith("Caught "):  # in the worker, which lives
+                raise
+            raise RuntimeError(f"DataLoader worker exited unexpectedly: {error}") from error
         if isinstance(batch, _Mistake):
             raise UserError(batch.message)
         yield batch
