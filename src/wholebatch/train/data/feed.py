@@ -104,9 +104,14 @@ def prepared(
     atexit.register(end)
     try:
         while batches is not None:
-            batch = next(batches, None)
-            if batch is None:
+            try:
+                batch = next(batches)
+            except StopIteration:
                 return
+            except (ConnectionError, EOFError, FileNotFoundError) as error:  # of memory shared by a dead worker
+                if str(error).startswith("Caught "):  # in the worker, which lives
+                    raise
+                raise RuntimeError(f"DataLoader worker exited unexpectedly: {error}") from error
             if isinstance(batch, _Mistake):
                 raise UserError(batch.message)
             yield batch
