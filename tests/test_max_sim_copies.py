@@ -45,6 +45,9 @@ def test_the_first_copy_of_each_vector_is_found(d, dtype, vectors, monkeypatch):
     expected = first_by_comparison(x, owners)
     assert (expected != torch.arange(len(x))).sum() > 20
     assert torch.equal(first_copies(x, items), expected)
+    monkeypatch.setattr(copies, "_may_wait", lambda x: False)  # as on a GPU
+    assert torch.equal(first_copies(x, items), expected)
+    assert torch.equal(first_copies(x[:1], items_of([1])), torch.tensor([0]))
 
 
 def test_no_copies_is_none():

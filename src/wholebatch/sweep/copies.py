@@ -57,18 +57,23 @@ def _first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
     """Return the same for some items; `owners` are those of the vectors, (n,)."""
     found, order = _hashes(x, owners).sort(stable=True)
     differs = found[1:] != found[:-1]
-    if not x.is_cuda and differs.all():
+    if _may_wait(x) and differs.all():
         return None
     index = torch.arange(len(x), device=x.device)
     starts = torch.where(differs, index[1:], 0).cummax(0).values  # of a run of equal hashes, for each but the first
     first = index.clone()
     first[order[1:]] = order[starts]
-    others = index if x.is_cuda else (first != index).nonzero()[:, 0]
+    others = (first != index).nonzero()[:, 0] if _may_wait(x) else index
     for some in others.split(_rows_at_once(x)):
         of_some = first[some]
         equal = (owners[some] == owners[of_some]) & (x[some] == x[of_some]).all(1)
         first[some] = torch.where(equal, of_some, some)
     return first
+
+
+def _may_wait(x: Tensor) -> bool:
+    """Return whether the host may read from the device of x."""
+    return not x.is_cuda
 
 
 def _hashes(x: Tensor, owners: Tensor) -> Tensor:
