@@ -126,9 +126,7 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
         if choice is float and type(value) in (int, float):
             return float(value)
         if isinstance(choice, type) and type(value) is choice:
-            if name in ("image_encoder", "text_encoder"):
-                return absolute(str(value), path.parent)
-            return _of_data(str(value), path) if name == "data" else value
+            return _rooted(name, value, path) if isinstance(value, str) else value
     accepted = [each for choice in choices for each in _accepted(choice)]
     near = get_close_matches(value, accepted, n=1) if isinstance(value, str) else []
     raise UserError(
@@ -148,5 +146,9 @@ def _accepted(choice: Any) -> list[str]:
     return [] if choice is type(None) else [words.get(choice, str(choice))]
 
 
-def _of_data(value: str, path: Path) -> str:
-    return value if value == "glyphs" else str(path.absolute().parent / value)
+def _rooted(name: str, value: str, path: Path) -> str:
+    """Return the text of an option; a path in it is relative to the folder of the file."""
+    folder = path.absolute().parent
+    if name == "data" and value != "glyphs":
+        return str(folder / value)
+    return absolute(value, folder) if name in ("image_encoder", "text_encoder") else value

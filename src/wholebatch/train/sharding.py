@@ -1,4 +1,4 @@
-"""`--fsdp`: weights, gradients and the optimizer's state in parts, one on each rank (FSDP2), for encoders that do not fit.
+"""`--fsdp`: weights, gradients and optimizer state in parts, one on each rank (FSDP2), for encoders that do not fit.
 
 A block of an encoder is whole on a rank only while it computes. A checkpoint holds whole tensors: it is the same file
 as without `--fsdp`, and continues on any number of ranks.
