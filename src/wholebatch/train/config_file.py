@@ -25,7 +25,7 @@ from .._files import read_bounded
 from .._settings import shown
 from .._user_error import UserError, option
 from .config import TrainConfig, value_of
-from .encoder_options import Named
+from .encoder_options import absolute
 
 _MOST_BYTES = 2**20
 _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does not take them from another run
@@ -151,10 +151,4 @@ def _rooted(name: str, value: str, path: Path) -> str:
     folder = path.absolute().parent
     if name == "data" and value != "glyphs":
         return str(folder / value)
-    if name in ("image_encoder", "text_encoder") and path.suffix == ".toml":
-        named = Named.parse(value)
-        if named.library == "file":
-            return f"{folder / named.name}:{named.function}"
-        if named.library == "transformers" and (folder / named.name).is_dir():
-            return f"transformers:{folder / named.name}"
-    return value
+    return absolute(value, folder) if name in ("image_encoder", "text_encoder") else value

@@ -20,6 +20,7 @@ from .._slurm import has_gpu_of_its_own
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
+from .checkpoint import FILE as CHECKPOINT
 from .checkpoint import last_step
 from .chunking import with_chunk_size
 from .config import TrainConfig
@@ -229,7 +230,8 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
     if not is_first:
         return _Prepared(config, data)
     if folder is not None:
-        check_same_data(folder.path, _Prepared(config, data).facts)
+        has_checkpoint = (folder.path / CHECKPOINT).exists()
+        check_same_data(folder.path, _Prepared(config, data).facts, has_checkpoint=has_checkpoint)
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
         return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))

@@ -112,7 +112,7 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
     charts = [replace(chart("loss of the global batch", "loss", lowest), note="dashed: resumed" if resumed else "")]
     if validated:
         charts.append(Chart(task.validation_title, validation, (0, 1), marks=resumed))
-    own = [key for key in task.metrics() if key in metrics[-1]]
+    own = [key for key in ("logit_scale",) if key in metrics[-1]]
     names = {"learning_rate": "learning rate", "grad_norm": "norm of the gradient", "logit_scale": _SCALE}
     charts += [chart(names.get(key, key), key, 0) for key in ("learning_rate", "grad_norm")]
     return charts + [chart(names.get(key, key.replace("_", " ")), key) for key in own]

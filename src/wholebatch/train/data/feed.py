@@ -6,6 +6,7 @@ with any number of workers, they begin at the present step.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
@@ -93,11 +94,30 @@ def prepared(
     with warnings.catch_warnings():
         # Since 3.12 Python warns of every fork beside threads. These only wait: for signals, and inside of libraries.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        batches = iter(loader)
-    for batch in batches:
-        if isinstance(batch, _Mistake):
-            raise UserError(batch.message)
-        yield batch
+        batches: Iterator[Any] | None = iter(loader)
+
+    def end() -> None:
+        nonlocal batches
+        batches = None  # which ends the workers and waits for them
+
+    # At its exit Python would send them SIGTERM, which they leave to the rank, and wait for them.
+    atexit.register(end)
+    try:
+        while batches is not None:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError, FileNotFoundError) as error:  # of memory shared by a dead worker
+                if str(error).startswith("Caught "):  # in the worker, which lives
+                    raise
+                raise RuntimeError(f"DataLoader worker exited unexpectedly: {error}") from error
+            if isinstance(batch, _Mistake):
+                raise UserError(batch.message)
+            yield batch
+    finally:
+        atexit.unregister(end)
+        end()
 
 
 def died(error: BaseException) -> str:
@@ -106,9 +126,9 @@ def died(error: BaseException) -> str:
     >>> died(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
     'was killed by a signal (Killed); was the machine out of memory? Fewer --workers need less'
     """
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "DataLoader worker" not in text:
+    if not isinstance(error, RuntimeError) or "DataLoader worker" not in str(error):
         return ""
+    text = f"{error} {error.__cause__ or ''}"  # the second names the signal, where the first says "exited unexpectedly"
     if "Bus error" in text:
         return (
             "had too little shared memory; enlarge /dev/shm (docker run --shm-size 8g), or use --workers 0, which "

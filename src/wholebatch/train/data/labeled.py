@@ -82,8 +82,8 @@ def with_split(
     test = (for_test & (labels >= 0)).nonzero()[:, 0]
     if not len(test):
         raise UserError(
-            "--data has no image for the test, which holds out two images of each text that has three or more; "
-            "add images"
+            "--data has no image for the test, which holds out two images of each text that has three or more, but no "
+            "image that the data have twice; add images"
         )
     return LabeledImages(pictures, labels, tuple(known), train[~torch.isin(train, held)], held, test, novelty, digest)
 
