@@ -12,13 +12,16 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from glyph_files import write_pairs
 from train_runs import metrics, options, recorded
 
 from wholebatch.__main__ import main
 from wholebatch._tensor_file import TensorFile
 from wholebatch._user_error import UserError
+from wholebatch.testing import run_ranks
 from wholebatch.train import checkpoint
+from wholebatch.train.all_ranks import from_first_rank
 from wholebatch.train.best import Best
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.extensions import read_extensions, write_extensions
@@ -383,7 +386,7 @@ def test_on_a_file_system_that_is_full(data, whole, tmp_path, capsys):
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
     try:
-        line = one_line(capsys, *options(data, run, *QUICK))
+        line = one_line(capsys, *options(data, run, "--no-audit"))
         assert "No space left on device; the checkpoint of step 5 is whole; resume with: " in line
         assert "checkpoint.safetensors.partial" not in {path.name for path in run.iterdir()}
         more = ["mount", "-o", f"remount,size={20 * size}", str(run)]
@@ -493,3 +496,12 @@ def test_other_mistakes_of_files(tmp_path, capsys):
     assert "must hold options by name" in one_line(capsys, "--config", str(tmp_path / "list.json"))
     (tmp_path / "latin.toml").write_bytes(b'data = "\xff"')
     assert "is no file of options" in one_line(capsys, "--config", str(tmp_path / "latin.toml"))
+
+
+def decided_by_the_first(flags):
+    return [from_first_rank(flag[dist.get_rank()], torch.device("cpu")) for flag in flags]
+
+
+def test_rank_0_decides_for_all():
+    assert run_ranks(decided_by_the_first, 2, [(True, False), (False, True)]) == [[True, False]] * 2
+    assert from_first_rank(True, torch.device("cpu")), "a process alone needs no group"

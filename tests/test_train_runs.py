@@ -187,7 +187,7 @@ def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage,
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     (run / file).write_bytes(damage((run / file).read_bytes()))
-    before = {path.name: path.read_bytes() for path in run.iterdir() if path.name != "lock"}
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "lock"}
     line = one_line(capsys, 2, "--resume", str(run))
     assert message in line
     assert file in line

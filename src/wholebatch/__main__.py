@@ -26,6 +26,7 @@ class _Command(NamedTuple):
     packages: tuple[str, ...]
 
 
+_TRAIN = ("tyro", "rich", "jinja2", "matplotlib", "numpy", "PIL")
 _COMMANDS = {
     "audit": _Command(
         "check that ranks give the gradient of one process, or find the cause",
@@ -39,13 +40,29 @@ _COMMANDS = {
         "print versions and the device, and check and time the kernels on it",
         "wholebatch.doctor.cli", "", (),
     ),
+    "embed": _Command(
+        "write the features of a table or of a folder of pictures, by a trained model",
+        "wholebatch.train.after.cli", "train", _TRAIN,
+    ),
+    "evaluate": _Command(
+        "measure a trained model's retrieval or classification on a table",
+        "wholebatch.train.after.cli", "train", _TRAIN,
+    ),
+    "export": _Command(
+        "write a trained model for torch alone, sentence-transformers or open_clip",
+        "wholebatch.train.after.cli", "train", _TRAIN,
+    ),
     "plan": _Command(
         "estimate a loss's memory and time, and the largest batch that fits",
         "wholebatch.planning.cli", "cli", ("tyro", "rich"),
     ),
+    "search": _Command(
+        "find the pictures or texts most similar to a text or a picture",
+        "wholebatch.train.after.cli", "train", _TRAIN,
+    ),
     "train": _Command(
         "train a dual encoder or a classifier with the exact global loss",
-        "wholebatch.train.cli", "train", ("tyro", "rich", "matplotlib", "numpy", "PIL"),
+        "wholebatch.train.cli", "train", _TRAIN,
     ),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from .data.load import Data
 from .data.pairs import Pairs
 from .data.sides import DrawnPictures
 from .encoders.make import make_dual_encoder, make_encoder
-from .encoders.small import as_float
+from .encoders.networks import as_float
 from .identify import make_head
 from .objectives import make_objective
 from .tasks import make_task

@@ -10,7 +10,7 @@ from .._user_error import UserError
 from .config import TrainConfig
 from .data.randomness import seeded
 from .encoders.inputs import Inputs
-from .encoders.small import as_float
+from .encoders.networks import as_float
 
 
 def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:

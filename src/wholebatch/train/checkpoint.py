@@ -30,6 +30,7 @@ from .data_facts import digest_of_data_facts
 from .extensions import FILE as EXTENSIONS
 from .extensions import digest_of_extensions
 from .resume import CONFIG, MOST_CONFIG_BYTES
+from .sharding import as_in, optimizer_state_as_in, whole_state
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -50,8 +51,11 @@ def save_checkpoint(
     step: int,
     seconds: float,
     save: str | None = None,
+    writes: bool = True,
 ) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training.
+
+    With sharded weights all ranks call it, to gather them.
 
     Args:
         folder: the run folder.
@@ -60,13 +64,18 @@ def save_checkpoint(
         step: number of steps made.
         seconds: time that they took.
         save: the id that other parts of the checkpoint repeat; None if there are no other parts.
+        writes: whether this rank writes the file.
     """
+    state = whole_state(state, kept=writes)
+    of_parameters = {i: whole_state(of, kept=writes) for i, of in optimizer.state_dict()["state"].items()}
+    if not writes:
+        return
     sync_file(folder / METRICS)  # the checkpoint holds its digest
     facts = {
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step),
     }  # fmt: skip
-    tensors = _tensors(state, optimizer.state_dict()["state"])
+    tensors = _tensors(state, of_parameters)
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
@@ -92,8 +101,10 @@ class Checkpoint:
             if key.startswith("optimizer."):
                 _, index, name = key.split(".")
                 state.setdefault(int(index), {})[name] = x
-        model.load_state_dict(of_model)
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        model.load_state_dict({name: as_in(of_model[name], x) for name, x in model.state_dict().items()})
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": optimizer_state_as_in(state, parameters), "param_groups": groups})
         torch.set_rng_state(self.tensors["rng.cpu"])
 
 
@@ -146,7 +157,8 @@ def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
     """
     groups = []
     for group in optimizer.param_groups:
-        parameters = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
+        empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]
+        parameters = [nn.Parameter(x, p.requires_grad) for x, p in zip(empty, group["params"], strict=True)]
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         groups.append(group | {"params": parameters})

@@ -123,6 +123,9 @@ class TrainConfig:
     """The loss of the global batch for --task retrieve; docs/losses.md helps to choose."""
     label_smoothing: float = 0.0
     """Weight of the uniform distribution in the targets of the clip loss or of the classifier, 0 to 1."""
+    fsdp: bool = False
+    """Keep weights, gradients and the optimizer's state in parts, one on each rank (FSDP2): for encoders that do not
+    fit. The numbers are the same."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 0
@@ -157,6 +160,8 @@ class TrainConfig:
     a function of yours that returns a module; docs/training.md says what the module must have."""
     text_encoder: str = "small"
     """Encoder of texts: "small", transformers:NAME, or FILE.py:FUNCTION."""
+    two_encoders: bool = False
+    """Queries and documents have an encoder each, both as --text-encoder says. no: they share one."""
     image: SideConfig = field(default_factory=SideConfig)
     text: TextSideConfig = field(default_factory=TextSideConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from wholebatch.planning.units import amount, duration
 
-from .config import TrainConfig, names_of, value_of
+from .config import GLYPHS, TrainConfig, names_of, value_of
 from .report.content import Chart, Fact, Line, Report, Setting, Table
 from .starts import Start
 from .task import Task
@@ -56,7 +57,7 @@ def report_of_run(
         audit=next((start.audit for start in reversed(starts) if start.audit), ""),
         starts=_starts(starts),
         settings=[
-            Setting(name.replace("_", "-"), _shown(value_of(config, name)), _shown(value_of(defaults, name)))
+            Setting(name.replace("_", "-"), _shown(value_of(config, name)), _default(config, defaults, name))
             for name in names_of(config)
             if name not in _RUN_ONLY
         ],
@@ -107,10 +108,11 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
     def chart(title: str, key: str, lowest: float | None = None) -> Chart:
         return Chart(title, [Line(title, steps, [row.get(key) for row in metrics])], (lowest, None), marks=resumed)
 
-    charts = [chart("loss of the global batch", "loss")]
+    lowest = 0 if all(row["loss"] is None or row["loss"] >= 0 for row in metrics) else None
+    charts = [replace(chart("loss of the global batch", "loss", lowest), note="dashed: resumed" if resumed else "")]
     if validated:
         charts.append(Chart(task.validation_title, validation, (0, 1), marks=resumed))
-    own = [key for key in task.metrics() if key in metrics[-1]]
+    own = [key for key in ("logit_scale",) if key in metrics[-1]]
     names = {"learning_rate": "learning rate", "grad_norm": "norm of the gradient", "logit_scale": _SCALE}
     charts += [chart(names.get(key, key), key, 0) for key in ("learning_rate", "grad_norm")]
     return charts + [chart(names.get(key, key.replace("_", " ")), key) for key in own]
@@ -130,6 +132,13 @@ def _starts(starts: Sequence[Start]) -> Table | None:
         for start in starts
     ]  # fmt: skip
     return Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], rows)
+
+
+def _default(config: TrainConfig, defaults: TrainConfig, name: str) -> str:
+    """Return the default of an option as text; some defaults depend on the data."""
+    if name in GLYPHS and not value_of(defaults, name):
+        return _shown(GLYPHS[name]) if config.data == "glyphs" else "by the data"
+    return _shown(value_of(defaults, name))
 
 
 def _shown(value: object) -> str:

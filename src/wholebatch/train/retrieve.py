@@ -32,6 +32,7 @@ from .precision import Precision
 from .report.content import Evidence, Item
 from .report.search import search_evidence
 from .retrieval import chance, figures, recall
+from .sharding import shard_weights, whole, whole_state
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
@@ -73,7 +74,12 @@ class Retrieve(Task):
             for k, color in ((1, "tab:green"), (10, "tab:orange"))
         )
         torch.manual_seed(config.seed)
-        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()}).to(device)
+        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()})
+        self._is_sharded = config.fsdp and size > 1 and not dense
+        if self._is_sharded:
+            shard_weights(self._encoder, device)
+        else:
+            self._encoder.to(device)
         self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
             device
         )
@@ -81,11 +87,11 @@ class Retrieve(Task):
         if config.compile:
             for encoder in self._encoder.children():
                 if isinstance(encoder, Encoder):
-                    encoder.compile()
+                    encoder.compile(dynamic=True)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
-        self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
+        self._model = DistributedDataParallel(self._encoder) if size > 1 and not self._is_sharded else self._encoder
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
@@ -159,19 +165,25 @@ class Retrieve(Task):
         return tuple(found)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        return {name: whole(p.grad) for name, p in self._encoder.named_parameters() if p.grad is not None}
 
     def grad_norm(self) -> float:
-        return nn.utils.get_total_norm([p.grad for p in self._encoder.parameters() if p.grad is not None]).item()
+        grads = [p.grad for p in self._encoder.parameters() if p.grad is not None]
+        return whole(nn.utils.get_total_norm(grads)).item()
 
     def after_step(self) -> None:
         self._encoder.limit_logit_scale()
 
     def metrics(self) -> dict[str, Any]:
-        return {"logit_scale": self._encoder.logit_scale.item()}
+        return {"logit_scale": whole(self._encoder.log_logit_scale.detach()).exp().item()}
 
     def validate(self) -> dict[str, Any]:
-        return self._both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
+        return self._both_ways(*self._features(self._split.validation)) if self._evaluates else {}
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether this rank encodes held-out rows: the first one, and with sharded weights all of them."""
+        return self._rank == 0 or self._is_sharded
 
     def _both_ways(self, first: Tensor, second: Tensor) -> dict[str, dict[str, float]]:
         return dict(zip(self._ways, (recall(first, second), recall(second, first)), strict=True))
@@ -193,15 +205,15 @@ class Retrieve(Task):
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
     def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
-        if self._rank == 0:
+        if self._rank == 0 or self._is_sharded:
             state = self._state.state_dict() | dict(loss_state)
-            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds)
+            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds, writes=self._rank == 0)
 
     def load(self, folder: Path) -> dict[str, Any]:
         return load_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
 
     def test(self) -> dict[str, Any]:
-        if self._rank:
+        if not self._evaluates:
             return {}
         first, second = self._found = self._features(self._split.test)
         if not all(x.isfinite().all() for x in self._found):
@@ -244,7 +256,7 @@ class Retrieve(Task):
         return title, ["", *(shown.get(name, name) for name in columns)], rows
 
     def weights(self) -> dict[str, Tensor]:
-        return merged_state(self._encoder)
+        return whole_state(merged_state(self._encoder), kept=True)
 
     def save_encoders(self, folder: Path) -> None:
         save_dual_encoder(folder, self._encoder)

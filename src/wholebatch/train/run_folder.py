@@ -11,6 +11,7 @@ model.safetensors        the final weights; of --task identify with the centers 
 encoders/                what a later program needs to build the encoders again, before it reads the final weights
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
+README.md                the model, its figures, and how to use it, also without this program
 report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
 report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
 curves.png               loss and validation over the steps
@@ -34,6 +35,7 @@ from torch import Tensor
 from .._bounded_json import parse_json, sealed
 from .._files import read_bounded, replacing
 from .._user_error import UserError
+from .after.readme import write_readme
 from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
 from .config import TrainConfig
@@ -137,6 +139,7 @@ class RunFolder:
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
             task.save_encoders(self.path / "encoders")
+            write_readme(self.path, task.describe(), task.table(report))
             draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
             task.draw(self.path)
 
@@ -158,7 +161,7 @@ class RunFolder:
     def write_page(self, report: Report) -> None:
         """Write report.html."""
         with _writing(self.path), replacing(self.path / "report.html") as file:
-            file.write(render(report).encode())
+            file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
 
     def report(self) -> dict[str, Any]:
         """Return the report that `finish` has written."""

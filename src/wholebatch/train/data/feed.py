@@ -6,6 +6,7 @@ with any number of workers, they begin at the present step.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -94,18 +95,29 @@ def prepared(
         multiprocessing_context=context,
     )
     batches, processes = _started(loader)
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
-            if str(error).startswith("Caught ") or not (how := _how_one_died(processes)):
-                raise
-            raise WorkerDiedError(how) from error
-        if isinstance(batch, _Mistake):
-            raise UserError(batch.message)
-        yield batch
+
+    def end() -> None:
+        nonlocal batches
+        batches = iter(())  # which ends the workers and waits for them
+
+    # At its exit Python would send them SIGTERM, which they leave to the rank, and wait for them.
+    atexit.register(end)
+    try:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+                if str(error).startswith("Caught ") or not (how := _how_one_died(processes)):
+                    raise
+                raise WorkerDiedError(how) from error
+            if isinstance(batch, _Mistake):
+                raise UserError(batch.message)
+            yield batch
+    finally:
+        atexit.unregister(end)
+        end()
 
 
 class WorkerDiedError(Exception):

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..._user_error import UserError
 from .encoder import Encoder
-from .small import as_float
+from .networks import as_float
 
 
 class FixedEncoder(Encoder):

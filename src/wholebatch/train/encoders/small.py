@@ -1,9 +1,4 @@
-"""The small encoders: a convolutional network for images; word vectors and an optional transformer for texts.
-
-Nothing in it depends on another example (no batch norm) or on random numbers (no dropout), so the result for a row
-does not depend on the split of the batch. Every parameter has an effect: the gradient of one without (a bias straight
-before a normalization) would be rounding noise, which Adam turns into steps of full size.
-"""
+"""The small encoders: the networks of this package, with sizes, preprocessing and tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from ..config import ModelConfig
 from .encoder import Encoder
 from .inputs import Inputs
+from .networks import ImageNetwork, TextNetwork
 from .words import TextBatch, split_batch, tokenize
 
 
@@ -57,105 +52,38 @@ class Words:
         return tokenize(texts, max_words=self.max_words, buckets=self.buckets)
 
 
-def as_float(images: Tensor) -> Tensor:
-    """Convert uint8 images to floats in [0, 1]; floats stay."""
-    return images.float() / 255 if images.dtype == torch.uint8 else images
-
-
-class ResidualBlock(nn.Module):
-    """A residual block with one 3 x 3 convolution: x + conv(gelu(norm(x)))."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(8, width)
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (b, width, h, w) to the same shape."""
-        return x + self.conv(F.gelu(self.norm(x)))
-
-
-class ImageEncoder(Encoder):
-    """A convolution of overlapping patches with stride 4, one with stride 2, and a projection of all positions."""
+class ImageEncoder(ImageNetwork, Encoder):
+    """The network of images at a size."""
 
     kind = "image"
     form = "small image"
 
     def __init__(self, config: ModelConfig, channels: Literal[1, 3], image_size: int) -> None:
-        super().__init__()
+        super().__init__(
+            channels=channels, image_size=image_size, width=config.image_width, embedding_size=config.embedding_size
+        )
         self.config, self.channels, self.width = config, channels, config.embedding_size
         self.image_size = image_size
         self.prepare = Pad(image_size, channels)
-        w = config.image_width
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, w, 8, stride=4, padding=2),
-            ResidualBlock(w),
-            nn.Conv2d(w, 2 * w, 3, stride=2, padding=1),
-            ResidualBlock(2 * w),
-            nn.GroupNorm(8, 2 * w),
-            nn.GELU(),
-            nn.Flatten(),
-        )
-        self.project = nn.Linear(2 * w * (image_size // 8) ** 2, config.embedding_size, bias=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map (b, channels, size, size), uint8 or float in [0, 1], to (b, embedding_size)."""
-        # channels_last is the fastest layout of convolutions, on CPUs too
-        return self.project(self.body(as_float(images).contiguous(memory_format=torch.channels_last)))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Return the sizes."""
         return {"sizes": asdict(self.config), "channels": self.channels, "image_size": self.image_size}
 
 
-class TransformerLayer(nn.Module):
-    """Pre-norm attention and feed-forward."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of the keys would have no effect
-        self.out = nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Map (b, T, width) and a mask (b, T) to (b, T, width)."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.feed(self.norm2(x))
-
-
-class TextEncoder(Encoder):
-    """Word vectors (means of piece vectors), positions, transformer layers, mean over the words."""
+class TextEncoder(TextNetwork, Encoder):
+    """The network of texts, with its tokens."""
 
     kind = "text"
     form = "small text"
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(
+            buckets=config.text_buckets, max_words=config.max_words, width=config.text_width,
+            layers=config.text_layers, heads=config.text_heads, embedding_size=config.embedding_size,
+        )  # fmt: skip
         self.config, self.width = config, config.embedding_size
         self.prepare = Words(config.max_words, config.text_buckets)
-        self.pieces = nn.EmbeddingBag(config.text_buckets, config.text_width, mode="mean")
-        nn.init.normal_(self.pieces.weight, std=0.05)  # small, so that training soon outgrows the hash's noise
-        self.positions = nn.Parameter(0.02 * torch.randn(config.max_words, config.text_width))
-        self.layers = nn.ModuleList(
-            TransformerLayer(config.text_width, config.text_heads) for _ in range(config.text_layers)
-        )
-        self.norm = nn.LayerNorm(config.text_width)
-        self.project = nn.Linear(config.text_width, config.embedding_size, bias=False)
-
-    def forward(self, texts: TextBatch) -> Tensor:
-        """Map b texts to (b, embedding_size)."""
-        words, pieces, offsets = texts
-        vectors = torch.cat([self.positions.new_zeros(1, self.positions.shape[1]), self.pieces(pieces, offsets)])
-        mask = words > 0
-        x = F.embedding(words, vectors) + self.positions
-        for layer in self.layers:
-            x = layer(x, mask)
-        x = (self.norm(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        return self.project(x)
 
     def split(self, inputs: Inputs, size: int) -> list[Inputs]:
         """Return chunks of `size` texts, each with its words alone."""

@@ -31,9 +31,12 @@ def search_evidence(
     for queries, candidates in ((first, second), (second, first)) if both_ways else ((first, second),):
         galleries += _galleries(queries, candidates)
     (_, x, _), (_, y, _) = first, second
-    note = f"{len(x):,} pairs that belong together, and {{}} pairs that do not"
     negatives, number = negative_similarities(x, y)
-    return Evidence(galleries, (x * y).sum(1), negatives, note.format(number))
+    note = (
+        f"Cosines of {len(x):,} pairs that belong together, and of {number} pairs that do not; each set is scaled to "
+        "its own number."
+    )
+    return Evidence(galleries, (x * y).sum(1), negatives, note)
 
 
 def shown_rows(count: int) -> list[int]:
@@ -96,4 +99,4 @@ def negative_similarities(x: Tensor, y: Tensor) -> tuple[Tensor, str]:
     i, j = (torch.randperm(len(x), generator=seeded(side))[:_ROWS_OF_NEGATIVES] for side in ("rows", "columns"))
     different = i[:, None] != j
     found = (x[i] @ y[j].T)[different]
-    return found, f"{'all' if len(x) <= _ROWS_OF_NEGATIVES else 'a random'} {len(found):,}"
+    return found, f"all {len(found):,}" if len(x) <= _ROWS_OF_NEGATIVES else f"{len(found):,} random"

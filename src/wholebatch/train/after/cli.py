@@ -1,0 +1,46 @@
+"""`wholebatch embed`, `search`, `evaluate` and `export`: options are checked before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from ..._launcher import launcher_size
+from ..._user_error import UserError
+from .options import EmbedConfig, EvaluateConfig, ExportConfig, SearchConfig
+
+_OPTIONS: dict[str, Any] = {
+    "embed": EmbedConfig, "search": SearchConfig, "evaluate": EvaluateConfig, "export": ExportConfig
+}  # fmt: skip
+
+
+def main(argv: Sequence[str], *, prog: str) -> None:
+    """Run the command that `prog` ends with, such as "wholebatch embed".
+
+    Raises:
+        UserError: for a mistake of the user's.
+        SystemExit: 0 after --help, 2 for options that cannot be parsed.
+    """
+    name = prog.rpartition(" ")[2]
+    options = tyro.cli(_OPTIONS[name], args=list(argv), prog=prog)
+    options.check()
+    if (launcher_size() or 1) > 1:
+        raise UserError(f"{prog} starts its own processes: --ranks N without torchrun or another launcher")
+    if name == "embed":
+        from .embed import embed
+
+        embed(options)
+    elif name == "search":
+        from .search import search
+
+        search(options)
+    elif name == "evaluate":
+        from .evaluate import evaluate
+
+        evaluate(options)
+    else:
+        from .export import export
+
+        export(options)

@@ -1,0 +1,184 @@
+"""`wholebatch evaluate`: a search both ways over all rows of DATA, or classes and verification, beside chance."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wholebatch as wb
+
+from ..._files import replacing
+from ..._user_error import UserError
+from ..config import TrainConfig, for_glyphs
+from ..data.glyphs import glyph_pairs
+from ..data.load import table_pairs
+from ..data.open_table import open_table
+from ..data.pairs import Pairs
+from ..data.roles import asked_roles
+from ..data.sides import Side
+from ..data.table import Table
+from ..identify import FAR, make_head
+from ..retrieval import KS, figures
+from ..verification import accepted_at
+from .chance import chance_of_search
+from .embed import with_progress
+from .encode import Work, features_of
+from .items import Items
+from .open_run import OpenRun, device_of, open_run
+from .options import EvaluateConfig, renamed
+from .output import say, table_of
+
+_TOP = 5
+
+
+def evaluate(options: EvaluateConfig) -> None:
+    """Print the figures, and write them.
+
+    Raises:
+        UserError: for a mistake in the options, the run or the data.
+    """
+    run = open_run(options.run, device_of(options.device, 0, 1), options.weights)
+    pairs = _pairs(run, options)
+    work = Work.of(options)
+    found = _classification(run, pairs, work) if run.config.task == "identify" else _search(run, pairs, work)
+    found = {"data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), **found}
+    _show(run, options, found)
+    if options.out is not None:
+        try:
+            with replacing(options.out) as file:
+                file.write(json.dumps(found, indent=2).encode() + b"\n")
+        except OSError as error:
+            raise UserError(f"--out: {str(options.out)!r} cannot be written: {error.strerror or error}") from error
+        say(f"{options.out}: the figures")
+
+
+def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:
+    """Return the rows of DATA in groups."""
+    try:
+        if options.data == "glyphs":
+            return glyph_pairs(for_glyphs(run.config).image_size)
+        table = open_table(options.data)
+        config = replace(
+            run.config, columns=_columns(run.config, table, options), skip_bad=options.skip_bad, workers=options.workers
+        )
+        pairs = table_pairs(table, config, say=say)
+    except UserError as error:
+        raise renamed(error, "DATA") from error
+    if pairs.names != run.sides and run.config.task == "retrieve":
+        raise UserError(
+            f"DATA: {options.data!r} has {' and '.join(pairs.names)}, and the run has encoders of "
+            f"{' and '.join(run.sides)}; --columns names the columns of these"
+        )
+    return pairs
+
+
+def _columns(config: TrainConfig, table: Table, options: EvaluateConfig) -> str:
+    """Return `--columns`, or else that of the run if the data have these columns."""
+    if options.columns:
+        return options.columns
+    needed = [name for names in asked_roles(config.columns).values() for name in names]
+    return config.columns if all(name in table.names for name in needed) else ""
+
+
+def _features(run: OpenRun, name: str, side: Side, rows: Tensor, work: Work) -> Tensor:
+    items = Items(name, side, rows, name)
+    return torch.cat([*with_progress(features_of(run, items, work), len(items))])
+
+
+def _search(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
+    """Return the figures of a search both ways among the distinct items of each side."""
+    one, other = pairs.names
+    rows = {name: _distinct(pairs, name) for name in pairs.names}
+    features = {name: _features(run, name, pairs.sides[name], rows[name], work) for name in pairs.names}
+    groups = {name: pairs.group_of[rows[name]] for name in pairs.names}
+    found: dict[str, Any] = {"groups": len(pairs)}
+    for asked, sought in ((one, other), (other, one)):
+        counts = torch.bincount(groups[sought], minlength=len(pairs))[groups[asked]]
+        found[f"{asked}_to_{sought}"] = {
+            "queries": len(rows[asked]),
+            "candidates": len(rows[sought]),
+            **figures(features[asked], features[sought], groups[asked], groups[sought]),
+            "chance": chance_of_search(len(rows[sought]), counts),
+        }
+    return found
+
+
+def _distinct(pairs: Pairs, name: str) -> Tensor:
+    """Return the first row of each distinct item of a side, in the order of the data."""
+    rows = pairs.order.sort().values
+    side = pairs.sides[name]
+    if side.kind == "text":
+        keys: list[Any] = side.items(rows)
+    elif pairs.equal_pictures is not None:
+        keys = pairs.equal_pictures[rows].tolist()
+    else:
+        return rows
+    first = {key: place for place, key in reversed([*enumerate(keys)])}
+    return rows[sorted(first.values())]
+
+
+def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
+    """Return the accuracy among the classes of the run, and the verification of pairs of images."""
+    if run.centers is None:
+        raise UserError(
+            f"the classes of {run.folder} are in its final weights, which the run does not have yet; resume it, or wait"
+        )
+    pictures, texts = pairs.sides.values()
+    rows = pairs.order.sort().values
+    numbers = {name: number for number, name in enumerate(run.classes)}
+    names = texts.items(rows)
+    features = _features(run, "image", pictures, rows, work)
+    labels = torch.tensor([numbers.get(name, -1) for name in names])
+    known = labels >= 0
+    found: dict[str, Any] = {"classes": len(run.classes), "images_of_these_classes": int(known.sum())}
+    if known.any():
+        right = _top_classes(run, features[known]) == labels[known, None]
+        found |= {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)}
+        found["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
+    distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    tar, threshold = accepted_at(features, torch.tensor([distinct[name] for name in names]), FAR)
+    of_pairs = {"far": FAR, "tar": None, "threshold": None} if math.isnan(tar) else {
+        "far": FAR, "tar": tar, "threshold": threshold
+    }  # fmt: skip
+    return found | {"texts": len(distinct), "verification": of_pairs}
+
+
+def _top_classes(run: OpenRun, features: Tensor) -> Tensor:
+    """Return the best classes of each image, (n, at most 5)."""
+    alone = wb.comm.LocalCommunicator()
+    head = make_head(run.config, run.width, len(run.classes), torch.device("cpu"), alone)
+    assert run.centers is not None
+    with torch.no_grad():
+        head.weight.copy_(run.centers)
+    return head.top_classes(features, min(_TOP, len(run.classes))).class_ids
+
+
+def _show(run: OpenRun, options: EvaluateConfig, found: dict[str, Any]) -> None:
+    if Path(options.data).absolute() == Path(run.config.data).absolute() or options.data == run.config.data:
+        say("note: the run was trained on most of these rows; its report.json has the figures of those held out")
+    if run.config.task == "identify":
+        rows = [[f"top-{k} accuracy", f"{found[f'top_{k}']:.4f}", f"{found['chance'][f'top_{k}']:.4f}"]
+                for k in (1, _TOP) if f"top_{k}" in found]  # fmt: skip
+        tar = found["verification"]["tar"]
+        of_pairs = "no pairs" if tar is None else f"{tar:.4f}"
+        rows.append([f"verification: TAR at FAR {FAR:g}", of_pairs, f"{FAR:.4f}"])
+        say(
+            f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of "
+            f"the run's {found['classes']:,} classes"
+        )
+        table_of(["", "", "chance"], rows)
+        return
+    names = [*(f"recall@{k}" for k in KS), "mrr", "ndcg@10"]
+    rows = []
+    for way in (name for name in found if "_to_" in name):
+        label = way.replace("_to_", " -> ")
+        rows.append([label, *(f"{found[way][name]:.4f}" for name in names)])
+        rows.append(["  chance", *(f"{found[way]['chance'][name]:.4f}" for name in names)])
+        say(f"{label}: {found[way]['queries']:,} queries among {found[way]['candidates']:,}")
+    table_of(["", *({"mrr": "MRR", "ndcg@10": "nDCG@10"}.get(name, name) for name in names)], rows)

@@ -1,0 +1,194 @@
+"""Files of features: .parquet with the columns of the data, or .npy alone; written row by row, read tile by tile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._bounded_json import parse_json
+from ..._files import replacing
+from ..._user_error import UserError
+from ..data.sides import FilePictures, Texts
+from ..data.table import LINE, MEMBER, Table
+from .items import Items
+
+COLUMN = "features"
+TILE = 16384  # rows that are read at a time
+_KEY = b"wholebatch"
+_FORMAT = "wholebatch-features-1"
+_HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member"}  # names without the character of code 0
+
+
+def write_features(path: Path, tiles: Iterable[Tensor], items: Items, *, width: int, weights: str) -> int:
+    """Write the features of the items, which come in tiles (m, width), and return their number.
+
+    The file appears under its name when it is complete.
+
+    Args:
+        path: FILE.parquet or FILE.npy.
+        tiles: unit rows of float32, in the order of the items.
+        items: the items; a .parquet file gets their columns.
+        width: length of a feature.
+        weights: hash of the weights of the model.
+    """
+    try:
+        with replacing(path) as file:
+            write = _write_npy if path.suffix == ".npy" else _write_parquet
+            return write(file, tiles, items, width, weights)
+    except OSError as error:
+        raise UserError(f"--out: {str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> int:
+    import numpy as np
+
+    header = {"descr": "<f4", "fortran_order": False, "shape": (len(items), width)}
+    np.lib.format.write_array_header_2_0(file, header)
+    done = 0
+    for tile in tiles:
+        file.write(tile.contiguous().numpy().astype("<f4", copy=False).tobytes())
+        done += len(tile)
+    assert done == len(items)
+    return done
+
+
+def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    facts = {
+        "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
+        "folder": "" if items.table is None else str(items.table.folder.absolute()),
+    }  # fmt: skip
+    columns = _columns(items)
+    of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
+    schema = columns.schema.append(of_features).with_metadata({_KEY: json.dumps(facts).encode()})
+    done = 0
+    with pq.ParquetWriter(file, schema) as writer:
+        for tile in tiles:
+            values = pa.FixedSizeListArray.from_arrays(pa.array(tile.flatten().numpy(), pa.float32()), width)
+            rows = pa.array(items.rows[done : done + len(tile)].numpy())
+            part = columns.take(rows).combine_chunks()
+            writer.write_table(pa.table([*part.columns, values], schema=schema))
+            done += len(tile)
+    assert done == len(items)
+    return done
+
+
+def _columns(items: Items) -> Any:
+    """Return the columns of the data, or for the embedded characters only a number; an older `features` is left out."""
+    import pyarrow as pa
+
+    if items.table is None:
+        return pa.table({"row": pa.array(range(int(items.rows.max()) + 1), pa.int64())})
+    arrow = items.table.arrow
+    arrow = arrow.select([name for name in arrow.column_names if name != COLUMN])
+    return arrow.rename_columns([_HIDDEN.get(name, name) for name in arrow.column_names])
+
+
+@dataclass(frozen=True)
+class FeatureFile:
+    """Features in a file, and the items that they are of, if the file has them."""
+
+    path: Path
+    count: int
+    width: int
+    items: Items | None = None
+    """None: the file holds features alone."""
+    weights: str = field(default="")
+    """Hash of the weights of the model; "" if the file does not have it."""
+
+    def tiles(self, rows: int = TILE) -> Iterator[Tensor]:
+        """Yield the features, (at most `rows`, width), in order."""
+        if self.path.suffix == ".npy":
+            import numpy as np
+
+            values = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            for start in range(0, self.count, rows):
+                yield torch.from_numpy(np.array(values[start : start + rows]))
+            return
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path, memory_map=True) as file:
+            for batch in file.iter_batches(batch_size=rows, columns=[COLUMN]):
+                flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
+                yield torch.from_numpy(flat.reshape(-1, self.width).copy())
+
+
+def has_features(path: str) -> bool:
+    """Return whether a file holds features: a .npy file, or a .parquet file that `wholebatch embed` has written."""
+    if Path(path).suffix == ".npy":
+        return True
+    if Path(path).suffix != ".parquet" or not Path(path).is_file():
+        return False
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return _KEY in (pq.read_schema(path).metadata or {})
+    except (pa.ArrowInvalid, OSError):  # open_table says why
+        return False
+
+
+def open_features(path: Path) -> FeatureFile:
+    """Open a file that `write_features` has written, or a .npy file of another program.
+
+    Raises:
+        UserError: it is damaged, or no file of features.
+    """
+    with _reading(path):
+        return _open_npy(path) if path.suffix == ".npy" else _open_parquet(path)
+
+
+def _open_npy(path: Path) -> FeatureFile:
+    import numpy as np
+
+    values = np.load(path, mmap_mode="r", allow_pickle=False)
+    if values.ndim != 2 or values.dtype != np.float32 or not values.size:
+        raise ValueError(f"expected float32 of the shape (rows, width), got {values.dtype} {values.shape}")
+    return FeatureFile(path, *values.shape)
+
+
+def _open_parquet(path: Path) -> FeatureFile:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(path)
+    facts = parse_json(schema.metadata[_KEY], "its metadata")
+    kind = schema.field(COLUMN).type
+    if facts["format"] != _FORMAT or not pa.types.is_fixed_size_list(kind):
+        raise ValueError("it is of another version")
+    others = [name for name in schema.names if name != COLUMN]
+    arrow = pq.read_table(path, columns=others, memory_map=True)
+    shown = {name: hidden for hidden, name in _HIDDEN.items()}
+    arrow = arrow.rename_columns([shown.get(name, name) for name in arrow.column_names])
+    table = Table(Path(facts["source"]), arrow, Path(facts["folder"]))
+    name, column = facts["side"], facts["column"]
+    rows = torch.arange(len(table))
+    items = None
+    if column:
+        side = FilePictures(table, column) if name == "image" else Texts(arrow[column])
+        items = Items(name, side, rows, facts["source"], table, column)
+    return FeatureFile(path, len(table), kind.list_size, items, facts["weights"])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn an error of a file of features into a UserError."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowException) as error:
+        raise UserError(
+            f"{str(path)!r} cannot be read as a file of features: {' '.join(str(error).split())}"
+        ) from error

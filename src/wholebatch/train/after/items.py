@@ -1,0 +1,241 @@
+"""The rows of one column of DATA, as one side's encoder reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._user_error import UserError
+from ..config import for_glyphs
+from ..data.fingerprint import digest_of
+from ..data.folders import PICTURES
+from ..data.glyphs import glyph_pairs
+from ..data.open_table import open_table
+from ..data.roles import USUAL, text_column
+from ..data.sides import FilePictures, Side, Texts
+from ..data.table import Table
+from ..data.unreadable import readable_rows
+from .open_run import OpenRun
+from .options import renamed
+
+# The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
+_ROLES = {
+    "image": (("image",),),
+    "text": (("text",), ("label",), ("query",), ("positive",)),
+    "query": (("query",), ("text",), ("positive",), ("label",)),
+    "document": (("positive",), ("text",), ("query",), ("label",)),
+}
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of one side."""
+
+    name: str
+    """The side's name in the model."""
+    side: Side
+    rows: Tensor
+    """Numbers of the rows, in the order of the data: all, or those whose picture can be read."""
+    source: str
+    """The name of the data; messages begin with it."""
+    table: Table | None = None
+    """None: the embedded characters, which are no table."""
+    column: str = ""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def where(self, row: int) -> str:
+        """Return the place of a row in words: the path of a picture, or the line of a text."""
+        if self.table is None:
+            return f"{self.source}, row {row + 1}"
+        if isinstance(self.side, FilePictures):
+            place = self.side.place(row)
+            if isinstance(place, Path):
+                return str(place)
+        return self.table.where(row)
+
+    def text(self, row: int) -> str:
+        """Return the text of a row; "" for a picture."""
+        return str(self.side.items(torch.tensor([row]))[0]) if self.side.kind == "text" else ""
+
+    def digest(self) -> str:
+        """Return a hash of the items, by which features of the same items are found again.
+
+        Files of pictures count by their path, their size and the time of their last change.
+        """
+        found = hashlib.sha256(repr((self.name, self.column, self.rows.tolist())).encode())
+        if self.table is None:
+            found.update(self.source.encode())
+            return found.hexdigest()
+        found.update(digest_of(self.table.arrow[self.column]).encode())
+        if isinstance(self.side, FilePictures):
+            for row in self.rows.tolist():
+                place = self.side.place(row)
+                file = place[0] if isinstance(place, tuple) else place
+                if isinstance(file, str | Path):
+                    found.update(repr((str(file), *_stamp(file))).encode())
+        return found.hexdigest()
+
+
+def _stamp(file: str | Path) -> tuple[int, int]:
+    try:
+        status = os.stat(file)
+    except OSError:  # the row is an error when it is read
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
+
+
+def open_items(
+    run: OpenRun,
+    data: str,
+    argument: str,
+    *,
+    column: str = "",
+    side: str | None = None,
+    skip_bad: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+    workers: int = 0,
+) -> Items:
+    """Return the items of a column of the data.
+
+    Args:
+        run: the run whose encoders will read them.
+        data: the path, or "glyphs".
+        argument: its name on the command line, for errors.
+        column: the column. "": the usual one of the side.
+        side: the side that reads it. None: as the column is.
+        skip_bad: leave out rows whose picture cannot be read.
+        say: called with lines about the data.
+        workers: processes that read pictures for `skip_bad`.
+
+    Raises:
+        UserError: no such data, column or side.
+    """
+    check_side(run, side)
+    if data == "glyphs":
+        name = side or run.sides[0]
+        found = _glyphs(run, name)
+        return Items(name, found, torch.arange(_count(found)), "glyphs")
+    try:
+        table = open_table(data)
+        for line in table.said:
+            say(line)
+        name, column = find_column(run, table, column, side)
+        if run.kind(name) == "image":
+            _check_pictures(table, column)
+            pictures = FilePictures(table, column)
+            rows = readable_rows(pictures, say, workers=workers) if skip_bad else torch.arange(len(table))
+            return Items(name, pictures, rows, data, table, column)
+        return Items(name, Texts(text_column(table, name, column)), torch.arange(len(table)), data, table, column)
+    except UserError as error:
+        raise renamed(error, argument) from error
+
+
+def distinct(items: Items) -> Items:
+    """Return the first row of each text; pictures stay as they are."""
+    if items.side.kind != "text":
+        return items
+    texts = items.side.items(items.rows)
+    first = {text: place for place, text in reversed([*enumerate(texts)])}
+    return replace(items, rows=items.rows[sorted(first.values())])
+
+
+def check_side(run: OpenRun, side: str | None) -> None:
+    """Raise UserError unless the run has this side; None is any."""
+    if side is not None and side not in run.sides:
+        raise UserError(f"--side must be a side of the run, which has {', '.join(run.sides)}; got {side}")
+
+
+def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tuple[str, str]:
+    """Return the side and its column.
+
+    Raises:
+        UserError: there is no such column, none with a usual name, or several.
+    """
+    if column and column not in table.names:
+        raise UserError(f"--column: {table.source} has no column {column!r}; its columns are {', '.join(table.names)}")
+    if column:
+        return side or _side_of(run, table, column), column
+    for name in (side,) if side else run.sides:
+        if found := _usual(table, name):
+            return name, found
+    names = [each for name in ((side,) if side else run.sides) for each in _ROLES[name][0]]
+    usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
+    raise UserError(
+        f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. "
+        f"Name one with --column NAME (usual names need no option: {usual})"
+    )
+
+
+def _usual(table: Table, side: str) -> str:
+    there = {name.lower(): name for name in table.names}
+    for roles in _ROLES[side]:
+        found = [there[name] for role in roles for name in USUAL[role] if name in there]
+        if len(found) > 1:
+            raise UserError(
+                f"{table.source} has several columns that could be the {roles[0]}: {', '.join(found)}; name one, for "
+                f"instance --column {found[0]}"
+            )
+        if found:
+            return found[0]
+    return ""
+
+
+def _side_of(run: OpenRun, table: Table, column: str) -> str:
+    """Return the side that reads a column: by its values, and where two sides read texts, by its name."""
+    kind = "image" if _holds_pictures(table, column) else "text"
+    sides = [name for name in run.sides if run.kind(name) == kind]
+    if not sides:
+        raise UserError(
+            f"--column: {table.source} has {kind}s in the column {column!r}, and the run has no encoder of {kind}s"
+        )
+    if len(sides) == 1:
+        return sides[0]
+    return "query" if column.lower() in USUAL["query"] else "document"
+
+
+def _holds_pictures(table: Table, column: str) -> bool:
+    import pyarrow as pa
+
+    values = table.arrow[column]
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        return os.path.splitext(values[0].as_py() or "")[1].lower() in PICTURES
+    return pa.types.is_struct(values.type) or pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
+
+
+def _check_pictures(table: Table, column: str) -> None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = table.arrow[column]
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_struct, pa.types.is_binary,
+             pa.types.is_large_binary)  # fmt: skip
+    if not any(is_of(values.type) for is_of in kinds):
+        raise UserError(
+            f"{table.source}: the column {column!r} must hold paths or bytes of pictures to be the image; got "
+            f"{values.type}"
+        )
+    if values.null_count:
+        raise UserError(
+            f"{table.where(pc.index(pc.is_null(values), True).as_py())}: the image, column {column!r}, is empty"
+        )
+
+
+def _glyphs(run: OpenRun, name: str) -> Side:
+    config = for_glyphs(run.config)
+    sides: Mapping[str, Side] = glyph_pairs(config.image_size).sides
+    kind = run.kind(name)
+    return next(side for side in sides.values() if side.kind == kind)
+
+
+def _count(side: Any) -> int:
+    return len(side.pixels) if hasattr(side, "pixels") else len(side)

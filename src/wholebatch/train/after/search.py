@@ -1,0 +1,204 @@
+"""`wholebatch search`: the rows of data that are most similar to a text or to a picture."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._files import replacing
+from ..._user_error import UserError
+from ..data.pictures import open_picture
+from ..data.sides import Side
+from .embed import Again, with_progress
+from .encode import Work, features_of
+from .feature_files import FeatureFile, has_features, open_features, write_features
+from .items import Items, check_side, distinct, open_items
+from .open_run import OpenRun, device_of, open_run
+from .options import SearchConfig
+from .output import say
+from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
+from .top import most_similar
+
+CACHE = "features"
+_OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
+_CHARACTERS = 100  # of a text that are printed
+
+
+class Given(Side):
+    """One item that was given on the command line."""
+
+    def __init__(self, kind: Any, item: Any) -> None:
+        self.kind, self._item = kind, item
+
+    def items(self, rows: Tensor) -> list[Any]:
+        return [self._item for _ in rows]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A row that was found."""
+
+    similarity: float
+    row: int
+    place: str
+    text: str
+
+
+def search(options: SearchConfig) -> None:
+    """Print the results, write them, and draw those that are pictures.
+
+    Raises:
+        UserError: for a mistake in the options, the run or the data.
+    """
+    run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    work = Work.of(options)
+    queries = _queries(run, options)
+    found = _candidates(run, options, work, queries.name)
+    alone = work._replace(ranks=1)
+    features = torch.cat([*features_of(run, queries, alone)])
+    similarities, rows = most_similar(features, found.tiles(), options.k)
+    hits = [
+        [_hit(found, value, row) for value, row in zip(values, numbers, strict=True)]
+        for values, numbers in zip(similarities.tolist(), rows.tolist(), strict=True)
+    ]
+    if options.out is None:
+        for number, each in enumerate(hits):
+            _print(_asked(queries, number), each, is_one=len(queries) == 1)
+    else:
+        _write(options.out, queries, hits)
+    if found.items is not None and found.items.side.kind == "image":
+        path = options.sheet or options.run / "search.png"
+        draw_sheet([_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])], path)
+        say(f"{path}: the pictures")
+    elif options.sheet is not None:
+        raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
+
+
+def _queries(run: OpenRun, options: SearchConfig) -> Items:
+    """Return the queries as items."""
+    check_side(run, options.side)
+    if options.queries:
+        side = _OTHER.get(options.side or "")
+        side = side if side in run.sides else None
+        try:
+            return open_items(run, options.queries, "--queries", side=side)
+        except UserError:
+            if side is None:
+                raise
+            return open_items(run, options.queries, "--queries")
+    kind = "image" if options.is_picture else "text"
+    sides = [name for name in run.sides if run.kind(name) == kind]
+    if not sides:
+        there = "pictures" if kind == "text" else "texts"
+        raise UserError(
+            f"QUERY is a {'picture' if kind == 'image' else 'text'}, and the run only has an encoder of {there}"
+        )
+    item: Any = options.query
+    if kind == "image":
+        try:
+            item = open_picture(Path(options.query))
+        except ValueError as error:
+            raise UserError(f"QUERY: {options.query!r} cannot be read as an image ({error})") from error
+    name = next((each for each in sides if each != options.side), sides[0])
+    return Items(name, Given(kind, item), torch.zeros(1, dtype=torch.int64), options.query)
+
+
+def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> FeatureFile:
+    """Return the features to search: of the file of `--in`, or of the run's folder, where they are kept."""
+    if options.data and has_features(options.data):
+        found = open_features(Path(options.data))
+        if found.width != run.width:
+            raise UserError(
+                f"--in: {options.data!r} has features of {found.width}, expected {run.width}, those of the run"
+            )
+        if found.weights and found.weights != run.weights:
+            raise UserError(
+                f"--in: {options.data!r} holds features of another model or checkpoint; embed the data again"
+            )
+        return found
+    data, column = options.data or run.config.data, options.column
+    argument = "--in" if options.data else "the data of the run"
+    side = options.side or (_OTHER[asked] if _OTHER[asked] in run.sides else asked)
+    if not column and not options.data:
+        column = _column_of_run(run, side)
+    items = distinct(open_items(run, data, argument, column=column, side=side, say=say))
+    folder = run.folder / CACHE
+    path = folder / f"{items.name}-{items.digest()[:16]}-{run.weights[:16]}.npy"
+    if not path.exists():
+        say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{str(folder)!r} cannot be written ({error.strerror}); write the features elsewhere with `wholebatch "
+                "embed`, and search them with --in FILE.parquet"
+            ) from error
+        again = Again(data, argument, items.column, items.name)
+        tiles = with_progress(features_of(run, items, work, again), len(items))
+        write_features(path, tiles, items, width=run.width, weights=run.weights)
+    found = open_features(path)
+    if (found.count, found.width) != (len(items), run.width):
+        raise UserError(f"{path} is damaged: it has {found.count} features, expected {len(items)}; remove it")
+    return FeatureFile(path, found.count, found.width, items, run.weights)
+
+
+def _column_of_run(run: OpenRun, side: str) -> str:
+    """Return the column that `--columns` of the run names for a side; "" if it names none."""
+    from ..data.roles import asked_roles
+
+    roles = asked_roles(run.config.columns)
+    names = {"text": ("text", "label"), "document": ("positive",)}.get(side, (side,))
+    return next((roles[role][0] for role in names if role in roles), "")
+
+
+def _hit(found: FeatureFile, similarity: float, row: int) -> Hit:
+    if found.items is None:
+        return Hit(similarity, row, f"{found.path}, row {row + 1}", "")
+    number = int(found.items.rows[row])
+    return Hit(similarity, number, found.items.where(number), found.items.text(number))
+
+
+def _asked(queries: Items, number: int) -> str:
+    row = int(queries.rows[number])
+    if isinstance(queries.side, Given):
+        return queries.source
+    return queries.text(row) or queries.where(row)
+
+
+def _print(asked: str, hits: list[Hit], *, is_one: bool) -> None:
+    if not is_one:
+        say(f"{_one_line(asked)}")
+    for hit in hits:
+        text = f"  {_one_line(hit.text)}" if hit.text else ""
+        say(f"{hit.similarity:7.4f}  {hit.place}{text}")
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, _CHARACTERS, placeholder=" …")
+
+
+def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
+    try:
+        with replacing(path) as file:
+            for number, each in enumerate(hits):
+                results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
+                line = {"query": _asked(queries, number), "results": results}
+                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"--out: {str(path)!r} cannot be written: {error.strerror or error}") from error
+    say(f"{path}: {len(hits):,} queries with {len(hits[0])} results each")
+
+
+def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:
+    row = queries.rows[number][None]
+    query = queries.side.items(row)[0]
+    shown = hits[:MOST_COLUMNS]
+    pictures = found.side.items(torch.tensor([hit.row for hit in shown]))
+    captions = [f"{hit.similarity:.2f} {Path(hit.place).stem}" for hit in shown]
+    return Line(query, pictures, captions)
