@@ -23,35 +23,37 @@ import sys
 import sysconfig
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
 
 @dataclass(frozen=True)
-class Config:
-    """Fine-tune a sentence encoder on docstrings and function bodies."""
+class Settings:
+    """The model, the data, and how the model is trained on them."""
 
     model: str
     """Name on the hub, or a folder with a transformers model and its tokenizer."""
-    batch_sizes: tuple[int, ...] = (64, 256, 1024)
-    """Pairs in the global batch, one run for each size."""
     pairs: int = 16384
     """Pairs that each run trains on, once."""
     candidates: int = 1000
     """Held-out functions among which each docstring's function is searched."""
     chunk_size: int = 32
     """Pairs that are encoded at a time, which bounds the memory for every batch size."""
+    keep_graphs: float = 0.0
+    """Part of the chunks that keep their activations for the backward pass: more memory, less time."""
     learning_rate: float = 1e-4
     """Peak of AdamW's learning rate for a batch of 256; it grows with the square root of the batch."""
     doc_tokens: int = 24
@@ -62,6 +64,14 @@ class Config:
     """Seed of the split, the order and dropout."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """Where the encoder runs."""
+
+
+@dataclass(frozen=True)
+class Config(Settings):
+    """Fine-tune a sentence encoder on docstrings and function bodies."""
+
+    batch_sizes: tuple[int, ...] = (64, 256, 1024)
+    """Pairs in the global batch, one run for each size."""
     results: Path = Path("code_search.json")
     """File for the figures; the picture is written beside it."""
 
@@ -108,7 +118,7 @@ def all_pairs() -> list[Pair]:
     return [*{pair.body: pair for pair in found.values()}.values()]
 
 
-def split(pairs: list[Pair], config: Config) -> tuple[list[Pair], list[Pair]]:
+def split(pairs: list[Pair], config: Settings) -> tuple[list[Pair], list[Pair]]:
     """Return functions to train on and functions to search, with no package in both."""
 
     def held_out(package: str) -> bool:
@@ -122,10 +132,20 @@ def split(pairs: list[Pair], config: Config) -> tuple[list[Pair], list[Pair]]:
     order.shuffle(test)
     if len(train) < config.pairs or len(test) < config.candidates:
         raise SystemExit(
-            f"code_search: this interpreter's packages have {len(train)} functions to train on and {len(test)} to "
+            f"this interpreter's packages have {len(train)} functions to train on and {len(test)} to "
             f"search; --pairs {config.pairs} and --candidates {config.candidates} ask for more"
         )
     return train[: config.pairs], test[: config.candidates]
+
+
+def pretrained(name: str) -> Any:
+    """Return a transformer, without the layer over its first state that some have, of which nothing here makes use."""
+    from transformers import AutoModel
+
+    transformer = AutoModel.from_pretrained(name)
+    if hasattr(transformer, "pooler"):
+        transformer.pooler = None  # DistributedDataParallel wants a gradient of each parameter
+    return transformer
 
 
 class Encoder(nn.Module):
@@ -133,18 +153,21 @@ class Encoder(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        from transformers import AutoModel
-
-        self.transformer = AutoModel.from_pretrained(name)
+        self.transformer = pretrained(name)
         self.log_scale = nn.Parameter(torch.tensor(20.0).log())
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         states = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask[..., None]
-        return normalize((states * mask).sum(1) / mask.sum(1), dim=1), self.log_scale.exp()
+        return unit_mean(states, attention_mask), self.log_scale.exp()
 
 
-def tokens(tokenizer: Any, pairs: list[Pair], config: Config) -> list[Any]:
+def unit_mean(states: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the mean of the states that have a token, of length 1: (b, tokens, d), (b, tokens) -> (b, d)."""
+    mask = attention_mask[..., None]
+    return normalize((states * mask).sum(1) / mask.sum(1), dim=1)
+
+
+def tokens(tokenizer: Any, pairs: list[Pair], config: Settings) -> list[Any]:
     """Tokenize the docstrings and the bodies."""
     sides = ([pair.docstring for pair in pairs], config.doc_tokens), ([pair.body for pair in pairs], config.code_tokens)
     return [
@@ -169,14 +192,31 @@ def search(encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config) 
     return {"MRR": (1 / ranks).mean().item(), "recall@10": (ranks <= 10).double().mean().item()}
 
 
-def loss_fn(docs: tuple[Tensor, Tensor], bodies: tuple[Tensor, Tensor]) -> Tensor:
+def clip_loss(docs: tuple[Tensor, Tensor], bodies: tuple[Tensor, Tensor]) -> Tensor:
     (x, scale), (y, _) = docs, bodies
     return wb.functional.clip_loss(x, y, scale)
 
 
-def train(encoder: Encoder, tokenizer: Any, pairs: list[Pair], batch_size: int, config: Config) -> list[float]:
-    """Train for one pass over the pairs; return the losses."""
+def rows_of_rank(rows: list[Any]) -> list[Any]:
+    """Return this rank's part of the rows of all ranks; all of them in a single process."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return rows[wb.partition.Partition.even(len(rows), ranks).rows(rank)]
+
+
+def train(
+    encoder: nn.Module,
+    tokenizer: Any,
+    pairs: list[Pair],
+    batch_size: int,
+    config: Settings,
+    loss_fn: Callable[..., Tensor] = clip_loss,
+) -> list[float]:
+    """Train for one pass over the pairs, which all ranks share; return the losses.
+
+    The encoder maps the tokens of one side to the tuple of tensors that `loss_fn` takes of both sides.
+    """
     encoder.train()
+    engine = DistributedDataParallel(encoder) if dist.is_initialized() else encoder
     rate = config.learning_rate * (batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=rate, weight_decay=0.01)
     steps = len(pairs) // batch_size
@@ -184,18 +224,19 @@ def train(encoder: Encoder, tokenizer: Any, pairs: list[Pair], batch_size: int, 
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))
     )
-    step = wb.GradCache([encoder, encoder], config.chunk_size, loss_fn)
+    step = wb.GradCache([engine, engine], config.chunk_size, loss_fn, keep_graphs=config.keep_graphs)
     losses = []
     for number in range(steps):
-        batch = pairs[number * batch_size : (number + 1) * batch_size]
+        batch = rows_of_rank(pairs[number * batch_size : (number + 1) * batch_size])
         optimizer.zero_grad()
         loss = step(*tokens(tokenizer, batch, config))
         nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-        print(f"\rbatch {batch_size}: step {number + 1} of {steps}, loss {loss:.3f} ", end="", flush=True)
-    print()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            end = "\n" if number + 1 == steps else ""
+            print(f"\rbatch {batch_size}: step {number + 1} of {steps}, loss {loss:.3f} ", end=end, flush=True)
     return losses
 
 

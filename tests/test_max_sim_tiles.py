@@ -12,7 +12,7 @@ import wholebatch as wb
 from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.kernels import choice
 from wholebatch.partition import Partition, Ragged, Tile
-from wholebatch.sweep import Block, KernelMaxSimDriver, MaxSimDriver, Products, TokenBudget, max_sim
+from wholebatch.sweep import Block, KernelMaxSimDriver, MaxSimDriver, Products, TokenBudget, max_sim, token_budget
 from wholebatch.testing import run_ranks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,8 +60,13 @@ def tile_of(x, y, of_rows, of_cols, *, documents="columns", entries=2**20, kind=
 @pytest.fixture(params=[False, True], ids=["lengths", "padded"])
 def pads(request, monkeypatch):
     """Let a CPU pad documents, as a GPU does."""
-    monkeypatch.setattr(max_sim, "pads", lambda device: request.param)
+    set_padding(monkeypatch, pads=request.param)
     return request.param
+
+
+def set_padding(monkeypatch, *, pads):
+    for module in (max_sim, token_budget):
+        monkeypatch.setattr(module, "pads", lambda device: pads)
 
 
 @pytest.mark.parametrize("documents", ["columns", "rows"])
@@ -89,7 +94,7 @@ def test_maxima_winners_and_gradients(pads, lengths, entries, documents):
 def products_of(lengths, monkeypatch, *, pads):
     """Return how many products and maxima a tile takes."""
     found = []
-    monkeypatch.setattr(max_sim, "pads", lambda device: pads)
+    set_padding(monkeypatch, pads=pads)
     multiply = Products.multiply
     monkeypatch.setattr(Products, "multiply", lambda *of, **more: (found.append(1), multiply(*of, **more))[1])
     maxima = []
@@ -109,7 +114,7 @@ def test_a_gpu_starts_as_much_for_many_documents_as_for_few(monkeypatch):
 
 def test_padding_is_at_most_half_of_many_tokens(monkeypatch):
     """A long document beside short ones has a part of its own."""
-    monkeypatch.setattr(max_sim, "pads", lambda device: True)
+    set_padding(monkeypatch, pads=True)
     lengths = (*range(1, 41), 5000, *range(1, 41))
     driver, *_ = tile_of(tokens((4, 4)), tokens(lengths), (4, 4), lengths)
     of = Ragged(Partition((len(lengths),)), lengths)

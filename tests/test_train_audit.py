@@ -41,7 +41,7 @@ def audited(config):
     """Audit on the ranks of this call."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if size > 1 else 0
-    return audit_start(config, load_data(config, size), torch.device("cpu"), rank=rank, size=size)
+    return audit_start(*load_data(config, size), torch.device("cpu"), rank=rank, size=size)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -65,8 +65,8 @@ def test_gradients_of_classifiers_are_exact(faces, head):
 def test_a_wrong_gradient_is_refused(data, monkeypatch):
     """The planted gradient is twice as large, as with an additional sum over two ranks."""
 
-    def wrong(config, texts, *, dense=False):
-        right = make_objective(config, texts, dense=dense)
+    def wrong(config, texts, *, negatives=False, dense=False):
+        right = make_objective(config, texts, negatives=negatives, dense=dense)
         return right if dense else Objective(lambda *inputs: 2 * right(*inputs))
 
     monkeypatch.setattr(retrieve, "make_objective", wrong)
@@ -87,7 +87,7 @@ def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data
 def test_the_plan_has_the_settings_of_the_run(data, faces):
     def line(size=1, **more):
         config = replace(CONFIG, **{"data": data, **more})
-        return plan_start(config, load_data(config, size), torch.device("cpu"), size=size)
+        return plan_start(*load_data(config, size), torch.device("cpu"), size=size)
 
     assert line().startswith("plan: clip on 1 process, similarities kept, fp32: ")
     assert "computed twice" in line(label_smoothing=0.1)  # with it nothing is kept

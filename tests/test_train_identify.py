@@ -12,9 +12,13 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
+from wholebatch.train.batches import ImageBatches, Reader
 from wholebatch.train.config import HeadConfig, TrainConfig
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
-from wholebatch.train.data.labeled import images_of_step, with_split
+from wholebatch.train.data.labeled import with_split
+from wholebatch.train.data.pairs import Order
+from wholebatch.train.data.sides import DrawnPictures
+from wholebatch.train.encoders.small import Pad
 from wholebatch.train.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
@@ -39,14 +43,14 @@ def uninterrupted(data, tmp_path_factory):
 
 def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
-    assert {path.name for path in run.iterdir()} == {
+    assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json", "lock",
-        "curves.png", "look_alikes.png",
+        "curves.png", "look_alikes.png", "report.html", "starts.json",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
     report = json.loads((run / "report.json").read_text())
-    assert (report["classes"], report["test_images"]) == (158, 316)
+    assert (report["classes"], report["test_images"]) == (158, 210)
     assert report["top_1_at_most"] >= report["top_1"] > 20 * report["chance"]
     assert report["top_5"] > report["top_1"]
     assert report["tar"] == 0.0, "here more than one in a thousand of the other pairs are equal pictures"
@@ -55,7 +59,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert load_file(run / "model.safetensors")["centers"].shape == (158, 32)
     assert "top-1 accuracy" in output
-    assert "158 classes: 458 images for training, 16 for validation, 316 for test (images never seen)" in output
+    assert "158 classes: 564 images for training, 16 for validation, 210 for test (images never seen)" in output
 
 
 @pytest.mark.parametrize("more", [["--ranks", "2"], ["--ranks", "3"], ["--ranks", "2", "--chunk-size", "9"]])
@@ -127,7 +131,7 @@ def test_mistakes_give_one_line(data, tmp_path):
     for where, more, message in (
         (pairs, [], "--validation-texts 16 needs as many texts with two images to train on, got 0"),
         (pairs, ["--validation-texts", "1"], "needs as many texts with two images"),
-        (data, ["--batch-size", "4096"], "--batch-size 4096 needs as many images to train on, got 458, of 158 texts"),
+        (data, ["--batch-size", "1", "--ranks", "2"], "--batch-size must be at least the number of ranks, 2; got 1"),
     ):
         done = finish(TRAIN + options(where, tmp_path / "run", "--task", "identify", *more), expect=2)
         assert done.stderr.count("\n") == 1
@@ -190,21 +194,31 @@ def test_faces_of_the_test_are_not_in_training():
     together = torch.cat([data.train, data.validation, data.test])
     assert len(together.unique()) == len(together)
     assert len(data.labels[data.train].unique()) == 6494, "each class has an image to train on"
-    a, b = (images_of_step(data, batch_size=64, step=step, seed=0) for step in (0, 1))
-    assert len(torch.cat([a, b]).unique()) == 128
-    assert torch.isin(a, data.train).all()
-    assert torch.equal(a, images_of_step(data, batch_size=64, step=0, seed=0))
+    whole = ImageBatches(data, Reader(Pad(32, 1), 1), TrainConfig(batch_size=64), slice(0, 64))
+    a, b = whole(0), whole(1)
+    drawn = data.pictures.pixels
+    rows = Order(data.train, batch_size=64, seed=0).batch(0)
+    assert torch.isin(rows, data.train).all()
+    assert torch.equal(a.images, drawn[rows])
+    assert torch.equal(a.labels, data.labels[rows])
+    assert not torch.equal(a.labels, b.labels)
+    part = ImageBatches(data, Reader(Pad(32, 1), 1), TrainConfig(batch_size=64), slice(40, 64))(0)
+    assert torch.equal(part.images, a.images[40:])
 
 
 def test_validation_takes_one_image_of_some_classes():
     names = ["a", "a", "a", "b", "b", "c", "d"]
-    images = torch.zeros(7, 1, 8, 8, dtype=torch.uint8)
+    images = DrawnPictures(torch.zeros(7, 1, 8, 8, dtype=torch.uint8))
     for_test = torch.tensor([True, False, False, False, False, False, True])
     data = with_split(images, names, for_test, validation=2, seed=0)
     assert data.names == ("a", "b", "c")
     assert sorted(data.labels[data.validation].tolist()) == [0, 1]
     assert sorted(data.labels[data.train].tolist()) == [0, 1, 2]
     assert data.test.tolist() == [0], "classes that are not in training are left out"
+    fewer = with_split(images, names, for_test, validation=5, at_most=True, seed=0)
+    assert torch.equal(fewer.validation, data.validation), "as many as there are"
+    with pytest.raises(UserError, match="--validation-texts 5 needs as many texts with two images to train on, got 2"):
+        with_split(images, names, for_test, validation=5, seed=0)
 
 
 def test_verification_is_that_of_all_pairs():
@@ -223,5 +237,6 @@ def test_verification_is_that_of_all_pairs():
 
 
 def test_the_best_possible_accuracy_counts_equal_pictures():
-    images = torch.tensor([[1, 2], [1, 2], [1, 2], [3, 4]], dtype=torch.uint8)
+    pixels = torch.tensor([[1, 2], [1, 2], [1, 2], [3, 4]], dtype=torch.uint8)[:, None, None]
+    images = DrawnPictures(pixels).items(torch.arange(4))
     assert best_possible(images, torch.tensor([0, 0, 1, 2])) == 0.75

@@ -11,8 +11,10 @@ from PIL import Image, ImageOps
 from PIL import __version__ as pillow_version
 
 from wholebatch._user_error import UserError
-from wholebatch.train.data.files import file_pairs
-from wholebatch.train.data.pictures import read_image
+from wholebatch.train.data.open_table import open_table
+from wholebatch.train.data.pictures import open_picture
+from wholebatch.train.data.sides import FilePictures
+from wholebatch.train.encoders.small import Pad
 
 SIZE = 8
 
@@ -22,6 +24,12 @@ def _nothing_reaches_the_terminal():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+def read_image(path, *, size, channels):
+    """Return the pixels of a picture as the built-in encoder reads it."""
+    picture, mode = open_picture(path), "L" if channels == 1 else "RGB"
+    return Pad(size, channels)([picture if picture.mode == mode else picture.convert(mode)])[0]
 
 
 def read(folder, image, channels=3, name="picture.png", **options):
@@ -216,7 +224,8 @@ def test_a_wide_picture_is_padded(tmp_path):
     assert (found[0, :2] == 0).all()
 
 
-def test_files_that_are_not_pictures_give_one_line_with_their_name(tmp_path):
+def test_files_that_are_not_pictures_give_one_line_with_their_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8))
     files = {"bomb.png": png_of(60_000, 60_000), "wide.png": png_of(2**31 - 1, 1), "empty.png": b""}
@@ -227,8 +236,9 @@ def test_files_that_are_not_pictures_give_one_line_with_their_name(tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         (tmp_path / "pairs.csv").write_text(f"image,text\n{name},A\n")
+        pictures = FilePictures(open_table(str(tmp_path / "pairs.csv")), "image")
         with pytest.raises(UserError, match=rf"line 2: '.*{name}' cannot be read as an image \(.+\)") as caught:
-            file_pairs(tmp_path / "pairs.csv", image_size=SIZE, channels=3)
+            pictures.items(torch.tensor([0]))
         assert "\n" not in str(caught.value)
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ValueError, match="Is a directory"):

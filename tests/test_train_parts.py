@@ -6,18 +6,14 @@ import math
 import pytest
 import torch
 from compare import assert_same
-from glyph_files import write_pairs
-from hypothesis import given
-from hypothesis import strategies as st
 
 from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.augment import affine_maps, apply_maps
 from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
 from wholebatch.train.config import ModelConfig, TrainConfig
-
 from wholebatch.train.data.glyphs import glyph_pairs
-from wholebatch.train.data.pairs import Pairs, batch_of_step, split_by_text
+from wholebatch.train.data.pairs import Order, batch_of_step, split_groups
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import tokenize
 from wholebatch.train.resume import check_same_run
@@ -33,46 +29,40 @@ def glyphs():
 
 
 def test_glyphs_are_characters_and_their_names(glyphs):
-    assert len(glyphs) > 6000
-    assert len(glyphs.images) > 40000
-    assert {"LATIN SMALL LETTER A", "GREEK SMALL LETTER ALPHA WITH TONOS", "BRAILLE PATTERN DOTS-1278"} <= set(
-        glyphs.texts
-    )
-    assert glyphs.images.shape[1:] == (1, 32, 32)
-    assert glyphs.images.flatten(1).any(1).all(), "no picture is blank"
+    texts, pixels = glyphs.sides["text"], glyphs.sides["image"].pixels
+    names = texts.items(glyphs.rows(torch.arange(len(glyphs))))
+    assert len(glyphs) == len(set(names)) > 6000
+    assert len(pixels) == len(texts) == len(glyphs.order) > 40000
+    assert {"LATIN SMALL LETTER A", "GREEK SMALL LETTER ALPHA WITH TONOS", "BRAILLE PATTERN DOTS-1278"} <= set(names)
+    assert pixels.shape[1:] == (1, 32, 32)
+    assert pixels.flatten(1).any(1).all(), "no picture is blank"
     per_text = glyphs.first.diff()
     assert per_text.min() >= 1
     assert per_text.max() == 12, "one image per face"
+    for group in (0, 17, len(glyphs) - 1):
+        rows = glyphs.order[glyphs.first[group] : glyphs.first[group + 1]]
+        assert set(texts.items(rows)) == {names[group]}
 
 
 def test_split_is_by_character_and_batches_hold_each_once(glyphs):
-    split = split_by_text(glyphs, validation=325, test=650, seed=0)
+    split = split_groups(glyphs, validation=325, test=650, seed=0)
     parts = [set(part.tolist()) for part in (split.train, split.validation, split.test)]
     assert [len(part) for part in parts[1:]] == [325, 650]
     assert len(set.union(*parts)) == sum(map(len, parts)) == len(glyphs)
     steps = len(split.train) // 1024
     seen = []
+    order = Order(split.train, batch_size=1024, seed=0)
     for step in range(steps):
-        images, texts = batch_of_step(split.train, glyphs, batch_size=1024, step=step, seed=0)
-        assert (glyphs.first[texts] <= images).all()
-        assert (images < glyphs.first[texts + 1]).all()
-        seen += texts.tolist()
+        rows, groups = batch_of_step(order, glyphs, step=step, seed=0)
+        assert torch.equal(glyphs.group_of[rows], groups)
+        seen += groups.tolist()
     assert len(seen) == len(set(seen)) == steps * 1024
     assert set(seen) <= parts[0]
-    again = batch_of_step(split.train, glyphs, batch_size=1024, step=1, seed=0)
-    other = batch_of_step(split.train, glyphs, batch_size=1024, step=1 + steps, seed=0)
+    order = Order(split.train, batch_size=1024, seed=0)
+    other = batch_of_step(order, glyphs, step=1 + steps, seed=0)
+    again = batch_of_step(order, glyphs, step=1, seed=0)
     assert again[1].tolist() == seen[1024:2048]
     assert other[1].tolist() != seen[1024:2048]
-
-
-@given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20))
-def test_pairs_are_grouped_by_text(texts):
-    images = torch.arange(len(texts), dtype=torch.uint8).view(-1, 1, 1, 1)
-    pairs = Pairs.grouped_by_text(images, texts)
-    assert len(set(pairs.texts)) == len(pairs.texts)
-    for index, text in enumerate(pairs.texts):
-        mine = pairs.images[pairs.first[index] : pairs.first[index + 1]].flatten().tolist()
-        assert mine == [i for i, other in enumerate(texts) if other == text]
 
 
 def test_texts_are_split_into_words_and_pieces():
@@ -155,7 +145,8 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
     ("options", "message"),
     [
         ({"steps": 0}, "--steps must be at least 1, got 0"),
-        ({"batch_size": -1}, "--batch-size must be at least 1, got -1"),
+        ({"batch_size": -1}, "--batch-size must be at least 0, got -1"),
+        ({"workers": -2}, "--workers must be at least 0, or -1 for as many as there are cores, got -2"),
         ({"batch_size": 1}, "--batch-size must be at least 2, because a pair alone has no negatives, got 1"),
         ({"image_channels": 3}, "--image-channels must be 1 for --data glyphs, which are gray, got 3"),
         ({"learning_rate": 0.0}, r"--learning-rate must be in \(0, 1e30\], got 0.0"),
@@ -274,61 +265,6 @@ def test_an_invalid_random_state_changes_nothing(tmp_path):
     assert not other_optimizer.state
     for p, before in zip(other.parameters(), weights, strict=True):
         assert torch.equal(p, before)
-
-
-@pytest.mark.parametrize("name", ["pairs.csv", "pairs.jsonl"])
-def test_pairs_are_read_from_files(tmp_path, name):
-    pairs = file_pairs(write_pairs(tmp_path, name), image_size=16, channels=1)
-    assert "CYRILLIC SMALL LETTER YA" in pairs.texts
-    assert pairs.images.shape == (len(pairs), 1, 16, 16)
-    assert pairs.images.flatten(1).any(1).all()
-    color = file_pairs(tmp_path / name, image_size=24, channels=3)
-    assert color.images.shape == (len(pairs), 3, 24, 24)
-
-
-def test_mistakes_in_files_are_reported(tmp_path):
-    table = write_pairs(tmp_path)
-    good = "images/41.png,LATIN CAPITAL LETTER A\n"
-    (tmp_path / "images" / "broken.png").write_bytes((tmp_path / "images" / "42.png").read_bytes()[:60])
-    (tmp_path / "images" / "text.png").write_text("not a picture")
-    for content, message in (
-        ("", "holds no pairs"),
-        ("image,text\n", "holds no pairs"),
-        ("picture,caption\n" + good, r"line 1: the columns are \['picture', 'caption'\]; expected image and text"),
-        ("image,text\nimages/41.png,A, or Alpha\n", "line 2: more values than columns"),
-        ("image,text\n" + good + "images/42.png,\n", "line 3: expected an image and a text"),
-        ("image,text\nimages/none.png,NOTHING\n", "line 2: there is no image"),
-        ("image,text\nimages/broken.png,B\n", "line 2: .*broken.png' cannot be read as an image"),
-        ("image,text\nimages/text.png,B\n", "line 2: .*text.png' cannot be read as an image"),
-    ):
-        table.write_text(content)
-        with pytest.raises(UserError, match=message):
-            file_pairs(table, image_size=16, channels=1)
-    lines = tmp_path / "pairs.jsonl"
-    for content, message in (
-        ("{\n", "line 1: not JSON"),
-        ("[1, 2]\n", "line 1: expected an image and a text"),
-        ('{"image": 3, "text": "A"}', "line 1: expected an image and a text"),
-        ('{"image": "images/41.png", "text": "\\ud800"}', "line 1: half of a surrogate pair"),
-    ):
-        lines.write_text(content)
-        with pytest.raises(UserError, match=message):
-            file_pairs(lines, image_size=16, channels=1)
-    lines.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
-        file_pairs(lines, image_size=16, channels=1)
-    table.write_text("image,text\n" + "x" * 200_000 + ",A\n")
-    with pytest.raises(UserError, match="is not a CSV file: field larger than"):
-        file_pairs(table, image_size=16, channels=1)
-    table.write_text("\ufeffimage,text\n" + good, encoding="utf-8")
-    assert file_pairs(table, image_size=16, channels=1).texts == ("LATIN CAPITAL LETTER A",), "as Excel saves it"
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(UserError, match=r"must be a file, .* is a folder"):
-        file_pairs(tmp_path / "folder.csv", image_size=16, channels=1)
-    with pytest.raises(UserError, match="there is no file"):
-        file_pairs(tmp_path / "missing.csv", image_size=16, channels=1)
-    with pytest.raises(UserError, match=r"must be 'glyphs' or a \.jsonl or \.csv file"):
-        file_pairs(tmp_path / "pairs.parquet", image_size=16, channels=1)
 
 
 def test_metrics_that_are_not_finite_can_be_read_again(tmp_path):

@@ -11,8 +11,8 @@ from glyph_files import write_pairs
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
 from wholebatch.__main__ import main
-from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.load import load_data
+from wholebatch.train.resume import read_config
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def uninterrupted(data, tmp_path_factory):
 def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     names = {path.name for path in run.iterdir()}
-    assert names == {
+    assert names - {"tensorboard"} == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "report.json", "lock",
-        "curves.png", "retrieval.png",
+        "curves.png", "retrieval.png", "report.html", "starts.json",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 51))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
@@ -107,9 +107,11 @@ def test_mistakes_give_one_line_and_exit_code_2(capsys, data, tmp_path, uninterr
     assert "there is no file" in one_line(
         capsys, 2, "--data", str(tmp_path / "none.csv"), "--run-folder", str(tmp_path / "a")
     )
-    assert "must be 'glyphs' or" in one_line(capsys, 2, "--data", "emoji", "--run-folder", str(tmp_path / "b"))
-    too_large = one_line(capsys, 2, *options(data, tmp_path / "c", "--batch-size", "4096"))
-    assert "--batch-size 4096 needs as many texts to train on, got 118" in too_large
+    assert "must be 'glyphs', a folder or" in one_line(
+        capsys, 2, "--data", "emoji", "--run-folder", str(tmp_path / "b")
+    )
+    too_many = one_line(capsys, 2, *options(data, tmp_path / "c", "--test-texts", "110"))
+    assert "--data has 127 different texts, less 16 for validation and 110 for test" in too_many
     assert "--batch-size must be at least the number of ranks, 4; got 3" in one_line(
         capsys, 2, *options(data, new, "--batch-size", "3", "--ranks", "4")
     )
@@ -129,22 +131,35 @@ def test_mistakes_give_one_line_and_exit_code_2(capsys, data, tmp_path, uninterr
     assert not new.exists(), "nothing was started"
 
 
-def test_data_that_are_too_few_for_the_defaults_name_options_that_fit(capsys, data, tmp_path):
-    line = one_line(capsys, 2, "--data", str(data), "--run-folder", str(tmp_path / "run"))
-    fitting = re.findall(r"--([a-z-]+) (\d+)", line.partition("for instance: ")[2])
-    config = TrainConfig(data=str(data), **{name.replace("-", "_"): int(value) for name, value in fitting})
-    assert len(fitting) == 3
-    _, split = load_data(config, 1)
-    assert len(split.train) // 2 < config.batch_size <= len(split.train)
-    few = data.with_stem("few")
-    few.write_text("".join(data.read_text().splitlines(keepends=True)[:5]))
-    assert "for instance" not in one_line(capsys, 2, "--data", str(few), "--run-folder", str(tmp_path / "b"))
+def test_what_the_data_choose_is_said_and_saved(capsys, data, tmp_path):
+    """Nothing needs an option; the configuration of the run holds the choices, so that a resumed run makes the same."""
+    run = tmp_path / "run"
+    assert main(["train", "--data", str(data), "--run-folder", str(run), "--steps", "1", "--no-audit"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "data: pictures become 32 x 32: the shorter side of theirs is 16 (--image-size)",
+        "data: pictures are gray (--image-channels)",
+        "data: 6 texts for validation, 12 for the test (--validation-texts, --test-texts)",
+        "data: batch size 64: the largest power of two among 109 texts to train on (--batch-size)",
+    ):
+        assert line in printed
+    config = read_config(run)
+    assert (config.image_size, config.image_channels, config.batch_size) == (32, 1, 64)
+    assert (config.validation_texts, config.test_texts) == (6, 12)
+    _, (pairs, split) = load_data(config, 1)
+    assert (len(pairs), len(split.train)) == (127, 109)
+
+
+def test_a_batch_larger_than_the_data_is_lowered(capsys, data, tmp_path):
+    assert main(["train", *options(data, tmp_path / "run", "--batch-size", "4096", steps=1), "--no-audit"]) == 0
+    assert "data: batch size 87 instead of 4096: there are so many texts to train on" in capsys.readouterr().out
+    assert read_config(tmp_path / "run").batch_size == 87
 
 
 def test_a_mistake_found_by_a_started_rank_gives_one_line(data, tmp_path):
-    done = finish(TRAIN + options(data, tmp_path / "run", "--ranks", "2", "--batch-size", "4096"), expect=2)
+    done = finish(TRAIN + options(data, tmp_path / "run", "--ranks", "2", "--test-texts", "110"), expect=2)
     assert done.stderr.count("\n") == 1
-    assert "--batch-size 4096 needs as many texts" in done.stderr
+    assert "--data has 127 different texts" in done.stderr
 
 
 def flipped(content):
@@ -172,7 +187,7 @@ def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage,
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     (run / file).write_bytes(damage((run / file).read_bytes()))
-    before = {path.name: path.read_bytes() for path in run.iterdir() if path.name != "lock"}
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "lock"}
     line = one_line(capsys, 2, "--resume", str(run))
     assert message in line
     assert file in line
@@ -219,5 +234,5 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(capsys, data,
 
 
 def test_a_mistake_in_the_data_leaves_no_run_folder(capsys, data, tmp_path):
-    one_line(capsys, 2, *options(data, tmp_path / "run", "--batch-size", "4096"))
+    one_line(capsys, 2, *options(data, tmp_path / "run", "--test-texts", "110"))
     assert not (tmp_path / "run").exists()

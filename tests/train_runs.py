@@ -9,6 +9,8 @@ import time
 
 from glyph_files import SMALL
 
+from wholebatch.train.pace import MEASURED
+
 TRAIN = [sys.executable, "-W", "error", "-m", "wholebatch", "train"]
 
 
@@ -25,9 +27,7 @@ def finish(command, expect=0):
 
 def metrics(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        del row["seconds"]
-    return rows
+    return [{name: value for name, value in row.items() if name not in MEASURED} for row in rows]
 
 
 def losses(run):

@@ -26,7 +26,7 @@ class _Command(NamedTuple):
     packages: tuple[str, ...]
 
 
-_TRAIN = ("tyro", "rich", "matplotlib", "numpy", "PIL")
+_TRAIN = ("tyro", "rich", "jinja2", "matplotlib", "numpy", "PIL")
 _COMMANDS = {
     "audit": _Command(
         "check that ranks give the gradient of one process, or find the cause",

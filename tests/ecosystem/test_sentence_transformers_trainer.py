@@ -464,7 +464,7 @@ MISTAKES = [
         lambda model: ours.WholeBatchLoss(model, theirs.CoSENTLoss),
         r"loss must be an instance of a loss, got the class CoSENTLoss; pass CoSENTLoss\(model\)",
     ),
-    (partial(ranking, scale=torch.tensor(20.0)), r"scale must be a positive number, .*; to learn it, pass wb\.Scale"),
+    (partial(ranking, scale=torch.tensor(20.0)), r"scale must be a positive number, .*; to train it pass wb\.Scale"),
     (lambda model: ours.WholeBatchLoss(model, ranking(model)), "got wholebatch's MultipleNegativesRankingLoss"),
     (
         lambda model: ours.WholeBatchLoss(model, theirs.CachedMultipleNegativesRankingLoss(model)),

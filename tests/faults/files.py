@@ -12,6 +12,7 @@ bytes are unchanged.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -43,9 +44,11 @@ from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 from wholebatch.train.checkpoint import last_step
 from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data.load import load_data, make_task
+from wholebatch.train.data.load import load_data
+from wholebatch.train.data_facts import DataFacts
 from wholebatch.train.resume import read_config
 from wholebatch.train.run_folder import RunFolder
+from wholebatch.train.tasks import make_task
 
 REFUSED = "refused, all as before"
 SAME = "accepted, identical"
@@ -58,6 +61,7 @@ FORBIDDEN = (
 CHANGED, DIFFERENT, EXECUTED, OTHER = FORBIDDEN
 KINDS = ("head", "retrieve", "identify", "insightface")
 PAGE = 4096
+FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono")
 
 
 @dataclass
@@ -77,8 +81,8 @@ class Case:
 def build(base: Path) -> None:
     """Write a folder of each kind, one of another run with the same shapes, and one of an earlier save."""
     run_ranks(save_heads, 3, base, timeout_s=120)
-    pairs = write_pairs(base / "data")
-    for task in ("retrieve", "identify"):
+    data = {"retrieve": write_pairs(base / "one"), "identify": write_pairs(base / "four", faces=FACES)}
+    for task, pairs in data.items():
         for name, seed in (("whole", 0), ("foreign", 1)):
             save_run(base, pairs, task, name, seed)
     for name in ("whole", "foreign"):
@@ -116,10 +120,9 @@ def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> N
         test_texts=8, checkpoint_every=1, audit=False, learning_rate=1e-3,
         model=ModelConfig(embedding_size=8, image_width=8, text_width=8, text_buckets=64),
     )  # fmt: skip
-    if task_name == "identify":
-        config = TrainConfig(**{**vars(config), "data": str(four_times(pairs))})
     path = base / task_name / name
-    task, folder = make(config), RunFolder.create(path, config)
+    facts = DataFacts(config.data, f"{name} pairs", hashlib.sha256(name.encode()).hexdigest())
+    task, folder = make(config), RunFolder.create(path, config, facts)
     for step in range(config.steps):
         loss = task.add_gradients(step)
         for optimizer in task.optimizers:
@@ -132,14 +135,6 @@ def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> N
             shutil.copytree(path, path.with_name("earlier"))
 
 
-def four_times(pairs: Path) -> Path:
-    """Write the pairs with four images for each text."""
-    lines = pairs.read_text().splitlines(keepends=True)
-    found = pairs.with_name("four.csv")
-    found.write_text("".join([lines[0], *(lines[1:] * 4)]))
-    return found
-
-
 _DATA: dict[str, Any] = {}
 
 
@@ -147,8 +142,8 @@ def make(config: TrainConfig) -> Any:
     """Return the run's task; its data are read once."""
     key = f"{config.task} {config.seed}"
     if key not in _DATA:
-        _DATA[key] = load_data(config, 1)
-    return make_task(config, _DATA[key], torch.device("cpu"), rank=0, size=1)
+        _DATA[key] = load_data(dataclasses.replace(config, workers=0), 1)
+    return make_task(*_DATA[key], torch.device("cpu"), rank=0, size=1)
 
 
 def save_insightface(folder: Path, seed: int) -> None:

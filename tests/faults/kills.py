@@ -38,6 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from glyph_files import SMALL, write_pairs
+from train_runs import MEASURED
 
 STEPS = 24
 TIMEOUT_S = 240
@@ -387,7 +388,7 @@ def _without_time(path: Path) -> Any:
         return path.read_bytes()
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.suffix == ".jsonl" else None
     rows = [json.loads(path.read_text())] if rows is None else rows
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
 
 @contextmanager

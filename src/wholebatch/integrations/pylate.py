@@ -24,6 +24,7 @@ from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
 from ._framework import Framework
 from ._gathering import checked_gathering
+from ._numbers import checked_positive, checked_size
 from ._token_columns import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
@@ -69,9 +70,8 @@ class Contrastive(nn.Module):
                 f"score_metric must be None or PyLate's ColBERTScores, got {score_metric!r}; for others use PyLate's "
                 "loss"
             )
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
-            raise ValueError(f"temperature must be a positive number, got {temperature!r}")
-        self.model, self.temperature, self.size_average = model, temperature, size_average
+        self.model, self.temperature = model, checked_positive("temperature", temperature)
+        self.size_average = size_average
         self.score_mini_batch_size = score_mini_batch_size
         self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
         self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
@@ -159,9 +159,7 @@ class CachedContrastive(Contrastive):
         )
         if show_progress_bar:
             raise ValueError("show_progress_bar must be False, got True: chunks have no progress bar")
-        if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:
-            raise ValueError(f"mini_batch_size must be an integer, at least 1, got {mini_batch_size!r}")
-        self.mini_batch_size = mini_batch_size
+        self.mini_batch_size = checked_size("mini_batch_size", mini_batch_size, optional=False)
 
     def embed(self, features: dict[str, Tensor]) -> Tensor:
         """Return the embeddings of a column's tokens, of norm 1, chunk by chunk."""

@@ -17,7 +17,7 @@ from ..partition import tiles
 from ..sweep import Block, Memory, Precision
 from ..tokens import Tokens
 from ._documents import inputs_of_texts, packed_texts
-from .late_interaction import TOKEN_REDUCTIONS, TokenReduction
+from ._late_interaction_terms import TOKEN_REDUCTIONS, TokenReduction
 
 _LAST = torch.iinfo(torch.int64).max  # the index of a place that no document has yet
 

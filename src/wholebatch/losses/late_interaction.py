@@ -11,43 +11,28 @@ where this is the queries', documents are rows, and functions of a query and a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_label_smoothing
-from .._settings import check_flag, shown
 from .._statistics_request import statistics_requested
 from ..comm import Group
-from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, prepared, reduce_losses
+from ..contract import Checks, Options, Reduction, agree, entry, prepared, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
-from ..nodes import RowStatistics
-from ..nodes.cross_entropy import many_positives, one_positive
-from ..pair_loss import Count, LogSumExp, Max, Sum
-from ..pair_loss.agreed import Tower, reductions
-from ..pair_loss.reductions import Term
-from ..pair_loss.similarity import MAX_SIM, MAX_SIM_OF_ROWS
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ..tokens import Packed, Tokens
-from ._directions import NO_ID, check_reserved_ids, reserved_ids
-from ._documents import NOBODY, Owners, inputs_of_texts, packed_texts
+from ._documents import Owners, packed_texts
 from ._info_nce_options import as_tuple
+from ._late_interaction_batch import LateInteractionBatch
+from ._late_interaction_terms import DocumentDirection, LateInteractionSettings, Side, TokenReduction
 from ._logit_scale import TakesLogitScale
 from ._module import KernelLoss
-from ._pairs import EQUAL_IDS, EqualIdsAre
+from ._pairs import EqualIdsAre
 from .statistics import report_statistics
-
-DocumentDirection = Literal["query_to_document", "document_to_query"]
-TokenReduction = Literal["sum", "mean"]
-TOKEN_REDUCTIONS = ("sum", "mean")
-DIRECTIONS = ("query_to_document", "document_to_query")
-_SIDES = {"query_to_document": "queries", "document_to_query": "documents"}  # whose rows or columns are reduced
-_IDS = ("query_ids", "document_ids")
 
 
 @entry
@@ -121,8 +106,8 @@ def max_sim_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.max_sim_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    Of a document's tokens with equal products, as computed, the first wins and has the gradient, as in `torch.max`.
-    Products of matrices may round copies of a token differently, so that another copy wins in another tile.
+    Of a document's tokens with equal products the first wins and has the gradient, as in `torch.max`; of copies of a
+    token the first has it on any number of ranks, however their products are rounded.
 
     This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
     must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
@@ -151,8 +136,10 @@ def max_sim_loss(
     tensor(2.0612e-09)
     """
     statistics, options = statistics_requested(), Options(group, sync, exchange, memory, reduction, kernel, precision)
-    settings = _Settings(share_hard_negatives, equal_ids, as_tuple(directions), token_reduction, label_smoothing)
-    ids = dict(zip(_IDS, (query_ids, document_ids), strict=True))
+    settings = LateInteractionSettings(
+        share_hard_negatives, equal_ids, as_tuple(directions), token_reduction, label_smoothing
+    )
+    ids = {"query_ids": query_ids, "document_ids": document_ids}
 
     def prepare() -> tuple[Packed, Packed, Owners]:
         texts = Tokens(queries, query_mask, query_offsets), Tokens(documents, document_mask, document_offsets)
@@ -161,7 +148,7 @@ def max_sim_loss(
         return of_queries, of_documents, owners
 
     of_queries, of_documents, owners = prepared("max_sim_loss", group, prepare)
-    batch = _Batch(of_queries, of_documents, owners, ids, mean=token_reduction == "mean")
+    batch = LateInteractionBatch(of_queries, of_documents, owners, ids, mean=token_reduction == "mean")
 
     def check() -> dict[str, Any]:
         settings.check()
@@ -174,7 +161,7 @@ def max_sim_loss(
         Checks(check, batch.read_back, batch.check_values, must_match=("settings", "statistics")),
     )
     terms = settings.terms(ids=batch.has_ids, statistics=statistics)
-    sides = [_Side.of(reduced) for reduced in batch.reduced(facts.widened(), settings.directions, terms)]
+    sides = [Side.of(reduced) for reduced in batch.reduced(facts.widened(), settings.directions, terms)]
     losses = torch.stack([side.losses(label_smoothing) for side in sides]).mean(0)
     if statistics:
         report_statistics(facts.comm, facts.scalars["logit_scale"], [(x.statistics, x.target) for x in sides])
@@ -199,7 +186,7 @@ class MaxSimLoss(TakesLogitScale, KernelLoss):
         """Raise ValueError unless the settings are valid."""
         super().check()
         directions = as_tuple(self.directions)
-        _Settings(
+        LateInteractionSettings(
             self.share_hard_negatives, self.equal_ids, directions, self.token_reduction, self.label_smoothing
         ).check()
 
@@ -233,204 +220,3 @@ class MaxSimLoss(TakesLogitScale, KernelLoss):
             weights=weights,
             **self._settings_of_call(logit_scale=logit_scale),
         )
-
-
-Of = Callable[[Any, Any], Tensor]  # a function of the data of a query and of a document
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The settings of one call, as :func:`wholebatch.functional.max_sim_loss` describes them."""
-
-    share_hard_negatives: bool
-    equal_ids: str
-    directions: tuple[str, ...]
-    token_reduction: str
-    label_smoothing: float
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        check_flag("share_hard_negatives", self.share_hard_negatives)
-        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
-        check_choice("token_reduction", self.token_reduction, TOKEN_REDUCTIONS)
-        check_label_smoothing(self.label_smoothing)
-        known = all(isinstance(of, str) and of in DIRECTIONS for of in self.directions)
-        if not known or not self.directions or len(set(self.directions)) < len(self.directions):
-            raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {shown(self.directions)}")
-
-    def terms(self, *, ids: bool, statistics: bool) -> Callable[[bool], dict[str, Term]]:
-        """Return a function that makes the terms, given whether documents are rows.
-
-        Args:
-            ids: whether queries and documents have ids.
-            statistics: whether the statistics of the batch are asked for.
-        """
-        several = ids and self.equal_ids == "positive"
-
-        def matched(q: Any, d: Any) -> Tensor:
-            found: Tensor = d.positive & (d.query == q.index)
-            return found | (d.id == q.id) & (q.id != NO_ID) if several else found
-
-        def negative(q: Any, d: Any) -> Tensor:
-            found = ~matched(q, d)
-            if ids and not several:
-                found = found & ((d.id != q.id) | (q.id == NO_ID))
-            if not self.share_hard_negatives:
-                found = found & (d.positive | (d.query == NOBODY) | (d.query == q.index))
-            return found
-
-        def candidate(q: Any, d: Any) -> Tensor:
-            return matched(q, d) | negative(q, d) if several else negative(q, d)
-
-        def made(documents_are_rows: bool) -> dict[str, Term]:
-            def of(function: Of) -> Of:
-                return (lambda x, y: function(y, x)) if documents_are_rows else function
-
-            def score(s: Any, x: Any, y: Any, p: Any) -> Tensor:
-                q = y if documents_are_rows else x
-                found: Tensor = p.scale * s
-                return found / q.tokens if self.token_reduction == "mean" else found
-
-            def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
-                return 2 * score(s, x, y, p)
-
-            found: dict[str, Term] = {
-                "logsumexp": LogSumExp(score, of(candidate)),
-                "target": Sum(score, of(matched)),
-            }
-            if several:
-                found["positives"] = Count(of(matched))
-            if self.label_smoothing:
-                found |= {"logits": Sum(score, of(candidate)), "count": Count(of(candidate))}
-            if statistics:
-                found |= {
-                    "largest": Max(score, of(negative), ties="split"),
-                    "negatives": LogSumExp(score, of(negative)),
-                    "squares": LogSumExp(doubled, of(negative)),
-                }
-            return found
-
-        return made
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The tensors of one call on this rank."""
-
-    queries: Packed
-    documents: Packed
-    owners: Owners
-    ids: dict[str, Tensor | None]
-    mean: bool  # over the tokens of a query
-
-    @property
-    def has_ids(self) -> bool:
-        """Whether queries or documents have ids."""
-        return any(x is not None for x in self.ids.values())
-
-    @property
-    def tokens(self) -> list[int]:
-        """The number of tokens of queries, and of documents."""
-        return [len(self.queries.vectors), len(self.documents.vectors)]
-
-    def inputs(self, logit_scale: Tensor | float, weights: Tensor | None) -> Inputs:
-        """Return the inputs that are validated across ranks."""
-        return replace(
-            inputs_of_texts(self.queries, self.documents),
-            scalars={"logit_scale": logit_scale},
-            ids={name: (self.ids[name], of) for name, of in zip(_IDS, ("queries", "documents"), strict=True)},
-            weights=(weights, "queries"),
-        )
-
-    def read_back(self) -> dict[str, Tensor]:
-        """Return the numbers on the device that the checks of values need."""
-        return reserved_ids(self.ids)
-
-    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
-        """Raise ValueError for a reserved id; return no facts."""
-        check_reserved_ids(self.ids, found)
-        return {}
-
-    def reduced(
-        self, facts: Facts, directions: Sequence[str], terms: Callable[[bool], dict[str, Term]]
-    ) -> list[dict[str, Tensor]]:
-        """Return the reductions of each direction, (b,) each by the names of terms."""
-        of_queries, of_documents = (sum(of_ranks) for of_ranks in zip(*facts.of_ranks("tokens"), strict=True))
-        documents_stay = of_queries < of_documents
-        query_data, document_data = self._query_data(facts), self._document_data(facts)
-        if self.has_ids:
-            query_data["id"], document_data["id"] = self._ids(facts)
-        towers = {
-            "queries": Tower(facts.inputs["queries"], self.queries.lengths, query_data),
-            "documents": Tower(facts.inputs["documents"], self.documents.lengths, document_data),
-        }
-        found = reductions(
-            facts,
-            MAX_SIM_OF_ROWS if documents_stay else MAX_SIM,
-            terms(documents_stay),
-            dict(sorted(towers.items(), reverse=not documents_stay)),
-            {"scale": facts.inputs["logit_scale"]},
-            [_SIDES[direction] for direction in directions],
-        )
-        positives = self.owners.positives.to(facts.device)
-        of_positives = {name: x[positives] for name, x in found["documents"].items()}
-        return [found["queries"] if name == "query_to_document" else of_positives for name in directions]
-
-    def _query_data(self, facts: Facts) -> dict[str, Tensor]:
-        if not self.mean:
-            return {}
-        return {"tokens": torch.tensor(self.queries.lengths, dtype=facts.dtype, device=facts.device)}
-
-    def _document_data(self, facts: Facts) -> dict[str, Tensor]:
-        first = facts.rows["queries"].offsets[facts.rank]
-        query = torch.where(self.owners.queries == NOBODY, NOBODY, self.owners.queries + first).to(facts.device)
-        return {"query": query, "positive": self.owners.is_positive.to(facts.device)}
-
-    def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
-        """Return the ids of queries and of documents; NO_ID where there is none."""
-        positives, device = self.owners.positives.to(facts.device), facts.device
-        of_queries, of_documents = (None if x is None else x.to(device, torch.int64) for x in self.ids.values())
-        if of_documents is None:
-            assert of_queries is not None
-            of_documents = torch.full((len(self.documents.lengths),), NO_ID, device=device)
-            of_documents[positives] = of_queries
-        return of_documents[positives] if of_queries is None else of_queries, of_documents
-
-
-@dataclass(frozen=True)
-class _Side:
-    """One direction: statistics of each query's softmax, and the number of its positives, (b,) each; None: one."""
-
-    statistics: RowStatistics
-    positives: Tensor | None
-
-    @classmethod
-    def of(cls, reduced: Mapping[str, Tensor]) -> _Side:
-        effective = None
-        if "squares" in reduced:
-            effective = torch.where(
-                reduced["squares"].isneginf(), 0.0, (2 * reduced["negatives"] - reduced["squares"]).exp()
-            )
-        statistics = RowStatistics(
-            reduced["logsumexp"],
-            reduced["target"],
-            reduced.get("logits"),
-            reduced.get("count"),
-            reduced.get("largest"),
-            effective,
-        )
-        return cls(statistics, reduced.get("positives"))
-
-    @property
-    def target(self) -> Tensor:
-        """The (mean) logit of each query's positives."""
-        assert self.statistics.target is not None
-        return self.statistics.target if self.positives is None else self.statistics.target / self.positives
-
-    def losses(self, label_smoothing: float) -> Tensor:
-        """Return the cross-entropy of each query, (b,)."""
-        if self.positives is not None:
-            return many_positives(self.statistics, self.positives, label_smoothing=label_smoothing)
-        lowest = torch.finfo(self.target.dtype).min / 4  # instead of -inf without negatives
-        side = replace(self.statistics, logsumexp=self.statistics.logsumexp.clamp(min=lowest))
-        return one_positive(side, self.target, label_smoothing=label_smoothing)

@@ -27,8 +27,8 @@ from ..exchange.select import automatic
 from ..losses.catalog import Declaration
 from ..partition import Partition
 from ..sweep import TokenBudget, bytes_of_winners, fit_tokens
-from ..sweep.max_sim import at_once, bytes_of_flat, integer_for
 from ..sweep.memory import Memory
+from ..sweep.token_budget import at_once, bytes_of_flat, integer_for
 from .costs import TRANSFERS, Work
 from .shapes import Shapes
 from .sizes import WINNERS

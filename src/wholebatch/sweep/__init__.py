@@ -9,7 +9,9 @@ sigmoid       sums of a function of each entry
 soft_targets  means of S under the softmax of another S
 hardest       the hardest positive and negative of each row
 ranking       smooth counts of the entries that are larger than a row's positives
-max_sim       tiles of S whose rows and columns are several vectors each: late interaction
+max_sim       tiles of S whose rows and columns are several vectors each: late interaction; items are these rows and
+              columns, copies
+              their equal vectors, token_budget the memory, kept_winners what need not be computed again
 
 `softmax_kernels`, `nested_kernels` and `sigmoid_kernels` compute the same in Triton, by `kernel_tiles` and `members`;
 `max_sim_kernels` computes maxima over tokens.
@@ -17,17 +19,9 @@ max_sim       tiles of S whose rows and columns are several vectors each: late i
 
 from .driver import Block, Driver
 from .hardest import HardestSweep
+from .kept_winners import KeptWinners
 from .kernel_tiles import LARGEST, columns_of_tiles
-from .max_sim import (
-    Documents,
-    KeptWinners,
-    MaxSimDriver,
-    TokenBudget,
-    bytes_of_winners,
-    fit_tokens,
-    integer_for,
-    smallest_token_budget,
-)
+from .max_sim import Documents, MaxSimDriver
 from .max_sim_kernels import KernelMaxSimDriver
 from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
@@ -42,6 +36,7 @@ from .sigmoid_kernels import KernelSigmoidSweep
 from .soft_targets import SoftTargetSweep
 from .softmax import SoftmaxSweep
 from .softmax_kernels import KernelSoftmaxSweep
+from .token_budget import TokenBudget, bytes_of_winners, fit_tokens, integer_for, smallest_token_budget
 
 __all__ = [
     "LARGEST",

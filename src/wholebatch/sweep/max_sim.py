@@ -11,9 +11,8 @@ queries by some documents, in one buffer. Only maxima and winners outlive a part
 query token and document, are held until dS of the tile is known. The backward pass finds them again by the same
 products, 1 unit, unless the budget has let the forward pass keep them. A gradient then takes 1 / u of a unit.
 
-Of equal products the first token of a document wins, as in `torch.max`. Equal as computed: a product of matrices may
-round equal tokens differently at its edges, so that for copies of a token another one may win in another tile. The sum
-of their gradients is the same.
+Of equal products the first token of a document wins, as in `torch.max`. A product of matrices may round those of equal
+tokens differently at its edges. So a winner's gradient goes to the first token that equals it, in any tile.
 
 A CPU takes maxima over documents of one length at a time. A GPU would start as many kernels, so there the tokens of a
 part's documents are gathered to one length: a document's last token is repeated, which changes no maximum.
@@ -21,137 +20,24 @@ part's documents are gathered to one length: a document's last token is repeated
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import isqrt
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ..partition import Partition, Ragged, Tile
+from ..partition import Ragged, Tile
+from .copies import first_copies
 from .driver import Block, Driver
-from .memory import Budget, Memory
+from .items import Items, numbers_on
+from .kept_winners import KeptWinners
 from .products import Factor, Products, transposed
+from .token_budget import TOKENS_OF_A_PART, TokenBudget, at_once, integer_for, pads
 
 Documents = Literal["rows", "columns"]  # what documents are in S
 
-_WINNERS_FOR_EACH_PRODUCT = 2  # entries of a tile's winners, for each entry of its buffer of products
-_TOKENS_OF_A_PART = 1024  # of queries: with more of them, a part has too few documents
-_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are computed at a time
 _FEW_TOKENS = 4096  # of a part's documents, up to which padding may be most of them
-
-
-@dataclass(frozen=True)
-class TokenBudget(Budget):
-    """The memory that a sweep over tokens may allocate; `kept` counts bytes of winners and of S.
-
-    Args:
-        products: entries of the buffer of products.
-    """
-
-    products: int
-
-
-def pads(device: torch.device) -> bool:
-    """Return whether documents of several lengths are padded: many small operations are slow to start on a GPU."""
-    return device.type != "cpu"
-
-
-def at_once(tokens: int, longest: int, width: int, products: int, device: torch.device) -> tuple[int, int]:
-    """Return how many of a tile's query tokens, and of its documents, have their gradients computed at a time.
-
-    Their winners are few, and their gradients have no more numbers than the buffer of products.
-
-    Args:
-        tokens: of the tile's queries.
-        longest: the most tokens of a document.
-        width: d.
-        products: entries of the buffer of products.
-        device: of the tokens.
-    """
-    winners = min(_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE, products)
-    some = max(1, min(tokens, _TOKENS_OF_A_PART, products // width))
-    return some, max(1, min(winners // some, products // (longest * width)))
-
-
-def integer_for(longest: int) -> torch.dtype:
-    """Return the smallest integer dtype for the place of a token in a document.
-
-    >>> integer_for(256), integer_for(257)
-    (torch.uint8, torch.int16)
-    """
-    return torch.uint8 if longest <= 2**8 else torch.int16 if longest <= 2**15 else torch.int32
-
-
-def fit_tokens(memory: Memory, *, longest: tuple[int, int], side: int, dtype: torch.dtype, kept: int) -> TokenBudget:
-    """Return the budget of one rank.
-
-    Args:
-        memory: "auto", "flat", or bytes.
-        longest: the most tokens of a query, and of a document.
-        side: of a tile whose rows and columns are single vectors; its square is the buffer of products.
-        dtype: of products.
-        kept: bytes of all winners and entries of S.
-
-    >>> fit_tokens("flat", longest=(32, 180), side=640, dtype=torch.float32, kept=10**9)
-    TokenBudget(side=160, kept=0, kept_dtype=torch.uint8, products=409600)
-    """
-    query, document = max(1, longest[0]), max(1, longest[1])
-    products, flat = side * side, bytes_of_flat(longest, side, dtype)
-    spare = 0
-    if memory == "auto":
-        spare = kept if kept <= products * dtype.itemsize else 0
-    elif isinstance(memory, int) and memory >= flat:
-        spare = min(kept, memory - flat)
-    elif isinstance(memory, int):
-        products = max(document, products * memory // flat)
-    of_tile = max(1, min(side, isqrt(_WINNERS_FOR_EACH_PRODUCT * products // query)))
-    return TokenBudget(of_tile, spare, torch.uint8, max(products, document))
-
-
-def bytes_of_flat(longest: tuple[int, int], side: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a buffer of products, of a tile's winners, and of two tiles of S."""
-    winners = _WINNERS_FOR_EACH_PRODUCT * side * side
-    tiles = 2 * winners // max(1, longest[0])
-    return (max(side * side, longest[1]) + tiles) * dtype.itemsize + winners * integer_for(longest[1]).itemsize
-
-
-def smallest_token_budget(longest_document: int, dtype: torch.dtype) -> int:
-    """Return the least bytes: the products of one query token and the longest document, and as much for all else."""
-    return 2 * max(1, longest_document) * dtype.itemsize
-
-
-def bytes_of_winners(tokens: int, documents: int, queries: int, longest: int, dtype: torch.dtype) -> int:
-    """Return the bytes of all winners of these query tokens and documents, and of their entries of S."""
-    return documents * (tokens * integer_for(longest).itemsize + queries * dtype.itemsize + 16)
-
-
-class KeptWinners:
-    """Entries of S and winners of the first tiles of a sweep, as many as fit into one buffer.
-
-    Args:
-        buffer: of bytes.
-    """
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        self._used = 0
-
-    def next(self, tile: tuple[int, int], dtype: torch.dtype, winners: tuple[int, int], integer: torch.dtype) -> _Room:
-        """Return the memory of the next tile, in the order of the sweep; None if that tile is not kept."""
-        parts = [self._part(shape, of) for shape, of in ((tile, dtype), (winners, integer))]
-        return None if parts[0] is None or parts[1] is None else (parts[0], parts[1])
-
-    def _part(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        size = shape[0] * shape[1] * dtype.itemsize
-        start, self._used = self._used, self._used + (size + 7) // 8 * 8  # a float64 starts at a multiple of 8
-        return self.buffer[start : start + size].view(dtype).view(shape) if start + size <= len(self.buffer) else None
-
-
-_Room = tuple[Tensor, Tensor] | None
 
 
 class MaxSimDriver(Driver):
@@ -188,7 +74,7 @@ class MaxSimDriver(Driver):
         self.longest = max((rows if documents == "rows" else columns).lengths, default=1)
         self.integer = integer_for(self.longest)
         self.pads = pads(x.device)
-        self._starts = {"rows": _numbers(rows.starts, x.device), "cols": _numbers(columns.starts, x.device)}
+        self._starts = {"rows": numbers_on(rows.starts, x.device), "cols": numbers_on(columns.starts, x.device)}
         self._winners: Tensor | None = None  # of the last tile
 
     def factors(self, tile: Tile, block: Block, start: int = 0) -> tuple[Factor, Factor]:
@@ -309,7 +195,7 @@ class MaxSimDriver(Driver):
         """Yield some tokens of queries, and some documents, whose products fit into the buffer."""
         count, first = len(documents.lengths), 0
         while first < count:
-            rows = max(1, min(tokens, _TOKENS_OF_A_PART, self.budget.products // documents.lengths[first]))
+            rows = max(1, min(tokens, TOKENS_OF_A_PART, self.budget.products // documents.lengths[first]))
             last = self._end(documents, first, max(documents.lengths[first], self.budget.products // rows))
             for start in range(0, tokens, rows):
                 yield slice(start, min(start + rows, tokens)), slice(first, last)
@@ -332,6 +218,10 @@ class MaxSimDriver(Driver):
             self._tiles["products"] = self.x.new_empty(self.budget.products, dtype=self.dtype)
         return self._tiles["products"][: rows * cols].view(rows, cols)
 
+    def _first_copies(self, vectors: Tensor, documents: Items) -> Tensor | None:
+        """Return the first token of a document that equals each of its tokens; None: each one equals itself alone."""
+        return first_copies(vectors, documents.owners)
+
     def _scatter(
         self,
         grad: Tensor,
@@ -343,6 +233,7 @@ class MaxSimDriver(Driver):
         """Add the gradients of tokens of queries and of documents, from dS, (queries, documents)."""
         assert self._winners is not None
         owners, count = tokens.owners, len(documents.ragged.lengths)
+        first_copy = None if into[1] is None else self._first_copies(features[1], documents)
         some, step = at_once(tokens.vectors, self.longest, self.width, self.budget.products, self.x.device)
         for first in range(0, tokens.vectors, some):
             part = slice(first, min(first + some, tokens.vectors))
@@ -350,59 +241,13 @@ class MaxSimDriver(Driver):
                 few = slice(start, min(start + step, count))
                 at, starts = documents.ragged.of(few), documents.starts[few]
                 index = self._winners[part, few].long().add_(starts - at.start)
+                if first_copy is not None:
+                    index = (first_copy[at] - at.start)[index]
                 weights = grad[:, few].index_select(0, owners[part])
                 if into[0] is not None:
                     into[0][part] += embedding_bag(index, features[1][at], per_sample_weights=weights, mode="sum")
                 if into[1] is not None:
                     _add_at_(into[1][at], index, weights, features[0][part])
-
-
-@dataclass(frozen=True)
-class Items:
-    """The rows, or the columns, of a tile, which consist of several vectors each.
-
-    Args:
-        ragged: the items alone.
-        starts: (items + 1,), where the vectors of each start, on the device.
-    """
-
-    ragged: Ragged
-    starts: Tensor
-
-    @classmethod
-    def of(cls, items: Ragged, starts: Tensor, at: slice) -> Items:
-        """Return consecutive ones of some items; `starts` are those of all of them."""
-        some = starts[at.start : at.stop + 1]
-        return cls(Ragged(Partition((at.stop - at.start,)), items.lengths[at]), some - some[0])
-
-    @property
-    def vectors(self) -> int:
-        """The number of vectors."""
-        return self.ragged.starts[-1]
-
-    @property
-    def lengths(self) -> Tensor:
-        """The number of vectors of each item, on the device."""
-        return self.starts.diff()
-
-    @property
-    def owners(self) -> Tensor:
-        """The item of each vector."""
-        index = torch.arange(len(self.starts) - 1, device=self.starts.device)
-        return index.repeat_interleave(self.lengths, output_size=self.vectors)
-
-    def add_sums_(self, into: Tensor, numbers: Tensor, part: slice) -> None:
-        """Add the sum of each item's rows of `numbers`, of the vectors in `part`: in a fixed order, also on a GPU."""
-        ends = self.ragged.starts
-        at = slice(bisect_right(ends, part.start) - 1, bisect_left(ends, part.stop))
-        offsets = (self.starts[at] - part.start).clamp_(min=0)
-        into[at] += embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum")
-
-
-def _numbers(of: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers on a device; no copy waits for a GPU."""
-    made = torch.tensor(of, dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import kernels
 from ..partition import Tile
 from .driver import Block
-from .max_sim import Items, MaxSimDriver
+from .items import Items
+from .max_sim import MaxSimDriver
 from .products import Factor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,6 +31,10 @@ class KernelMaxSimDriver(MaxSimDriver):
             return super().factors(tile, block, start)
         rows, cols = self.tokens(tile, block, start)
         return (rows.to(dtype),), (cols.to(dtype),)
+
+    def _first_copies(self, vectors: Tensor, documents: Items) -> Tensor | None:
+        """Return None with kernels: one program computes all products of a token and a document, equal ones alike."""
+        return super()._first_copies(vectors, documents) if self._in_kernels is None else None
 
     @property
     def _in_kernels(self) -> torch.dtype | None:

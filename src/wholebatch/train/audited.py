@@ -65,8 +65,13 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
         UserError: if they differ.
     """
     examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
+    precision = "fp32" if config.precision in ("bf16", "fp16") else config.precision  # whose rounding is no mistake
     smaller = replace(
-        config, workers=0, batch_size=examples, chunk_size=min(config.chunk_size, max(1, examples // size // 2))
+        config,
+        workers=0,
+        precision=precision,
+        batch_size=examples,
+        chunk_size=min(config.chunk_size, max(1, examples // size // 2)),
     )
     on_ranks = make_task(smaller, data, device, rank=rank, size=size)
     dense = make_task(replace(smaller, chunk_size=0), data, device, rank=0, size=1, dense=True)

@@ -2,8 +2,8 @@
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a complete
 checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of config.json, of
-the steps in metrics.jsonl and of the extensions before them. A checkpoint is read and compared completely before
-anything changes.
+data.json, of the steps in metrics.jsonl and of the extensions before them. A checkpoint is read and compared completely
+before anything changes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
+from .data_facts import FILE as DATA
+from .data_facts import digest_of_data_facts
 from .extensions import FILE as EXTENSIONS
 from .extensions import digest_of_extensions
 from .resume import CONFIG, MOST_CONFIG_BYTES
+from .sharding import as_in, optimizer_state_as_in, whole_state
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -36,6 +39,7 @@ _FORMAT = "wholebatch-train-4"
 _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
     "metrics": (str, type(None)), "extensions": (str, type(None)),
+    "data": (str, type(None)),
 }  # fmt: skip
 
 
@@ -47,8 +51,11 @@ def save_checkpoint(
     step: int,
     seconds: float,
     save: str | None = None,
+    writes: bool = True,
 ) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training.
+
+    With sharded weights all ranks call it, to gather them.
 
     Args:
         folder: the run folder.
@@ -57,13 +64,18 @@ def save_checkpoint(
         step: number of steps made.
         seconds: time that they took.
         save: the id that other parts of the checkpoint repeat; None if there are no other parts.
+        writes: whether this rank writes the file.
     """
+    state = whole_state(state, kept=writes)
+    of_parameters = {i: whole_state(of, kept=writes) for i, of in optimizer.state_dict()["state"].items()}
+    if not writes:
+        return
     sync_file(folder / METRICS)  # the checkpoint holds its digest
     facts = {
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step),
     }  # fmt: skip
-    tensors = _tensors(state, optimizer.state_dict()["state"])
+    tensors = _tensors(state, of_parameters)
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
@@ -89,8 +101,10 @@ class Checkpoint:
             if key.startswith("optimizer."):
                 _, index, name = key.split(".")
                 state.setdefault(int(index), {})[name] = x
-        model.load_state_dict(of_model)
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        model.load_state_dict({name: as_in(of_model[name], x) for name, x in model.state_dict().items()})
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": optimizer_state_as_in(state, parameters), "param_groups": groups})
         torch.set_rng_state(self.tensors["rng.cpu"])
 
 
@@ -110,15 +124,15 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     path = folder / FILE
     with _reading(path), TensorFile(path) as file:
         facts = _facts(file)
-        if not 0 <= facts["step"] <= steps:
-            raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         for name, digest in _digests(folder, facts["step"]).items():
             if facts[name] != digest:
-                file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS}[name]
+                file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS, "data": DATA}[name]
                 raise UserError(
                     f"{folder / file_name} is not the file that the checkpoint {FILE} was written with; was it "
                     "edited, or copied from another run?"
                 )
+        if not 0 <= facts["step"] <= steps:
+            raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         expected = _expected(model, optimizer)
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
         if found != expected:
@@ -143,7 +157,8 @@ def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
     """
     groups = []
     for group in optimizer.param_groups:
-        parameters = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
+        empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]
+        parameters = [nn.Parameter(x, p.requires_grad) for x, p in zip(empty, group["params"], strict=True)]
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         groups.append(group | {"params": parameters})
@@ -200,6 +215,7 @@ def _digests(folder: Path, step: int) -> dict[str, str | None]:
     config, metrics = folder / CONFIG, folder / METRICS
     found: dict[str, str | None] = {"config": None, "metrics": None, "extensions": digest_of_extensions(folder, step)}
     with _reading(folder):
+        found["data"] = digest_of_data_facts(folder)
         if config.exists():
             found["config"] = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest()
         if metrics.exists():

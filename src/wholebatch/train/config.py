@@ -21,9 +21,12 @@ from .encoder_options import SideConfig, TextSideConfig, check_encoder
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
     Loss = str
+    ChunkSize = int  # "auto" is replaced by a number before any other module reads it
 else:
     Loss = Literal[LOSSES]
+    ChunkSize = int | Literal["auto"]
 
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "magface", "curricularface"]
 
 
@@ -103,8 +106,13 @@ class TrainConfig:
     """Optimizer steps in all; the default of --task identify is 450."""
     batch_size: int = 0
     """Examples in the global batch, over all ranks. 0: 1024, or the largest power of two that the data allow."""
-    chunk_size: int = 0
-    """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all."""
+    chunk_size: ChunkSize = 0
+    """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all.
+    "auto": the largest power of two whose measured memory is at most half of the free memory, or all."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Precision of the encoders' products. tf32 and fp16 need a GPU. Weights, gradients and sums stay in float32."""
+    compile: bool = False
+    """Compile the encoders with torch.compile."""
     learning_rate: float = 2e-3
     """Peak of AdamW's learning rate, reached after the warm-up and reduced to 0 along a cosine."""
     warmup_steps: int = 20
@@ -115,6 +123,9 @@ class TrainConfig:
     """The loss of the global batch for --task retrieve; docs/losses.md helps to choose."""
     label_smoothing: float = 0.0
     """Weight of the uniform distribution in the targets of the clip loss or of the classifier, 0 to 1."""
+    fsdp: bool = False
+    """Keep weights, gradients and the optimizer's state in parts, one on each rank (FSDP2): for encoders that do not
+    fit. The numbers are the same."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 0
@@ -154,6 +165,11 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
 
+    @property
+    def has_automatic_chunks(self) -> bool:
+        """Whether the chunk size is "auto"."""
+        return str(self.chunk_size) == "auto"
+
     def check(self) -> None:
         """Refuse values that make no sense, before anything is loaded.
 
@@ -163,12 +179,18 @@ class TrainConfig:
         for name in ("ranks", "steps", "validate_every", "checkpoint_every"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name, largest in _LARGEST.items():
+            if value_of(self, name) == "auto":
+                continue
             _require(value_of(self, name) <= largest, name, f"at most {largest}", value_of(self, name))
         _require("\0" not in self.data, "data", "'glyphs' or a path", repr(self.data))
         for name in (
-            "warmup_steps", "chunk_size", "patience", "batch_size", "image_size", "validation_texts", "test_texts",
+            "warmup_steps", "patience", "batch_size", "image_size", "validation_texts", "test_texts",
         ):  # fmt: skip
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        _require(
+            self.has_automatic_chunks or self.chunk_size >= 0, "chunk_size", "at least 0, or auto", self.chunk_size
+        )
+        _require(self.precision in PRECISIONS, "precision", f"one of {', '.join(PRECISIONS)}", self.precision)
         _require(self.workers >= -1, "workers", "at least 0, or -1 for as many as there are cores", self.workers)
         for name in ("weight_decay", "augment"):
             _require(0 <= getattr(self, name) <= 1e30, name, "in [0, 1e30]", getattr(self, name))
@@ -274,7 +296,8 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
         if expected is type(None):
             fits = value is None or (isinstance(value, _OPTIONAL[name]) and not isinstance(value, bool))
         else:
-            fits = type(value) is expected or (expected is float and type(value) is int)
+            is_auto = name == "chunk_size" and value == "auto"
+            fits = type(value) is expected or (expected is float and type(value) is int) or is_auto
         if not fits:
             of = _OPTIONAL[name][0] if expected is type(None) else expected
             raise TypeError(f"{name} must be {of.__name__}, got {shown(value)}")

@@ -40,18 +40,18 @@ def with_file(base: TrainConfig, path: Path | None) -> TrainConfig:
 
 
 def naming_file(error: UserError, config: TrainConfig) -> UserError:
-    """Return the error, with the configuration's file in front if the option that it names is from there."""
-    named = re.search(r"--([a-z][a-z0-9.-]*)", str(error))
-    if config.config is None or named is None:
+    """Return the error, with the configuration's file in front if an option that it names has its value from there."""
+    if config.config is None:
         return error
-    name = named[1].replace("-", "_")
-    part, _, rest = name.rpartition(".")
-    values = _values(config.config)
-    found = values.get(part, {}) if part else values
-    given = isinstance(found, dict) and rest in found
-    if not given or value_of(config, name) != value_of(with_file(TrainConfig(), config.config), name):
-        return error  # the command line has another value
-    return UserError(f"{config.config}: {error}")
+    values, from_file = _values(config.config), with_file(TrainConfig(), config.config)
+    for option_name in re.findall(r"--([a-z][a-z0-9.-]*)", str(error)):
+        name = option_name.replace("-", "_")
+        part, _, rest = name.rpartition(".")
+        found = values.get(part, {}) if part else values
+        given = isinstance(found, dict) and rest in found
+        if given and value_of(config, name) == value_of(from_file, name):  # else the command line has another value
+            return UserError(f"{config.config}: {error}")
+    return error
 
 
 def _values(path: Path) -> dict[str, Any]:

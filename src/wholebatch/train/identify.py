@@ -32,8 +32,10 @@ from .encoders.make import make_encoder
 from .encoders.saved import save_encoder
 from .evaluation import features_of_rows
 from .look_alikes import draw_look_alikes, surest_mistakes
+from .precision import Precision
 from .report.classes import classes_evidence
 from .report.content import Evidence, Item
+from .sharding import shard_weights, whole, whole_state
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 
@@ -62,8 +64,17 @@ class Identify(Task):
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         torch.manual_seed(config.seed)
-        self._encoder = make_encoder(config, "image").to(device)
+        self._encoder = make_encoder(config, "image")
+        self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
+        self._is_sharded = config.fsdp and size > 1 and not dense
+        if self._is_sharded:
+            shard_weights(self._encoder, device)
+        else:
+            self._encoder.to(device)
         self._dense = dense
+        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        if config.compile:
+            self._encoder.compile(dynamic=True)
         self.head = make_head(
             config, self._encoder.width, len(data), device, wb.comm.LocalCommunicator() if dense else None
         )
@@ -73,12 +84,16 @@ class Identify(Task):
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
-        self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
-        self._model = DistributedDataParallel(self._encoder) if size > 1 and self._is_trained else self._encoder
+        replicated = size > 1 and self._is_trained and not self._is_sharded
+        self._model = DistributedDataParallel(self._encoder) if replicated else self._encoder
         self._cached = None
         if config.chunk_size and self._is_trained:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._encoder.split
+                [self._model],
+                config.chunk_size,
+                self._loss,
+                split_input_fn=self._encoder.split,
+                scaler=self._precision.scaler,
             )
         self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
         self._batches = Feed(
@@ -99,11 +114,20 @@ class Identify(Task):
         batch = self._batches.at(step)
         images = augmented(to_device(batch.images, self._device), self._config, self._rows, step)
         named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
-        if self._cached is not None:
-            return self._cached(images, **named)
-        loss = self._loss(self._encode(images), **named)
-        loss.backward()
-        return loss.detach()
+
+        def compute() -> Tensor:
+            with self._precision.autocast():
+                if self._cached is not None:
+                    return self._cached(images, **named)
+                loss = self._loss(self._encode(images), **named)
+            return self._precision.backward(loss)
+
+        return self._precision.add_gradients(compute, self.optimizers)
+
+    def encode_rows(self, rows: int) -> Tensor:
+        images = to_device(self._encoder.first(self._batches.at(0).images, rows), self._device)
+        with self._precision.autocast():
+            return self._encoder(augmented(images, self._config, slice(0, rows), 0)).float().sum()
 
     def _encode(self, images: Inputs) -> Tensor:
         if self._is_trained or not self._config.chunk_size:
@@ -118,7 +142,7 @@ class Identify(Task):
         return finite_loss(self.head, embeddings, labels, step=step)
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        found = {name: whole(p.grad) for name, p in self._encoder.named_parameters() if p.grad is not None}
         assert self.head.weight.grad is not None
         local = self.head.weight.grad.to_dense()
         parts: list[Any] = [local]
@@ -135,7 +159,9 @@ class Identify(Task):
 
     def _accuracy(self, rows: Tensor) -> tuple[dict[str, Any], Tensor, wb.heads.TopClasses]:
         """Return the accuracy on these images, their embeddings and the classes found; rank 0 has all the images."""
-        embeddings = self._embeddings(rows if self._rank == 0 else rows[:0])
+        embeddings = self._embeddings(rows if self._rank == 0 or self._is_sharded else rows[:0])
+        if self._rank:
+            embeddings = embeddings[:0]
         try:
             found = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
         except ValueError as error:
@@ -148,7 +174,9 @@ class Identify(Task):
         """Return unit embeddings of these images, on the CPU, without augmentation."""
         if not len(rows):
             return torch.empty(0, self._encoder.width)
-        return features_of_rows(self._encoder, "image", self._data.pictures, rows, self._device, workers=self._workers)
+        of = (self._encoder, "image", self._data.pictures, rows, self._device)
+        with self._precision.autocast():
+            return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
@@ -169,9 +197,12 @@ class Identify(Task):
         except ValueError as error:
             raise UserError(str(error)) from error
         self.head.load_state_dict(present, strict=False)
+        if self._rank == 0 or self._is_sharded:
+            save_checkpoint(
+                folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds, save=save,
+                writes=self._rank == 0,
+            )  # fmt: skip
         if self._rank == 0:
-            state = self._encoder.state_dict()
-            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds, save=save)
             for other in folder.glob(_head_folder(folder, "*").name):
                 if other != head_folder:
                     try:
@@ -232,7 +263,7 @@ class Identify(Task):
 
     def weights(self) -> dict[str, Tensor]:
         centers = self.head.full_weight()
-        return merged_state(self._encoder) | ({} if centers is None else {"centers": centers})
+        return whole_state(merged_state(self._encoder), kept=True) | ({} if centers is None else {"centers": centers})
 
     def save_encoders(self, folder: Path) -> None:
         save_encoder(folder / "image", self._encoder)

@@ -21,21 +21,25 @@ from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
+from .chunking import with_chunk_size
 from .config import TrainConfig
+from .data.feed import died
 from .data.load import Data, load_data
+from .data_facts import DataFacts, check_same_data
 from .extensions import FILE as EXTENSIONS
 from .extensions import read_extensions
 from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
 from .planned import plan_start
+from .precision import Precision
 from .progress import ConsoleProgress, Progress
 from .resume import how_to_resume
 from .run_folder import RunFolder
 from .schedule import Extension, Schedule
 from .signals import Requests
 from .starts import new_start
-from .tasks import make_task
+from .tasks import check_encoders, make_task
 
 
 def run(config: TrainConfig) -> None:
@@ -118,6 +122,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     """Load the data, prepare the run folder on rank 0, train, report. A mistake on any rank ends all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
+    Precision(asked.precision, device)  # refuses what the device does not have
     progress = ConsoleProgress() if is_first else Progress()
     with ExitStack() as held:
         (config, data, folder, *_), path, done, schedule = _together(
@@ -127,6 +132,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.show_folder(folder.path)
+        config = with_chunk_size(config, data, device, size=size)
         plan = plan_start(config, data, device, size=size)
         progress.show_plan(plan)
         audit = None
@@ -141,6 +147,12 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
+        except RuntimeError as error:
+            if not (how := died(error)):
+                raise
+            raise RankDiedError(
+                f"a process that reads the data for rank {rank} of {size} {how}{requests.how_to_resume}"
+            ) from error
         progress.stop()
         if folder is not None:
             progress.report(folder, task)
@@ -166,7 +178,16 @@ class _Prepared(NamedTuple):
     @property
     def digest(self) -> str:
         """The hash of the data."""
-        return self.data[0].digest if isinstance(self.data, tuple) else self.data.digest
+        return (self.data[0] if isinstance(self.data, tuple) else self.data).digest
+
+    @property
+    def facts(self) -> DataFacts:
+        """What data.json of the run folder holds."""
+        if isinstance(self.data, tuple):
+            pairs = self.data[0]
+            return DataFacts(self.config.data, f"{len(pairs.order)} pairs in {len(pairs)} groups", self.digest)
+        images = len(self.data.train) + len(self.data.validation) + len(self.data.test)
+        return DataFacts(self.config.data, f"{images} images of {len(self.data)} classes", self.digest)
 
 
 def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
@@ -204,14 +225,16 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
         folder = RunFolder.lock(config.resume)
         held.callback(folder.close)
     config, data = load_data(config, size, progress.show_data)
+    check_encoders(config, data)
     if not is_first:
         return _Prepared(config, data)
     if folder is not None:
+        check_same_data(folder.path, _Prepared(config, data).facts)
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
         return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))
     path = _folder(config)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), _Prepared(config, data).facts)
     held.callback(folder.close)
     return _Prepared(config, data, folder)
 

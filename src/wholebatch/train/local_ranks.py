@@ -46,7 +46,7 @@ class RankDiedError(UserError):
 class _Failure:
     """The report of a rank that fails, written just before it ends."""
 
-    kind: Literal["mistake", "stopped", "raised"]
+    kind: Literal["mistake", "stopped", "died", "raised"]
     text: str
     signum: int = 0
     trace: str = ""
@@ -160,6 +160,9 @@ def _cause(ended: Sequence[int], ranks: Sequence[SpawnProcess], folder: Path, co
     for rank in order:
         if failures[rank].kind == "stopped":
             return Stopped(failures[rank].signum)
+    for rank in order:
+        if failures[rank].kind == "died":
+            return RankDiedError(failures[rank].text)
     for rank in ended:
         code = ranks[rank].exitcode
         if rank not in failures and code:
@@ -196,7 +199,7 @@ def _rank(rank: int, config: TrainConfig, folder: str, launcher: Connection, bod
         if is_connection_error(error):
             failure = _Failure("raised", f"a lost connection to another rank: {one_line(error)}")
         elif isinstance(error, UserError):
-            failure = _Failure("mistake", str(error))
+            failure = _Failure("died" if isinstance(error, RankDiedError) else "mistake", str(error))
         else:
             failure = _Failure("raised", f"{type(error).__name__}: {one_line(error)}", 0, traceback.format_exc())
     else:

@@ -90,7 +90,7 @@ class ConsoleProgress(Progress):
         validation = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
         if step == self._first:
             self._console.print(f"the first step took {time.monotonic() - self._began:.1f} s, {loss}")
-        figures = f"{loss}, {_figures(metrics)}, {self._left(step)}"
+        figures = f"{loss}, {_figures(metrics)}{self._left(step)}"
         if self._bar is not None:
             self._validation = validation or self._validation  # the bar keeps the last one in sight
             self._bar.update(self._bar.task_ids[0], completed=step, description=figures + self._validation)
@@ -98,9 +98,11 @@ class ConsoleProgress(Progress):
             self._console.print(f"step {step:4d}/{self._last}  {figures}{validation}")
 
     def _left(self, step: int) -> str:
-        """Return the time left, if the rest of the steps is as fast as those of this start."""
+        """Return the time left, if the rest of the steps is as fast as those of this start; "" after the last."""
+        if step == self._last:
+            return ""
         passed = time.monotonic() - self._began
-        return f"{duration(passed / (step - self._first + 1) * (self._last - step))} left"
+        return f", {duration(passed / (step - self._first + 1) * (self._last - step))} left"
 
     def stop(self) -> None:
         if self._bar is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -80,7 +81,7 @@ def _facts(
         facts.append(Fact("best validation", f"step {best['step']:,}", task.headline(best["validation"])))
     facts.append(Fact("trained for", duration(last["seconds"]), ""))
     if last.get("examples_per_second"):
-        facts.append(Fact("examples per second", f"{last['examples_per_second']:,.0f}", "in the last steps"))
+        facts.append(Fact("examples / s", f"{last['examples_per_second']:,.0f}", "in the last steps"))
     memory = [amount(last[key]) for key in ("peak_cuda_bytes", "peak_rss_bytes") if last.get(key)]
     if memory:
         facts.append(
@@ -107,10 +108,11 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
     def chart(title: str, key: str, lowest: float | None = None) -> Chart:
         return Chart(title, [Line(title, steps, [row.get(key) for row in metrics])], (lowest, None), marks=resumed)
 
-    charts = [chart("loss of the global batch", "loss")]
+    lowest = 0 if all(row["loss"] is None or row["loss"] >= 0 for row in metrics) else None
+    charts = [replace(chart("loss of the global batch", "loss", lowest), note="dashed: resumed" if resumed else "")]
     if validated:
         charts.append(Chart(task.validation_title, validation, (0, 1), marks=resumed))
-    own = [key for key in task.metrics() if key in metrics[-1]]
+    own = [key for key in ("logit_scale",) if key in metrics[-1]]
     names = {"learning_rate": "learning rate", "grad_norm": "norm of the gradient", "logit_scale": _SCALE}
     charts += [chart(names.get(key, key), key, 0) for key in ("learning_rate", "grad_norm")]
     return charts + [chart(names.get(key, key.replace("_", " ")), key) for key in own]

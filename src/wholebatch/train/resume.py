@@ -19,7 +19,7 @@ from .config import TrainConfig, differences
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 2**20
 # May change when a run is resumed: they do not change the numbers. A later resume command repeats these.
-_REPEATED = ("ranks", "device", "chunk_size", "patience", "keep_best", "tensorboard", "wandb")
+_REPEATED = ("ranks", "device", "chunk_size", "workers", "fsdp", "patience", "keep_best", "tensorboard", "wandb")
 _FREE = (*_REPEATED, "run_folder", "config", "resume", "until_step", "audit")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,31 @@ from .data.feed import Feed, workers_of_a_rank
 from .data.pairs import Pairs, Split
 from .data.sides import Side
 from .encoders.adapters import merged_state
-from .encoders.inputs import Inputs, to_device
+from .encoders.encoder import Encoder
+from .encoders.inputs import Inputs, number_of_rows, to_device
 from .encoders.make import make_dual_encoder
 from .encoders.saved import save_dual_encoder
 from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pictures import draw_retrieval
+from .precision import Precision
 from .report.content import Evidence, Item
 from .report.search import search_evidence
 from .retrieval import chance, figures, recall
+from .sharding import shard_weights, whole, whole_state
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
 
 _MOST_DOCUMENTS = 200_000  # that the final test searches
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All chunks of a step; no list of tensors, whose lengths gradient caching would take for the batch's rows."""
+
+    chunks: Sequence[Chunk]
+    step: int
 
 
 class Retrieve(Task):
@@ -62,19 +74,30 @@ class Retrieve(Task):
             for k, color in ((1, "tab:green"), (10, "tab:orange"))
         )
         torch.manual_seed(config.seed)
-        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()}).to(device)
+        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()})
+        self._is_sharded = config.fsdp and size > 1 and not dense
+        if self._is_sharded:
+            shard_weights(self._encoder, device)
+        else:
+            self._encoder.to(device)
         self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
             device
         )
+        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        if config.compile:
+            for encoder in self._encoder.children():
+                if isinstance(encoder, Encoder):
+                    encoder.compile(dynamic=True)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
-        self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
+        self._model = DistributedDataParallel(self._encoder) if size > 1 and not self._is_sharded else self._encoder
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none
-            )
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none,
+                scaler=self._precision.scaler,
+            )  # fmt: skip
         self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
@@ -99,11 +122,26 @@ class Retrieve(Task):
         named: dict[str, Any] = {"step": step, "names": batch.names.to(self._device)}
         if self._pairs.negatives is not None:
             named["negative_names"] = batch.negative_names.to(self._device)
-        if self._cached is not None:
-            return self._cached((batch.chunks, step), **named)
-        loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
-        loss.backward()
-        return loss.detach()
+
+        def compute() -> Tensor:
+            with self._precision.autocast():
+                if self._cached is not None:
+                    return self._cached(_Whole(batch.chunks, step), **named)
+                loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
+            return self._precision.backward(loss)
+
+        return self._precision.add_gradients(compute, self.optimizers)
+
+    def encode_rows(self, rows: int) -> Tensor:
+        chunk, sides = self._batches.at(0).chunks[0], self._encoder.sides
+        first, second = (self._encoder.encoder(side).first(x, rows) for side, x in zip(sides, chunk[:2], strict=True))
+        negatives = chunk.negatives
+        if negatives is not None:
+            share = -(-number_of_rows(negatives) * rows // len(range(*chunk.rows.indices(chunk.rows.stop))))
+            negatives = self._encoder.encoder(sides[1]).first(negatives, share)
+        with self._precision.autocast():
+            features = self._encoder(*self._chunk(Chunk(first, second, negatives, slice(0, rows)), 0))
+        return torch.stack([x.float().sum() for x in _without_none(features)]).sum()
 
     def _loss(self, features: Sequence[Tensor], *, step: int, **names: Tensor) -> Tensor:
         first, second, scale, *rest = features
@@ -111,8 +149,8 @@ class Retrieve(Task):
             names["negatives"] = rest.pop()
         return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: tuple[Sequence[Chunk], int], _: int) -> list[tuple[Inputs | None, ...]]:
-        return [self._chunk(chunk, batch[1]) for chunk in batch[0]]
+    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | None, ...]]:
+        return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
 
     def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
         """Return the arguments of the encoders, on the device; images are augmented."""
@@ -127,19 +165,25 @@ class Retrieve(Task):
         return tuple(found)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        return {name: whole(p.grad) for name, p in self._encoder.named_parameters() if p.grad is not None}
 
     def grad_norm(self) -> float:
-        return nn.utils.get_total_norm([p.grad for p in self._encoder.parameters() if p.grad is not None]).item()
+        grads = [p.grad for p in self._encoder.parameters() if p.grad is not None]
+        return whole(nn.utils.get_total_norm(grads)).item()
 
     def after_step(self) -> None:
         self._encoder.limit_logit_scale()
 
     def metrics(self) -> dict[str, Any]:
-        return {"logit_scale": self._encoder.logit_scale.item()}
+        return {"logit_scale": whole(self._encoder.log_logit_scale.detach()).exp().item()}
 
     def validate(self) -> dict[str, Any]:
-        return self._both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
+        return self._both_ways(*self._features(self._split.validation)) if self._evaluates else {}
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether this rank encodes held-out rows: the first one, and with sharded weights all of them."""
+        return self._rank == 0 or self._is_sharded
 
     def _both_ways(self, first: Tensor, second: Tensor) -> dict[str, dict[str, float]]:
         return dict(zip(self._ways, (recall(first, second), recall(second, first)), strict=True))
@@ -150,7 +194,9 @@ class Retrieve(Task):
         return first, second
 
     def _features_of(self, name: str, rows: Tensor) -> Tensor:
-        return features_of_rows(self._encoder, name, self._pairs.sides[name], rows, self._device, workers=self._workers)
+        of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
+        with self._precision.autocast():
+            return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._split.validation)}"
@@ -159,15 +205,15 @@ class Retrieve(Task):
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
     def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
-        if self._rank == 0:
+        if self._rank == 0 or self._is_sharded:
             state = self._state.state_dict() | dict(loss_state)
-            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds)
+            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds, writes=self._rank == 0)
 
     def load(self, folder: Path) -> dict[str, Any]:
         return load_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
 
     def test(self) -> dict[str, Any]:
-        if self._rank:
+        if not self._evaluates:
             return {}
         first, second = self._found = self._features(self._split.test)
         if not all(x.isfinite().all() for x in self._found):
@@ -210,7 +256,7 @@ class Retrieve(Task):
         return title, ["", *(shown.get(name, name) for name in columns)], rows
 
     def weights(self) -> dict[str, Tensor]:
-        return merged_state(self._encoder)
+        return whole_state(merged_state(self._encoder), kept=True)
 
     def save_encoders(self, folder: Path) -> None:
         save_dual_encoder(folder, self._encoder)

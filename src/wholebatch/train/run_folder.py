@@ -1,6 +1,7 @@
 """The folder of a run. Rank 0 writes all of it, but for the other ranks' parts of head-STEP.
 
 config.json              the configuration, read back by --resume
+data.json                the hash of the data, which --resume compares
 extensions.json          where --until-step extended the run, if it did
 starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step
@@ -38,6 +39,7 @@ from .after.readme import write_readme
 from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
 from .config import TrainConfig
+from .data_facts import DataFacts, write_data_facts
 from .extensions import write_extensions
 from .lock import Lock, check_is_free
 from .pictures import draw_curves
@@ -62,8 +64,8 @@ class RunFolder:
         self._keep: int | None = None  # lines of metrics.jsonl to keep when the next one is added
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig) -> RunFolder:
-        """Create a folder with the configuration in it; UserError if it is not empty."""
+    def create(cls, path: Path, config: TrainConfig, data: DataFacts | None = None) -> RunFolder:
+        """Create a folder with the configuration and the facts of the data in it; UserError if it is not empty."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             check_is_free(path)
@@ -72,6 +74,8 @@ class RunFolder:
                 check_is_free(path)  # another process may have held the lock until now
                 with replacing(path / CONFIG) as file:
                     file.write(sealed(json.loads(config.to_json())))
+                if data is not None:
+                    write_data_facts(path, data)
             except BaseException:
                 lock.close()
                 raise
@@ -157,7 +161,7 @@ class RunFolder:
     def write_page(self, report: Report) -> None:
         """Write report.html."""
         with _writing(self.path), replacing(self.path / "report.html") as file:
-            file.write(render(report).encode())
+            file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
 
     def report(self) -> dict[str, Any]:
         """Return the report that `finish` has written."""

@@ -32,6 +32,8 @@ class Curve:
 class Task(ABC):
     """One rank's part of a task. Calls marked "all ranks" communicate."""
 
+    module: nn.Module
+    """The encoders."""
     optimizers: Sequence[Optimizer]
     """For replicated parameters, and for sharded ones if any; each group's `peak` is its largest learning rate."""
     curves: Sequence[Curve]
@@ -46,6 +48,10 @@ class Task(ABC):
     @abstractmethod
     def add_gradients(self, step: int) -> Tensor:
         """Return the loss of the step's global batch, and add its gradient to the parameters'. All ranks."""
+
+    @abstractmethod
+    def encode_rows(self, rows: int) -> Tensor:
+        """Return one number that depends on the features of the first so many rows of a batch, with its graph."""
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:

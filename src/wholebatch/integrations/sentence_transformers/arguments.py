@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
@@ -10,29 +9,7 @@ from torch import Tensor
 import wholebatch as wb
 
 from ...comm import Group
-
-
-def checked_positive(name: str, value: Any) -> Any:
-    """Return a positive number.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        learned = "; to learn it, pass wb.Scale(20.0)" if name == "scale" and isinstance(value, Tensor) else ""
-        raise ValueError(f"{name} must be a positive number, got {value!r}{learned}")
-    return value
-
-
-def checked_size(name: str, value: Any) -> Any:
-    """Return a number of rows or tokens, or None.
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} must be an integer, at least 1, got {value!r}")
-    return value
+from .._numbers import checked_positive
 
 
 def checked_scale(scale: Any) -> Any:
@@ -43,10 +20,7 @@ def checked_scale(scale: Any) -> Any:
     """
     if isinstance(scale, wb.Scale):
         return scale
-    try:
-        return checked_positive("scale", scale)
-    except ValueError as error:
-        raise ValueError(f"{error}; to train it pass wb.Scale(20.0)") from None
+    return checked_positive("scale", scale, fix="; to train it pass wb.Scale(20.0)")
 
 
 def scale_value(scale: float | wb.Scale) -> Tensor | float:

@@ -17,7 +17,7 @@ import wholebatch as wb
 from ..._precision import accumulation_dtype
 from ...comm import Group
 from ...contract import prepared
-from .arguments import checked_positive
+from .._numbers import checked_positive
 from .citations import MARGIN_MSE, TIGHTLY_COUPLED
 from .embedding import BatchLoss
 from .theirs import SimilarityFunction, is_cosine_of_pairs, pairwise_dot_score

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
-from .arguments import checked_size
+from .._numbers import checked_size
 from .theirs import Features, embed_columns, has_static_embedding
 
 

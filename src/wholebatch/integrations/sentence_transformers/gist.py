@@ -26,7 +26,8 @@ from ...comm import Group
 from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
 from .._gathering import checked_gathering
-from .arguments import checked_choice, checked_positive, group_of_batch
+from .._numbers import checked_positive
+from .arguments import checked_choice, group_of_batch
 from .citations import GIST
 from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import Features, embed_columns, has_static_embedding, to_device

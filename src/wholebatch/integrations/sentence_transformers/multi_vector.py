@@ -19,8 +19,9 @@ from ...comm import Group
 from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
 from .._gathering import checked_gathering
+from .._numbers import checked_size
 from .._token_columns import joined
-from .arguments import checked_scale, checked_size, group_of_batch, scale_number, scale_value
+from .arguments import checked_scale, group_of_batch, scale_number, scale_value
 from .citations import COLBERT, GRADIENT_CACHING
 from .embedding import BatchLoss, CachedBatchLoss, columns_of
 from .theirs import Features, TokenSimilarity, embed_columns_padded, is_mean_of_tokens

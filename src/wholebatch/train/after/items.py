@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from ..config import for_glyphs
+from ..data.fingerprint import digest_of
 from ..data.folders import PICTURES
 from ..data.glyphs import glyph_pairs
 from ..data.open_table import open_table
@@ -75,7 +76,7 @@ class Items:
         if self.table is None:
             found.update(self.source.encode())
             return found.hexdigest()
-        found.update(self.table.digest([self.column]).encode())
+        found.update(digest_of(self.table.arrow[self.column]).encode())
         if isinstance(self.side, FilePictures):
             for row in self.rows.tolist():
                 place = self.side.place(row)

@@ -4,64 +4,89 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._user_error import UserError
-from .sides import FilePictures
+from .pictures import bytes_of
+from .sides import FilePictures, no_image
 
 MOST = 200_000
 """Beyond so many pictures of equal sizes, their bytes are not compared: a start must not read millions of files."""
 
 
-def numbers_of_pictures(side: FilePictures) -> tuple[Tensor, str]:
-    """Return a number for each row, (n,), equal for equal pictures, and a line where bytes were not compared.
+class Numbered(NamedTuple):
+    """Numbers of pictures."""
+
+    numbers: Tensor
+    """int64, (n,), equal for equal pictures."""
+    sizes: Tensor
+    """int64, (n,), in bytes; -1 where nothing was asked."""
+    said: str
+    """A line where bytes were not compared."""
+
+
+def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbered:
+    """Return a number for each row, equal for equal pictures.
 
     Pictures of different sizes differ, so only those of equal sizes are read. A path named twice is one picture.
 
+    Args:
+        side: the pictures.
+        rows: the rows that count; None: all.
+
     Raises:
-        UserError: a row without a picture, or with the path of none.
+        UserError: one of these rows has no picture, or the path of none.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    table, column = side.table, side.table.arrow[side.column]
-    if column.null_count:
-        row = pc.index(pc.is_null(column), True).as_py()
-        raise UserError(f"{table.where(row)}: the image, column {side.column!r}, is empty")
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        _check_paths(side, column)
-        codes = column.combine_chunks().dictionary_encode()
-        codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
-        numbers = torch.from_numpy(codes.indices.to_numpy(zero_copy_only=False).astype("int64"))
-        rows = first_of_each(numbers)
-        if len(rows) > MOST:
-            return numbers, f"{len(rows):,} pictures: equal ones under two names were not looked for"
-        sizes = [_size(side, row) for row in rows.tolist()]
+    column = side.table.arrow[side.column]
+    rows = torch.arange(len(column)) if rows is None else rows
+    if is_text(column.type):
+        _refuse_addresses(side, column, rows)
+        numbers = numbers_of_texts(column)
+        first = rows[first_of_each(torch.unique(numbers[rows], return_inverse=True)[1])]
+        if len(first) > MOST:
+            said = f"{len(first):,} pictures: equal ones under two names were not looked for"
+            return Numbered(numbers, torch.full_like(numbers, -1), said)
+        of_number = {int(numbers[row]): _size(side, int(row)) for row in first}
+        sizes = torch.tensor([of_number.get(number, -1) for number in numbers.tolist()], dtype=torch.int64)
     else:
-        numbers, rows = torch.arange(len(column)), torch.arange(len(column))
-        sizes = _sizes(side, column)
-    return _merged(side, numbers, rows, torch.tensor(sizes, dtype=torch.int64))
+        numbers, first = torch.arange(len(column)), rows
+        sizes = torch.full_like(numbers, -1)
+        sizes[rows] = torch.tensor(_sizes(side, column, rows), dtype=torch.int64)
+    return _merged(side, numbers, first, sizes)
 
 
-def _check_paths(side: FilePictures, column: Any) -> None:
-    import pyarrow.compute as pc
+def is_text(kind: Any) -> bool:
+    """Return whether an Arrow type is one of texts."""
+    import pyarrow as pa
 
-    for wrong, message in (
-        (pc.equal(pc.utf8_trim_whitespace(column), ""), f"the image, column {side.column!r}, is empty"),
-        (pc.match_substring_regex(column, "^https?://"), "an address is no picture; download the pictures first"),
-        (pc.match_substring(column, "\0"), "a path cannot hold the character of code 0"),
-    ):
-        if pc.any(wrong).as_py():
-            raise UserError(f"{side.table.where(pc.index(wrong, True).as_py())}: {message}")
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def numbers_of_texts(column: Any) -> Tensor:
+    """Return a number for each row of a column of texts, int64 (n,), equal for equal texts; -1 for null."""
+    codes = column.dictionary_encode().unify_dictionaries()
+    parts = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype("int64") for chunk in codes.chunks]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.from_numpy(part) for part in parts)])
 
 
 def first_of_each(numbers: Tensor) -> Tensor:
-    """Return the first row of each number, in ascending order of the numbers; numbers are 0, 1, ... by appearance."""
+    """Return the first row of each number, in ascending order of the numbers, of which none is left out from 0 on."""
     count = int(numbers.max()) + 1
     return torch.full((count,), len(numbers)).scatter_reduce(0, numbers, torch.arange(len(numbers)), "amin")
+
+
+def _refuse_addresses(side: FilePictures, column: Any, rows: Tensor) -> None:
+    import pyarrow.compute as pc
+
+    wrong = torch.from_numpy(
+        pc.fill_null(pc.match_substring_regex(column, "^https?://"), False).to_numpy().astype("bool")
+    )[rows]
+    if wrong.any():
+        where = side.table.where(int(rows[wrong][0]))
+        raise UserError(f"{where}: an address is no picture; download the pictures first")
 
 
 def _size(side: FilePictures, row: int) -> int:
@@ -69,51 +94,56 @@ def _size(side: FilePictures, row: int) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError as error:
-        raise UserError(f"{side.table.where(row)}: there is no image {str(path)!r}") from error
+        raise UserError(f"{side.table.where(row)}: {no_image(path)}; --skip-bad leaves such rows out") from error
     except OSError as error:
         raise UserError(f"{side.table.where(row)}: {str(path)!r}: {error.strerror}") from error
 
 
-def _sizes(side: FilePictures, column: Any) -> list[int]:
+def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     kind = column.type
-    if pa.types.is_struct(kind):
-        names = [kind.field(i).name for i in range(kind.num_fields)]
-        if "size" in names:
-            return list(pc.struct_field(column, "size").to_pylist())
-        if "bytes" in names:
-            lengths = pc.binary_length(pc.struct_field(column, "bytes")).to_pylist()
-            return [_size(side, row) if length is None else length for row, length in enumerate(lengths)]
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return list(pc.binary_length(column).to_pylist())
-    raise UserError(
-        f"{side.table.source}: the column {side.column!r} must hold paths or bytes of pictures to be the image; got "
-        f"{kind}"
-    )
+    names = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+    if "shard" in names:
+        lengths = pc.struct_field(column, "size")
+    elif "bytes" in names:
+        lengths = pc.binary_length(pc.struct_field(column, "bytes"))
+    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        lengths = pc.binary_length(column)
+    else:
+        raise UserError(
+            f"{side.table.source}: the column {side.column!r} must hold paths or bytes of pictures to be the image; "
+            f"got {kind}"
+        )
+    found = lengths.to_pylist()
+    return [found[row] or _size_of_place(side, row) for row in rows.tolist()]
 
 
-def _merged(side: FilePictures, numbers: Tensor, rows: Tensor, sizes: Tensor) -> tuple[Tensor, str]:
-    """Give the same number to pictures of equal bytes; `rows` has a row of each number, with its size in bytes."""
-    _, of_size, count = torch.unique(sizes, return_inverse=True, return_counts=True)
-    alike = (count[of_size] > 1).nonzero()[:, 0]
+def _size_of_place(side: FilePictures, row: int) -> int:
+    place = side.place(row)
+    return len(place) if isinstance(place, bytes) else place[2] if isinstance(place, tuple) else _size(side, row)
+
+
+def _merged(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -> Numbered:
+    """Give the same number to pictures of equal bytes; `first` has a row of each number that counts."""
+    _, of_size, count = torch.unique(sizes[first], return_inverse=True, return_counts=True)
+    alike = first[count[of_size] > 1]
     if len(alike) > MOST:
-        return numbers, f"{len(rows):,} pictures, many of equal sizes: equal ones in two rows were not looked for"
+        said = f"{len(first):,} pictures, many of equal sizes: equal ones in two rows were not looked for"
+        return Numbered(numbers, sizes, said)
     known: dict[bytes, int] = {}
-    same = torch.arange(len(rows))
-    for number in alike.tolist():
-        same[number] = known.setdefault(_digest(side, int(rows[number])), number)
-    return same[numbers], ""
+    changed = torch.arange(int(numbers.max()) + 1)
+    for row in alike.tolist():
+        number = int(numbers[row])
+        changed[number] = known.setdefault(_digest(side, row), number)
+    return Numbered(torch.where(numbers < 0, numbers, changed[numbers.clamp(min=0)]), sizes, "")
 
 
 def _digest(side: FilePictures, row: int) -> bytes:
     place = side.place(row)
-    if isinstance(place, tuple):
-        path, offset, size = place
-        with open(path, "rb") as file:
-            file.seek(offset)
-            content = file.read(size)
-    else:
-        content = place if isinstance(place, bytes) else place.read_bytes()
+    try:
+        content = bytes_of(place)
+    except OSError as error:
+        raise UserError(f"{side.table.where(row)}: {error.filename!r}: {error.strerror}") from error
     return hashlib.sha256(content).digest()

@@ -6,10 +6,13 @@ with any number of workers, they begin at the present step.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +25,9 @@ from .sides import FilePictures, Side
 
 _B = TypeVar("_B")
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+# A fork shares the table's pages and the imports with its rank, and starts in milliseconds. Python 3.14 does not fork
+# by default. Elsewhere than on Linux a fork is not safe, and workers start anew.
+_CONTEXT = "fork" if sys.platform == "linux" else None
 
 
 class Feed(Generic[_B]):
@@ -69,8 +75,10 @@ def workers_of_a_rank(config: TrainConfig, sides: Mapping[str, Side], size: int)
     return max(1, min(8, (os.cpu_count() or 1) // size))
 
 
-def prepared(prepare: Callable[[Any], _B], keys: range | list[Any], *, workers: int) -> Iterator[_B]:
-    """Yield prepare(key) for each key, in order, from so many worker processes."""
+def prepared(
+    prepare: Callable[[Any], _B], keys: range | list[Any], *, workers: int, context: str | None = _CONTEXT
+) -> Iterator[_B]:
+    """Yield prepare(key) for each key, in order, from so many worker processes, which start as `context` says."""
     if not workers:
         yield from map(prepare, keys)
         return
@@ -81,11 +89,49 @@ def prepared(prepare: Callable[[Any], _B], keys: range | list[Any], *, workers: 
         num_workers=workers,
         worker_init_fn=_begin_worker,
         collate_fn=_as_it_is,
+        multiprocessing_context=context,
     )
-    for batch in loader:
-        if isinstance(batch, _Mistake):
-            raise UserError(batch.message)
-        yield batch
+    with warnings.catch_warnings():
+        # Since 3.12 Python warns of every fork beside threads. These only wait: for signals, and inside of libraries.
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        batches: Iterator[Any] | None = iter(loader)
+
+    def end() -> None:
+        nonlocal batches
+        batches = None  # which ends the workers and waits for them
+
+    # At its exit Python would send them SIGTERM, which they leave to the rank, and wait for them.
+    atexit.register(end)
+    try:
+        while batches is not None:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            if isinstance(batch, _Mistake):
+                raise UserError(batch.message)
+            yield batch
+    finally:
+        atexit.unregister(end)
+        end()
+
+
+def died(error: BaseException) -> str:
+    """Return how a worker has died, if that is what a RuntimeError of torch's loader says; else "".
+
+    >>> died(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    'was killed by a signal (Killed); was the machine out of memory? Fewer --workers need less'
+    """
+    if not isinstance(error, RuntimeError) or "DataLoader worker" not in str(error):
+        return ""
+    text = f"{error} {error.__cause__ or ''}"  # the second names the signal, where the first says "exited unexpectedly"
+    if "Bus error" in text:
+        return (
+            "had too little shared memory; enlarge /dev/shm (docker run --shm-size 8g), or use --workers 0, which "
+            "needs none"
+        )
+    killed = re.search(r"killed by signal: ([\w ]+)", text)
+    how = f"was killed by a signal ({killed[1].strip()})" if killed else "ended unexpectedly"
+    return f"{how}; was the machine out of memory? Fewer --workers need less"
 
 
 class _Mistake:
@@ -115,8 +161,10 @@ def _begin_worker(_: int) -> None:
 
     On Linux a worker dies with its rank, at once: it holds the rank's open pipes, by which others see the rank's end.
     """
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for each in (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])):
         signal.signal(each, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # a fork has that of its rank
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     torch.set_num_threads(1)

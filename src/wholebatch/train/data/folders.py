@@ -50,7 +50,7 @@ def is_saved_dataset(path: Path) -> bool:
 def folder_facts(path: Path) -> FolderFacts:
     """List a folder's pictures, links to folders left out."""
     pictures, texts = [], set()
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inside = Path(folder).relative_to(path)
         for name in names:
@@ -63,7 +63,7 @@ def folder_facts(path: Path) -> FolderFacts:
                 texts.add((inside / stem).as_posix())
     if not pictures:
         raise UserError(
-            f"--data: the folder {str(path)!r} holds no pictures, and no saved data set; expected files "
+            f"--data: the folder {str(path)!r} holds no pictures, no .tar shards and no saved data set; expected files "
             f"such as .png and .jpg, in one subfolder for each class or with texts beside them"
         )
     pictures.sort()
@@ -74,9 +74,17 @@ def folder_facts(path: Path) -> FolderFacts:
     return FolderFacts(pictures, texts, kind)
 
 
+def _raise(error: OSError) -> None:
+    """End the walk, which would leave out a folder that cannot be read."""
+    raise error
+
+
 def folder_batches(path: Path, facts: FolderFacts) -> Iterator[Any]:
     """Yield one record batch with the columns `image` (a path) and `text`, or `label` for classes."""
     pa = need_pyarrow()
+    for name in facts.pictures:
+        if not is_utf8(name):
+            raise UserError(f"{path}: the file name {os.fsencode(name)!r} is not UTF-8; rename the file")
     texts = [_text(path, name, facts) for name in facts.pictures]
     column = "label" if facts.kind == "class" else "text"
     yield pa.record_batch(
@@ -95,10 +103,22 @@ def _text(path: Path, name: str, facts: FolderFacts) -> str:
     file = path / f"{stem}.txt"
     if file.stat().st_size > _MOST_TEXT_BYTES:
         raise UserError(f"{file} has {file.stat().st_size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")
-    text = file.read_text(encoding="utf-8-sig").strip()
+    try:
+        text = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if not text:
         raise UserError(f"{file} is empty; expected the text of {name}")
     return text
+
+
+def is_utf8(name: str) -> bool:
+    """Return whether a name can be written as UTF-8, which Linux does not require of a file's name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def in_words(name: str) -> str:

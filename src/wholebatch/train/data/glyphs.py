@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .fingerprint import digest_of
 from .labeled import LabeledImages, with_split
 from .pairs import Pairs
 from .sides import DrawnPictures, Texts
@@ -31,7 +32,8 @@ def glyph_pairs(image_size: int, faces: Sequence[str] = FACES) -> Pairs:
     images, names, _ = _draw(image_size, faces)
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
     group = torch.tensor([distinct[name] for name in names])
-    return Pairs.grouped({"image": DrawnPictures(images), "text": Texts(names)}, group)
+    sides = {"image": DrawnPictures(images), "text": Texts(names)}
+    return Pairs.grouped(sides, group, digest=digest_of(images, "\n".join(names)))
 
 
 def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImages:
@@ -39,7 +41,13 @@ def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImag
     images, names, faces = _draw(image_size, FACES)
     for_test = torch.tensor([face in TEST_FACES for face in faces])
     return with_split(
-        DrawnPictures(images), names, for_test, validation=validation, seed=seed, novelty="faces never seen"
+        DrawnPictures(images),
+        names,
+        for_test,
+        validation=validation,
+        seed=seed,
+        novelty="faces never seen",
+        digest=digest_of(images, "\n".join(names), for_test),
     )
 
 

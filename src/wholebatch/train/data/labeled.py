@@ -55,19 +55,21 @@ def with_split(
     *,
     validation: int,
     seed: int,
+    at_most: bool = False,
     novelty: str = "images never seen",
     digest: str = "",
 ) -> LabeledImages:
     """Split images whose classes are the names of those that are not `for_test`, a mask of (n,).
 
-    For the validation, one such image of each of `validation` classes is held out. Test images of other names are left
-    out.
+    For the validation, one such image of each of `validation` classes is held out; with `at_most`, of fewer classes if
+    there are not so many with two images. Test images of other names are left out.
     """
     known = {name: index for index, name in enumerate(sorted({names[i] for i in (~for_test).nonzero()[:, 0].tolist()}))}
     labels = torch.tensor([known.get(name, -1) for name in names])
     train = (~for_test).nonzero()[:, 0]
     count = torch.bincount(labels[train], minlength=len(known))
     able = (count > 1).nonzero()[:, 0]
+    validation = min(validation, len(able)) if at_most and len(able) else validation
     if len(able) < validation:
         raise UserError(
             f"--validation-texts {validation} needs as many texts with two images to train on, got {len(able)}"
@@ -80,13 +82,13 @@ def with_split(
     test = (for_test & (labels >= 0)).nonzero()[:, 0]
     if not len(test):
         raise UserError(
-            "--data has no image for the test, which holds out two images of each text that has three or more; "
-            "add images"
+            "--data has no image for the test, which holds out two images of each text that has three or more, but no "
+            "image that the data have twice; add images"
         )
     return LabeledImages(pictures, labels, tuple(known), train[~torch.isin(train, held)], held, test, novelty, digest)
 
 
-def classes_of_texts(pairs: Pairs, *, validation: int, seed: int) -> LabeledImages:
+def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool = False) -> LabeledImages:
     """Make each text a class; the last two images of a text that has three or more are for the test.
 
     An image that the data have twice is never held out.
@@ -101,6 +103,5 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int) -> LabeledImag
     pictures, texts = pairs.sides.values()
     of_group = texts.items(pairs.rows(torch.arange(len(pairs))))
     names = [of_group[i] for i in text.tolist()]
-    return with_split(
-        Chosen(pictures, pairs.order), names, for_test, validation=validation, seed=seed, digest=pairs.digest
-    )
+    chosen, digest = Chosen(pictures, pairs.order), pairs.digest
+    return with_split(chosen, names, for_test, validation=validation, at_most=at_most, seed=seed, digest=digest)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
-from .equal_pictures import first_of_each, numbers_of_pictures
+from .equal_pictures import first_of_each, numbers_of_pictures, numbers_of_texts
 from .feed import workers_of_a_rank
+from .fingerprint import digest_of
 from .glyphs import glyph_classes, glyph_pairs
 from .labeled import LabeledImages, classes_of_texts
 from .negatives import find_negatives
@@ -60,53 +61,47 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
     """Return the pairs of a table: rows that share a text or a picture are one group."""
     roles = find_roles(table, config.columns, task=config.task)
     one, other = (name for name in roles if name != "negatives")
+    for line in (*table.said, _said(roles)):
+        say(line)
+    rows = torch.arange(len(table))
     sides: dict[str, Side] = {}
     pictures = None
     numbers: list[Tensor] = []
+    fingerprint: list[Any] = [config.task]
     for role in (one, other):
         name = roles[role][0]
         if role == "image":
-            pictures = FilePictures(table, name)
-            sides["image"] = pictures
-            found, line = numbers_of_pictures(pictures)
-            numbers.append(found)
-            if line:
-                say(line)
+            pictures = sides["image"] = FilePictures(table, name)
+            if config.skip_bad:
+                rows = readable_rows(pictures, say, workers=workers_of_a_rank(config, sides, size))
+            found = numbers_of_pictures(pictures, rows)
+            numbers.append(found.numbers)
+            fingerprint += [role, rows, found.numbers[rows], found.sizes[rows]]
+            if found.said:
+                say(found.said)
         else:
             column = text_column(table, role, name)
             sides["document" if role == "positive" else role] = Texts(column)
-            numbers.append(_numbers_of_texts(column))
-    for line in (*table.said, _said(roles)):
-        say(line)
-    group = numbers[1] if config.task == "identify" else joined(numbers)
-    digest = table.digest([names[0] for role, names in roles.items() if role != "image"])
-    kept = None
-    if config.skip_bad and pictures is not None:
-        kept = readable_rows(pictures, say, workers=workers_of_a_rank(config, sides, size))
-        group = group[kept]
+            numbers.append(numbers_of_texts(column))
+            fingerprint += [role, column]
+    of_rows = [each[rows] for each in numbers]
+    group = of_rows[1] if config.task == "identify" else joined(of_rows)
+    negatives = None
+    if "negatives" in roles:
+        negatives, names = find_negatives(table, roles["negatives"], text_column(table, other, roles[other][0]))
+        say(f"{len(negatives):,} mined negatives")
+        fingerprint += ["negatives", negatives.first, negatives.texts]
     equal = None if pictures is None else numbers[0]
-    pairs = Pairs.grouped(sides, group, rows=kept, digest=digest, equal_pictures=equal)
+    pairs = Pairs.grouped(sides, group, rows=rows, digest=digest_of(*fingerprint), equal_pictures=equal)
     if "query" in roles:
         pairs = replace(pairs, documents=first_of_each(numbers[1]))
-    if "negatives" not in roles:
-        return pairs
-    negatives, names = find_negatives(table, roles["negatives"], text_column(table, other, roles[other][0]))
-    say(f"{len(negatives):,} mined negatives")
-    return replace(pairs, negatives=negatives, positive_names=names) if len(negatives) else pairs
+    return replace(pairs, negatives=negatives, positive_names=names) if negatives else pairs
 
 
 def _said(roles: dict[str, list[str]]) -> str:
     return "columns: " + ", ".join(
         f"{role} is {' + '.join(names)}" if names != [role] else role for role, names in roles.items()
     )
-
-
-def _numbers_of_texts(column: Any) -> Tensor:
-    import pyarrow as pa
-
-    codes = column.combine_chunks().dictionary_encode()
-    codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
-    return torch.from_numpy(codes.indices.to_numpy(zero_copy_only=False).astype("int64"))
 
 
 def _with_pictures(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:
@@ -184,11 +179,11 @@ def _with_batch(config: TrainConfig, count: int, size: int, what: str, say: Call
 def _classes(
     config: TrainConfig, pairs: Pairs, size: int, say: Callable[[str], None]
 ) -> tuple[TrainConfig, LabeledImages]:
+    validation = config.validation_texts or min(325, max(1, len(pairs) // 20))
+    data = classes_of_texts(pairs, validation=validation, seed=config.seed, at_most=not config.validation_texts)
     if not config.validation_texts:
-        validation = min(325, max(1, len(pairs) // 20))
-        say(f"{validation} texts of which one picture is for validation (--validation-texts)")
-        config = replace(config, validation_texts=validation)
-    data = classes_of_texts(pairs, validation=config.validation_texts, seed=config.seed)
+        config = replace(config, validation_texts=len(data.validation))
+        say(f"{config.validation_texts} texts of which one picture is for validation (--validation-texts)")
     if len(data) < max(2, size):
         raise UserError(
             f"--data has {len(data)} texts to be classes; expected at least {max(2, size)}: each of the {size} ranks "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._user_error import UserError
+from .equal_pictures import is_text, numbers_of_texts
 from .table import Table
 
 
@@ -21,12 +22,12 @@ class Negatives:
     """
 
     def __init__(self, texts: Any, first: Tensor, numbers: Tensor) -> None:
-        self._texts, self._first, self._numbers = texts, first, numbers
+        self.texts, self.first, self._numbers = texts, first, numbers
 
     def of(self, rows: Tensor) -> tuple[list[str], Tensor]:
         """Return the texts of these rows, one row after another, and their numbers."""
-        places = torch.cat([torch.arange(int(self._first[row]), int(self._first[row + 1])) for row in rows.tolist()])
-        return [self._texts[place].as_py() for place in places.tolist()], self._numbers[places]
+        places = torch.cat([torch.arange(int(self.first[row]), int(self.first[row + 1])) for row in rows.tolist()])
+        return [self.texts[place].as_py() for place in places.tolist()], self._numbers[places]
 
     def __len__(self) -> int:
         """Number of texts."""
@@ -44,32 +45,37 @@ def find_negatives(table: Table, names: list[str], positives: Any) -> tuple[Nega
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    columns = [table.arrow[name].combine_chunks() for name in names]
-    columns = [pa.concat_arrays(c.chunks) if isinstance(c, pa.ChunkedArray) else c for c in columns]
     rows, texts = [], []
-    for name, column in zip(names, columns, strict=True):
-        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-            rows.append(pc.list_parent_indices(column))
+    for name in names:
+        table.check_usable(name)
+        column = table.arrow[name]
+        if _is_list(column.type):
+            counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+            owner = torch.repeat_interleave(torch.arange(len(column)), torch.from_numpy(counts.astype("int64")))
             column = pc.list_flatten(column)
         else:
-            rows.append(pa.array(range(len(column))))
-        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+            owner = torch.arange(len(column))
+        if not is_text(column.type):
             raise UserError(
                 f"{table.source}: the column {name!r} must hold texts, or lists of texts, to be the negatives; "
                 f"got {table.arrow[name].type}"
             )
-        texts.append(pc.utf8_trim_whitespace(column).cast(pa.string()))
-    flat, owner = (
-        pa.concat_arrays(texts),
-        torch.cat([torch.tensor(each.to_pylist(), dtype=torch.int64) for each in rows]),
-    )
-    there = torch.tensor(pc.fill_null(pc.not_equal(flat, ""), False).to_pylist(), dtype=torch.bool)
+        rows.append(owner)
+        texts.append(pc.utf8_trim_whitespace(column).cast(pa.large_string()))
+    flat = pa.chunked_array([chunk for column in texts for chunk in column.chunks], pa.large_string())
+    owner = torch.cat(rows)
+    there = torch.from_numpy(pc.fill_null(pc.not_equal(flat, ""), False).to_numpy().astype("bool"))
     order = owner.argsort(stable=True)
     order = order[there[order]]
     flat, owner = flat.take(pa.array(order.numpy())), owner[order]
     counts = torch.bincount(owner, minlength=len(table))
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    both = pa.chunked_array([*[chunk.cast(pa.string()) for chunk in positives.chunks], flat]).combine_chunks()
-    codes = both.dictionary_encode() if not isinstance(both, pa.ChunkedArray) else both.chunk(0).dictionary_encode()
-    numbers = torch.tensor(codes.indices.to_pylist(), dtype=torch.int64)
+    both = [*positives.cast(pa.large_string()).chunks, *flat.chunks]
+    numbers = numbers_of_texts(pa.chunked_array(both, pa.large_string()))
     return Negatives(flat, first, numbers[len(table) :]), numbers[: len(table)]
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -8,26 +8,43 @@ from pathlib import Path
 
 from ..._user_error import UserError
 
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
+_SHOWN = 200  # characters of a path in a message
 FILES = (".csv", ".tsv", ".jsonl", ".parquet", ".tar")
 
 
 def check_path(data: str) -> None:
     """Raise UserError unless `--data` names something that exists and can be a table. No contents are read."""
     path = Path(data)
-    if any(mark in data for mark in "*{[") and not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--data: {_cut(data)!r} cannot be read: {error.strerror or error}") from error
+    if any(mark in data for mark in "*{[") and not is_there:
         expand_shards(data)
         return
-    if not path.exists():
+    if not is_there:
         ending = "" if path.suffix in FILES else f"; it must be 'glyphs', a folder or a {', '.join(FILES)} file"
         raise UserError(f"--data: there is no file or folder {data!r}{ending}")
     if path.is_dir():
         return
     if not path.is_file():
         raise UserError(f"--data must be a file or a folder; {data!r} is neither")
-    if data.endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.xz")):
-        raise UserError(f"--data: {data!r} is compressed, and one cannot jump in it; decompress it to a .tar file")
+    _refuse_compressed([path])
     if path.suffix not in FILES:
         raise UserError(f"--data must be 'glyphs', a folder or a {', '.join(FILES)} file, got {data!r}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _refuse_compressed(paths: list[Path]) -> None:
+    for path in paths:
+        if path.name.endswith(_COMPRESSED):
+            raise UserError(
+                f"--data: {str(path)!r} is compressed, and one cannot jump in it; decompress it to a .tar file"
+            )
 
 
 def expand_shards(data: str) -> list[Path]:
@@ -37,7 +54,10 @@ def expand_shards(data: str) -> list[Path]:
     """
     path = Path(data)
     if path.is_dir():
-        return sorted(path.glob("*.tar"))
+        found = sorted(path.glob("*.tar"))
+        if not found:
+            _refuse_compressed(sorted(path.iterdir()))
+        return found
     if path.exists():
         return [path] if path.suffix == ".tar" else []
     found = [Path(each) for part in _braces(data) for each in sorted(glob.glob(part)) or [part]]
@@ -46,6 +66,7 @@ def expand_shards(data: str) -> list[Path]:
         raise UserError(
             f"--data: {data!r} names {len(found)} shards, {len(missing)} of which do not exist: {missing[0]}"
         )
+    _refuse_compressed(found)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Reading a user's picture: eight bits per channel, upright, opaque, scaled to fit a square and padded."""
+"""Reading a user's picture: upright, opaque, eight bits per channel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import io
 import warnings
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 BACKGROUND = 255
 """The color behind transparent pixels: white, as on a page. Their color in the file is arbitrary."""
@@ -32,7 +29,7 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
         with warnings.catch_warnings():
             # Pixels that cannot be decoded are errors; warnings concern a file's metadata and the like.
             warnings.simplefilter("ignore")
-            with Image.open(place if isinstance(place, Path) else io.BytesIO(_bytes(place))) as image:
+            with Image.open(place if isinstance(place, Path) else io.BytesIO(bytes_of(place))) as image:
                 image.load()
                 picture = _eight_bits(_upright(image))
         return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
@@ -42,33 +39,20 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def _bytes(place: bytes | tuple[str, int, int]) -> bytes:
+def bytes_of(place: Path | bytes | tuple[str, int, int]) -> bytes:
+    """Return the bytes of a picture's file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     if isinstance(place, bytes):
         return place
+    if isinstance(place, Path):
+        return place.read_bytes()
     path, offset, size = place
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(size)
-
-
-def fit(picture: Any, *, size: int, channels: int) -> Tensor:
-    """Scale a picture to fit a square and pad it with black: uint8, (channels, size, size)."""
-    import numpy as np
-    from PIL import ImageOps
-
-    square = ImageOps.pad(picture.convert("L" if channels == 1 else "RGB"), (size, size))
-    pixels = torch.from_numpy(np.array(square))
-    return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()
-
-
-def read_image(path: Path, *, size: int, channels: int) -> Tensor:
-    """Read the first frame of a picture as uint8 of shape (channels, size, size).
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: with the reason, if it cannot be read.
-    """
-    return fit(open_picture(path), size=size, channels=channels)
 
 
 def _upright(image: Any) -> Any:

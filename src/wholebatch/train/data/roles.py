@@ -76,11 +76,12 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
         if role == "negatives":
             numbered = [name for name in table.names if name.lower().rstrip("0123456789").rstrip("_") in USUAL[role]]
             return [name for name in numbered if name not in taken]
-        if len(usual) > 1:
+        if len(usual) > 1 and not all(table.arrow[usual[0]].equals(table.arrow[name]) for name in usual[1:]):
             raise UserError(
                 f"{table.source} has several columns that could be the {role}: {', '.join(usual)}; name one, for "
                 f"instance --columns {role}={usual[0]}"
             )
+        usual = usual[:1]  # img2dataset writes the caption into .txt and into .json
         if needed and not usual:
             _refuse_addresses(table, role)
             raise UserError(
@@ -123,6 +124,7 @@ def text_column(table: Table, role: str, name: str) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    table.check_usable(name)
     column = table.arrow[name]
     kind = column.type
     if pa.types.is_dictionary(kind):
@@ -131,7 +133,8 @@ def text_column(table: Table, role: str, name: str) -> Any:
         column = column.cast(pa.string())
     elif not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise UserError(f"{table.source}: the column {name!r} must hold texts to be the {role}; got {kind}")
-    column = pc.utf8_trim_whitespace(column)
+    trimmed = pc.utf8_trim_whitespace(column)
+    column = column if trimmed.equals(column) else trimmed  # a mapped column has no memory of its own
     empty = pc.fill_null(pc.equal(column, ""), True)
     if pc.any(empty).as_py():
         raise UserError(f"{table.where(pc.index(empty, True).as_py())}: the {role}, column {name!r}, is empty")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._user_error import UserError
-from .folders import PICTURES
+from .folders import PICTURES, is_utf8
 from .table import MEMBER, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}
@@ -22,66 +22,110 @@ _MOST_TEXT_BYTES = 2**20
 
 
 def shard_batches(shards: list[Path]) -> Iterator[Any]:
-    """Yield a record batch for each shard: `image` as {shard, offset, size}, texts, and the fields of .json files."""
+    """Yield a record batch for each shard: `image` as {shard, offset, size}, texts, and the fields of .json files.
+
+    The first shard has the names of the fields; a row of a later one without a field has null there. Members without a
+    picture are left out.
+    """
     pa = need_pyarrow()
     place = pa.struct([("shard", pa.string()), ("offset", pa.int64()), ("size", pa.int64())])
     names: list[str] | None = None
     for shard in shards:
-        rows = [row for row in _rows(shard) if "image" in row]
-        found = list(
-            dict.fromkeys(name for row in rows for name in row if not name.startswith("\0") and name != "image")
-        )
+        endings: set[str] = set()
+        rows = [row for row in _rows(shard, endings) if "image" in row]
+        if not rows:
+            there = f"its members end in {', '.join(sorted(endings)[:8])}" if endings else "it has no members"
+            raise UserError(f"{shard} holds no pictures, such as 000017.jpg; {there}")
         if names is None:
-            names = found
-        if missing := sorted(set(names) ^ set(found)):
-            raise UserError(f"{shard} and {shards[0]} do not both have the field {missing[0]!r}")
+            hidden = ("image", MEMBER)
+            names = list(dict.fromkeys(name for row in rows for name in row if name not in hidden))
         columns = [pa.array([row["image"] for row in rows], place)]
         columns += [pa.array([row.get(name) for row in rows], pa.string()) for name in names]
         columns += [pa.array([f"{shard.name}, {row[MEMBER]}" for row in rows], pa.string())]
         yield pa.record_batch(columns, ["image", *names, MEMBER])
 
 
-def _rows(shard: Path) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each row of a shard."""
+def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each row of a shard; `endings` gets those of its members."""
     row: dict[str, Any] = {}
     stem = None
     try:
         with tarfile.open(shard, mode="r:") as members:
             for member in members:
+                members.members = []  # type: ignore[attr-defined]  # tarfile would keep all of them
                 if not member.isreg():
                     continue
                 folder, _, name = member.name.rpartition("/")
                 key, _, ending = name.partition(".")
+                endings.add(f".{_as_utf8(ending)}")
                 if (folder, key) != stem:
                     if row:
                         yield row
                     row, stem = {}, (folder, key)
-                row |= _fields(shard, members, member, ending.lower())
-    except tarfile.TarError as error:
-        raise UserError(f"{shard} cannot be read as a tar file: {error}") from error
+                fields = _fields(shard, members, member, ending.lower())
+                if "image" in fields and "image" in row:
+                    raise UserError(
+                        f"{shard}: {row[MEMBER]} and {fields[MEMBER]} are two pictures of one row; expected one: "
+                        "give the other another name, or leave it out"
+                    )
+                row |= fields
+            _check_end(shard, members.offset)
+    except UserError:
+        raise
+    except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
+        raise UserError(f"{shard} cannot be read as a tar file: {error}; is it complete?") from error
     if row:
         yield row
 
 
+def _check_end(shard: Path, offset: int) -> None:
+    """Raise UserError unless the member after the last one is a block of zeros, or the file ends there.
+
+    tarfile takes a header that it cannot read for the end.
+    """
+    with shard.open("rb") as file:
+        file.seek(offset)
+        block = file.read(tarfile.BLOCKSIZE)
+    if block.strip(b"\0") or 0 < len(block) < tarfile.BLOCKSIZE:
+        raise UserError(f"{shard} cannot be read as a tar file: no header at byte {offset}; is it complete?")
+
+
 def _fields(shard: Path, members: tarfile.TarFile, member: tarfile.TarInfo, ending: str) -> dict[str, Any]:
+    name = _as_utf8(member.name)
     if f".{ending}" in PICTURES:
+        if member.issparse():
+            raise UserError(f"{shard}, {name}: a sparse member; expected a picture in one piece")
         image = {"shard": str(shard.absolute()), "offset": member.offset_data, "size": member.size}
-        return {"image": image, MEMBER: member.name}
+        return {"image": image, MEMBER: name}
     if ending not in _TEXTS and ending != "json":
         return {}
     if member.size > _MOST_TEXT_BYTES:
-        raise UserError(f"{shard}, {member.name}: {member.size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")
+        raise UserError(f"{shard}, {name}: {member.size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")
     file = members.extractfile(member)
     assert file is not None
+    content = file.read()
     try:
-        content = file.read().decode("utf-8-sig")
-        if ending != "json":
-            return {_TEXTS[ending]: content.strip()}
-        value = json.loads(content)
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shard}, {name}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return _json_fields(text, f"{shard}, {name}") if ending == "json" else {_TEXTS[ending]: text.strip()}
+
+
+def _json_fields(text: str, where: str) -> dict[str, str]:
+    """Return the texts and integers of a JSON object."""
+    try:
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{shard}, {member.name}: not {'JSON' if ending == 'json' else 'UTF-8 text'} ({error})"
-        ) from error
+        raise UserError(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise UserError(f"{shard}, {member.name}: expected a JSON object")
-    return {name: each for name, each in value.items() if isinstance(each, str) and name != "image"}
+        raise UserError(f"{where}: expected a JSON object")
+    found = {name: str(each) for name, each in value.items() if isinstance(each, str) or type(each) is int}
+    for name, each in found.items():
+        if not (is_utf8(name) and is_utf8(each)):
+            raise UserError(f"{where}: half of a surrogate pair in {name!a}; write the whole pair")
+    return {name: each for name, each in found.items() if name not in ("image", MEMBER)}
+
+
+def _as_utf8(name: str) -> str:
+    """Return the name of a member, which may have any bytes, as UTF-8."""
+    return name.encode(errors="backslashreplace").decode()

@@ -81,12 +81,20 @@ class FilePictures(Side):
         self._places = table.arrow[column]
 
     def place(self, row: int) -> Any:
-        """Return where a picture lies: a path, its bytes, or (file, offset, size)."""
+        """Return where a picture lies: a path, its bytes, or (file, offset, size).
+
+        Raises:
+            UserError: the row has none.
+        """
         value = self._places[row].as_py()
         if isinstance(value, dict):
             if "shard" in value:
                 return value["shard"], value["offset"], value["size"]
             value = value.get("bytes") or value.get("path")  # as datasets stores images
+        if not value or (isinstance(value, str) and not value.strip()):
+            raise UserError(f"{self.table.where(row)}: the image, column {self.column!r}, is empty")
+        if isinstance(value, str) and "\0" in value:
+            raise UserError(f"{self.table.where(row)}: a path cannot hold the character of code 0, got {value!r}")
         return self.table.folder / value if isinstance(value, str) else value
 
     def items(self, rows: Tensor) -> list[Image]:
@@ -105,10 +113,16 @@ class FilePictures(Side):
         try:
             return open_picture(place)
         except FileNotFoundError as error:
-            raise UserError(f"{self.table.where(row)}: there is no image {str(place)!r}") from error
+            missing = f"there is no shard {place[0]!r} any more" if isinstance(place, tuple) else no_image(place)
+            raise UserError(f"{self.table.where(row)}: {missing}") from error
         except ValueError as error:
             of = "the picture" if isinstance(place, bytes | tuple) else repr(str(place))
             raise UserError(f"{self.table.where(row)}: {of} cannot be read as an image ({error})") from error
+
+
+def no_image(path: object) -> str:
+    """Return the message about a path without a file."""
+    return f"there is no image {str(path)!r}"
 
 
 class Chosen(Side):

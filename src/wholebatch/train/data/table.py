@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,8 @@ LINE = "\0line"
 """The column with the line of a text file that a row was read from. No column of a user's has this name."""
 MEMBER = "\0member"
 """The column with the name of a row's picture in a folder or in a tar file."""
+UNUSABLE = b"unusable"
+"""The key of a field's metadata under which stands why the column has no role."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,6 @@ class Table:
     """Relative paths of pictures start here."""
     said: tuple[str, ...] = ()
     """Lines about how the data were understood."""
-    unusable: tuple[tuple[str, str], ...] = ()
-    """Columns that cannot be used, and why."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -48,14 +47,14 @@ class Table:
                 return f"{self.source}, {word}{self.arrow[hidden][row].as_py()}"
         return f"{self.source}, row {row + 1}"
 
-    def digest(self, columns: list[str]) -> str:
-        """Return a hash of the values of these columns, to tell whether two ranks, or two starts, see the same data."""
-        found = hashlib.sha256(repr((self.arrow.num_rows, columns)).encode())
-        for name in columns:
-            for chunk in self.arrow[name].chunks:
-                for buffer in chunk.buffers():
-                    found.update(b"-" if buffer is None else buffer)
-        return found.hexdigest()
+    def check_usable(self, name: str) -> None:
+        """Raise UserError if a column holds values that are neither texts nor lists of texts."""
+        reason = (self.arrow.schema.field(name).metadata or {}).get(UNUSABLE)
+        if reason is not None:
+            raise UserError(
+                f"{self.source}: the column {name!r} must hold a text in each line, or a list of texts in each line; "
+                f"{reason.decode()}"
+            )
 
 
 def need_pyarrow() -> Any:

@@ -12,38 +12,51 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..._settings import shown
 from ..._user_error import UserError
-from .table import LINE, need_pyarrow
+from .table import LINE, UNUSABLE, need_pyarrow
 
 _ROWS = 65536  # of a record batch
 _EXAMPLE = '{"image": "cat.png", "text": "a cat"}'
+_UTF8 = "utf-8-sig"  # with or without the mark that Excel puts in front
 
 
 def read_separated(path: Path) -> Iterator[Any]:
     """Yield record batches of a table with a header line; every column is text."""
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        header = lines.readline()
-        lines.seek(0)
-        reader = csv.reader(lines, delimiter=_separator(path, header), strict=True)
-        names = next(reader, [])
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"{path}, line 1: the column {repeated[0]!r} appears twice; rename one of them")
-        rows: list[list[str | None]] = []
-        numbers: list[int] = []
-        for row in reader:
-            if not row:
-                continue
-            if len(row) > len(names):
-                raise UserError(
-                    f"{path}, line {reader.line_num}: more values than columns; a text that holds a comma is "
-                    'written in double quotes, "like, this"'
-                )
-            rows.append([*row, *[None] * (len(names) - len(row))])
-            numbers.append(reader.line_num)
-            if len(rows) == _ROWS:
-                yield _batch(names, rows, numbers)
-                rows, numbers = [], []
-        yield _batch(names, rows, numbers)
+    with path.open(encoding=_UTF8, newline="") as lines:
+        try:
+            header = next((line for line in lines if line.strip()), "")
+            lines.seek(0)
+            reader = csv.reader(lines, delimiter=_separator(path, header), strict=True)
+            yield from _separated(path, reader)
+        except UnicodeDecodeError as error:
+            raise _no_utf8(path) from error
+        except csv.Error as error:
+            raise UserError(f"{path}, line {reader.line_num}: not a {path.suffix[1:].upper()} file: {error}") from error
+
+
+def _separated(path: Path, reader: Any) -> Iterator[Any]:
+    names = [name.strip() for name in next((row for row in reader if row), [])]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{path}, line {reader.line_num}: the column {repeated[0]!r} appears twice; rename one of them")
+    rows: list[list[str | None]] = []
+    numbers: list[int] = []
+    line = reader.line_num
+    for row in reader:
+        line, begins = reader.line_num, line + 1  # quotes may hold line breaks
+        if not row:
+            continue
+        if len(row) > len(names):
+            raise UserError(
+                f"{path}, line {begins}: more values than columns; a text that holds a comma is "
+                'written in double quotes, "like, this"'
+            )
+        rows.append([*row, *[None] * (len(names) - len(row))])
+        numbers.append(begins)
+        if len(rows) == _ROWS:
+            yield _batch(names, rows, numbers)
+            rows, numbers = [], []
+    yield _batch(names, rows, numbers)
 
 
 def _separator(path: Path, header: str) -> str:
@@ -59,30 +72,62 @@ def _batch(names: list[str], rows: list[list[str | None]], numbers: list[int]) -
     return pa.record_batch([*arrays, pa.array(numbers, pa.int64())], [*names, LINE])
 
 
+def _no_utf8(path: Path) -> UserError:
+    """Return the error about the first line that is not UTF-8."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                byte = line[error.start]
+                return UserError(
+                    f"{path}, line {number}: not UTF-8 text (byte 0x{byte:02x} at column {error.start + 1}); "
+                    "save the file as UTF-8"
+                )
+    return UserError(f"{path} is not UTF-8 text; save the file as UTF-8")
+
+
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield record batches of a file with one JSON object a line; a value is a text, a number or a list of texts."""
-    with path.open(encoding="utf-8-sig") as lines:
+    """Yield record batches of a file with one JSON object a line.
+
+    A value that is a list of texts stays one; other lists and objects become JSON, and their column cannot be used.
+    """
+    with path.open(encoding=_UTF8) as lines:
         objects: list[dict[str, Any]] = []
         numbers: list[int] = []
         schema = None
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON ({error})") from error
-            if not isinstance(value, dict):
-                raise UserError(f"{path}, line {number}: expected an object, as in {_EXAMPLE}; got {value}")
-            objects.append(value)
-            numbers.append(number)
-            if len(objects) == _ROWS:
-                batch = _objects(path, objects, numbers, schema)
-                schema = batch.schema
-                yield batch
-                objects, numbers = [], []
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                objects.append(_object(path, number, line))
+                numbers.append(number)
+                if len(objects) == _ROWS:
+                    batch = _objects(path, objects, numbers, schema)
+                    schema = batch.schema
+                    yield batch
+                    objects, numbers = [], []
+        except UnicodeDecodeError as error:
+            raise _no_utf8(path) from error
         if objects or schema is None:
             yield _objects(path, objects, numbers, schema)
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}, line {number}: expected an object, as in {_EXAMPLE}; got {shown(value)}")
+    if "\\u" in line:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{path}, line {number}: half of a surrogate pair, {error.object[error.start]!a}; write the whole pair"
+            ) from error
+    return value
 
 
 def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], schema: Any) -> Any:
@@ -97,29 +142,48 @@ def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], sche
                 f"{path}, line {where}: the key {unknown[0]!r} is in none of the lines before it; give it to each line"
             )
         names = known
-    arrays = []
+    fields, arrays = [], []
     for name in names:
         values = [value.get(name) for value in objects]
-        is_list = any(isinstance(value, list) for value in values)
-        for line, value in zip(numbers, values, strict=True):
-            _check_value(path, line, name, value, is_list=is_list)
-        of_type = pa.list_(pa.string()) if is_list else pa.string()
-        arrays.append(pa.array([v if v is None or is_list else _as_text(v) for v in values], of_type))
-    batch = pa.record_batch([*arrays, pa.array(numbers, pa.int64())], [*names, LINE])
-    if schema is not None and batch.schema != schema:
-        changed = next(name for name in names if batch.schema.field(name) != schema.field(name))
-        raise UserError(f"{path}, lines {numbers[0]} to {numbers[-1]}: {changed!r} is not always a list, or never one")
-    return batch
+        reason = next((f"line {n} has {_described(v)}" for n, v in zip(numbers, values, strict=True) if _is_odd(v)), "")
+        kind = pa.string()
+        if not reason and any(isinstance(value, list) for value in values):
+            kind = pa.list_(pa.string())
+            for line, value in zip(numbers, values, strict=True):
+                if value is not None and not isinstance(value, list):
+                    raise UserError(
+                        f"{path}, line {line}: {name!r} must be a list of texts, as in other lines; got {shown(value)}"
+                    )
+        else:
+            values = [value if value is None else _as_text(value) for value in values]
+        fields.append(pa.field(name, kind, metadata={UNUSABLE: reason} if reason else None))
+        arrays.append(pa.array(values, kind))
+    fields.append(pa.field(LINE, pa.int64()))
+    batch = pa.RecordBatch.from_arrays([*arrays, pa.array(numbers, pa.int64())], schema=pa.schema(fields))
+    if schema is None:
+        return batch
+    for name in names:
+        before, now = schema.field(name), batch.schema.field(name)
+        newly_odd = UNUSABLE in (now.metadata or {}) and UNUSABLE not in (before.metadata or {})
+        empty = batch.column(name).null_count == len(batch)
+        if newly_odd or (before.type != now.type and not empty):
+            raise UserError(
+                f"{path}, lines {numbers[0]} to {numbers[-1]}: {name!r} is not of the type of the lines before them; "
+                "expected a text in each line, or a list of texts in each line"
+            )
+    return pa.RecordBatch.from_arrays(
+        [pa.nulls(len(batch), f.type) if batch.column(f.name).null_count == len(batch) else batch.column(f.name)
+         for f in schema], schema=schema
+    )  # fmt: skip
 
 
-def _check_value(path: Path, line: int, name: str, value: Any, *, is_list: bool) -> None:
-    items = value if isinstance(value, list) else [value]
-    if any("\ud800" <= character <= "\udfff" for item in [name, *items] if isinstance(item, str) for character in item):
-        raise UserError(f"{path}, line {line}: half of a surrogate pair in {value!a}")
-    if is_list and value is not None and not (isinstance(value, list) and all(isinstance(x, str) for x in value)):
-        raise UserError(f"{path}, line {line}: {name!r} must be a list of texts, as in other lines; got {value!r}")
-    if isinstance(value, dict):
-        raise UserError(f"{path}, line {line}: {name!r} must be a text, a number or a list of texts; got an object")
+def _is_odd(value: Any) -> bool:
+    """Return whether a value is neither a text, nor a number, nor a list of texts."""
+    return isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value))
+
+
+def _described(value: Any) -> str:
+    return "an object" if isinstance(value, dict) else "a list of other things than texts"
 
 
 def _as_text(value: Any) -> str:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..._precision import accumulation_dtype
+from ..sharding import local_parts
 from .encoder import Encoder
 from .inputs import Inputs
 
@@ -46,8 +48,9 @@ class DualEncoder(nn.Module):
                 if sides[name].width != embedding_size
             }
         )
-        self.log_logit_scale = nn.Parameter(torch.tensor(initial_logit_scale).log())
-        self.logit_bias = nn.Parameter(torch.tensor(-10.0)) if bias else None
+        # of shape (1,): FSDP2 takes no parameters of shape ()
+        self.log_logit_scale = nn.Parameter(torch.tensor([initial_logit_scale]).log())
+        self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if bias else None
 
     def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | None) -> tuple[Tensor | None, ...]:
         """Return unit features of both sides' inputs, (b, d) each, the scale, the bias if there is one, of negatives.
@@ -61,7 +64,8 @@ class DualEncoder(nn.Module):
         others = [
             y[:0] if inputs is None else self._in_graph(self.encode(self.sides[1], inputs)) for inputs in negatives
         ]
-        return x, y, self.logit_scale, self.logit_bias, *others
+        bias = None if self.logit_bias is None else self.logit_bias.sum()
+        return x, y, self.logit_scale, bias, *others
 
     def _in_graph(self, features: Tensor) -> Tensor:
         """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
@@ -74,7 +78,7 @@ class DualEncoder(nn.Module):
         features = getattr(self, name)(inputs)
         if name in self.projections:
             features = self.projections[name](features)
-        return F.normalize(features, dim=-1)
+        return F.normalize(features.to(accumulation_dtype(features.dtype)), dim=-1)
 
     def name_of(self, side: str) -> str:
         """Return the attribute of a side's encoder: the side's name, or the first side's if they share it."""
@@ -87,10 +91,11 @@ class DualEncoder(nn.Module):
 
     @property
     def logit_scale(self) -> Tensor:
-        """The scale of similarities: exp of the parameter."""
-        return self.log_logit_scale.exp()
+        """The scale of similarities, (): exp of the parameter."""
+        return self.log_logit_scale.exp().sum()  # of one entry; a view would make FSDP2 warn
 
     @torch.no_grad()
     def limit_logit_scale(self) -> None:
         """Clamp the scale to `max_logit_scale` after a step; a clamped forward pass would end its gradient for good."""
-        self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))
+        for part in local_parts([self.log_logit_scale]):
+            part.clamp_(max=math.log(self.max_logit_scale))

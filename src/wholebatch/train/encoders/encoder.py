@@ -50,6 +50,10 @@ class Encoder(nn.Module):
         """Return the inputs in chunks of `size` items, for gradient caching."""
         return [rows_of(inputs, slice(start, start + size)) for start in range(0, max(1, number_of_rows(inputs)), size)]
 
+    def first(self, inputs: Inputs, count: int) -> Inputs:
+        """Return the inputs of the first so many items, padded as they are."""
+        return rows_of(inputs, slice(0, count))
+
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the files that building this encoder again needs into `folder`, without the weights.
 

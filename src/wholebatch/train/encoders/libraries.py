@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..._third_party import declare_torchvision_operators
 from ..._user_error import UserError
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
@@ -21,6 +22,7 @@ def needed(library: str, value: str) -> Any:
         UserError: it is not installed, or cannot be imported.
     """
     try:
+        declare_torchvision_operators()  # for preprocessing, which both libraries of models leave to torchvision
         return import_module(library)
     except ModuleNotFoundError as error:
         raise UserError(

@@ -89,6 +89,10 @@ class TextEncoder(TextNetwork, Encoder):
         """Return chunks of `size` texts, each with its words alone."""
         return list(split_batch(inputs, size))
 
+    def first(self, inputs: Inputs, count: int) -> Inputs:
+        """Return the first so many texts with their words alone."""
+        return self.split(inputs, count)[0]
+
     def save(self, folder: Path) -> dict[str, Any]:
         """Return the sizes."""
         return {"sizes": asdict(self.config)}

@@ -74,9 +74,11 @@ class TransformerText(FixedEncoder):
         rule: Rule | None = rule_of_sentences(folder, value) if pooling == "auto" else pooling
         self.model, self._is_tower, self.notes = load_model(folder, value, "text", pretrained=pretrained)
         config = self.model.config
+        for each in (config, getattr(config, "text_config", None)):
+            if each is not None and hasattr(each, "use_cache"):
+                each.use_cache = False  # of keys and values, which only the next word of a generated text would need
         self.rule: Rule | None = rule or (None if self._is_tower else "last" if _is_causal(config) else "mean")
         self.prepare = self._tokenize(folder, value, config, max_tokens)
-        self._is_decoder = _is_causal(config)
         self.eval()
         output = self(self.prepare([self.example()]))
         self.width = output.shape[1]
@@ -110,9 +112,7 @@ class TransformerText(FixedEncoder):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Map token ids and masks, (b, T) each, to (b, width)."""
-        more = {"use_cache": False} if self._is_decoder and not self._is_tower else {}
-        run = self.model.get_text_features if self._is_tower else self.model
-        output = run(**inputs, **more)
+        output = (self.model.get_text_features if self._is_tower else self.model)(**inputs)
         if self.rule is None:
             row: Tensor = output if isinstance(output, Tensor) else output.pooler_output
             return row

@@ -51,8 +51,10 @@ def _freeze_unused(encoder: Encoder) -> set[int]:
 def _recompute(encoder: FixedEncoder, value: str) -> None:
     model = encoder.model
     try:
-        if hasattr(model, "gradient_checkpointing_enable"):
-            # inputs need no gradient
+        # Not reentrant, for the inputs need no gradient.
+        if hasattr(model, "activation_checkpointing_enable"):  # of transformers 5
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        elif hasattr(model, "gradient_checkpointing_enable"):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         elif hasattr(model, "set_grad_checkpointing"):
             model.set_grad_checkpointing(True)

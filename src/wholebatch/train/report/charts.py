@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .content import Chart
 
-_WIDTH, _HEIGHT = 5.4, 2.5  # inches of 72 units in the SVG
+_WIDTH, _SMALL_WIDTH, _HEIGHT = 5.4, 3.7, 2.3  # inches of 72 units in the SVG
 _POINTS = 400  # of a line; more are drawn as means, and a band from the smallest to the largest
 _BINS = 60
 _INK, _GRID, _MARK = "#00000a", "#00000b", "#00000c"  # become variables
@@ -22,9 +22,13 @@ _VARIABLES = {_INK: "--muted", _GRID: "--grid", _MARK: "--faint"} | {
 _FONT_SIZE = 9.5
 
 
-def draw_chart(chart: Chart) -> str:
-    """Return the chart's axes and lines as an SVG element, without its title and its legend."""
-    figure, axes = _axes()
+def draw_chart(chart: Chart, *, small: bool = False) -> str:
+    """Return the chart's axes and lines as an SVG element, without its title and its legend.
+
+    If `small`, it has the shape for a third of the page's width instead of half.
+    """
+    figure, axes = _axes(_SMALL_WIDTH if small else _WIDTH)
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=4 if small else 7)
     for mark in chart.marks:
         axes.axvline(mark, color=_MARK, linewidth=1, linestyle=(0, (3, 3)))
     last = 1.0
@@ -41,13 +45,12 @@ def draw_chart(chart: Chart) -> str:
         axes.plot(steps.tolist(), values.tolist(), color=color, linewidth=1.5, marker=dotted, markersize=3.5)
     axes.set_xlim(0, last)
     axes.set_ylim(*chart.limits)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     return _svg(figure, chart.title)
 
 
 def draw_histogram(positives: Tensor, negatives: Tensor) -> str:
     """Return a histogram of two sets of similarities, each scaled to its own number, as an SVG element."""
-    figure, axes = _axes(width=2 * _WIDTH, height=2.6)
+    figure, axes = _axes(1.3 * _WIDTH)
     both = torch.cat([positives, negatives]).double()
     both = both[both.isfinite()]
     low, high = (both.min().item(), both.max().item()) if len(both) else (-1.0, 1.0)
@@ -69,12 +72,13 @@ def series_color(number: int) -> str:
     return f"var(--series-{number % len(_SERIES)})"
 
 
-def _axes(width: float = _WIDTH, height: float = _HEIGHT) -> tuple[Any, Any]:
+def _axes(width: float, height: float = _HEIGHT) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height))
     figure.patch.set_visible(False)
-    axes = figure.subplots()
+    left, bottom, rest = 0.6 / width, 0.32 / height, 0.12  # inches, wide enough for the labels of the ticks
+    axes = figure.add_axes((left, bottom, 1 - left - rest / width, 1 - bottom - rest / height))
     axes.patch.set_visible(False)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -83,6 +87,7 @@ def _axes(width: float = _WIDTH, height: float = _HEIGHT) -> tuple[Any, Any]:
         spine.set_color(_GRID)
     axes.tick_params(length=0, labelcolor=_INK, labelsize=_FONT_SIZE, pad=5)
     axes.margins(y=0.08)
+    axes.ticklabel_format(useOffset=False)
     return figure, axes
 
 
@@ -111,7 +116,7 @@ def _svg(figure: Any, label: str) -> str:
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)  # it would hold for the page
     text = re.sub(r' id="[a-z0-9.]+_\d+"', "", text)  # several charts would share these
     text = re.sub(r" font-family: [^;]*;", "", text)  # that of the page
-    text = re.sub(r"(\d+\.\d\d)\d+", r"\1", text)
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), text)  # but no number on an axis
     text = re.sub(r"\n *", "\n", text.replace("xlink:href", "href").replace("<g/>", ""))
     for color, variable in _VARIABLES.items():
         text = text.replace(color, f"var({variable})")

@@ -12,7 +12,8 @@ from ..data.randomness import seeded
 from .content import Candidate, Evidence, Gallery, Item, Query
 from .search import shown_rows
 
-_SHOWN, _TOP, _MOST_PAIRS = 12, 5, 200_000
+_SHOWN, _TOP = 12, 5
+_MOST_PAIRS, _ROWS_OF_PAIRS = 100_000, 448
 
 Items = Callable[[int], Item]
 
@@ -103,12 +104,7 @@ def pair_similarities(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     order = labels.argsort(stable=True)
     a, b = order[:-1], order[1:]
     same = labels[a] == labels[b]
-    generator = seeded("pairs")
-    i, j = (torch.randint(len(labels), (_MOST_PAIRS,), generator=generator) for _ in range(2))
-    others = labels[i] != labels[j]
-
-    def products(a: Tensor, b: Tensor) -> Tensor:
-        parts = [(embeddings[c] * embeddings[d]).sum(1) for c, d in zip(a.split(8192), b.split(8192), strict=True)]
-        return torch.cat(parts) if len(a) else torch.empty(0)
-
-    return products(a[same][:_MOST_PAIRS], b[same][:_MOST_PAIRS]), products(i[others], j[others])
+    a, b = a[same][:_MOST_PAIRS], b[same][:_MOST_PAIRS]
+    i, j = (torch.randperm(len(labels), generator=seeded(side))[:_ROWS_OF_PAIRS] for side in ("rows", "columns"))
+    others = labels[i, None] != labels[j]
+    return (embeddings[a] * embeddings[b]).sum(1), (embeddings[i] @ embeddings[j].T)[others]

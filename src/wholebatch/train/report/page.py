@@ -10,6 +10,7 @@ from .content import Report
 from .images import data_uri, is_coarse
 
 _FOLDER = Path(__file__).parent
+_TWO_AND_THREE = 5  # charts: two in the first row, three in the second
 
 
 def render(report: Report) -> str:
@@ -30,7 +31,10 @@ def render(report: Report) -> str:
     values: dict[str, Any] = {
         "report": report,
         "style": Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
-        "charts": [(chart, Markup(draw_chart(chart))) for chart in report.curves],
+        "charts": [
+            (chart, Markup(draw_chart(chart, small=place >= 2 and len(report.curves) == _TWO_AND_THREE)))
+            for place, chart in enumerate(report.curves)
+        ],
         "histogram": Markup(draw_histogram(evidence.positives, evidence.negatives)) if has_similarities else None,
         "changed": changed,
         "others": [setting for setting in report.settings if setting.value == setting.default],

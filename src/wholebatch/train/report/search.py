@@ -12,7 +12,7 @@ from ..retrieval import ranks_of_partner
 from .content import Candidate, Evidence, Gallery, Item, Query
 
 _SHOWN, _TOP = 12, 5
-_MOST_NEGATIVES = 200_000
+_ROWS_OF_NEGATIVES = 448  # of each side: 200,000 pairs
 
 Items = Callable[[int], Item]
 
@@ -31,7 +31,7 @@ def search_evidence(
     for queries, candidates in ((first, second), (second, first)) if both_ways else ((first, second),):
         galleries += _galleries(queries, candidates)
     (_, x, _), (_, y, _) = first, second
-    note = f"{len(x):,} pairs that belong together, and {{}} pairs that do not"
+    note = f"{len(x):,} pairs that belong together, and {{}} pairs that do not: cosines. Each set is scaled to its own number."
     negatives, number = negative_similarities(x, y)
     return Evidence(galleries, (x * y).sum(1), negatives, note.format(number))
 
@@ -88,12 +88,12 @@ def _galleries(queries: tuple[str, Tensor, Items], candidates: tuple[str, Tensor
 
 
 def negative_similarities(x: Tensor, y: Tensor) -> tuple[Tensor, str]:
-    """Return x_i . y_j for j != i, of all pairs or of random ones if there are many, and their number in words."""
-    n = len(x)
-    if n * (n - 1) <= _MOST_NEGATIVES:
-        return (x @ y.T)[~torch.eye(n, dtype=torch.bool)], f"all {n * (n - 1):,}"
-    generator = seeded("negatives")
-    i = torch.randint(n, (_MOST_NEGATIVES,), generator=generator)
-    j = (i + torch.randint(1, n, (_MOST_NEGATIVES,), generator=generator)) % n
-    parts = [(x[a] * y[b]).sum(1) for a, b in zip(i.split(8192), j.split(8192), strict=True)]
-    return torch.cat(parts), f"{_MOST_NEGATIVES:,} random"
+    """Return x_i . y_j for j != i, of random rows if there are many, and the number of pairs in words.
+
+    >>> negative_similarities(torch.eye(2), torch.eye(2))
+    (tensor([0., 0.]), 'all 2')
+    """
+    i, j = (torch.randperm(len(x), generator=seeded(side))[:_ROWS_OF_NEGATIVES] for side in ("rows", "columns"))
+    different = i[:, None] != j
+    found = (x[i] @ y[j].T)[different]
+    return found, f"all {len(found):,}" if len(x) <= _ROWS_OF_NEGATIVES else f"{len(found):,} random"

@@ -1,0 +1,105 @@
+"""The tensors of one call of late interaction, and the reductions over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Facts, Inputs
+from ..pair_loss.agreed import Tower, reductions
+from ..pair_loss.reductions import Term
+from ..pair_loss.similarity import MAX_SIM, MAX_SIM_OF_ROWS
+from ..tokens import Packed
+from ._directions import NO_ID, check_reserved_ids, reserved_ids
+from ._documents import NOBODY, Owners, inputs_of_texts
+
+_REDUCED = {"query_to_document": "queries", "document_to_query": "documents"}  # whose rows or columns are reduced
+_IDS = ("query_ids", "document_ids")
+
+
+@dataclass(frozen=True)
+class LateInteractionBatch:
+    """The tensors of one call on this rank."""
+
+    queries: Packed
+    documents: Packed
+    owners: Owners
+    ids: dict[str, Tensor | None]
+    mean: bool  # over the tokens of a query
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether queries or documents have ids."""
+        return any(x is not None for x in self.ids.values())
+
+    @property
+    def tokens(self) -> list[int]:
+        """The number of tokens of queries, and of documents."""
+        return [len(self.queries.vectors), len(self.documents.vectors)]
+
+    def inputs(self, logit_scale: Tensor | float, weights: Tensor | None) -> Inputs:
+        """Return the inputs that are validated across ranks."""
+        return replace(
+            inputs_of_texts(self.queries, self.documents),
+            scalars={"logit_scale": logit_scale},
+            ids={name: (self.ids[name], of) for name, of in zip(_IDS, ("queries", "documents"), strict=True)},
+            weights=(weights, "queries"),
+        )
+
+    def read_back(self) -> dict[str, Tensor]:
+        """Return the numbers on the device that the checks of values need."""
+        return reserved_ids(self.ids)
+
+    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
+        """Raise ValueError for a reserved id; return no facts."""
+        check_reserved_ids(self.ids, found)
+        return {}
+
+    def reduced(
+        self, facts: Facts, directions: Sequence[str], terms: Callable[[bool], dict[str, Term]]
+    ) -> list[dict[str, Tensor]]:
+        """Return the reductions of each direction, (b,) each by the names of terms."""
+        of_queries, of_documents = (sum(of_ranks) for of_ranks in zip(*facts.of_ranks("tokens"), strict=True))
+        documents_stay = of_queries < of_documents
+        query_data, document_data = self._query_data(facts), self._document_data(facts)
+        if self.has_ids:
+            query_data["id"], document_data["id"] = self._ids(facts)
+        towers = {
+            "queries": Tower(facts.inputs["queries"], self.queries.lengths, query_data),
+            "documents": Tower(facts.inputs["documents"], self.documents.lengths, document_data),
+        }
+        found = reductions(
+            facts,
+            MAX_SIM_OF_ROWS if documents_stay else MAX_SIM,
+            terms(documents_stay),
+            dict(sorted(towers.items(), reverse=not documents_stay)),
+            {"scale": facts.inputs["logit_scale"]},
+            [_REDUCED[direction] for direction in directions],
+        )
+        positives = self.owners.positives.to(facts.device)
+        of_positives = {name: x[positives] for name, x in found["documents"].items()}
+        return [found["queries"] if name == "query_to_document" else of_positives for name in directions]
+
+    def _query_data(self, facts: Facts) -> dict[str, Tensor]:
+        if not self.mean:
+            return {}
+        return {"tokens": torch.tensor(self.queries.lengths, dtype=facts.dtype, device=facts.device)}
+
+    def _document_data(self, facts: Facts) -> dict[str, Tensor]:
+        first = facts.rows["queries"].offsets[facts.rank]
+        query = torch.where(self.owners.queries == NOBODY, NOBODY, self.owners.queries + first).to(facts.device)
+        return {"query": query, "positive": self.owners.is_positive.to(facts.device)}
+
+    def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
+        """Return the ids of queries and of documents; NO_ID where there is none."""
+        positives, device = self.owners.positives.to(facts.device), facts.device
+        of_queries, of_documents = (None if x is None else x.to(device, torch.int64) for x in self.ids.values())
+        if of_documents is None:
+            assert of_queries is not None
+            of_documents = torch.full((len(self.documents.lengths),), NO_ID, device=device)
+            of_documents[positives] = of_queries
+        return of_documents[positives] if of_queries is None else of_queries, of_documents

@@ -1,0 +1,141 @@
+"""Late interaction as terms of a declared loss: settings, the terms that they ask for, and the losses of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._checks import check_choice, check_label_smoothing
+from .._settings import check_flag, shown
+from ..nodes import RowStatistics
+from ..nodes.cross_entropy import many_positives, one_positive
+from ..pair_loss import Count, LogSumExp, Max, Sum
+from ..pair_loss.reductions import Term
+from ._directions import NO_ID
+from ._documents import NOBODY
+from ._pairs import EQUAL_IDS
+
+DocumentDirection = Literal["query_to_document", "document_to_query"]
+TokenReduction = Literal["sum", "mean"]
+TOKEN_REDUCTIONS = ("sum", "mean")
+DIRECTIONS = ("query_to_document", "document_to_query")
+
+Of = Callable[[Any, Any], Tensor]  # a function of the data of a query and of a document
+
+
+@dataclass(frozen=True)
+class LateInteractionSettings:
+    """The settings of one call, as :func:`wholebatch.functional.max_sim_loss` describes them."""
+
+    share_hard_negatives: bool
+    equal_ids: str
+    directions: tuple[str, ...]
+    token_reduction: str
+    label_smoothing: float
+
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        check_flag("share_hard_negatives", self.share_hard_negatives)
+        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
+        check_choice("token_reduction", self.token_reduction, TOKEN_REDUCTIONS)
+        check_label_smoothing(self.label_smoothing)
+        known = all(isinstance(of, str) and of in DIRECTIONS for of in self.directions)
+        if not known or not self.directions or len(set(self.directions)) < len(self.directions):
+            raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {shown(self.directions)}")
+
+    def terms(self, *, ids: bool, statistics: bool) -> Callable[[bool], dict[str, Term]]:
+        """Return a function that makes the terms, given whether documents are rows.
+
+        Args:
+            ids: whether queries and documents have ids.
+            statistics: whether the statistics of the batch are asked for.
+        """
+        several = ids and self.equal_ids == "positive"
+
+        def matched(q: Any, d: Any) -> Tensor:
+            found: Tensor = d.positive & (d.query == q.index)
+            return found | (d.id == q.id) & (q.id != NO_ID) if several else found
+
+        def negative(q: Any, d: Any) -> Tensor:
+            found = ~matched(q, d)
+            if ids and not several:
+                found = found & ((d.id != q.id) | (q.id == NO_ID))
+            if not self.share_hard_negatives:
+                found = found & (d.positive | (d.query == NOBODY) | (d.query == q.index))
+            return found
+
+        def candidate(q: Any, d: Any) -> Tensor:
+            return matched(q, d) | negative(q, d) if several else negative(q, d)
+
+        def made(documents_are_rows: bool) -> dict[str, Term]:
+            def of(function: Of) -> Of:
+                return (lambda x, y: function(y, x)) if documents_are_rows else function
+
+            def score(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+                q = y if documents_are_rows else x
+                found: Tensor = p.scale * s
+                return found / q.tokens if self.token_reduction == "mean" else found
+
+            def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+                return 2 * score(s, x, y, p)
+
+            found: dict[str, Term] = {
+                "logsumexp": LogSumExp(score, of(candidate)),
+                "target": Sum(score, of(matched)),
+            }
+            if several:
+                found["positives"] = Count(of(matched))
+            if self.label_smoothing:
+                found |= {"logits": Sum(score, of(candidate)), "count": Count(of(candidate))}
+            if statistics:
+                found |= {
+                    "largest": Max(score, of(negative), ties="split"),
+                    "negatives": LogSumExp(score, of(negative)),
+                    "squares": LogSumExp(doubled, of(negative)),
+                }
+            return found
+
+        return made
+
+
+@dataclass(frozen=True)
+class Side:
+    """One direction: statistics of each query's softmax, and the number of its positives, (b,) each; None: one."""
+
+    statistics: RowStatistics
+    positives: Tensor | None
+
+    @classmethod
+    def of(cls, reduced: Mapping[str, Tensor]) -> Side:
+        effective = None
+        if "squares" in reduced:
+            effective = torch.where(
+                reduced["squares"].isneginf(), 0.0, (2 * reduced["negatives"] - reduced["squares"]).exp()
+            )
+        statistics = RowStatistics(
+            reduced["logsumexp"],
+            reduced["target"],
+            reduced.get("logits"),
+            reduced.get("count"),
+            reduced.get("largest"),
+            effective,
+        )
+        return cls(statistics, reduced.get("positives"))
+
+    @property
+    def target(self) -> Tensor:
+        """The (mean) logit of each query's positives."""
+        assert self.statistics.target is not None
+        return self.statistics.target if self.positives is None else self.statistics.target / self.positives
+
+    def losses(self, label_smoothing: float) -> Tensor:
+        """Return the cross-entropy of each query, (b,)."""
+        if self.positives is not None:
+            return many_positives(self.statistics, self.positives, label_smoothing=label_smoothing)
+        lowest = torch.finfo(self.target.dtype).min / 4  # instead of -inf without negatives
+        side = replace(self.statistics, logsumexp=self.statistics.logsumexp.clamp(min=lowest))
+        return one_positive(side, self.target, label_smoothing=label_smoothing)

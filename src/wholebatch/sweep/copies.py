@@ -1,0 +1,65 @@
+"""Equal vectors of an item, so that of several winners with the same vector the first one is taken.
+
+A product of matrices may round the products of equal vectors differently, where its library has other instructions at
+the edges of a matrix. Which of them is the largest then depends on the size of a tile, and so on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .items import numbers_on
+
+_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**22  # numbers that are read at a time
+
+
+def first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
+    """Return the index of the first vector of the same item that is equal, for each vector; None: no two are equal.
+
+    Vectors are sorted by a hash of their bits, and those with the same hash are compared. The host waits for no GPU, so
+    there the index is always returned.
+
+    Args:
+        x: (n, d), float32 or float64, one item's vectors after the other's.
+        owners: (n,), the item of each vector.
+
+    >>> first_copies(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), torch.tensor([0, 0, 0, 1]))
+    tensor([0, 1, 0, 3])
+    """
+    found, order = _hashes(x, owners).sort(stable=True)
+    differs = found[1:] != found[:-1]
+    if not x.is_cuda and differs.all():
+        return None
+    del found
+    index = torch.arange(len(x), device=x.device)
+    starts = torch.where(differs, index[1:], 0).cummax(0).values  # of a run of equal hashes, for each but the first
+    first = index.clone()
+    first[order[1:]] = order[starts]
+    others = index if x.is_cuda else (first != index).nonzero()[:, 0]
+    for some in others.split(_rows_at_once(x)):
+        of_some = first[some]
+        equal = (owners[some] == owners[of_some]) & (x[some] == x[of_some]).all(1)
+        first[some] = torch.where(equal, of_some, some)
+    return first
+
+
+def _hashes(x: Tensor, owners: Tensor) -> Tensor:
+    """Return an integer for each vector: equal ones of an item have the same, and others almost never."""
+    bits = x.contiguous().view(torch.int32)
+    factors = _factors(bits.shape[1] + 1, x.device)
+    sums = [(some * factors[1:]).sum(1) for some in bits.split(_rows_at_once(x))]  # integers: exact in any order
+    return torch.cat(sums).add_(owners * factors[0])
+
+
+def _rows_at_once(x: Tensor) -> int:
+    return max(1, (_AT_ONCE_ON_A_GPU if x.is_cuda else _AT_ONCE) // max(1, x.shape[1]))
+
+
+@cache
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Return random odd integers, the same in each process."""
+    made = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0))
+    return numbers_on((2 * made + 1).tolist(), device)

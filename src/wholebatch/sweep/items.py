@@ -1,0 +1,61 @@
+"""The rows, or the columns, of a tile whose rows and columns are several vectors each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from ..partition import Partition, Ragged
+
+
+@dataclass(frozen=True)
+class Items:
+    """The rows, or the columns, of a tile, which consist of several vectors each.
+
+    Args:
+        ragged: the items alone.
+        starts: (items + 1,), where the vectors of each start, on the device.
+    """
+
+    ragged: Ragged
+    starts: Tensor
+
+    @classmethod
+    def of(cls, items: Ragged, starts: Tensor, at: slice) -> Items:
+        """Return consecutive ones of some items; `starts` are those of all of them."""
+        some = starts[at.start : at.stop + 1]
+        return cls(Ragged(Partition((at.stop - at.start,)), items.lengths[at]), some - some[0])
+
+    @property
+    def vectors(self) -> int:
+        """The number of vectors."""
+        return self.ragged.starts[-1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of vectors of each item, on the device."""
+        return self.starts.diff()
+
+    @property
+    def owners(self) -> Tensor:
+        """The item of each vector."""
+        index = torch.arange(len(self.starts) - 1, device=self.starts.device)
+        return index.repeat_interleave(self.lengths, output_size=self.vectors)
+
+    def add_sums_(self, into: Tensor, numbers: Tensor, part: slice) -> None:
+        """Add the sum of each item's rows of `numbers`, of the vectors in `part`: in a fixed order, also on a GPU."""
+        ends = self.ragged.starts
+        at = slice(bisect_right(ends, part.start) - 1, bisect_left(ends, part.stop))
+        offsets = (self.starts[at] - part.start).clamp_(min=0)
+        into[at] += embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum")
+
+
+def numbers_on(of: Sequence[int], device: torch.device) -> Tensor:
+    """Return integers on a device; no copy waits for a GPU."""
+    made = torch.tensor(of, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

@@ -1,0 +1,99 @@
+"""The memory of a sweep over tokens: how large its tiles and its buffer of products are, and which winners it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+import torch
+
+from .memory import Budget, Memory
+
+TOKENS_OF_A_PART = 1024  # of queries: with more of them, a part has too few documents
+_WINNERS_FOR_EACH_PRODUCT = 2  # entries of a tile's winners, for each entry of its buffer of products
+_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are computed at a time
+
+
+@dataclass(frozen=True)
+class TokenBudget(Budget):
+    """The memory that a sweep over tokens may allocate; `kept` counts bytes of winners and of S.
+
+    Args:
+        products: entries of the buffer of products.
+    """
+
+    products: int
+
+
+def pads(device: torch.device) -> bool:
+    """Return whether documents of several lengths are padded: many small operations are slow to start on a GPU."""
+    return device.type != "cpu"
+
+
+def at_once(tokens: int, longest: int, width: int, products: int, device: torch.device) -> tuple[int, int]:
+    """Return how many of a tile's query tokens, and of its documents, have their gradients computed at a time.
+
+    Their winners are few, and their gradients have no more numbers than the buffer of products.
+
+    Args:
+        tokens: of the tile's queries.
+        longest: the most tokens of a document.
+        width: d.
+        products: entries of the buffer of products.
+        device: of the tokens.
+    """
+    winners = min(_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE, products)
+    some = max(1, min(tokens, TOKENS_OF_A_PART, products // width))
+    return some, max(1, min(winners // some, products // (longest * width)))
+
+
+def integer_for(longest: int) -> torch.dtype:
+    """Return the smallest integer dtype for the place of a token in a document.
+
+    >>> integer_for(256), integer_for(257)
+    (torch.uint8, torch.int16)
+    """
+    return torch.uint8 if longest <= 2**8 else torch.int16 if longest <= 2**15 else torch.int32
+
+
+def fit_tokens(memory: Memory, *, longest: tuple[int, int], side: int, dtype: torch.dtype, kept: int) -> TokenBudget:
+    """Return the budget of one rank.
+
+    Args:
+        memory: "auto", "flat", or bytes.
+        longest: the most tokens of a query, and of a document.
+        side: of a tile whose rows and columns are single vectors; its square is the buffer of products.
+        dtype: of products.
+        kept: bytes of all winners and entries of S.
+
+    >>> fit_tokens("flat", longest=(32, 180), side=640, dtype=torch.float32, kept=10**9)
+    TokenBudget(side=160, kept=0, kept_dtype=torch.uint8, products=409600)
+    """
+    query, document = max(1, longest[0]), max(1, longest[1])
+    products, flat = side * side, bytes_of_flat(longest, side, dtype)
+    spare = 0
+    if memory == "auto":
+        spare = kept if kept <= products * dtype.itemsize else 0
+    elif isinstance(memory, int) and memory >= flat:
+        spare = min(kept, memory - flat)
+    elif isinstance(memory, int):
+        products = max(document, products * memory // flat)
+    of_tile = max(1, min(side, isqrt(_WINNERS_FOR_EACH_PRODUCT * products // query)))
+    return TokenBudget(of_tile, spare, torch.uint8, max(products, document))
+
+
+def bytes_of_flat(longest: tuple[int, int], side: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a buffer of products, of a tile's winners, and of two tiles of S."""
+    winners = _WINNERS_FOR_EACH_PRODUCT * side * side
+    tiles = 2 * winners // max(1, longest[0])
+    return (max(side * side, longest[1]) + tiles) * dtype.itemsize + winners * integer_for(longest[1]).itemsize
+
+
+def smallest_token_budget(longest_document: int, dtype: torch.dtype) -> int:
+    """Return the least bytes: the products of one query token and the longest document, and as much for all else."""
+    return 2 * max(1, longest_document) * dtype.itemsize
+
+
+def bytes_of_winners(tokens: int, documents: int, queries: int, longest: int, dtype: torch.dtype) -> int:
+    """Return the bytes of all winners of these query tokens and documents, and of their entries of S."""
+    return documents * (tokens * integer_for(longest).itemsize + queries * dtype.itemsize + 16)

@@ -1,0 +1,45 @@
+"""A hash of the data that a run is trained on, equal on ranks, and in starts of a run, that see the same data."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor
+
+
+def digest_of(*parts: str | Tensor | Any) -> str:
+    """Return a hash of these parts, in order: words, tensors, and Arrow arrays of texts.
+
+    Texts count by their letters alone, not by the way in which a file or its reader has arranged them.
+    """
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            found.update(f"{len(part)} {part}".encode())
+        elif isinstance(part, Tensor):
+            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            found.update(part.contiguous().numpy().data if part.numel() else b"")
+        else:
+            _update(found, part)
+    return found.hexdigest()
+
+
+def _update(found: Any, texts: Any) -> None:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([texts])
+    codes = column.dictionary_encode().unify_dictionaries()
+    distinct = codes.chunk(0).dictionary if codes.num_chunks else pa.array([], pa.string())
+    lengths = pc.binary_length(distinct).cast(pa.int64()).to_numpy(zero_copy_only=False)
+    found.update(f"{len(codes)} {len(distinct)}".encode())
+    found.update(lengths.tobytes())
+    _, ends, letters = distinct.buffers()
+    if letters is not None:
+        ends = np.frombuffer(ends, np.int64 if pa.types.is_large_string(distinct.type) else np.int32)
+        first = int(ends[distinct.offset])
+        found.update(letters.slice(first, int(lengths.sum())))
+    for chunk in codes.chunks:
+        found.update(chunk.indices.cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())

@@ -1,0 +1,77 @@
+"""data.json of a run folder: the hash of the data that the run was started with. `--resume` refuses other data.
+
+The file is sealed and never replaced. Checkpoints hold its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .._bounded_json import check_fields, sealed, unsealed
+from .._files import read_bounded, replacing
+from .._user_error import UserError
+
+FILE = "data.json"
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is remembered of the data."""
+
+    source: str
+    """`--data`."""
+    what: str
+    """Their numbers, in words."""
+    digest: str
+    """Their hash."""
+
+    def __str__(self) -> str:
+        return f"{self.what}, hash {self.digest[:12]}"
+
+
+def write_data_facts(folder: Path, facts: DataFacts) -> None:
+    """Write the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replacing(folder / FILE) as file:
+        file.write(sealed(asdict(facts)))
+
+
+def check_same_data(folder: Path, now: DataFacts) -> None:
+    """Compare the data with those that the run was started with.
+
+    A run that was killed between its first two files gets the second one now: it has no step yet, and if its checkpoint
+    says otherwise, that refuses the file.
+
+    Raises:
+        UserError: other data, a damaged file, or one that cannot be written.
+    """
+    file = folder / FILE
+    try:
+        if not file.exists() and not file.is_symlink():
+            write_data_facts(folder, now)
+            return
+        values = unsealed(read_bounded(file, _MOST_BYTES), str(file))
+        before = DataFacts(**check_fields(values, str(file), {"source": str, "what": str, "digest": str}))
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be read or written: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if before.digest != now.digest:
+        raise UserError(
+            f"--resume continues with the data of the run: {before.source!r} held {before}, and holds {now} now. "
+            "Restore the data, or start a new run"
+        )
+
+
+def digest_of_data_facts(folder: Path) -> str | None:
+    """Return the digest of the file; None if it does not exist."""
+    file = folder / FILE
+    if not file.exists() and not file.is_symlink():
+        return None
+    return hashlib.sha256(read_bounded(file, _MOST_BYTES)).hexdigest()

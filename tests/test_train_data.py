@@ -1,0 +1,573 @@
+"""A user's data in every form: the same pairs, the same split, and the same batches however they are read."""
+
+import csv
+import gc
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from data_sets import FORMS, TEXTS, picture, png, shard, write_pictures
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import wholebatch as wb
+from wholebatch._user_error import UserError
+from wholebatch.partition import Partition
+from wholebatch.train.batches import PairBatches, Reader
+from wholebatch.train.config import ModelConfig, TrainConfig
+from wholebatch.train.data.cache import cache_folder
+from wholebatch.train.data.feed import Feed, died, prepared, workers_of_a_rank
+from wholebatch.train.data.load import load_data, table_pairs
+from wholebatch.train.data.open_table import open_table
+from wholebatch.train.data.pairs import Order, batch_of_step, joined, split_groups
+from wholebatch.train.data.roles import asked_roles, find_roles
+from wholebatch.train.data.sides import Texts
+from wholebatch.train.encoders.inputs import map_tensors
+from wholebatch.train.encoders.small import Pad, Words
+from wholebatch.train.tasks import make_task
+
+CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
+SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def pairs_of(data, **settings):
+    return table_pairs(open_table(str(data)), replace(CONFIG, **settings))
+
+
+def pixels(pictures, rows):
+    return [np.asarray(each.convert("RGB")).tobytes() for each in pictures.items(rows)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_pairs(tmp_path, monkeypatch, form):
+    if form == "a saved data set" and find_spec("datasets") is None:
+        pytest.skip("datasets is not installed")
+    monkeypatch.chdir(tmp_path)
+    data = FORMS[form](tmp_path)
+    for start in ("read", "from the cache"):
+        pairs = pairs_of(data)
+        rows = pairs.rows(torch.arange(len(pairs)))
+        images, texts = pairs.sides.values()
+        found = dict(zip(texts.items(rows), pixels(images, rows), strict=True))
+        assert found == {text: np.asarray(picture(i)).tobytes() for i, text in enumerate(TEXTS)}, start
+        assert (len(pairs), len(pairs.order)) == (len(TEXTS), len(TEXTS))
+    assert not (tmp_path / "executed").exists(), "the pickles of a shard are not loaded"
+
+
+def test_the_digest_is_that_of_the_contents(tmp_path):
+    """The form of a file does not change it, and neither does its time; a text, an order or a picture does."""
+    digests = {pairs_of(FORMS[form](tmp_path)).digest for form in ("csv", "tsv", "jsonl", "parquet of paths")}
+    assert len(digests) == 1
+    path = FORMS["csv"](tmp_path)
+    os.utime(path, (1, 1))
+    assert pairs_of(path).digest in digests
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for other in (lines[:-1], [lines[0], *lines[:0:-1]], [*lines[:-1], lines[-1].replace("sun", "son")]):
+        path.write_text("".join(other), encoding="utf-8")
+        digests.add(pairs_of(path).digest)
+    path.write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "images" / "0.png").write_bytes(png(99) + b"\0")
+    digests.add(pairs_of(path).digest)
+    assert len(digests) == 5
+
+
+def test_columns_have_usual_names_or_those_of_the_option(tmp_path):
+    names = write_pictures(tmp_path)
+    for header, columns in (
+        ("filepath,title", ""),
+        ("File_Name,Caption", ""),
+        ("a,b", "image=a,text=b"),
+        ("b,image", "image=b,text=image"),
+        ("img,class", ""),
+    ):
+        path = tmp_path / "pairs.csv"
+        path.write_text(header + "\n" + "".join(f"{name},{i}\n" for i, name in enumerate(names)))
+        pairs = pairs_of(path, columns=columns)
+        assert pairs.names == ("image", "text")
+        assert pairs.sides["text"].items(torch.arange(6)) == list("012345")
+    path.write_text("image,text,label\n" + "".join(f"{name},t{i},{i % 2}\n" for i, name in enumerate(names)))
+    table = open_table(str(path))
+    assert find_roles(table, "", task="retrieve") == {"image": ["image"], "text": ["text"]}
+    assert find_roles(table, "", task="identify") == {"image": ["image"], "text": ["label"]}
+    assert find_roles(table, "text=text", task="identify") == {"image": ["image"], "text": ["text"]}
+    assert asked_roles("query=q, negatives=a+b") == {"query": ["q"], "negatives": ["a", "b"]}
+
+
+# Pictures.
+def odd_pictures():
+    """Return files of pictures in unusual modes, with the color of their upper left corner as a viewer shows it."""
+    turned = Image.new("RGB", (12, 12), (0, 0, 255))
+    turned.paste((255, 0, 0), (0, 6, 6, 12))  # at the lower left; the orientation says: turn it clockwise
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    clear = Image.new("RGBA", (12, 12), (9, 9, 9, 0))
+    deep = Image.fromarray(np.full((12, 12), 0x8000, np.uint16))
+    palette = Image.new("RGB", (12, 12), (10, 200, 30)).quantize(4)
+    cmyk = Image.new("CMYK", (12, 12), (255, 0, 0, 0))
+    for image, kind, options, color in (
+        (turned, "jpeg", {"exif": exif, "quality": 100}, (255, 0, 0)),
+        (clear, "png", {}, (255, 255, 255)),
+        (deep, "png", {}, (128, 128, 128)),
+        (palette, "gif", {}, (10, 200, 30)),
+        (cmyk, "jpeg", {"quality": 100}, (0, 255, 255)),
+    ):
+        content = io.BytesIO()
+        image.save(content, format=kind, **options)
+        yield kind, content.getvalue(), color
+
+
+@pytest.mark.parametrize("source", ["files", "bytes", "shard"])
+def test_unusual_pictures_are_the_same_from_every_source(tmp_path, source):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from data_sets import add
+
+    every = [*odd_pictures()]
+    data = tmp_path / {"files": "pairs.csv", "bytes": "pairs.parquet", "shard": "pairs.tar"}[source]
+    if source == "files":
+        for i, (kind, content, _) in enumerate(every):
+            (tmp_path / f"{i}.{kind}").write_bytes(content)
+        data.write_text("image,text\n" + "".join(f"{i}.{kind},t{i}\n" for i, (kind, *_) in enumerate(every)))
+    elif source == "bytes":
+        pq.write_table(pa.table({"image": [e[1] for e in every], "text": [f"t{i}" for i in range(len(every))]}), data)
+    else:
+        import tarfile
+
+        with tarfile.open(data, "w") as tar:
+            for i, (kind, content, _) in enumerate(every):
+                add(tar, f"{i}.{kind}", content)
+                add(tar, f"{i}.txt", f"t{i}".encode())
+    images = pairs_of(data).sides["image"]
+    found = images.inputs(torch.arange(len(every)), Pad(12, 3), channels=3)
+    for pixel, (kind, _, color) in zip(found[:, :, 0, 0].tolist(), every, strict=True):
+        assert max(abs(a - b) for a, b in zip(pixel, color, strict=True)) <= 8, (kind, pixel, color)
+
+
+# Groups and the split.
+def groups_by_search(columns):
+    """Return the rows of each group, by following equal values from row to row."""
+    n, left, found = len(columns[0]), set(range(len(columns[0]))), []
+    while left:
+        group, new = set(), [min(left)]
+        while new:
+            row = new.pop()
+            if row not in group:
+                group.add(row)
+                new += [other for other in range(n) if any(column[row] == column[other] for column in columns)]
+        found.append(group)
+        left -= group
+    return sorted(map(sorted, found))
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=30))
+def test_groups_are_connected_by_texts_and_pictures(rows):
+    columns = [*zip(*rows, strict=True)]
+    found = joined([torch.tensor(column) for column in columns])
+    together = {}
+    for row, label in enumerate(found.tolist()):
+        together.setdefault(label, []).append(row)
+    assert sorted(together.values()) == groups_by_search(columns)
+
+
+def repeated(folder, choices):
+    """Write a table of (picture, text) numbers; every second use of a picture is a copy of its file."""
+    (folder / "images").mkdir(exist_ok=True)
+    lines = ["image,text\n"]
+    for row, (image, text) in enumerate(choices):
+        name = f"images/{image}.png" if row % 2 else f"images/{image}-{row}.png"
+        if not (folder / name).exists():
+            (folder / name).write_bytes(png(image))
+        lines.append(f"{name},text {text}\n")
+    (folder / "pairs.csv").write_text("".join(lines))
+    return folder / "pairs.csv"
+
+
+def split_by_row(count, *, validation, test, seed):
+    """Return the plausible wrong split, which does not know of repetitions."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order[validation + test :], order[test : test + validation], order[:test]
+
+
+def shared(parts, values):
+    """Return the values that are in two of the parts."""
+    sets = [{values[row] for row in part} for part in parts]
+    return set().union(*(a & b for i, a in enumerate(sets) for b in sets[:i]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_repeated_texts_and_pictures_are_on_one_side_of_the_split_and_once_in_a_batch(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    choices = rng.integers(0, 60, (48, 2)).tolist()
+    pairs = pairs_of(repeated(tmp_path, choices))
+    images, texts = ([row[side] for row in choices] for side in (0, 1))
+    assert len(pairs) == len(groups_by_search([images, texts]))
+    assert 6 < len(pairs) < 40, "some rows are connected, and not all of them"
+    split = split_groups(pairs, validation=1, test=2, seed=seed)
+    parts = [
+        [row for g in part.tolist() for row in pairs.order[pairs.first[g] : pairs.first[g + 1]].tolist()]
+        for part in (split.train, split.validation, split.test)
+    ]
+    assert sorted(row for part in parts for row in part) == [*range(48)]
+    assert not shared(parts, images)
+    assert not shared(parts, texts)
+    naive = [part.tolist() for part in split_by_row(48, validation=8, test=12, seed=seed)]
+    assert shared(naive, images) or shared(naive, texts), "the split by row is wrong, and this test sees it"
+    order = Order(split.train, batch_size=3, seed=seed)
+    for step in range(12):
+        rows = batch_of_step(order, pairs, step=step, seed=seed)[0].tolist()
+        for values in (images, texts):
+            assert len({values[row] for row in rows}) == len(rows)
+
+
+def test_equal_pictures_are_found_in_bytes_and_shards(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = ["a", "b", "c"]
+    pq.write_table(pa.table({"image": [png(1), png(2), png(1)], "text": texts}), tmp_path / "pairs.parquet")
+    for number in range(2):
+        shard(tmp_path / f"{number}.tar", range(3))  # the same pictures and texts in both
+    assert [len(pairs_of(tmp_path / name)) for name in ("pairs.parquet", "*.tar")] == [2, 3]
+
+
+# Batches.
+def batches_of(pairs, rank=0, size=1, batch_size=4, chunk_size=0):
+    config = replace(CONFIG, batch_size=batch_size, chunk_size=chunk_size)
+    split = split_groups(pairs, validation=0, test=0, seed=0)
+    readers = {"image": Reader(Pad(16, 3), 3), "text": Reader(Words(12, 64), 3)}
+    return PairBatches(pairs, split.train, readers, config, Partition.even(batch_size, size).rows(rank))
+
+
+def flat(batch):
+    found = [batch.names]
+    for chunk in batch.chunks:
+        for inputs in (chunk.first, chunk.second):
+            map_tensors(found.append, inputs)
+    return found
+
+
+def assert_equal(batch, other):
+    for x, y in zip(flat(batch), flat(other), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.fixture
+def many(tmp_path):
+    """Return 40 pairs, of which each batch is made."""
+    names = write_pictures(tmp_path, 40)
+    (tmp_path / "pairs.csv").write_text("image,text\n" + "".join(f"{name},text {i}\n" for i, name in enumerate(names)))
+    return pairs_of(tmp_path / "pairs.csv")
+
+
+@pytest.mark.parametrize("first", [0, 3, 17])
+def test_batches_are_equal_with_workers_from_any_step(many, first):
+    prepare = batches_of(many, chunk_size=3)
+    feed = Feed(prepare, stop=20, workers=2)
+    for step in range(first, 20):
+        assert_equal(feed.at(step), prepare(step))
+    assert feed._ahead is None, "the last step ends the workers"
+    assert_equal(feed.at(first), prepare(first))
+    feed.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_have_parts_of_the_same_batch(many, size):
+    whole = batches_of(many, batch_size=7)
+    for step in (0, 5, 11):
+        parts = [batches_of(many, rank, size, 7)(step) for rank in range(size)]
+        images = torch.cat([part.chunks[0].first for part in parts])
+        assert torch.equal(images, whole(step).chunks[0].first)
+        assert torch.equal(torch.cat([part.names for part in parts]), whole(step).names)
+
+
+def test_workers_start_in_other_ways_than_by_a_fork(many):
+    """Python 3.14 does not fork: everything that a worker needs can be pickled."""
+    prepare = batches_of(many)
+    for step, batch in enumerate(prepared(prepare, range(2), workers=1, context="spawn")):
+        assert_equal(batch, prepare(step))
+    gc.collect()
+
+
+def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    automatic = replace(CONFIG, workers=-1)
+    assert [workers_of_a_rank(automatic, many.sides, size) for size in (1, 2, 4, 8)] == [6, 3, 1, 1]
+    assert workers_of_a_rank(automatic, {"query": Texts(["a"])}, 1) == 0, "texts are read at once"
+    assert workers_of_a_rank(CONFIG, many.sides, 1) == 0
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    assert workers_of_a_rank(automatic, many.sides, 1) == 8
+
+
+class Fails:
+    """Prepare numbers, and fail at one in a way."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __call__(self, key):
+        if key == 3 and self.how == "mistake":
+            raise UserError("pairs.csv, line 4: no picture")
+        if key == 3:
+            os.kill(os.getpid(), self.how)
+        return torch.tensor(key)
+
+
+def test_a_mistake_in_a_worker_is_the_users(many):
+    with pytest.raises(UserError, match=r"^pairs.csv, line 4: no picture$"):
+        [*prepared(Fails("mistake"), range(9), workers=2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (signal.SIGKILL, r"^was killed by a signal \(Killed\); was the machine out of memory\?"),
+        (signal.SIGBUS, r"^had too little shared memory; enlarge /dev/shm"),
+    ],
+)
+def test_a_worker_that_dies_is_named(how, said):
+    with pytest.raises(RuntimeError) as caught:
+        [*prepared(Fails(how), range(9), workers=1)]
+    assert re.search(said, died(caught.value)), caught.value
+    assert not died(ValueError("DataLoader worker")), "only torch's own error"
+    assert not died(RuntimeError("shapes differ"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_workers_ignore_the_signals_of_their_rank():
+    def dispositions(_):
+        asked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        return [signal.getsignal(each) == signal.SIG_IGN for each in asked], torch.get_num_threads()
+
+    assert [*prepared(dispositions, range(1), workers=1)] == [([True] * 3, 1)]
+
+
+# Mined negatives.
+def write_queries(folder, lines):
+    path = folder / "queries.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+NEGATIVES = [["n1", "n2"], [], ["p0", "n1"], ["n3"], None, [" ", "n4"]]
+
+
+def of_rows(negatives, rows):
+    return [negatives.of(torch.tensor([row]))[0] for row in rows]
+
+
+def test_negatives_are_lists_or_columns_with_any_number_of_texts(tmp_path):
+    lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": n} for i, n in enumerate(NEGATIVES)]
+    expected = [["n1", "n2"], [], ["p0", "n1"], ["n3"], [], ["n4"]]
+    pairs = pairs_of(write_queries(tmp_path, lines))
+    assert pairs.names == ("query", "document")
+    assert of_rows(pairs.negatives, range(6)) == expected
+    texts, names = pairs.negatives.of(torch.tensor([2, 0]))
+    assert texts == ["p0", "n1", "n1", "n2"]
+    assert names[1] == names[2], "equal texts have equal numbers"
+    assert names[0] == pairs.positive_names[0], "and so has the positive of another row"
+    assert len({*pairs.positive_names.tolist(), *names.tolist()}) == 8
+    with (tmp_path / "queries.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["anchor", "passage", "negative_1", "negative_2"])
+        writer.writerows([f"q{i}", f"p{i}", *(n or []), *[""] * (2 - len(n or []))] for i, n in enumerate(NEGATIVES))
+    columns = pairs_of(tmp_path / "queries.csv")
+    assert of_rows(columns.negatives, range(6)) == expected
+    assert torch.equal(columns.positive_names, pairs.positive_names)
+    named = pairs_of(tmp_path / "queries.csv", columns="query=anchor,positive=passage,negatives=negative_2")
+    assert of_rows(named.negatives, range(6)) == [["n2"], [], ["n1"], [], [], ["n4"]]
+
+
+def test_data_without_any_negative_have_none(tmp_path):
+    lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": []} for i in range(4)]
+    assert pairs_of(write_queries(tmp_path, lines)).negatives is None
+
+
+def test_negatives_of_another_type_are_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"query": ["a", "b"], "positive": ["c", "d"], "negatives": [[1], [2]]})
+    pq.write_table(table, tmp_path / "numbers.parquet")
+    with pytest.raises(UserError, match=r"column 'negatives' must hold texts, or lists of texts, .* got list<.*int64>"):
+        pairs_of(tmp_path / "numbers.parquet")
+
+
+@pytest.mark.parametrize("chunk_size", [0, 2])
+def test_a_negative_that_equals_a_positive_is_no_candidate_of_its_query(tmp_path, chunk_size):
+    """The loss is compared with the definition, written out for each query."""
+    lines = [
+        {"query": "red fox", "positive": "a fox", "negatives": ["a dog", "two trees"]},
+        {"query": "boat", "positive": "two trees", "negatives": ["a fox"]},
+        {"query": "snow", "positive": "cold", "negatives": []},
+        {"query": "sun", "positive": "warm", "negatives": ["a dog", "cold", "moon"]},
+        *({"query": f"q{i}", "positive": f"p{i}"} for i in range(8)),
+    ]
+    data = write_queries(tmp_path, lines)
+    config = TrainConfig(
+        data=str(data), model=SMALL_MODEL, batch_size=9, validation_texts=1, test_texts=1, chunk_size=chunk_size
+    )
+    config, (pairs, split) = load_data(config, 1)
+    task = make_task(config, (pairs, split), torch.device("cpu"), rank=0, size=1)
+    loss = task.add_gradients(0).item()
+
+    order = Order(split.train, batch_size=9, seed=0)
+    rows, _ = batch_of_step(order, pairs, step=0, seed=0)
+    queries, documents = (side.items(rows) for side in pairs.sides.values())
+    own = of_rows(pairs.negatives, rows.tolist())
+    negatives = [text for each in own for text in each]
+    assert set(negatives) & set(documents), "a case to leave out"
+    model = task._encoder
+    prepare = model.encoder("query").prepare
+    with torch.no_grad():
+        x, y, z = (model.encode(side, prepare(texts)) for side, texts in
+                   (("query", queries), ("document", documents), ("document", negatives)))  # fmt: skip
+        scale = model.logit_scale
+
+        def definition(*, leave_out):
+            terms = []
+            for i, right in enumerate(documents):
+                allowed = [j for j, text in enumerate(negatives) if not (leave_out and text == right)]
+                logits = scale * torch.cat([y @ x[i], z[allowed] @ x[i]])
+                terms.append(logits.logsumexp(0) - logits[i])
+            return torch.stack(terms).mean().item()
+
+        numbers = {text: number for number, text in enumerate(dict.fromkeys([*documents, *negatives]))}
+        ids = [torch.tensor([numbers[text] for text in texts]) for texts in (documents, negatives)]
+        reference = wb.reference.info_nce_loss(
+            x, y, logit_scale=scale, negatives=z, query_ids=ids[0], negative_ids=ids[1]
+        ).item()
+    assert loss == pytest.approx(definition(leave_out=True), rel=1e-5)
+    assert reference == pytest.approx(definition(leave_out=True), rel=1e-5)
+    assert abs(loss - definition(leave_out=False)) > 1e-3, "a positive among the negatives would show"
+
+
+# The cache.
+def arrow_files():
+    return sorted(path.name for path in cache_folder().glob("*.arrow"))
+
+
+def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
+    path = FORMS["csv"](tmp_path)
+    first = pairs_of(path).digest
+    (name,) = arrow_files()
+    monkeypatch.setattr("wholebatch.train.data.open_table.read_separated", None)
+    assert pairs_of(path).digest == first, "from the cache"
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path.write_text(path.read_text(encoding="utf-8").replace("snow", "rain"), encoding="utf-8")
+    os.utime(path, (5, 5))
+    assert pairs_of(path).digest != first
+    (other,) = arrow_files()
+    assert other != name, "the table of the earlier version is removed"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "zeros", "empty"])
+def test_a_damaged_cache_file_is_written_again(tmp_path, damage):
+    path = FORMS["csv"](tmp_path)
+    first = pairs_of(path).digest
+    (name,) = arrow_files()
+    file = cache_folder() / name
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    file.write_bytes(
+        {"cut": whole[:middle], "flipped": whole[:middle] + bytes([whole[middle] ^ 8]) + whole[middle + 1 :],
+         "zeros": bytes(len(whole)), "empty": b""}[damage]
+    )  # fmt: skip
+    pairs = pairs_of(path)
+    assert pairs.digest == first
+    assert pairs.sides["text"].items(torch.tensor([3])) == ["snow"]
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("where", ["open", "write", "fsync", "mkdir"])
+def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monkeypatch, where):
+    full = OSError(28, "No space left on device")
+
+    def fails(*args, **kwargs):
+        raise full
+
+    path = FORMS["csv"](tmp_path)
+    expected = pairs_of(path).digest
+    shutil.rmtree(tmp_path / "cache")
+    if where == "write":
+        monkeypatch.setattr("wholebatch.train.data.cache._Sink.write", _write_that_fails)
+    else:
+        monkeypatch.setattr(
+            {"open": "tempfile.NamedTemporaryFile", "fsync": "os.fsync", "mkdir": "pathlib.Path.mkdir"}[where], fails
+        )
+    said = []
+    table = open_table(str(path))
+    pairs = table_pairs(table, CONFIG, say=said.append)
+    assert pairs.digest == expected
+    assert "the table is in the memory of each rank: the cache" in said[0]
+    assert "No space left on device" in said[0]
+    monkeypatch.setattr("wholebatch.train.data.cache._MOST_BYTES", 10)
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device; set XDG_CACHE_HOME to a folder"):
+        open_table(str(path))
+    monkeypatch.undo()
+    assert not [*(tmp_path / "cache").rglob("*.partial")]
+
+
+def _write_that_fails(self, content):
+    from wholebatch.train.data.cache import _CannotWriteError
+
+    raise _CannotWriteError(OSError(28, "No space left on device"))
+
+
+def test_an_error_of_the_source_is_not_taken_for_one_of_the_cache(tmp_path):
+    path = FORMS["csv"](tmp_path)
+    path.write_text("image,text\n" + "a.png,b\n" * 9 + 'a.png,"b\n')
+    with pytest.raises(UserError, match=r"pairs.csv, line 11: not a CSV file: unexpected end of data"):
+        open_table(str(path))
+    assert not [*cache_folder().glob("*.arrow")]
+    assert not [*cache_folder().glob("*.partial")]
+
+
+def test_processes_that_start_together_read_the_source_once(tmp_path, monkeypatch):
+    """Threads stand for processes: each opens the lock file for itself, which is what flock goes by."""
+    from wholebatch.train.data import open_table as module
+
+    path, reads, original = FORMS["csv"](tmp_path), [], module.read_separated
+    monkeypatch.setattr(module, "read_separated", lambda path: (reads.append(path), original(path))[1])
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(open_table(str(path)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(reads) == 1
+    assert len(arrow_files()) == 1
+
+
+def test_without_locks_processes_write_equal_files(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    path = FORMS["csv"](tmp_path)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(pairs_of(path).digest)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 3
+    assert len(arrow_files()) == 1

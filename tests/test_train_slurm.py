@@ -1,0 +1,160 @@
+"""Ranks that `srun` has started find each other by Slurm's variables, and give the numbers of one process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from glyph_files import write_pairs
+from train_runs import TRAIN, difference, options
+
+from wholebatch import _slurm
+from wholebatch.__main__ import main
+from wholebatch._launcher import launcher_size
+from wholebatch._slurm import first_host, use_variables_of_slurm
+from wholebatch._user_error import UserError
+from wholebatch.train import launch
+from wholebatch.train.config import TrainConfig
+from wholebatch.train.resume import resume_command
+from wholebatch.train.run_folder import RunFolder
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STEP = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "4242", "SLURM_NODEID": "2",
+        "SLURM_JOB_NODELIST": "gpu[07-09],login1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NNODES": "4"}  # fmt: skip
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Return a function that sets Slurm's variables; torchrun's are not set, and are removed at the end."""
+    for name in (*TORCHRUN, *(name for name in os.environ if name.startswith("SLURM_"))):
+        monkeypatch.setenv(name, "")  # so that the value of before comes back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(_slurm.shutil, "which", lambda program: None)
+
+    def set_them(values):
+        for name, value in values.items():
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    return set_them
+
+
+def test_the_variables_are_those_of_torchrun(variables):
+    variables(STEP)
+    assert use_variables_of_slurm() == "", "rank 0 alone reports"
+    assert {name: os.environ[name] for name in TORCHRUN} == {
+        "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "16242",
+    }  # fmt: skip
+    assert launcher_size() == 7
+
+
+def test_steps_of_a_job_on_some_of_its_nodes(variables):
+    variables(STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu09",
+                      "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_ID": "1"})  # fmt: skip
+    line = use_variables_of_slurm()
+    assert line.startswith("Slurm has started 2 processes, which meet at gpu09:17251; ")
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "2")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"SLURM_NTASKS": "4"},  # a script of sbatch before it calls srun has no rank, or is one of one
+        STEP | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        STEP | {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_one_process_and_torchrun_are_left_alone(variables, values):
+    variables(values)
+    before = dict(os.environ)
+    assert use_variables_of_slurm() == ""
+    assert dict(os.environ) == before
+
+
+def test_addresses_of_the_user_count(variables):
+    variables(STEP | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"})
+    use_variables_of_slurm()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.7", "4000")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"SLURM_PROCID": "7"}, "SLURM_PROCID must be an integer from 0 to 6, got '7'"),
+        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS must be an integer of at least 1, got 'many'"),
+        ({"SLURM_LOCALID": None}, "SLURM_PROCID is set, but SLURM_LOCALID is not"),
+        ({"SLURM_TASKS_PER_NODE": "2x3"}, "must be a list such as 2(x3),1; got '2x3'"),
+        ({"SLURM_TASKS_PER_NODE": None}, "SLURM_NNODES is above 1, but SLURM_TASKS_PER_NODE is not set"),
+        ({"SLURM_NODEID": "4"}, "SLURM_NODEID must be an integer from 0 to 3, got '4'"),
+        ({"SLURM_JOB_NODELIST": "gpu[07-"}, "must be a list such as gpu[03-05],login1; got 'gpu[07-'"),
+    ],
+)
+def test_contradictions_are_one_line(variables, capsys, changed, message):
+    variables(STEP | changed)
+    assert main(["train"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_scontrol_knows_the_hosts_best(variables, monkeypatch, tmp_path):
+    """The program of the test prints another host than the parser would, so that its use is seen."""
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && echo "from-$3" && echo other\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(_slurm.shutil, "which", lambda name: str(program))
+    assert first_host("a1,a2") == "from-a1,a2"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(UserError, match=r"`scontrol show hostnames a1` failed: .* set MASTER_ADDR"):
+        first_host("a1")
+
+
+def test_each_process_may_see_its_gpu_alone(variables, monkeypatch):
+    variables(STEP)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert launch._device(TrainConfig(), 1, 2).type == "cpu", "two ranks share one GPU, which NCCL refuses"
+    variables({"SLURM_GPUS_PER_TASK": "1"})
+    assert launch._device(TrainConfig(), 1, 2) == torch.device("cuda", 0)
+    assert chosen == [0]
+
+
+def test_the_command_that_resumes_names_srun(variables, monkeypatch, tmp_path):
+    variables(STEP)
+    use_variables_of_slurm()
+    RunFolder.create(tmp_path / "run", TrainConfig()).close()
+    expected = f"srun as before, with {sys.executable} -m wholebatch train --resume {tmp_path}/run"
+    assert resume_command(tmp_path / "run", TrainConfig()) == expected
+
+
+def test_two_processes_give_the_numbers_of_one(variables, tmp_path):
+    data = write_pairs(tmp_path)
+    quick = ["--no-audit", "--no-tensorboard"]
+    assert main(["train", *options(data, tmp_path / "one", *quick)]) == 0
+    of_job = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+    processes = [
+        subprocess.Popen(
+            TRAIN + options(data, tmp_path / "two", *quick),
+            env=os.environ | of_job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert "Slurm has started 2 processes, which meet at localhost:" in printed[0]
+    assert "global batch 48 on 2 processes" in printed[0]
+    assert printed[1] == "", "rank 0 reports"
+    assert difference(tmp_path / "one", tmp_path / "two") <= 1e-4
