@@ -505,7 +505,7 @@ def test_mistakes_in_data_and_queries_are_one_line(run, data, tmp_path, capsys):
         (["search", run, tmp_path / "bad.png"], "cannot be read as an image"),
         (["search", run, "a", "--in", tmp_path / "bad.npy"], "cannot be read as a file of features"),
         (["search", run, "a", "--in", tmp_path / "objects.npy"], "cannot be read as a file of features"),
-        (["search", run, "a", "--in", tmp_path / "narrow.npy"], "has features of 4, and those of the run have 32"),
+        (["search", run, "a", "--in", tmp_path / "narrow.npy"], "has features of 4, expected 32"),
         (["search", run, "a", "--in", tmp_path / "other.csv"], "has no column for the image"),
         (["search", run, "--queries", tmp_path / "other.csv"], "has no column for the"),
         (["evaluate", run, tmp_path / "other.csv"], "has no column for the image"),

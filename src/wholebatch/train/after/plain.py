@@ -112,16 +112,24 @@ def _weights(network: str, prefix: str) -> str:
 
 def _small_image(values: dict[str, Any], _: Path, __: str, side: str, name: str, prefix: str) -> Lines:
     sizes, size, channels = values["sizes"], values["image_size"], values["channels"]
+    mode = "L" if channels == 1 else "RGB"
     arguments = (
         f"channels={channels}, image_size={size}, width={sizes['image_width']}, "
         f"embedding_size={sizes['embedding_size']}"
     )
     return Lines(
-        ["from networks import ImageNetwork", "from pictures import read_image"],
+        [
+            "import numpy",
+            "from networks import ImageNetwork",
+            "from pictures import open_picture",
+            "from PIL import ImageOps",
+        ],
         [f"{name}_encoder = ImageNetwork({arguments})", _weights(f"{name}_encoder", prefix)],
         [
-            f'pixels = [read_image(Path(name), size={size}, channels={channels}) for name in ["picture.png"]]',
-            f"{side} = {name}_encoder(torch.stack(pixels))",
+            f'pictures = [open_picture(Path(name)).convert({mode!r}) for name in ["picture.png"]]',
+            f"pixels = numpy.stack([ImageOps.pad(picture, ({size}, {size})) for picture in pictures])",
+            f"pixels = torch.from_numpy(pixels).view(-1, {size}, {size}, {channels}).permute(0, 3, 1, 2)",
+            f"{side} = {name}_encoder(pixels)",
         ],
         ("numpy", "pillow"),
     )
