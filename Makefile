@@ -72,8 +72,9 @@ jax: .venv/dev-installed
 ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision embedders late)
 	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
-# Tests inside trainers that need torchvision: open_clip's, and loops with lightly, in a separate environment.
-VISION = tests/ecosystem/test_open_clip.py tests/ecosystem/test_lightly.py
+# Tests with libraries that need torchvision, in a separate environment: open_clip's trainer, lightly's losses in loops,
+# and encoders of timm.
+VISION = tests/ecosystem/test_open_clip.py tests/ecosystem/test_lightly.py tests/ecosystem/test_train_timm.py
 vision: .venv-vision/ready
 	.venv-vision/bin/python -m pytest $(VISION) $(ARGS)
 

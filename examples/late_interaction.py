@@ -211,6 +211,15 @@ def picture(rows: list[dict[str, Any]], matches: list[tuple[Pair, Match]], title
     figure.savefig(path, dpi=110)
 
 
+def record(rows: list[dict[str, Any]], config: Config, about: dict[str, Any]) -> None:
+    """Write the figures of all runs so far."""
+    kept = ("seed", "vectors", "before", "after", "seconds", "cpu seconds", "losses")
+    about = {"torch": torch.__version__, "wholebatch": wb.__version__, "machine": platform.machine(), **about}
+    settings = {name: value for name, value in asdict(config).items() if name not in ("model", "results")}
+    figures = [{name: row[name] for name in kept} for row in rows]
+    config.results.write_text(json.dumps({**about, **settings, "rows": figures}, indent=1) + "\n")
+
+
 def _box(column: int, row: int) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -227,29 +236,19 @@ def main() -> None:
         dist.init_process_group("gloo")
     first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(quiet=not first)
-    tokenizer, pairs, rows = (
-        transformers.AutoTokenizer.from_pretrained(config.model),
-        all_pairs(),
-        list[dict[str, Any]](),
-    )
+    tokenizer, pairs = transformers.AutoTokenizer.from_pretrained(config.model), all_pairs()
     console.print(f"{len(pairs)} functions of {len({pair.package for pair in pairs})} packages")
     rows = []
     for row in runs(pairs, tokenizer, config, lambda: pretrained(config.model)):
         rows.append(row)
         console.print(f"seed {row['seed']}, {row['vectors']}: before {row['before']}, after {row['after']}")
+        if first:
+            record(rows, config, {"transformers": transformers.__version__, "functions": len(pairs)})
     if first:
         title = f"Each docstring's function among {config.candidates} functions of packages never seen"
         console.print(table(rows, title))
-        last = rows[-1]
-        matches = some_matches(last["encoder"], tokenizer, last["held out"], config)
+        matches = some_matches(row["encoder"], tokenizer, row["held out"], config)
         picture(rows, matches, title, config.results.with_suffix(".png"))
-        figures = [
-            {name: of for name, of in row.items() if name not in ("encoder", "trained", "held out")} for row in rows
-        ]
-        settings = {name: value for name, value in asdict(config).items() if name not in ("model", "results")}
-        about = {"torch": torch.__version__, "transformers": transformers.__version__, "wholebatch": wb.__version__}
-        about |= {"machine": platform.machine(), "functions": len(pairs)}
-        config.results.write_text(json.dumps({**about, **settings, "rows": figures}, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -140,6 +140,10 @@ MISTAKES = [
     ("train --data pairs.txt", "--data must be 'glyphs' or a .jsonl or .csv file"),
     ("train --data folder.csv", "folder.csv' is a folder"),
     ("train --resume nowhere", "that is no run folder"),
+    ("train --until-step 3", "--until-step must be given with --resume, to extend a run, got 3"),
+    ("train --patience -1", "--patience must be at least 0, got -1"),
+    ("train --config none.toml", "--config: there is no file"),
+    ("train --config bad.json", "bad.json is no file of options"),
     ("train --run-folder /", "is not empty and no run"),
     ("train --run-folder bad.json", "--run-folder must be a folder, 'bad.json' is a file; choose another name"),
 ]

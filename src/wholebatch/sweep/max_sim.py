@@ -220,7 +220,7 @@ class MaxSimDriver(Driver):
 
     def _first_copies(self, vectors: Tensor, documents: Items) -> Tensor | None:
         """Return the first token of a document that equals each of its tokens; None: each one equals itself alone."""
-        return first_copies(vectors, documents.owners)
+        return first_copies(vectors, documents)
 
     def _scatter(
         self,

@@ -17,6 +17,7 @@ from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig
 from .config_file import naming_file, with_file
 from .data.paths import check_path
+from .encoder_options import absolute, check_present
 from .launcher import number_of_ranks
 from .lock import check_is_free
 from .resume import check_same_run, read_config
@@ -60,6 +61,8 @@ def _check(config: TrainConfig) -> None:
         return
     if config.data != "glyphs":
         check_path(config.data)
+    check_present("image", config.image_encoder)
+    check_present("text", config.text_encoder)
     if config.resume is not None or config.run_folder is None:
         return
     if config.run_folder.is_file():
@@ -88,8 +91,13 @@ def _config(argv: Sequence[str], prog: str) -> TrainConfig:
 
 
 def _parse(argv: Sequence[str], prog: str, default: TrainConfig) -> TrainConfig:
-    """Parse `argv` on top of `default`; a path of data becomes absolute, so that any directory can resume the run."""
+    """Parse `argv` on top of `default`; paths become absolute, so that any directory can resume the run."""
     config = tyro.cli(TrainConfig, args=list(argv), prog=prog, default=default)
     if config.config is not None:
         config = dataclasses.replace(config, config=config.config.absolute())
-    return config if config.data == "glyphs" else dataclasses.replace(config, data=str(Path(config.data).absolute()))
+    return dataclasses.replace(
+        config,
+        data=config.data if config.data == "glyphs" else str(Path(config.data).absolute()),
+        image_encoder=absolute(config.image_encoder, Path()),
+        text_encoder=absolute(config.text_encoder, Path()),
+    )

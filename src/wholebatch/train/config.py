@@ -160,6 +160,8 @@ class TrainConfig:
     a function of yours that returns a module; docs/training.md says what the module must have."""
     text_encoder: str = "small"
     """Encoder of texts: "small", transformers:NAME, or FILE.py:FUNCTION."""
+    two_encoders: bool = False
+    """Queries and documents have an encoder each, both as --text-encoder says. no: they share one."""
     image: SideConfig = field(default_factory=SideConfig)
     text: TextSideConfig = field(default_factory=TextSideConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

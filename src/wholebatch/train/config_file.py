@@ -25,6 +25,7 @@ from .._files import read_bounded
 from .._settings import shown
 from .._user_error import UserError, option
 from .config import TrainConfig, value_of
+from .encoder_options import absolute
 
 _MOST_BYTES = 2**20
 _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does not take them from another run
@@ -125,7 +126,7 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
         if choice is float and type(value) in (int, float):
             return float(value)
         if isinstance(choice, type) and type(value) is choice:
-            return _of_data(str(value), path) if name == "data" else value
+            return _rooted(name, value, path) if isinstance(value, str) else value
     accepted = [each for choice in choices for each in _accepted(choice)]
     near = get_close_matches(value, accepted, n=1) if isinstance(value, str) else []
     raise UserError(
@@ -145,5 +146,9 @@ def _accepted(choice: Any) -> list[str]:
     return [] if choice is type(None) else [words.get(choice, str(choice))]
 
 
-def _of_data(value: str, path: Path) -> str:
-    return value if value == "glyphs" else str(path.absolute().parent / value)
+def _rooted(name: str, value: str, path: Path) -> str:
+    """Return the text of an option; a path in it is relative to the folder of the file."""
+    folder = path.absolute().parent
+    if name == "data" and value != "glyphs":
+        return str(folder / value)
+    return absolute(value, folder) if name in ("image_encoder", "text_encoder") else value

@@ -42,22 +42,30 @@ def write_data_facts(folder: Path, facts: DataFacts) -> None:
         file.write(sealed(asdict(facts)))
 
 
-def check_same_data(folder: Path, now: DataFacts) -> None:
+def check_same_data(folder: Path, now: DataFacts, *, has_checkpoint: bool) -> None:
     """Compare the data with those that the run was started with.
 
-    A run that was killed between its first two files gets the second one now: it has no step yet, and if its checkpoint
-    says otherwise, that refuses the file.
+    A run that was killed between its first two files gets the second one now.
+
+    Args:
+        folder: the run folder.
+        now: the facts of the data at present.
+        has_checkpoint: whether the run has one, so that the file must be there.
 
     Raises:
         UserError: other data, a damaged file, or one that cannot be written.
     """
     file = folder / FILE
     try:
-        if not file.exists() and not file.is_symlink():
+        if not has_checkpoint and not file.exists() and not file.is_symlink():
             write_data_facts(folder, now)
             return
         values = unsealed(read_bounded(file, _MOST_BYTES), str(file))
         before = DataFacts(**check_fields(values, str(file), {"source": str, "what": str, "digest": str}))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"there is no {str(file)!r}, with the hash of the data that the run was started with; was it removed?"
+        ) from error
     except OSError as error:
         raise UserError(f"{str(file)!r} cannot be read or written: {error.strerror or error}") from error
     except ValueError as error:

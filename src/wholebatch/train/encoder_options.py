@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, get_args
 
 from .._user_error import UserError, option
@@ -75,6 +77,42 @@ class Named:
         if library == "transformers" and name.strip():
             return cls("transformers", name)
         return cls("small" if text == "small" else "")
+
+
+def absolute(encoder: str, base: Path) -> str:
+    """Return the text of an option with an absolute path, of a file or of an existing folder, seen from `base`.
+
+    >>> absolute("mine.py:make", Path("/home/me")), absolute("timm:resnet18", Path("/home/me"))
+    ('/home/me/mine.py:make', 'timm:resnet18')
+    """
+    named = Named.parse(encoder)
+    path = base.absolute() / named.name
+    if named.library == "file":
+        return f"{path}:{named.function}"
+    is_folder = named.library in ("timm", "transformers") and path.is_dir()
+    return f"{named.library}:{path}" if is_folder else encoder
+
+
+def check_present(kind: Literal["image", "text"], encoder: str) -> None:
+    """Refuse an encoder whose file or library is missing.
+
+    Raises:
+        UserError: with the option and what is missing.
+    """
+    named = Named.parse(encoder)
+    value = f"--{kind}-encoder {encoder}"
+    if named.library == "file" and not Path(named.name).is_file():
+        raise UserError(f"{value}: there is no file {named.name!r}")
+    if named.library in ("timm", "transformers") and find_spec(named.library) is None:
+        raise UserError(missing(value, named.library))
+
+
+def missing(value: str, library: str) -> str:
+    """Return the message about a library that `value`, an option, needs."""
+    return (
+        f"{value} needs {library}, which is not installed; install the libraries of encoders: "
+        "pip install 'wholebatch[encoders]'"
+    )
 
 
 def check_encoder(kind: Literal["image", "text"], encoder: str, side: SideConfig) -> None:

@@ -20,10 +20,11 @@ from .._slurm import has_gpu_of_its_own
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
+from .checkpoint import FILE as CHECKPOINT
 from .checkpoint import last_step
 from .chunking import with_chunk_size
 from .config import TrainConfig
-from .data.feed import died
+from .data.feed import WorkerDiedError
 from .data.load import Data, load_data
 from .data_facts import DataFacts, check_same_data
 from .extensions import FILE as EXTENSIONS
@@ -147,11 +148,9 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
-        except RuntimeError as error:
-            if not (how := died(error)):
-                raise
+        except WorkerDiedError as error:
             raise RankDiedError(
-                f"a process that reads the data for rank {rank} of {size} {how}{requests.how_to_resume}"
+                f"a process that reads the data for rank {rank} of {size} {error}{requests.how_to_resume}"
             ) from error
         progress.stop()
         if folder is not None:
@@ -229,7 +228,8 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
     if not is_first:
         return _Prepared(config, data)
     if folder is not None:
-        check_same_data(folder.path, _Prepared(config, data).facts)
+        has_checkpoint = (folder.path / CHECKPOINT).exists()
+        check_same_data(folder.path, _Prepared(config, data).facts, has_checkpoint=has_checkpoint)
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
         return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,11 @@ def train(
             folder.write_page(page)
             for tracker in trackers:
                 tracker.log(done, figures_of(report, "test/"))
-    finally:
-        for tracker in trackers:
-            tracker.close()
+    except BaseException:
+        with suppress(UserError):  # of a disk that is full, which the error of the run names
+            _close(trackers)
+        raise
+    _close(trackers)
     asked = requests.combined()
     if asked.stop:
         raise _end(asked, requests, progress, step=done, finished=True)
@@ -178,6 +180,11 @@ def _begin(
 def _flush(trackers: Sequence[Tracker]) -> None:
     for tracker in trackers:
         tracker.flush()
+
+
+def _close(trackers: Sequence[Tracker]) -> None:
+    for tracker in trackers:
+        tracker.close()
 
 
 @contextmanager

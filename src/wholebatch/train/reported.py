@@ -12,7 +12,7 @@ from typing import Any
 
 from wholebatch.planning.units import amount, duration
 
-from .config import TrainConfig, names_of, value_of
+from .config import GLYPHS, TrainConfig, names_of, value_of
 from .report.content import Chart, Fact, Line, Report, Setting, Table
 from .starts import Start
 from .task import Task
@@ -57,7 +57,7 @@ def report_of_run(
         audit=next((start.audit for start in reversed(starts) if start.audit), ""),
         starts=_starts(starts),
         settings=[
-            Setting(name.replace("_", "-"), _shown(value_of(config, name)), _shown(value_of(defaults, name)))
+            Setting(name.replace("_", "-"), _shown(value_of(config, name)), _default(config, defaults, name))
             for name in names_of(config)
             if name not in _RUN_ONLY
         ],
@@ -132,6 +132,13 @@ def _starts(starts: Sequence[Start]) -> Table | None:
         for start in starts
     ]  # fmt: skip
     return Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], rows)
+
+
+def _default(config: TrainConfig, defaults: TrainConfig, name: str) -> str:
+    """Return the default of an option as text; some defaults depend on the data."""
+    if name in GLYPHS and not value_of(defaults, name):
+        return _shown(GLYPHS[name]) if config.data == "glyphs" else "by the data"
+    return _shown(value_of(defaults, name))
 
 
 def _shown(value: object) -> str:

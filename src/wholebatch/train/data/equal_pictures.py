@@ -108,7 +108,8 @@ def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
     if "shard" in names:
         lengths = pc.struct_field(column, "size")
     elif "bytes" in names:
-        lengths = pc.binary_length(pc.struct_field(column, "bytes"))
+        content = pc.struct_field(column, "bytes")
+        lengths = [None] * len(column) if pa.types.is_null(content.type) else pc.binary_length(content)
     elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         lengths = pc.binary_length(column)
     else:
@@ -116,7 +117,7 @@ def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
             f"{side.table.source}: the column {side.column!r} must hold paths or bytes of pictures to be the image; "
             f"got {kind}"
         )
-    found = lengths.to_pylist()
+    found = lengths if isinstance(lengths, list) else lengths.to_pylist()
     return [found[row] or _size_of_place(side, row) for row in rows.tolist()]
 
 

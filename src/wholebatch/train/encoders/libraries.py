@@ -10,6 +10,7 @@ from typing import Any
 
 from ..._third_party import declare_torchvision_operators
 from ..._user_error import UserError
+from ..encoder_options import missing
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 SAFE = ("model.safetensors", "model.safetensors.index.json")
@@ -25,10 +26,7 @@ def needed(library: str, value: str) -> Any:
         declare_torchvision_operators()  # for preprocessing, which both libraries of models leave to torchvision
         return import_module(library)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{value} needs {error.name or library}, which is not installed; install the libraries of encoders: "
-            "pip install 'wholebatch[encoders]'"
-        ) from error
+        raise UserError(missing(value, error.name or library)) from error
     except Exception as error:  # for instance compiled operators that belong to another torch
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{value} needs {library}, which cannot be imported: {reason}") from error

@@ -19,7 +19,7 @@ Kind = Literal["image", "text"]
 
 
 def make_encoders(config: TrainConfig, kinds: Mapping[str, Kind]) -> dict[str, Encoder]:
-    """Make the encoder of each side, in this order; sides of one kind share theirs.
+    """Make the encoder of each side, in this order; sides of one kind share theirs, unless `--two-encoders`.
 
     Args:
         config: the configuration of the run.
@@ -28,6 +28,8 @@ def make_encoders(config: TrainConfig, kinds: Mapping[str, Kind]) -> dict[str, E
     Raises:
         UserError: a model that is not on this machine, or options that do not fit it.
     """
+    if config.two_encoders:
+        return {side: make_encoder(config, kind) for side, kind in kinds.items()}
     made: dict[Kind, Encoder] = {}
     for kind in dict.fromkeys(kinds.values()):
         made[kind] = make_encoder(config, kind)

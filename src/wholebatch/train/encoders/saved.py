@@ -33,7 +33,7 @@ def save_encoder(folder: Path, encoder: Encoder) -> None:
     _write(folder / _ONE, {"form": encoder.form, **encoder.save(folder)})
 
 
-def open_encoder(folder: Path) -> Encoder:
+def open_encoder(folder: Path | str) -> Encoder:
     """Build the encoder that `save_encoder` has written, with random weights.
 
     Of a user's encoder this runs the copy of the user's file.
@@ -41,6 +41,7 @@ def open_encoder(folder: Path) -> Encoder:
     Raises:
         UserError: the folder holds no encoder of this version, or a library that it needs is missing.
     """
+    folder = Path(folder)
     path = folder / _ONE
     values = _read(path)
     form = values.pop("form", None)
@@ -91,8 +92,9 @@ def save_dual_encoder(folder: Path, dual: DualEncoder) -> None:
     _write(folder / _BOTH, values)
 
 
-def open_dual_encoder(folder: Path) -> DualEncoder:
+def open_dual_encoder(folder: Path | str) -> DualEncoder:
     """Build the dual encoder that `save_dual_encoder` has written, with random weights."""
+    folder = Path(folder)
     values = _read(folder / _BOTH)
     try:
         made = {name: open_encoder(folder / name) for name in dict.fromkeys(values["sides"].values())}

@@ -30,7 +30,7 @@ class Transform:
 
     def __call__(self, pictures: Sequence[Any]) -> Tensor:
         """Map pictures to pixels."""
-        return torch.stack([self.transform(picture.convert(self.mode)) for picture in pictures])
+        return torch.stack([torch.as_tensor(self.transform(picture.convert(self.mode))) for picture in pictures])
 
 
 class TimmImage(FixedEncoder):

@@ -74,8 +74,8 @@ class TransformerText(FixedEncoder):
         rule: Rule | None = rule_of_sentences(folder, value) if pooling == "auto" else pooling
         self.model, self._is_tower, self.notes = load_model(folder, value, "text", pretrained=pretrained)
         config = self.model.config
-        for each in (config, getattr(config, "text_config", None)):
-            if each is not None and hasattr(each, "use_cache"):
+        for each in (config, getattr(config, "text_config", config)):
+            if hasattr(each, "use_cache"):
                 each.use_cache = False  # of keys and values, which only the next word of a generated text would need
         self.rule: Rule | None = rule or (None if self._is_tower else "last" if _is_causal(config) else "mean")
         self.prepare = self._tokenize(folder, value, config, max_tokens)

@@ -31,9 +31,12 @@ def search_evidence(
     for queries, candidates in ((first, second), (second, first)) if both_ways else ((first, second),):
         galleries += _galleries(queries, candidates)
     (_, x, _), (_, y, _) = first, second
-    note = f"{len(x):,} pairs that belong together, and {{}} pairs that do not: cosines. Each set is scaled to its own number."
     negatives, number = negative_similarities(x, y)
-    return Evidence(galleries, (x * y).sum(1), negatives, note.format(number))
+    note = (
+        f"Cosines of {len(x):,} pairs that belong together, and of {number} pairs that do not; each set is scaled to "
+        "its own number."
+    )
+    return Evidence(galleries, (x * y).sum(1), negatives, note)
 
 
 def shown_rows(count: int) -> list[int]:
