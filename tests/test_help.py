@@ -108,7 +108,7 @@ MISTAKES = [
     (f"{PLAN} --rates nowhere.json", "--rates: there is no file nowhere.json"),
     (f"{PLAN} --rates folder.json", "folder.json does not hold rates"),
     (f"{PLAN} --measure --save folder.json", "--save must be a file, folder.json is a folder"),
-    ("embed", "RUN, DATA"),
+    ("embed", "Missing from wholebatch embed"),
     ("embed nowhere pairs.csv", "RUN: there is no folder 'nowhere'; expected the folder of a run, such as runs/NAME"),
     ("embed folder.csv pairs.csv", "RUN: 'folder.csv' is no run folder, it has no config.json"),
     ("embed run none.csv", "DATA: there is no file or folder 'none.csv'"),

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -527,3 +528,44 @@ def test_features_of_another_model_are_refused(run, classifier, data, tmp_path, 
         table.replace_schema_metadata({b"wholebatch": json.dumps(facts).encode()}), tmp_path / "other.parquet"
     )
     assert "another model or checkpoint" in mistake(capsys, "search", run, "a", "--in", tmp_path / "other.parquet")
+
+
+# docs/own_data.md
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Make the folders that the page names, of pictures whose texts are their names."""
+    folder = tmp_path_factory.mktemp("page")
+    rows = open_table(str(write_pairs(folder / "pairs"))).arrow
+    for name, some in (("photos", slice(0, 150)), ("other-photos", slice(100, 150))):
+        (folder / name).mkdir()
+        for image, text in list(zip(rows["image"].to_pylist(), rows["text"].to_pylist(), strict=True))[some]:
+            shutil.copyfile(folder / "pairs" / image, folder / name / f"{text.lower().replace(' ', '-')}.png")
+    shutil.copyfile(folder / "pairs" / "images" / "7a.png", folder / "photos" / "red-bird.png")
+    (folder / "queries.csv").write_text("text\na red bird\nlatin small letter b\n")
+    return folder
+
+
+def test_every_command_of_the_page_runs(photos, monkeypatch, capsys):
+    """`train` gets a small model and few steps; the two exports end with a line that says what they need."""
+    monkeypatch.chdir(photos)
+    page = (Path(__file__).parent.parent / "docs" / "own_data.md").read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL) for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("wholebatch ")]
+    assert [argv[0] for argv in commands] == [
+        "train", "search", "search", "search", "search", "embed", "embed", "search", "evaluate", "export", "export",
+    ]  # fmt: skip
+    for argv in commands:
+        small = [*SMALL, "--steps", "12", "--no-audit", "--workers", "0"] if argv[0] == "train" else []
+        assert main([*argv, *small]) == (2 if argv[0] == "export" else 0), argv
+    assert "needs a text encoder of transformers" in capsys.readouterr().err
+    assert {"features.parquet", "texts.npy", "found.jsonl", "figures.json"} <= {path.name for path in photos.iterdir()}
+    assert (photos / "runs" / "photos" / "search.png").exists()
+    assert len(json.loads((photos / "found.jsonl").read_text().splitlines()[0])["results"]) == 10
+    (row,) = [
+        k for k, name in enumerate(pq.read_table("features.parquet")["image"].to_pylist()) if name == "red-bird.png"
+    ]
+    texts = npy("texts.npy")
+    assert len(texts) == 151
+    assert texts[row].norm().item() == pytest.approx(1)
