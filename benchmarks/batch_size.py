@@ -48,7 +48,7 @@ class Grouped(torch.nn.Module):
         pairs = zip(images.split(group), texts.split(group), strict=True)
         return torch.stack([wb.functional.clip_loss(x, y, scale) for x, y in pairs]).mean()
 
-retrieve.make_objective = lambda config, texts, dense=False: Grouped()
+retrieve.make_objective = lambda config, texts, **_: Grouped()
 sys.exit(main(sys.argv[2:]))
 """
 

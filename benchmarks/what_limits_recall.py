@@ -11,40 +11,41 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.pairs import Pairs
+from wholebatch.train.encoders.dual import DualEncoder
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import split_words
-from wholebatch.train.evaluation import held_out_features
+from wholebatch.train.evaluation import features_of_rows
 from wholebatch.train.resume import read_config
-from wholebatch.train.retrieval import both_ways, ranks_of_partner
+from wholebatch.train.retrieval import ranks_of_partner, recall
 
 
 def main() -> None:
     """Print a table of kinds of characters, with the recall for each kind."""
     folder = Path(sys.argv[1])
-    config = read_config(folder)
-    pairs, split = load_data(config, 1)
+    config, data = load_data(read_config(folder), 1)
+    assert isinstance(data, tuple), "a run of --task retrieve"
+    pairs, split = data
     model = make_dual_encoder(config)
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    device = torch.device("cpu")
-    images, texts = held_out_features(model, pairs, split.test, device)
-    ranks = ranks_of_partner(images, texts)
+    model.eval()
+    ranks = ranks_of_partner(*features(model, pairs, split.test))
 
     test = split.test.tolist()
-    pictures = [first_picture(pairs, text) for text in test]
-    again = Counter(pictures)
-    drawn_in_training = {
-        pairs.images[image].numpy().tobytes()
-        for text in split.train.tolist()
-        for image in range(int(pairs.first[text]), int(pairs.first[text + 1]))
-    }
-    words_of_training = {word for text in split.train.tolist() for word in split_words(pairs.texts[text])}
+    pictures, again = pictures_of(pairs, pairs.rows(split.test)), Counter[bytes]()
+    again.update(pictures)
+    trained = torch.isin(pairs.group_of, split.train).nonzero()[:, 0]
+    drawn_in_training = set(pictures_of(pairs, trained))
+    texts = pairs.sides["text"]
+    names = dict(enumerate(texts.items(pairs.rows(torch.arange(len(pairs))))))
+    words_of_training = {word for text in split.train.tolist() for word in split_words(names[text])}
     kinds = {
         "all": torch.ones(len(test), dtype=torch.bool),
         "name holds a word that no training name holds": torch.tensor(
-            [any(word not in words_of_training for word in split_words(pairs.texts[text])) for text in test]
+            [any(word not in words_of_training for word in split_words(names[text])) for text in test]
         ),
         "picture equal to another test character's": torch.tensor([again[picture] > 1 for picture in pictures]),
         "picture equal to one of a training character": torch.tensor([p in drawn_in_training for p in pictures]),
@@ -61,12 +62,19 @@ def main() -> None:
             f"| {(found >= 1).sum()} of {(ranks >= 1).sum()} |"
         )
     seen = split.train[torch.randperm(len(split.train), generator=torch.Generator().manual_seed(0))[: len(test)]]
-    print("\nas many characters of training:", both_ways(*held_out_features(model, pairs, seen, device)))
+    print("\nas many characters of training:", recall(*features(model, pairs, seen)))
 
 
-def first_picture(pairs: Pairs, text: int) -> bytes:
-    """Return the pixels of the image that a character is tested with."""
-    return pairs.images[pairs.first[text]].numpy().tobytes()
+def features(model: DualEncoder, pairs: Pairs, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the features of the image and of the name that a character is tested with."""
+    rows, device = pairs.rows(groups), torch.device("cpu")
+    images, texts = (features_of_rows(model, name, side, rows, device) for name, side in pairs.sides.items())
+    return images, texts
+
+
+def pictures_of(pairs: Pairs, rows: Tensor) -> list[bytes]:
+    """Return the pixels of these rows' images."""
+    return [picture.tobytes() for picture in pairs.sides["image"].items(rows)]
 
 
 if __name__ == "__main__":

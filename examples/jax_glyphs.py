@@ -135,12 +135,15 @@ class Glyphs:
         import numpy as np
 
         from wholebatch.train.data.glyphs import glyph_pairs
+        from wholebatch.train.data.sides import DrawnPictures
         from wholebatch.train.encoders.words import tokenize
 
         self.config, pairs = config, glyph_pairs(config.image_size, faces=("DejaVuSans", "DejaVuSerif"))
-        self.images, self.first = pairs.images.numpy(), pairs.first.numpy()
+        images, names = pairs.sides.values()
+        assert isinstance(images, DrawnPictures)
+        self.images, self.first = images.pixels[pairs.order].numpy(), pairs.first.numpy()
         self.pieces = np.full((len(pairs), _MOST_PIECES), _BUCKETS)  # one more than the last bucket: no piece
-        for row, text in enumerate(pairs.texts):
+        for row, text in enumerate(names.items(pairs.order[pairs.first[:-1]])):
             of_name = tokenize([text], max_words=12, buckets=_BUCKETS).pieces.numpy()[:_MOST_PIECES]
             self.pieces[row, : len(of_name)] = of_name
         order = np.random.default_rng(config.seed).permutation(len(pairs))

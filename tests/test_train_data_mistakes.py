@@ -461,8 +461,8 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_line_and_it_resumes(capsy
         patches.setattr(PairBatches, "__call__", dies)
         line = one_line(capsys, 1, "--data", str(path), "--run-folder", str(run), *every)
     assert re.search(
-        r"a process that reads the data for rank 0 of 1 was killed by a signal \(Killed\); was the machine out of "
-        rf"memory\? Fewer --workers need less; resume with: .* train --resume {run}\n$",
+        r"a process that reads the data for rank 0 of 1 was killed by SIGKILL \(was the machine out of memory\? fewer "
+        rf"--workers need less\); resume with: .* train --resume {run}\n$",
         line,
     )
     assert main(["train", "--resume", str(run)]) == 0

@@ -24,7 +24,7 @@ from .checkpoint import FILE as CHECKPOINT
 from .checkpoint import last_step
 from .chunking import with_chunk_size
 from .config import TrainConfig
-from .data.feed import died
+from .data.feed import WorkerDiedError
 from .data.load import Data, load_data
 from .data_facts import DataFacts, check_same_data
 from .extensions import FILE as EXTENSIONS
@@ -148,11 +148,9 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
-        except RuntimeError as error:
-            if not (how := died(error)):
-                raise
+        except WorkerDiedError as error:
             raise RankDiedError(
-                f"a process that reads the data for rank {rank} of {size} {how}{requests.how_to_resume}"
+                f"a process that reads the data for rank {rank} of {size} {error}{requests.how_to_resume}"
             ) from error
         progress.stop()
         if folder is not None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing
 import os
-import re
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -24,6 +26,7 @@ from ..config import TrainConfig
 from .sides import FilePictures, Side
 
 _B = TypeVar("_B")
+_NOTICED_S = 1.0  # until the exit of a process whose connection has broken is noticed, at most
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 # A fork shares the table's pages and the imports with its rank, and starts in milliseconds. Python 3.14 does not fork
 # by default. Elsewhere than on Linux a fork is not safe, and workers start anew.
@@ -91,27 +94,24 @@ def prepared(
         collate_fn=_as_it_is,
         multiprocessing_context=context,
     )
-    with warnings.catch_warnings():
-        # Since 3.12 Python warns of every fork beside threads. These only wait: for signals, and inside of libraries.
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        batches: Iterator[Any] | None = iter(loader)
+    batches, processes = _started(loader)
 
     def end() -> None:
         nonlocal batches
-        batches = None  # which ends the workers and waits for them
+        batches = iter(())  # which ends the workers and waits for them
 
     # At its exit Python would send them SIGTERM, which they leave to the rank, and wait for them.
     atexit.register(end)
     try:
-        while batches is not None:
+        while True:
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            except (ConnectionError, EOFError, FileNotFoundError) as error:  # of memory shared by a dead worker
-                if str(error).startswith("Caught "):  # in the worker, which lives
+            except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+                if str(error).startswith("Caught ") or not (how := _how_one_died(processes)):
                     raise
-                raise RuntimeError(f"DataLoader worker exited unexpectedly: {error}") from error
+                raise WorkerDiedError(how) from error
             if isinstance(batch, _Mistake):
                 raise UserError(batch.message)
             yield batch
@@ -120,23 +120,39 @@ def prepared(
         end()
 
 
-def died(error: BaseException) -> str:
-    """Return how a worker has died, if that is what a RuntimeError of torch's loader says; else "".
+class WorkerDiedError(Exception):
+    """A worker has died; the message says how, in words that follow "a process that reads the data"."""
 
-    >>> died(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
-    'was killed by a signal (Killed); was the machine out of memory? Fewer --workers need less'
-    """
-    if not isinstance(error, RuntimeError) or "DataLoader worker" not in str(error):
+
+def _started(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
+    """Start the workers; return their batches, and their processes."""
+    others = multiprocessing.active_children()
+    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    with warnings.catch_warnings():
+        # Since 3.12 Python warns of every fork beside threads. These only wait: for signals, and inside of libraries.
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        batches = iter(loader)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        # torch's handler would raise an error wherever the program is when a worker dies: in the middle of a
+        # checkpoint, or where nobody sees it. Without it the next batch that does not come is the error.
+        signal.signal(signal.SIGCHLD, handler)
+    return batches, [each for each in multiprocessing.active_children() if each not in others]
+
+
+def _how_one_died(processes: list[Any]) -> str:
+    """Return how one of these processes has died; "" if none has."""
+    deadline = time.monotonic() + _NOTICED_S
+    while not (codes := [each.exitcode for each in processes if each.exitcode]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not codes:
         return ""
-    text = f"{error} {error.__cause__ or ''}"  # the second names the signal, where the first says "exited unexpectedly"
-    if "Bus error" in text:
+    if -codes[0] == getattr(signal, "SIGBUS", None):
         return (
             "had too little shared memory; enlarge /dev/shm (docker run --shm-size 8g), or use --workers 0, which "
             "needs none"
         )
-    killed = re.search(r"killed by signal: ([\w ]+)", text)
-    how = f"was killed by a signal ({killed[1].strip()})" if killed else "ended unexpectedly"
-    return f"{how}; was the machine out of memory? Fewer --workers need less"
+    how = f"was killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"ended with exit code {codes[0]}"
+    return f"{how} (was the machine out of memory? fewer --workers need less)"
 
 
 class _Mistake:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._user_error import UserError
-from .feed import died, prepared
+from .feed import WorkerDiedError, prepared
 from .sides import FilePictures
 
 _ROWS = 256  # that a worker reads at a time
@@ -41,10 +41,8 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
     parts = prepared(_Mistakes(side), [*rows.split(_ROWS)], workers=workers)
     try:
         bad = [each for part in parts for each in part]
-    except RuntimeError as error:
-        if not (how := died(error)):
-            raise
-        raise UserError(f"--skip-bad: a process that reads the pictures {how}") from error
+    except WorkerDiedError as error:
+        raise UserError(f"--skip-bad: a process that reads the pictures {error}") from error
     if len(bad) == len(rows):
         raise UserError(f"none of the {len(rows)} pictures of --data can be read; the first: {bad[0][1]}")
     if bad:
