@@ -36,7 +36,11 @@ def run(*argv, extra=""):
         (["bench", "gather", "--help"], "--embedding-sizes"),
         (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip,max_sim}"),
         (["doctor", "--help"], "--embedding-size"),
+        (["embed", "--help"], "--column"),
+        (["evaluate", "--help"], "--columns"),
+        (["export", "--help"], "{sentence-transformers,open_clip}"),
         (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc,"),
+        (["search", "--help"], "--queries"),
         (["train", "--help"], "--batch-size"),
     ],
 )
@@ -54,7 +58,10 @@ PLAN = "plan --batch-size 64 --embedding-size 8"
 LOSS, GATHER = "bench loss", "bench gather"
 MISTAKES = [
     ("", "usage: wholebatch COMMAND [OPTIONS]"),
-    ("trian", "there is no command 'trian'; choose one of: audit, bench, doctor, plan, train; perhaps you meant train"),
+    (
+        "trian",
+        "there is no command 'trian'; choose one of: audit, bench, doctor, embed, evaluate, export, plan, search, train; perhaps you meant train",
+    ),
     ("audit", "name a problem, as MODULE:FUNCTION, or presets"),
     ("audit my_file", "name the problem as MODULE:FUNCTION, as in my_project.audits:clip"),
     ("audit my_file:problem --rank 2", "Perhaps you meant"),
@@ -101,6 +108,28 @@ MISTAKES = [
     (f"{PLAN} --rates nowhere.json", "--rates: there is no file nowhere.json"),
     (f"{PLAN} --rates folder.json", "folder.json does not hold rates"),
     (f"{PLAN} --measure --save folder.json", "--save must be a file, folder.json is a folder"),
+    ("embed", "Missing from wholebatch embed"),
+    ("embed nowhere pairs.csv", "RUN: there is no folder 'nowhere'; expected the folder of a run, such as runs/NAME"),
+    ("embed folder.csv pairs.csv", "RUN: 'folder.csv' is no run folder, it has no config.json"),
+    ("embed run none.csv", "DATA: there is no file or folder 'none.csv'"),
+    ("embed run folder.csv --out features.txt", "--out must be a .parquet or .npy file, got 'features.txt'"),
+    ("embed run folder.csv --out none/f.npy", "--out: there is no folder"),
+    ("embed run folder.csv --ranks 0", "--ranks must be from 1 to 1024, got 0"),
+    ("embed run folder.csv --batch-size 0", "--batch-size must be from 1 to 1048576, got 0"),
+    (
+        ["search", "run", ""],
+        "give a QUERY, a text or the path of a picture, or a table of them with --queries; got none",
+    ),
+    (["search", "run", "  "], "got an empty QUERY"),
+    ("search run text --queries folder.csv", "got both"),
+    ("search run none.png", "QUERY: there is no picture 'none.png'"),
+    ("search run text --in none.npy", "--in: there is no file 'none.npy'"),
+    ("search run text --in none.csv", "--in: there is no file or folder 'none.csv'"),
+    ("search run text -k 0", "-k must be from 1 to 10000, got 0"),
+    ("search run text --sheet s.jpg", "--sheet must be a .png file, got 's.jpg'"),
+    ("evaluate run folder.csv --out e.txt", "--out must be a .json file, got 'e.txt'"),
+    ("export run folder.csv --to onnx", "sentence-transformers"),
+    ("export run run --to open_clip", "FOLDER must be empty or new, 'run' is not empty; choose another name"),
     ("train --stpes 3", "Perhaps you meant"),
     ("train --steps x", "Error parsing --steps"),
     ("train --steps 0", "--steps must be at least 1, got 0"),
@@ -124,8 +153,9 @@ MISTAKES = [
 def test_mistakes_import_no_torch(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text('{"a":')
-    for name in ("folder.json", "folder.csv"):
+    for name in ("folder.json", "folder.csv", "run"):
         (tmp_path / name).mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
     code, output, errors, imported = run(*(argv.split() if isinstance(argv, str) else argv))
     assert (code, output, imported) == (2, "", "[]")
     assert message in " ".join(re.sub("[─│╭╮╰╯]", " ", errors).split())

@@ -1,5 +1,6 @@
-"""What a run of a week needs: figures, trackers, options in a file, extensions, an early end, a full disk."""
+"""The needs of a run of a week: figures, trackers, options in a file, extensions, an early end, a full disk."""
 
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from glyph_files import write_pairs
+from rich.console import Console
 from train_runs import metrics, options, recorded
 
 from wholebatch.__main__ import main
@@ -26,6 +28,7 @@ from wholebatch.train.best import Best
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.extensions import read_extensions, write_extensions
 from wholebatch.train.pace import MEASURED, Pace, peak_memory
+from wholebatch.train.progress import ConsoleProgress
 from wholebatch.train.retrieve import Retrieve
 from wholebatch.train.schedule import Extension, Schedule
 from wholebatch.train.starts import read_starts
@@ -96,6 +99,21 @@ def test_metrics_and_lines_have_the_figures_of_speed_and_memory(data, tmp_path, 
     for word in ("loss", "grad norm", "logit scale", "examples/s", "B, ", "left", "validation recall@1"):
         assert word in lines[0], word
     assert "left" not in lines[-1], "nothing is left after the last step"
+
+
+def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
+    printed = io.StringIO()
+    progress = ConsoleProgress()
+    progress._console = Console(file=printed, force_terminal=True, width=80, soft_wrap=True, color_system=None)
+    task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
+    progress.start(TrainConfig(), task, size=1, done=0, steps=300)
+    figures = {"loss": 1.25, "grad_norm": 0.51, "logit_scale": 14.3, "examples_per_second": 3810.0, "seconds": 75.0}
+    progress.step({"step": 1, "peak_rss_bytes": 8e8, "peak_cuda_bytes": 7e9, "validation": {}, **figures})
+    progress.stop()
+    shown = " ".join(printed.getvalue().split())
+    assert "loss 1.2500, grad norm 0.51, logit scale 14.3, 3,810 examples/s, 7 GB on the GPU, 800 MB, 75 s, " in shown
+    assert "validation recall@1 0.610 among 325" in shown
+    assert "1/300" in shown
 
 
 def test_the_rate_is_that_of_the_last_steps():

@@ -98,6 +98,29 @@ def task_of(config):
     return make_task(config, loaded, CPU, rank=0, size=1)
 
 
+def trained(config):
+    """Return the final weights of two steps on the ranks of this call, in parts if --fsdp."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    config, loaded = load_data(config, size)
+    task = make_task(config, loaded, CPU, rank=dist.get_rank() if size > 1 else 0, size=size)
+    make_steps(task, 0, 2)
+    return task.weights()
+
+
+def make_steps(task, first, end):
+    for step in range(first, end):
+        for group in task.optimizers[0].param_groups:
+            group["lr"] = 0.01
+        task.optimizers[0].zero_grad()
+        task.add_gradients(step)
+        task.optimizers[0].step()
+
+
+def of_ranks(config, audits):
+    """Return the errors of audits and the weights of a run, on the ranks of this call."""
+    return audited(*audits), trained(config)
+
+
 def audited(*configs):
     """Audit on the ranks of this call."""
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -119,8 +142,13 @@ def test_the_gradient_is_exact_in_chunks_and_on_two_ranks(models, data):
     assert first.keys() == second.keys()
     for name, x in first.items():
         assert (second[name] - x).abs().max() < 1e-5 * max(1e-3, float(x.abs().max())), name
-    for errors in run_ranks(audited, 2, whole, in_chunks, adapted):
+    sharded = replace(adapted, fsdp=True)
+    expected = trained(replace(adapted, chunk_size=0))
+    for errors, weights in run_ranks(of_ranks, 2, sharded, (whole, in_chunks, adapted)):
         assert max(errors) < 1e-5
+        assert weights.keys() == expected.keys()
+        for name, x in expected.items():  # adapters are merged, whether they are whole or in parts
+            assert (weights[name] - x).abs().max() < 1e-4, name
 
 
 @pytest.mark.parametrize(
@@ -228,13 +256,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(models, data, tmp
     config = pair_config(models, data, **ADAPTED)
     task = task_of(config)
     before = {name: x.clone() for name, x in task.module.state_dict().items()}
-    for optimizer in task.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05
-    for step in range(2):  # the second matrix of an adapter is 0 at first
-        task.optimizers[0].zero_grad()
-        task.add_gradients(step)
-        task.optimizers[0].step()
+    make_steps(task, 0, 2)  # the second matrix of an adapter is 0 at first
     moved = {name for name, x in task.module.state_dict().items() if not torch.equal(x, before[name])}
     adapters = {name for name in before if ".lora_" in name}
     assert len(adapters) == 2 * 2 * 6, "the six linear layers of two layers; not the pooler's, which has no effect"
@@ -254,6 +276,19 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(models, data, tmp
         assert_same(merged, adapted, relative=1e-5)
         change = (task.module.encoder("text")(inputs) - untouched).abs().max()
     assert change > 1e-2, "the adapters had an effect to lose"
+
+
+def test_a_checkpoint_of_adapters_continues(models, data, tmp_path):
+    config = pair_config(models, data, **ADAPTED, steps=4)
+    whole, first, second = (task_of(config) for _ in range(3))
+    make_steps(whole, 0, 4)
+    make_steps(first, 0, 2)
+    first.save(tmp_path, first.loss_state(), step=2, seconds=0.0)
+    make_steps(second, 0, 1)  # another state, which the checkpoint replaces
+    assert second.load(tmp_path)["step"] == 2
+    make_steps(second, 2, 4)
+    for name, x in whole.module.state_dict().items():
+        assert torch.equal(second.module.state_dict()[name], x), name
 
 
 def test_targets_of_adapters_are_ends_of_names(models):

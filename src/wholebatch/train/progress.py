@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from wholebatch.planning.units import amount, duration
 
@@ -58,12 +60,22 @@ class Progress:
         """The run is complete."""
 
 
+class _BarAndFigures(Bar):
+    """A bar above the figures of the last step, which take as many lines as they need."""
+
+    figures = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.figures, no_wrap=False, overflow="fold")  # though the console cuts off no lines
+
+
 class ConsoleProgress(Progress):
     """A bar while training in a terminal; otherwise a line every few steps."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # a path is shown as it is
-        self._bar: Bar | None = None
+        self._bar: _BarAndFigures | None = None
         self._validation = ""
         self._began = 0.0
         self._first, self._last = 0, 0  # steps
@@ -77,8 +89,8 @@ class ConsoleProgress(Progress):
             + (", starting again: there was no checkpoint yet" if config.resume is not None and not done else "")
         )
         if self._console.is_terminal:
-            self._bar = Bar(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"),
+            self._bar = _BarAndFigures(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
                 console=self._console,
             )  # fmt: skip
             self._bar.add_task("", total=steps, completed=done)
@@ -90,19 +102,20 @@ class ConsoleProgress(Progress):
         validation = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
         if step == self._first:
             self._console.print(f"the first step took {time.monotonic() - self._began:.1f} s, {loss}")
-        figures = f"{loss}, {_figures(metrics)}{self._left(step)}"
+        figures, left = f"{loss}, {_figures(metrics)}", self._left(step)
         if self._bar is not None:
             self._validation = validation or self._validation  # the bar keeps the last one in sight
-            self._bar.update(self._bar.task_ids[0], completed=step, description=figures + self._validation)
+            self._bar.figures = figures + self._validation
+            self._bar.update(self._bar.task_ids[0], completed=step, description=left)
         elif step == self._last or step % _LINE_EVERY == 0 or validation:
-            self._console.print(f"step {step:4d}/{self._last}  {figures}{validation}")
+            self._console.print(f"step {step:4d}/{self._last}  {figures}{left and f', {left}'}{validation}")
 
     def _left(self, step: int) -> str:
         """Return the time left, if the rest of the steps is as fast as those of this start; "" after the last."""
         if step == self._last:
             return ""
         passed = time.monotonic() - self._began
-        return f", {duration(passed / (step - self._first + 1) * (self._last - step))} left"
+        return f"{duration(passed / (step - self._first + 1) * (self._last - step))} left"
 
     def stop(self) -> None:
         if self._bar is not None:

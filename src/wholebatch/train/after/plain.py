@@ -40,23 +40,18 @@ def plain_program(run: Path, task: str, path: Path) -> tuple[str, tuple[str, ...
     Returns:
         "" where an encoder of the run is one that a few lines cannot build.
     """
-    values = json.loads((run / FOLDER / "encoders.json").read_text()) if task == "retrieve" else None
-    sides = values["sides"] if values else {"image": "image"}
-    size = values["embedding_size"] if values else None
+    is_dual = task == "retrieve"
+    sides = json.loads((run / FOLDER / "encoders.json").read_text())["sides"] if is_dual else {"image": "image"}
     parts = []
     for side, name in sides.items():
-        prefix = f"{name}." if values else ""
-        folder = f"{FOLDER}/{name}"
-        found = _lines(run / folder, folder, side, name, prefix, is_first=side == name)
+        prefix = f"{name}." if is_dual else ""
+        found = _lines(run / FOLDER / name, f"{FOLDER}/{name}", side, name, prefix, is_first=side == name)
         if found is None:
             return "", ()
         parts.append(found)
-    packages = dict.fromkeys(["torch", "safetensors", *(each for part in parts for each in part.packages)])
-    lines = [
-        "import sys",
-        "from pathlib import Path",
-        "",
-        "import torch",
+    lines = [*([] if is_dual else ["import json"]), "import sys", "from pathlib import Path", "", "import torch"]
+    lines += [
+        *([] if is_dual else ["from safetensors import safe_open"]),
         "from safetensors.torch import load_file",
         "",
     ]
@@ -65,22 +60,27 @@ def plain_program(run: Path, task: str, path: Path) -> tuple[str, tuple[str, ...
     lines += [*dict.fromkeys(each for part in parts for each in part.imports), ""]
     lines += ['weights = load_file(run / "model.safetensors")', *(each for part in parts for each in part.load), ""]
     lines += ["with torch.no_grad():", *(f"    {each}" for part in parts for each in part.use)]
+    projected = _names(run)
     for side, name in sides.items():
-        if size is not None and f"projections.{name}.weight" in _names(run):
+        if f"projections.{name}.weight" in projected:
             lines += [f'    {side} = {side} @ weights["projections.{name}.weight"].T']
         lines += [f"    {side} = torch.nn.functional.normalize({side}, dim=-1)"]
-    if not values:
-        lines += [
-            '    classes = json.loads(safe_open(run / "model.safetensors", "pt").metadata()["classes"])',
-            '    centers = weights["centers"].view(len(classes), -1, image.shape[1])',
-            "    centers = torch.nn.functional.normalize(centers, dim=-1)",
-            "    best = (centers @ image.T).amax(1).argmax(0)  # of each image",
-            "print([classes[number] for number in best.tolist()])",
-        ]
-    else:
-        one, other = sides
-        lines += [f"print({one} @ {other}.T)  # similarities: a row for each {one}, a column for each {other}"]
+    lines += _similarities(*sides) if is_dual else _CLASSES
+    packages = dict.fromkeys(["torch", "safetensors", *(each for part in parts for each in part.packages)])
     return "\n".join(lines) + "\n", tuple(packages)
+
+
+def _similarities(one: str, other: str) -> list[str]:
+    return [f"print({one} @ {other}.T)  # similarities: a row for each {one}, a column for each {other}"]
+
+
+_CLASSES = [
+    '    classes = json.loads(safe_open(run / "model.safetensors", "pt").metadata()["classes"])',
+    '    centers = weights["centers"].view(len(classes), -1, image.shape[1])',
+    "    centers = torch.nn.functional.normalize(centers, dim=-1)",
+    "    best = (centers @ image.T).amax(1).argmax(0)  # of each image",
+    "print([classes[number] for number in best.tolist()])",
+]
 
 
 def _names(run: Path) -> set[str]:
@@ -112,16 +112,24 @@ def _weights(network: str, prefix: str) -> str:
 
 def _small_image(values: dict[str, Any], _: Path, __: str, side: str, name: str, prefix: str) -> Lines:
     sizes, size, channels = values["sizes"], values["image_size"], values["channels"]
+    mode = "L" if channels == 1 else "RGB"
     arguments = (
         f"channels={channels}, image_size={size}, width={sizes['image_width']}, "
         f"embedding_size={sizes['embedding_size']}"
     )
     return Lines(
-        ["from networks import ImageNetwork", "from pictures import read_image"],
+        [
+            "import numpy",
+            "from networks import ImageNetwork",
+            "from pictures import open_picture",
+            "from PIL import ImageOps",
+        ],
         [f"{name}_encoder = ImageNetwork({arguments})", _weights(f"{name}_encoder", prefix)],
         [
-            f'pixels = [read_image(Path(name), size={size}, channels={channels}) for name in ["picture.png"]]',
-            f"{side} = {name}_encoder(torch.stack(pixels))",
+            f'pictures = [open_picture(Path(name)).convert({mode!r}) for name in ["picture.png"]]',
+            f"pixels = numpy.stack([ImageOps.pad(picture, ({size}, {size})) for picture in pictures])",
+            f"pixels = torch.from_numpy(pixels).view(-1, {size}, {size}, {channels}).permute(0, 3, 1, 2)",
+            f"{side} = {name}_encoder(pixels)",
         ],
         ("numpy", "pillow"),
     )
@@ -157,8 +165,8 @@ def _transformers_text(
         ["from transformers import AutoConfig, AutoModel, AutoTokenizer"],
         [
             f'{name}_tokenizer = AutoTokenizer.from_pretrained(run / "{shown}", padding_side="right")',
-            f'{name}_encoder = AutoModel.from_config(AutoConfig.from_pretrained(run / "{shown}")).eval()',
-            f"{_weights(f'{name}_encoder', prefix + 'model.')[:-1]}, strict=False)",
+            f'{name}_encoder = AutoModel.from_config(AutoConfig.from_pretrained(run / "{shown}")).float().eval()',
+            _weights(f"{name}_encoder", prefix + "model."),
         ],
         [
             f'inputs = {name}_tokenizer(["a few words"], padding=True, truncation=True, '

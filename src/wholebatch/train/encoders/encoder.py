@@ -1,4 +1,4 @@
-"""What a run needs of one side's network, whichever library it comes from."""
+"""The interface of one side's network, whichever library it comes from."""
 
 from __future__ import annotations
 

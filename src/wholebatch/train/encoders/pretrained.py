@@ -1,4 +1,4 @@
-"""What all encoders of libraries and of users have in common: no dropout, and no statistics of a batch."""
+"""The common part of all encoders of libraries and of users: no dropout, and no statistics of a batch."""
 
 from __future__ import annotations
 

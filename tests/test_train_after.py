@@ -1,0 +1,571 @@
+"""A trained run in use: its features, searches, figures, its README, and the mistakes of a user."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from glyph_files import SMALL, write_pairs
+from PIL import Image
+
+from wholebatch.__main__ import main
+from wholebatch._user_error import UserError
+from wholebatch.train.after.chance import chance_of_search
+from wholebatch.train.after.encode import Work, features_of
+from wholebatch.train.after.items import open_items
+from wholebatch.train.after.open_run import open_run
+from wholebatch.train.after.top import most_similar
+from wholebatch.train.data.open_table import open_table
+from wholebatch.train.evaluation import features_of_rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Tables that are read are kept in a folder of these tests."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    os.environ.pop("XDG_CACHE_HOME")
+    if before is not None:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """Train a small dual encoder."""
+    folder = tmp_path_factory.mktemp("runs") / "a run"  # a name with a space
+    small = ["--steps", "25", "--no-audit", "--workers", "0", "--checkpoint-every", "20"]
+    assert main(["train", "--data", str(data), "--run-folder", str(folder), *SMALL, *small]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """Train a small classifier of characters in four faces, and return its run and its data."""
+    faces = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold")
+    data = write_pairs(tmp_path_factory.mktemp("classes"), faces=faces)
+    folder = tmp_path_factory.mktemp("runs") / "classes"
+    small = ["--steps", "20", "--no-audit", "--workers", "0", "--task", "identify"]
+    assert main(["train", "--data", str(data), "--run-folder", str(folder), *SMALL, *small]) == 0
+    return folder, data
+
+
+def succeeds(*argv):
+    assert main([str(each) for each in argv]) == 0
+
+
+def mistake(capsys, *argv):
+    """Check that a command ends with exit code 2, and return its one line of error output."""
+    capsys.readouterr()
+    assert main([str(each) for each in argv]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def npy(path):
+    return torch.from_numpy(np.load(path, allow_pickle=False))
+
+
+def reference(run, data, side, column):
+    """Return the features of all rows as the training application computes them."""
+    found = open_run(run)
+    items = open_items(found, str(data), "DATA", column=column, side=side)
+    return features_of_rows(found.model, side, items.side, items.rows, torch.device("cpu"))
+
+
+# embed
+
+
+def test_features_are_those_of_the_model_in_the_order_of_the_rows(run, data, tmp_path):
+    succeeds("embed", run, data, "--out", tmp_path / "f.parquet", "--batch-size", "50")
+    succeeds("embed", run, data, "--out", tmp_path / "f.npy", "--batch-size", "7")
+    table = pq.read_table(tmp_path / "f.parquet")
+    features = torch.tensor(table["features"].to_pylist())
+    expected = reference(run, data, "image", "image")
+    torch.testing.assert_close(features, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(npy(tmp_path / "f.npy"), expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(features.roll(1, 0), expected, atol=1e-2), "another order would be found"
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(len(features)))
+    assert table["features"].type == pa.list_(pa.float32(), 32)
+    rows = open_table(str(data)).arrow
+    assert table["text"].to_pylist() == rows["text"].to_pylist()
+    assert table["image"].to_pylist() == rows["image"].to_pylist()
+
+
+def test_the_side_is_that_of_the_column(run, data, tmp_path):
+    out = tmp_path / "f.npy"
+    expected = reference(run, data, "text", "text")
+    for options in (["--column", "text"], ["--side", "text"]):
+        succeeds("embed", run, data, "--out", out, *options)
+        torch.testing.assert_close(npy(out), expected, rtol=0, atol=1e-6)
+    assert (expected - reference(run, data, "image", "image")).abs().max() > 0.1
+
+
+def test_a_folder_of_pictures_is_embedded(run, data, tmp_path):
+    succeeds("embed", run, data.parent / "images", "--out", tmp_path / "f.parquet")
+    table = pq.read_table(tmp_path / "f.parquet")
+    assert table["image"].to_pylist() == sorted(path.name for path in (data.parent / "images").iterdir())
+    assert table["text"][0].as_py() == table["image"][0].as_py().removesuffix(".png")
+
+
+def test_several_ranks_give_the_same_features(run, data, tmp_path):
+    succeeds("embed", run, data, "--out", tmp_path / "one.npy", "--batch-size", "25")
+    succeeds("embed", run, data, "--out", tmp_path / "two.npy", "--batch-size", "25", "--ranks", "2")
+    torch.testing.assert_close(npy(tmp_path / "one.npy"), npy(tmp_path / "two.npy"), rtol=0, atol=1e-6)
+
+
+@pytest.fixture
+def damaged(data, tmp_path):
+    """Copy the data, with a last picture that is none."""
+    shutil.copytree(data.parent, tmp_path / "damaged")
+    (tmp_path / "damaged" / "images" / "none.png").write_bytes(b"not a picture")
+    with (tmp_path / "damaged" / "pairs.csv").open("a") as file:
+        file.write("images/none.png,NONE\n")
+    return tmp_path / "damaged" / "pairs.csv"
+
+
+@pytest.mark.parametrize("ending", ["parquet", "npy"])
+def test_a_failure_leaves_the_file_as_it_was(run, damaged, tmp_path, capsys, ending):
+    out = tmp_path / f"f.{ending}"
+    for before in (None, b"as it was"):
+        if before is not None:
+            out.write_bytes(before)
+        line = mistake(capsys, "embed", run, damaged, "--out", out, "--batch-size", "20")
+        assert "none.png" in line
+        assert "cannot be read as an image" in line
+        assert "--skip-bad leaves such rows out" in line
+        assert (out.read_bytes() if out.exists() else None) == before
+        assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_mistake_on_another_rank_is_one_line(run, damaged, tmp_path, capsys):
+    line = mistake(capsys, "embed", run, damaged, "--out", tmp_path / "f.npy", "--batch-size", "80", "--ranks", "2")
+    assert "none.png" in line
+
+
+def test_bad_rows_are_left_out_if_asked(run, data, damaged, tmp_path, capsys):
+    succeeds("embed", run, damaged, "--out", tmp_path / "f.parquet", "--skip-bad", "--workers", "0")
+    assert "1 of 159 rows are left out" in capsys.readouterr().out
+    table = pq.read_table(tmp_path / "f.parquet")
+    assert table["text"].to_pylist() == open_table(str(data)).arrow["text"].to_pylist()
+
+
+def test_rows_are_read_batch_by_batch(run, damaged):
+    """The first features come before the last picture is read, so memory does not grow with the rows."""
+    found = open_run(run)
+    items = open_items(found, str(damaged), "DATA")
+    tiles = features_of(found, items, Work(50, 0, 1, "cpu", "auto"))
+    assert [len(next(tiles)) for _ in range(3)] == [50, 50, 50]
+    with pytest.raises(UserError, match=r"none\.png"):
+        next(tiles)
+
+
+def test_an_older_column_of_features_is_replaced(run, data, tmp_path):
+    succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
+    shutil.copytree(data.parent / "images", tmp_path / "images")
+    succeeds("embed", run, tmp_path / "f.parquet", "--column", "text", "--out", tmp_path / "g.parquet")
+    table = pq.read_table(tmp_path / "g.parquet")
+    assert table.column_names.count("features") == 1
+    expected = reference(run, data, "text", "text")
+    torch.testing.assert_close(torch.tensor(table["features"].to_pylist()), expected, rtol=0, atol=1e-6)
+
+
+# search
+
+
+def test_the_most_similar_rows_are_those_of_a_full_sort():
+    torch.manual_seed(0)
+    queries, rows = torch.randn(5, 4), torch.randn(200, 4)
+    rows[150] = rows[3]  # a tie, far away
+    rows[:2] = 0.0
+    for tiles in (rows.split(7), rows.split(200), [rows[:1], rows[1:]]):
+        similarities, found = most_similar(queries, tiles, 20)
+        expected, order = (queries @ rows.T + 0.0).sort(dim=1, descending=True, stable=True)
+        assert torch.equal(found, order[:, :20])
+        torch.testing.assert_close(similarities, expected[:, :20])
+    assert most_similar(queries, rows[:3].split(2), 20)[1].shape == (5, 3), "there are only three rows"
+
+
+def test_equal_rows_come_in_their_order():
+    same = torch.ones(40, 2)
+    for size in (1, 3, 40):
+        assert most_similar(-torch.ones(1, 2), same.split(size), 5)[1].tolist() == [[0, 1, 2, 3, 4]]
+
+
+def printed_places(capsys):
+    return re.findall(r"^ *-?\d\.\d{4}  (\S+)", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+def test_a_text_finds_pictures_and_the_features_are_kept(run, data, tmp_path, capsys):
+    text = "GREEK SMALL LETTER ALPHA"
+    succeeds("search", run, text, "-k", "4", "--sheet", tmp_path / "sheet.png")
+    places = printed_places(capsys)
+    found = open_run(run)
+    query = found.features("text", found.encoder("text").prepare([text]))
+    similarity = (query @ reference(run, data, "image", "image").T)[0]
+    names = open_table(str(data)).arrow["image"].to_pylist()
+    expected = [str(data.parent / names[row]) for row in similarity.argsort(descending=True, stable=True)[:4]]
+    assert places == expected
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size[0] > sheet.size[1] > 100
+    (kept,) = (run / "features").glob("image-*.npy")
+    stamp = kept.stat().st_mtime_ns
+    succeeds("search", run, text, "-k", "4")
+    assert printed_places(capsys) == expected
+    assert kept.stat().st_mtime_ns == stamp, "not computed again"
+    assert (run / "search.png").exists()
+
+
+def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, capsys):
+    copy = shutil.copytree(data.parent, tmp_path / "copy") / "pairs.csv"
+    wanted = tmp_path / "copy" / "images" / "41.png"
+    query = str(data.parent / "images" / "42.png")
+    options = ["--in", copy, "--side", "image", "-k", "1", "--sheet", tmp_path / "s.png"]
+    succeeds("search", run, query, *options)
+    assert Path(printed_places(capsys)[0]).name == "42.png"
+    shutil.copyfile(query, wanted)
+    os.utime(wanted, (1, 1))
+    (tmp_path / "copy" / "images" / "42.png").write_bytes((data.parent / "images" / "43.png").read_bytes())
+    succeeds("search", run, query, *options)
+    assert Path(printed_places(capsys)[0]).name == "41.png"
+
+
+def test_a_picture_finds_texts_once_each(run, data, tmp_path, capsys):
+    twice = tmp_path / "twice.csv"
+    lines = data.read_text().splitlines()
+    twice.write_text("\n".join([lines[0], *lines[1:], *lines[1:]]) + "\n")
+    (tmp_path / "images").symlink_to(data.parent / "images")
+    succeeds("search", run, data.parent / "images" / "41.png", "--in", twice, "-k", "5")
+    output = capsys.readouterr().out
+    texts = re.findall(r"line \d+  (.+)$", output, flags=re.MULTILINE)
+    assert len(set(texts)) == 5
+    assert str(twice) in output
+
+
+def test_features_in_a_file_are_searched(run, data, tmp_path, capsys):
+    text = "CYRILLIC CAPITAL LETTER ZHE"
+    succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
+    succeeds("embed", run, data, "--out", tmp_path / "f.npy")
+    capsys.readouterr()
+    found = {}
+    for name in ("f.parquet", "f.npy"):
+        succeeds("search", run, text, "--in", tmp_path / name, "--out", tmp_path / "o.jsonl", "-k", "3")
+        (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
+        found[name] = json.loads(line)["results"]
+    assert [hit["row"] for hit in found["f.npy"]] == [hit["row"] for hit in found["f.parquet"]]
+    assert found["f.parquet"][0]["place"].endswith(".png")
+    assert found["f.npy"][0]["place"] == f"{tmp_path / 'f.npy'}, row {found['f.npy'][0]['row'] + 1}"
+
+
+def test_many_queries_from_a_table(run, data, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"query": "LATIN SMALL LETTER B"}\n{"query": "GREEK SMALL LETTER ALPHA"}\n')
+    out = tmp_path / "o.jsonl"
+    succeeds("search", run, "--queries", tmp_path / "q.jsonl", "--out", out, "-k", "3", "--sheet", tmp_path / "s.png")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["query"] for line in lines] == ["LATIN SMALL LETTER B", "GREEK SMALL LETTER ALPHA"]
+    for line in lines:
+        similarities = [hit["similarity"] for hit in line["results"]]
+        assert similarities == sorted(similarities, reverse=True)
+        assert len(similarities) == 3
+    assert lines[0]["results"] != lines[1]["results"]
+
+
+# evaluate
+
+
+def test_chance_is_the_mean_over_all_orders():
+    for n, m in ((5, 1), (5, 2), (6, 4), (4, 4)):
+        expected = dict.fromkeys(chance_of_search(2, torch.tensor([1])), 0.0)
+        orders = list(itertools.combinations(range(n), m))  # the places of the right ones
+        for right in orders:
+            gain = sum(1 / math.log2(2 + place) for place in right if place < 10)
+            best = sum(1 / math.log2(2 + place) for place in range(min(m, 10)))
+            for k in (1, 5, 10):
+                expected[f"recall@{k}"] += (right[0] < k) / len(orders)
+            expected["mrr"] += 1 / (1 + right[0]) / len(orders)
+            expected["ndcg@10"] += gain / best / len(orders)
+        assert chance_of_search(n, torch.tensor([m])) == pytest.approx(expected)
+    both = chance_of_search(5, torch.tensor([1, 2, 2]))
+    one, two = (chance_of_search(5, torch.tensor([m])) for m in (1, 2))
+    assert both["mrr"] == pytest.approx((one["mrr"] + 2 * two["mrr"]) / 3)
+
+
+def test_figures_count_repeated_texts_and_pictures_once_and_as_right(run, data, tmp_path, capsys):
+    """A brute-force search over the distinct pictures and texts gives the same figures."""
+    lines = data.read_text().splitlines()
+    table = tmp_path / "some.csv"
+    some = lines[1:40]
+    some += [f"{some[0].split(',')[0]},{some[5].split(',')[1]}", some[7]]  # a second text of a picture, and a repeat
+    table.write_text("\n".join([lines[0], *some]) + "\n")
+    (tmp_path / "images").symlink_to(data.parent / "images")
+    succeeds("evaluate", run, table, "--out", tmp_path / "e.json")
+    report = json.loads((tmp_path / "e.json").read_text())
+    pictures = list(dict.fromkeys(line.split(",")[0] for line in some))
+    texts = list(dict.fromkeys(line.split(",")[1] for line in some))
+    group = {**{name: name for name in pictures}}
+    for line in some:  # the picture's group is that of all its texts, and the other way round
+        group.setdefault(line.split(",")[1], line.split(",")[0])
+    merged = {pictures[5]: pictures[0]}
+    groups = {name: merged.get(group[name], group[name]) for name in (*pictures, *texts)}
+    found = open_run(run)
+    features = {}
+    for side, names in (("image", pictures), ("text", texts)):
+        (tmp_path / "one.csv").write_text("\n".join([side, *names]) + "\n")
+        features[side] = reference(run, tmp_path / "one.csv", side, side)
+    ways = {"image_to_text": ("image", pictures, "text", texts), "text_to_image": ("text", texts, "image", pictures)}
+    for way, (one, asked, other, sought) in ways.items():
+        similarity = features[one] @ features[other].T
+        right = torch.tensor([[groups[a] == groups[b] for b in sought] for a in asked])
+        best = similarity.masked_fill(~right, -2).amax(1, keepdim=True)
+        rank = ((similarity >= best) & ~right).sum(1)
+        assert report[way]["queries"] == len(asked)
+        assert report[way]["candidates"] == len(sought)
+        for k in (1, 5, 10):
+            assert report[way][f"recall@{k}"] == pytest.approx((rank < k).double().mean().item())
+        assert report[way]["mrr"] == pytest.approx((1 / (1 + rank.double())).mean().item())
+        assert report[way]["chance"]["recall@1"] < 0.06
+        assert report[way]["recall@5"] > report[way]["chance"]["recall@5"]
+    assert found.weights, "the run is the one that was evaluated"
+    assert "nDCG@10" in capsys.readouterr().out
+
+
+def test_data_of_the_run_are_said_to_be_no_test(run, data, capsys):
+    succeeds("evaluate", run, data)
+    assert "trained on most of these rows" in capsys.readouterr().out
+
+
+# --task identify
+
+
+def test_a_classifier_is_evaluated_and_searched(classifier, tmp_path, capsys):
+    run, data = classifier
+    more = data.parent / "more.csv"
+    more.write_text(data.read_text() + "images/DejaVuSans-41.png,UNKNOWN CLASS\n")
+    succeeds("evaluate", run, more, "--out", tmp_path / "e.json")
+    report = json.loads((tmp_path / "e.json").read_text())
+    found = open_run(run)
+    rows = open_table(str(data)).arrow
+    features = reference(run, data, "image", "image")
+    logits = features @ torch.nn.functional.normalize(found.centers, dim=1).T
+    labels = torch.tensor([found.classes.index(name) for name in rows["text"].to_pylist()])
+    best = logits.topk(5, dim=1).indices == labels[:, None]
+    assert report["rows"] == len(labels) + 1
+    assert report["images_of_these_classes"] == len(labels)
+    assert report["top_1"] == pytest.approx(best[:, 0].double().mean().item(), abs=2 / len(labels))
+    assert report["top_5"] == pytest.approx(best.any(1).double().mean().item(), abs=2 / len(labels))
+    assert report["top_5"] > 5 * report["chance"]["top_5"]
+    assert 0 < report["verification"]["tar"] <= 1
+    capsys.readouterr()
+    picture = data.parent / "images" / "DejaVuSerif-416.png"
+    succeeds("search", run, picture, "-k", "2")
+    assert printed_places(capsys)[0] == str(picture)
+    assert "only has an encoder of pictures" in mistake(capsys, "search", run, "a text")
+
+
+# the run folder
+
+
+def block(readme):
+    (found,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    return found
+
+
+def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
+    """Its Python prints the similarity that the package computes."""
+    readme = (run / "README.md").read_text()
+    program = block(readme).replace("a few words", "LATIN SMALL LETTER B")
+    shutil.copyfile(data.parent / "images" / "62.png", tmp_path / "picture.png")
+    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}\nprint(repr((image @ text.T).item()))"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = open_run(run)
+    image = reference(run, data, "image", "image")[
+        open_table(str(data)).arrow["image"].to_pylist().index("images/62.png")
+    ]
+    text = found.features("text", found.encoder("text").prepare(["LATIN SMALL LETTER B"]))[0]
+    assert float(done.stdout.splitlines()[-1]) == pytest.approx((image @ text).item(), abs=1e-6)
+
+
+def test_the_readme_of_a_classifier_names_a_class(classifier, tmp_path):
+    run, data = classifier
+    shutil.copyfile(data.parent / "images" / "DejaVuSans-41.png", tmp_path / "picture.png")
+    program = f"import sys\nsys.modules['wholebatch'] = None\n{block((run / 'README.md').read_text())}"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = open_run(run)
+    image = reference(run, data, "image", "image")[open_table(str(data)).arrow["image"].to_pylist().index(
+        "images/DejaVuSans-41.png")]  # fmt: skip
+    best = (torch.nn.functional.normalize(found.centers, dim=1) @ image).argmax()
+    assert done.stdout.strip() == str([found.classes[best]])
+
+
+def test_the_readme_has_the_figures_and_commands_that_run(run, data, tmp_path):
+    readme = (run / "README.md").read_text()
+    report = json.loads((run / "report.json").read_text())
+    assert f"| {report['image_to_text']['recall@1']:.4f} |" in readme
+    (commands,) = re.findall(r"```sh\n(.*?)```", readme, flags=re.DOTALL)
+    search = next(line for line in commands.splitlines() if line.endswith('"a few words"'))
+    done = subprocess.run(
+        search.replace("wholebatch", f"{sys.executable} -W error -m wholebatch", 1),
+        shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(".png") == 11
+
+
+def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data, tmp_path, capsys):
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(run, unfinished)
+    (unfinished / "model.safetensors").unlink()
+    shutil.rmtree(unfinished / "encoders")
+    for folder, out, options in (
+        (run, "a.npy", []),
+        (unfinished, "b.npy", []),  # the last step has a checkpoint
+        (run, "c.npy", ["--weights", "checkpoint"]),
+    ):
+        succeeds("embed", folder, data, "--out", tmp_path / out, *options)
+    assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "b.npy"))
+    assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "c.npy"))
+    line = mistake(capsys, "embed", unfinished, data, "--weights", "final")
+    assert "it has checkpoint" in line
+    shutil.copyfile(run / "model.safetensors", unfinished / "best.safetensors")
+    succeeds("embed", unfinished, data, "--out", tmp_path / "d.npy", "--weights", "best")
+    assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "d.npy"))
+
+
+# mistakes
+
+
+def damage(folder):
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def other_version(folder):
+    (folder / "config.json").write_text('{"task": "retrieve"}')
+
+
+def other_sizes(folder):
+    file = folder / "encoders" / "text" / "encoder.json"
+    file.write_text(file.read_text().replace('"text_buckets": 512', '"text_buckets": 256'))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (damage, "model.safetensors is damaged or incomplete"),
+        (other_version, "is not the configuration of a run of this version"),
+        (other_sizes, "does not fit the encoders of the run: 1 tensors"),
+        (lambda folder: (folder / "encoders" / "encoders.json").unlink(), "holds no encoder"),
+        (lambda folder: [(folder / name).unlink() for name in ("model.safetensors", "checkpoint.safetensors")],
+         "the run has had no checkpoint yet"),
+    ],
+    ids=["damaged", "version", "sizes", "no encoders", "no weights"],
+)  # fmt: skip
+def test_a_wrong_run_folder_is_refused(run, data, tmp_path, capsys, change, message):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    change(copy)
+    assert message in mistake(capsys, "embed", copy, data, "--out", tmp_path / "f.npy")
+    assert not (tmp_path / "f.npy").exists()
+
+
+def test_mistakes_in_data_and_queries_are_one_line(run, data, tmp_path, capsys):
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "empty.csv").write_text('text\n"  "\n')
+    (tmp_path / "bad.npy").write_bytes(b"nothing")
+    (tmp_path / "bad.png").write_bytes(b"nothing")
+    np.save(tmp_path / "narrow.npy", np.zeros((3, 4), np.float32))
+    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    out = ["--out", tmp_path / "f.npy"]
+    cases = [
+        (["embed", run, tmp_path / "other.csv", *out], "has no column for the image or the text; its columns are a, b"),
+        (["embed", run, data, "--column", "tetx", *out], "--column:"),
+        (["embed", run, tmp_path / "empty.csv", *out], "line 2: the text, column 'text', is empty"),
+        (["embed", run, data, "--side", "query", *out], "--side must be a side of the run, which has image, text"),
+        (["search", run, tmp_path / "bad.png"], "cannot be read as an image"),
+        (["search", run, "a", "--in", tmp_path / "bad.npy"], "cannot be read as a file of features"),
+        (["search", run, "a", "--in", tmp_path / "objects.npy"], "cannot be read as a file of features"),
+        (["search", run, "a", "--in", tmp_path / "narrow.npy"], "has features of 4, expected 32"),
+        (["search", run, "a", "--in", tmp_path / "other.csv"], "has no column for the image"),
+        (["search", run, "--queries", tmp_path / "other.csv"], "has no column for the"),
+        (["evaluate", run, tmp_path / "other.csv"], "has no column for the image"),
+        (["export", run, tmp_path / "x", "--to", "sentence-transformers"], "needs a text encoder of transformers"),
+        (["export", run, "--to", "open_clip", tmp_path / "x"], "needs an image encoder of timm"),
+    ]  # fmt: skip
+    for argv, message in cases:
+        assert message in mistake(capsys, *argv), argv
+    assert not (tmp_path / "x").exists()
+
+
+def test_features_of_another_model_are_refused(run, classifier, data, tmp_path, capsys):
+    succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
+    copy = shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(copy / "features", ignore_errors=True)
+    table = pq.read_table(tmp_path / "f.parquet")
+    facts = json.loads(table.schema.metadata[b"wholebatch"]) | {"weights": "0" * 64}
+    pq.write_table(
+        table.replace_schema_metadata({b"wholebatch": json.dumps(facts).encode()}), tmp_path / "other.parquet"
+    )
+    assert "another model or checkpoint" in mistake(capsys, "search", run, "a", "--in", tmp_path / "other.parquet")
+
+
+# docs/own_data.md
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Make the folders that the page names, of pictures whose texts are their names."""
+    folder = tmp_path_factory.mktemp("page")
+    rows = open_table(str(write_pairs(folder / "pairs"))).arrow
+    for name, some in (("photos", slice(0, 150)), ("other-photos", slice(100, 150))):
+        (folder / name).mkdir()
+        for image, text in list(zip(rows["image"].to_pylist(), rows["text"].to_pylist(), strict=True))[some]:
+            shutil.copyfile(folder / "pairs" / image, folder / name / f"{text.lower().replace(' ', '-')}.png")
+    shutil.copyfile(folder / "pairs" / "images" / "7a.png", folder / "photos" / "red-bird.png")
+    (folder / "queries.csv").write_text("text\na red bird\nlatin small letter b\n")
+    return folder
+
+
+def test_every_command_of_the_page_runs(photos, monkeypatch, capsys):
+    """`train` gets a small model and few steps; the two exports end with a line that says what they need."""
+    monkeypatch.chdir(photos)
+    page = (Path(__file__).parent.parent / "docs" / "own_data.md").read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL) for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("wholebatch ")]
+    assert [argv[0] for argv in commands] == [
+        "train", "search", "search", "search", "search", "embed", "embed", "search", "evaluate", "export", "export",
+    ]  # fmt: skip
+    for argv in commands:
+        small = [*SMALL, "--steps", "12", "--no-audit", "--workers", "0"] if argv[0] == "train" else []
+        assert main([*argv, *small]) == (2 if argv[0] == "export" else 0), argv
+    assert "needs a text encoder of transformers" in capsys.readouterr().err
+    assert {"features.parquet", "texts.npy", "found.jsonl", "figures.json"} <= {path.name for path in photos.iterdir()}
+    assert (photos / "runs" / "photos" / "search.png").exists()
+    assert len(json.loads((photos / "found.jsonl").read_text().splitlines()[0])["results"]) == 10
+    (row,) = [
+        k for k, name in enumerate(pq.read_table("features.parquet")["image"].to_pylist()) if name == "red-bird.png"
+    ]
+    texts = npy("texts.npy")
+    assert len(texts) == 151
+    assert texts[row].norm().item() == pytest.approx(1)
