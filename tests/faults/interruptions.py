@@ -98,11 +98,13 @@ class Interruptions:
         before = _recorded(self.run)
         program = self.next_start()
         self.wait_for_a_moment(program, before)
-        ranks = program.ranks() or [program.pid]
+        started = program.ranks()
+        ranks = started or [program.pid]
         workers = workers_of(ranks)
         number = self.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         whom = self.rng.choice(KILLS if number == signal.SIGKILL else STOPS)
         whom = "rank" if whom == "worker" and not workers else whom
+        whom = "launcher" if whom == "rank" and not started else whom
         targets = {
             "launcher": [program.pid], "everyone": [program.pid, *ranks, *workers], "rank": [self.rng.choice(ranks)],
             "worker": [self.rng.choice(workers or [0])],

@@ -1,4 +1,4 @@
-"""What a rank's part of a step's batch is made of; it is prepared by worker processes, and holds no model."""
+"""A rank's part of each step's batch, which worker processes prepare without a model."""
 
 from __future__ import annotations
 

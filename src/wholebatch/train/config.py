@@ -83,7 +83,7 @@ class TrainConfig:
     shards (a .tar file, a folder of them, "shards/{000..099}.tar"), or a data set saved by the library datasets."""
     columns: str = ""
     """Columns of the data by their roles, "image=filepath,text=title". Roles: image and text, or query, positive and
-    negatives, or label; usual names are recognised without this."""
+    negatives, or label; usual names are recognized without this."""
     skip_bad: bool = False
     """Leave out rows whose picture cannot be read. All pictures are read once before the first step to find them."""
     workers: int = -1

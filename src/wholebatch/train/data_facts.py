@@ -19,7 +19,7 @@ _MOST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is remembered of the data."""
+    """The facts about the data that a run remembers."""
 
     source: str
     """`--data`."""

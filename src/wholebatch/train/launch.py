@@ -181,7 +181,7 @@ class _Prepared(NamedTuple):
 
     @property
     def facts(self) -> DataFacts:
-        """What data.json of the run folder holds."""
+        """The facts for data.json of the run folder."""
         if isinstance(self.data, tuple):
             pairs = self.data[0]
             return DataFacts(self.config.data, f"{len(pairs.order)} pairs in {len(pairs)} groups", self.digest)

@@ -1,6 +1,6 @@
 """The cache of tables: what is slow to read is written once as an Arrow file, which all ranks of a machine map.
 
-The name of a file holds the path, time and size of its sources, so that a changed source is read anew, and a checksum
+The name of a file holds the path, time and size of its sources, so that a changed source is read again, and a checksum
 of its own content: a file that a full disk or a loss of power has cut short is written again.
 """
 

@@ -29,7 +29,7 @@ _B = TypeVar("_B")
 _NOTICED_S = 1.0  # until the exit of a process whose connection has broken is noticed, at most
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 # A fork shares the table's pages and the imports with its rank, and starts in milliseconds. Python 3.14 does not fork
-# by default. Elsewhere than on Linux a fork is not safe, and workers start anew.
+# by default. Elsewhere than on Linux a fork is not safe, and workers are new programs.
 _CONTEXT = "fork" if sys.platform == "linux" else None
 
 

@@ -51,7 +51,9 @@ class Pairs:
         digest: str = "",
         equal_pictures: Tensor | None = None,
     ) -> Pairs:
-        """Group rows by the numbers (n,) of their groups, numbered anew by their first row; rows keep their order.
+        """Group rows by the numbers (n,) of their groups, which get new numbers in the order of their first rows.
+
+        Rows of a group keep their order.
 
         Args:
             sides: the two sides.

@@ -1,4 +1,4 @@
-"""What `--data` may name, checked before torch is imported and before anything is read."""
+"""The paths and patterns that `--data` accepts, checked before torch is imported and before anything is read."""
 
 from __future__ import annotations
 

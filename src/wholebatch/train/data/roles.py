@@ -26,7 +26,7 @@ USUAL = {
     "negatives": ("negatives", "negative", "hard_negatives", "neg"),
     "label": ("label", "class", "category", "identity", "cls"),
 }
-"""The names by which a role is recognised."""
+"""The names by which a role is recognized."""
 
 Roles = dict[str, list[str]]
 """The columns of each role; only `negatives` may have several."""
@@ -55,7 +55,7 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
 
     Args:
         table: the data.
-        columns: `--columns`; what it does not name is recognised by USUAL names.
+        columns: `--columns`; what it does not name is recognized by USUAL names.
         task: "retrieve" or "identify".
 
     Raises:

@@ -126,7 +126,7 @@ def no_image(path: object) -> str:
 
 
 class Chosen(Side):
-    """Some rows of another side, numbered anew."""
+    """Some rows of another side, with new numbers."""
 
     def __init__(self, side: Side, rows: Tensor) -> None:
         self.kind, self._side, self._rows = side.kind, side, rows
