@@ -179,7 +179,7 @@ def picture(rows: list[dict[str, Any]], matches: list[tuple[Pair, Match]], title
     figure = Figure(figsize=(12, 2.4 + 3.6 * len(matches)), layout="constrained")
     figure.suptitle(title)
     heights = [2, *[len(match.query) / 3 for _, match in matches]]
-    top, *panels = figure.subplots(1 + len(matches), 1, height_ratios=heights)
+    top, *panels = figure.subplots(1 + len(matches), 1, height_ratios=heights, squeeze=False)[:, 0]
     bars = [(m, kind, when) for m in MEASURES for kind in (ONE_VECTOR, MANY_VECTORS) for when in ("before", "after")]
     for place, (measure, kind, when) in enumerate(bars):
         values = [row[when][measure] for row in rows if row["vectors"] == kind]

@@ -234,8 +234,9 @@ def test_late_interaction_is_the_same_on_two_ranks(late_interaction, tmp_path):
     config = late_interaction.Config(model="")
     matches = late_interaction.some_matches(rows[1]["encoder"], Words(), rows[1]["held out"], config, shortest=4)
     assert len(matches) == 3
-    late_interaction.picture(rows, matches, "title", tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    for some in (matches, []):
+        late_interaction.picture(rows, some, "title", tmp_path / f"{len(some)}.png")
+    assert (tmp_path / "3.png").stat().st_size > (tmp_path / "0.png").stat().st_size > 1_000
 
 
 def test_a_match_takes_the_best_token_of_each(late_interaction):

@@ -1,4 +1,4 @@
-"""What a run of a week needs: figures, trackers, options in a file, extensions, an early end, a full disk."""
+"""The needs of a run of a week: figures, trackers, options in a file, extensions, an early end, a full disk."""
 
 import io
 import json
