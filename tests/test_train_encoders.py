@@ -232,6 +232,8 @@ def test_the_optimizer_leaves_out_frozen_weights_and_scales_the_rate_of_a_side()
         ({"text": TextSideConfig(tune="frozen", learning_rate_factor=2.0)}, "with --text.tune frozen, got 2.0"),
         ({"text": TextSideConfig(learning_rate_factor=0.0)}, "--text.learning-rate-factor must be in "),
         ({"precision": "fp8"}, "--precision must be one of fp32, tf32, bf16, fp16, got fp8"),
+        ({"compile": True, "chunk_size": 8}, "--compile must be left out with --chunk-size 8, got True"),
+        ({"compile": True, "chunk_size": "auto"}, "--compile must be left out with --chunk-size auto"),
         ({"chunk_size": -1}, "--chunk-size must be at least 0, or auto, got -1"),
     ],
 )  # fmt: skip
@@ -459,6 +461,21 @@ def test_an_automatic_chunk_fits_the_memory_and_changes_no_gradient(data, monkey
         task.add_gradients(0)
     for name, x in whole.gradients().items():
         assert_same(cached.gradients()[name], x, relative=1e-5)
+
+
+def test_compiled_encoders_have_the_same_gradient(data, monkeypatch):
+    """By a backend that is quick to compile: whether the encoders are traced in full is the question, not the code."""
+    compiled = []
+
+    def quickly(function, **options):
+        compiled.append(function)
+        return actual(function, backend="aot_eager", **options)
+
+    actual = torch.compile
+    monkeypatch.setattr(torch, "compile", quickly)
+    config = replace(CONFIG, data=data, batch_size=24, validation_texts=2, test_texts=2, workers=0)
+    assert_same(gradients(config, compile=True)[1], gradients(config)[1], relative=1e-5)
+    assert len(compiled) == 2, "both encoders, and not those of the run that is not compiled"
 
 
 def test_a_chunk_that_divides_the_batch_is_trained(data):

@@ -112,7 +112,7 @@ class TrainConfig:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of the encoders' products. tf32 and fp16 need a GPU. Weights, gradients and sums stay in float32."""
     compile: bool = False
-    """Compile the encoders with torch.compile."""
+    """Compile the encoders with torch.compile; without --chunk-size only."""
     learning_rate: float = 2e-3
     """Peak of AdamW's learning rate, reached after the warm-up and reduced to 0 along a cosine."""
     warmup_steps: int = 20
@@ -192,6 +192,9 @@ class TrainConfig:
         _require(
             self.has_automatic_chunks or self.chunk_size >= 0, "chunk_size", "at least 0, or auto", self.chunk_size
         )
+        # Gradient caching observes the calls of modules by hooks, for which torch would compile in every step again.
+        both = self.compile and (self.has_automatic_chunks or self.chunk_size > 0)
+        _require(not both, "compile", f"left out with --chunk-size {self.chunk_size}", self.compile)
         _require(self.precision in PRECISIONS, "precision", f"one of {', '.join(PRECISIONS)}", self.precision)
         _require(self.workers >= -1, "workers", "at least 0, or -1 for as many as there are cores", self.workers)
         for name in ("weight_decay", "augment"):
