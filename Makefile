@@ -75,7 +75,8 @@ ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision embedders late)
 
 # Tests with libraries that need torchvision, in a separate environment: open_clip's trainer, lightly's losses in loops,
 # and encoders of timm.
-VISION = tests/ecosystem/test_open_clip.py tests/ecosystem/test_lightly.py tests/ecosystem/test_train_timm.py
+VISION = tests/ecosystem/test_open_clip.py tests/ecosystem/test_lightly.py tests/ecosystem/test_train_timm.py \
+  tests/ecosystem/test_export_open_clip.py
 vision: .venv-vision/ready
 	.venv-vision/bin/python -m pytest $(VISION) $(ARGS)
 

@@ -60,7 +60,8 @@ MISTAKES = [
     ("", "usage: wholebatch COMMAND [OPTIONS]"),
     (
         "trian",
-        "there is no command 'trian'; choose one of: audit, bench, doctor, embed, evaluate, export, plan, search, train; perhaps you meant train",
+        "there is no command 'trian'; choose one of: audit, bench, doctor, embed, evaluate, export, plan, search, "
+        "train; perhaps you meant train",
     ),
     ("audit", "name a problem, as MODULE:FUNCTION, or presets"),
     ("audit my_file", "name the problem as MODULE:FUNCTION, as in my_project.audits:clip"),

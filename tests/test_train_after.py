@@ -247,6 +247,21 @@ def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, c
     assert Path(printed_places(capsys)[0]).name == "41.png"
 
 
+def test_bad_pictures_are_left_out_of_a_search_if_asked(run, data, damaged, tmp_path, capsys):
+    """Rows keep their numbers, also when the features come from the folder of the run."""
+    with damaged.open("a") as file:  # a good row after the bad one
+        file.write("images/41.png,AGAIN\n")
+    query = [str(data.parent / "images" / "41.png"), "--side", "image", "--in", damaged, "-k", "4"]
+    query += ["--out", tmp_path / "o.jsonl", "--workers", "0"]
+    assert "--skip-bad" in mistake(capsys, "search", run, *query)
+    for _ in range(2):
+        succeeds("search", run, *query, "--skip-bad")
+        rows = [hit["row"] for hit in json.loads((tmp_path / "o.jsonl").read_text())["results"]]
+        assert {0, 159} <= set(rows)
+        assert 158 not in rows
+    assert capsys.readouterr().out.count("1 of 160 rows are left out") == 1
+
+
 def test_a_picture_finds_texts_once_each(run, data, tmp_path, capsys):
     twice = tmp_path / "twice.csv"
     lines = data.read_text().splitlines()

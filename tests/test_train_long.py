@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from glyph_files import write_pairs
+from glyph_files import SMALL, write_pairs
 from rich.console import Console
 from train_runs import metrics, options, recorded
 
@@ -205,7 +205,7 @@ def test_weights_and_biases_continues_its_run(data, tmp_path, monkeypatch):
     assert main(["train", "--resume", str(run)]) == 0
     assert [each["project"] for each in started] == ["characters"] * 2
     assert started[0]["id"] == started[1]["id"] == (run / "wandb-id").read_text().strip()
-    assert started[0]["config"]["batch_size"] == 48
+    assert started[0]["config"]["batch_size"] == int(SMALL[SMALL.index("--batch-size") + 1])
     assert all(each["finished"] for each in started)
     assert sorted(logged) == list(range(1, 13))
     assert logged[12]["train/loss"] == metrics(run)[-1]["loss"]
@@ -416,26 +416,14 @@ def test_on_a_file_system_that_is_full(data, whole, tmp_path, capsys):
 
 
 # A file of options.
-TOML = """
-data = "{data}"
-run-folder = "made/run"
-steps = 12
-batch_size = 48
-image-size = 16
-validation-texts = 16
-test-texts = 24
-validate-every = 6
-checkpoint-every = 5
-warmup-steps = 2
-audit = false
-tensorboard = false
-
-[model]
-image-width = 8
-text-width = 32
-embedding_size = 32
-text-buckets = 512
-"""
+def toml_of(data):
+    """Return the options of the tests' runs as a file: those of the model in a table, some names with dashes."""
+    pairs = list(zip(SMALL[::2], SMALL[1::2], strict=True))
+    alone = [f"{name[2:]} = {value}" for name, value in pairs if "." not in name]
+    of_model = [f"{name[8:].replace('-', '_')} = {value}" for name, value in pairs if name.startswith("--model.")]
+    assert len(alone) + len(of_model) == len(pairs)
+    more = [f'data = "{data}"', 'run-folder = "made/run"', "steps = 12", "validate-every = 6", "checkpoint_every = 5"]
+    return "\n".join([*more, "audit = false", "tensorboard = false", *alone, "[model]", *of_model])
 
 
 def test_a_file_gives_the_run_of_the_same_options(data, whole, tmp_path, monkeypatch, capsys):
@@ -443,7 +431,7 @@ def test_a_file_gives_the_run_of_the_same_options(data, whole, tmp_path, monkeyp
     folder = tmp_path / "folder"
     folder.mkdir()
     relative = os.path.relpath(data, folder)
-    (folder / "run.toml").write_text(TOML.format(data=relative))
+    (folder / "run.toml").write_text(toml_of(relative))
     assert main(["train", "--config", "folder/run.toml"]) == 0
     run = folder / "made" / "run"
     assert metrics(run) == metrics(whole), "paths are relative to the file, and every option is used"
@@ -452,7 +440,7 @@ def test_a_file_gives_the_run_of_the_same_options(data, whole, tmp_path, monkeyp
     assert metrics(other)[0] == metrics(whole)[0] | {"learning_rate": metrics(other)[0]["learning_rate"]}
     assert recorded(other) == 3, "the command line has precedence"
     assert main(["train", "--config", "folder/run.toml", "--resume", str(run)]) == 0, "the same options"
-    (folder / "run.toml").write_text(TOML.format(data=relative).replace("steps = 12", "steps = 13"))
+    (folder / "run.toml").write_text(toml_of(relative).replace("steps = 12", "steps = 13"))
     assert "steps was 12, got 13" in one_line(capsys, "--config", "folder/run.toml", "--resume", str(run))
 
 

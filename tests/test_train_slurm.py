@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from glyph_files import write_pairs
+from glyph_files import SMALL, write_pairs
 from train_runs import TRAIN, difference, options
 
 from wholebatch import _slurm
@@ -155,6 +155,6 @@ def test_two_processes_give_the_numbers_of_one(variables, tmp_path):
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], printed
     assert "Slurm has started 2 processes, which meet at localhost:" in printed[0]
-    assert "global batch 48 on 2 processes" in printed[0]
+    assert f"global batch {SMALL[SMALL.index('--batch-size') + 1]} on 2 processes" in printed[0]
     assert printed[1] == "", "rank 0 reports"
     assert difference(tmp_path / "one", tmp_path / "two") <= 1e-4

@@ -31,6 +31,8 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
         return f"plan: none, because the planner does not know --loss {config.loss} of this application"
     if classes is not None and config.head.margin == "curricularface":
         return "plan: none, because the planner does not know --head.margin curricularface"
+    if classes is not None and config.image_encoder != "small":
+        return "plan: none, because the width of an encoder of a library is known once it is made"
     labeled = classes is None and CATALOG[config.loss].kind == "labeled"
     found = wb.plan(
         # the examples of a loss with labels are the features of both towers

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..._measure import threads_of_a_rank
 from ..._user_error import UserError
 from ..batches import Reader
-from ..data.feed import prepared
+from ..data.feed import WorkerDiedError, prepared
 from ..data.sides import FilePictures, Side
 from ..encoders.inputs import Inputs, to_device
 from ..local_ranks import RankDiedError, one_line
@@ -87,8 +87,11 @@ def features_of(
 
 def _features(run: OpenRun, items: Items, parts: list[Tensor], work: Work) -> Iterator[Tensor]:
     prepare = _Inputs(items.side, Reader.of(run.encoder(items.name)))
-    for inputs in prepared(prepare, parts, workers=_workers(items, work)):
-        yield run.features(items.name, to_device(inputs, run.device))
+    try:
+        for inputs in prepared(prepare, parts, workers=_workers(items, work)):
+            yield run.features(items.name, to_device(inputs, run.device))
+    except WorkerDiedError as error:
+        raise UserError(f"a process that reads the rows {error}") from error
 
 
 def _workers(items: Items, work: Work) -> int:

@@ -91,6 +91,9 @@ class SearchConfig:
     """FILE.jsonl: a line for each query. None: the results are printed."""
     sheet: Path | None = None
     """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run."""
+    skip_bad: bool = False
+    """Leave out rows whose picture cannot be read, as a run with --skip-bad does with its own data. All pictures are
+    read once before to find them."""
     batch_size: int = 256
     """Rows that are encoded together."""
     workers: int = -1

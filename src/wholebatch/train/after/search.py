@@ -15,9 +15,9 @@ from ..._files import replacing
 from ..._user_error import UserError
 from ..data.pictures import open_picture
 from ..data.sides import Side
-from .embed import Again, with_progress
 from .encode import Work, features_of
-from .feature_files import FeatureFile, has_features, open_features, write_features
+from .feature_cache import kept_features
+from .feature_files import FeatureFile, has_features, open_features
 from .items import Items, check_side, distinct, open_items
 from .open_run import OpenRun, device_of, open_run
 from .options import SearchConfig
@@ -25,7 +25,6 @@ from .output import say
 from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
 
-CACHE = "features"
 _OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
 _CHARACTERS = 100  # of a text that are printed
 
@@ -128,24 +127,8 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
     if not column and not options.data:
         column = _column_of_run(run, side)
     items = distinct(open_items(run, data, argument, column=column, side=side, say=say))
-    folder = run.folder / CACHE
-    path = folder / f"{items.name}-{items.digest()[:16]}-{run.weights[:16]}.npy"
-    if not path.exists():
-        say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{str(folder)!r} cannot be written ({error.strerror}); write the features elsewhere with `wholebatch "
-                "embed`, and search them with --in FILE.parquet"
-            ) from error
-        again = Again(data, argument, items.column, items.name)
-        tiles = with_progress(features_of(run, items, work, again), len(items))
-        write_features(path, tiles, items, width=run.width, weights=run.weights)
-    found = open_features(path)
-    if (found.count, found.width) != (len(items), run.width):
-        raise UserError(f"{path} is damaged: it has {found.count} features, expected {len(items)}; remove it")
-    return FeatureFile(path, found.count, found.width, items, run.weights)
+    skip_bad = options.skip_bad or (not options.data and run.config.skip_bad)
+    return kept_features(run, items, work, argument, skip_bad=skip_bad)
 
 
 def _column_of_run(run: OpenRun, side: str) -> str:

@@ -107,7 +107,8 @@ def _said(roles: dict[str, list[str]]) -> str:
 def _with_pictures(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:
     """Choose the size and the colors of the built-in encoder's pictures from a sample of the user's."""
     side = pairs.sides.get("image")
-    if side is None or (config.image_size and config.image_channels):
+    is_decided = config.image_size and config.image_channels
+    if side is None or config.image_encoder != "small" or is_decided:  # others have a size and channels of their own
         return config
     rows = pairs.order[torch.linspace(0, len(pairs.order) - 1, min(_SAMPLE, len(pairs.order))).long()]
     pictures = side.items(rows)

@@ -76,7 +76,8 @@ def _galleries(queries: tuple[str, Tensor, Items], candidates: tuple[str, Tensor
     first, hits = (sum(query.rank is not None and query.rank <= most for query in found) for most in (1, best))
     sheet = Gallery(
         f"{of.capitalize()} → {among}",
-        f"{len(rows)} of {len(x):,} held-out {of}, drawn at random, each with the {best} most similar {among}. "
+        f"{len(rows)} of {len(x):,} held-out {of}, drawn at random, each with the {best} most similar of "
+        f"{len(y):,} {among}. "
         f"The right one comes first for {first}, and is among them for {hits}.",
         found,
     )
