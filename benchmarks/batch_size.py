@@ -39,7 +39,7 @@ import sys
 import torch
 import wholebatch as wb
 from wholebatch.__main__ import main
-from wholebatch.train import retrieve
+from wholebatch.train.tasks.make import retrieve
 
 group = int(sys.argv[1])
 

@@ -18,9 +18,9 @@ from wholebatch.train.data.pairs import Pairs
 from wholebatch.train.encoders.dual import DualEncoder
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import split_words
-from wholebatch.train.evaluation import features_of_rows
-from wholebatch.train.resume import read_config
-from wholebatch.train.retrieval import ranks_of_partner, recall
+from wholebatch.train.run.resume import read_config
+from wholebatch.train.tasks.evaluation import features_of_rows
+from wholebatch.train.tasks.retrieval import ranks_of_partner, recall
 
 
 def main() -> None:

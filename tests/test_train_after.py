@@ -27,7 +27,7 @@ from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
 from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.open_table import open_table
-from wholebatch.train.evaluation import features_of_rows
+from wholebatch.train.tasks.evaluation import features_of_rows
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,12 +10,12 @@ from train_runs import TRAIN, finish
 
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import retrieve
 from wholebatch.train.audited import audit_start
 from wholebatch.train.config import LOSSES, HeadConfig, ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
-from wholebatch.train.objectives import Objective, make_objective
 from wholebatch.train.planned import plan_start
+from wholebatch.train.tasks.make import retrieve
+from wholebatch.train.tasks.objectives import Objective, make_objective
 
 CONFIG = TrainConfig(
     batch_size=24,

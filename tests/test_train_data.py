@@ -23,7 +23,6 @@ from PIL import Image
 import wholebatch as wb
 from wholebatch._user_error import UserError
 from wholebatch.partition import Partition
-from wholebatch.train.batches import PairBatches, Reader
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.cache import cache_folder
 from wholebatch.train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
@@ -34,7 +33,8 @@ from wholebatch.train.data.roles import asked_roles, find_roles
 from wholebatch.train.data.sides import Texts
 from wholebatch.train.encoders.inputs import map_tensors
 from wholebatch.train.encoders.small import Pad, Words
-from wholebatch.train.tasks import make_task
+from wholebatch.train.tasks.batches import PairBatches, Reader
+from wholebatch.train.tasks.make import make_task
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)

@@ -23,7 +23,7 @@ from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.load import load_data, table_pairs
 from wholebatch.train.data.open_table import open_table
 from wholebatch.train.data.roles import asked_roles
-from wholebatch.train.data_facts import DataFacts, write_data_facts
+from wholebatch.train.run.data_facts import DataFacts, write_data_facts
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -374,9 +374,9 @@ OPTIONS = [
 
 @pytest.fixture
 def _nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr("wholebatch.train.run_folder.draw_curves", lambda *_: None)
-    monkeypatch.setattr("wholebatch.train.run_folder.render", lambda report: report.title)
-    monkeypatch.setattr("wholebatch.train.retrieve.Retrieve.draw", lambda self, folder: None)
+    monkeypatch.setattr("wholebatch.train.run.run_folder.draw_curves", lambda *_: None)
+    monkeypatch.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
+    monkeypatch.setattr("wholebatch.train.tasks.retrieve.Retrieve.draw", lambda self, folder: None)
 
 
 def good(folder):
@@ -446,7 +446,7 @@ def test_a_damaged_or_exchanged_hash_of_the_data_is_refused(capsys, tmp_path):
 
 @pytest.mark.usefixtures("_nothing_is_drawn")
 def test_a_worker_that_is_killed_ends_the_run_with_one_line_and_it_resumes(capsys, tmp_path, monkeypatch):
-    from wholebatch.train.batches import PairBatches
+    from wholebatch.train.tasks.batches import PairBatches
 
     path, run = good(tmp_path), tmp_path / "run"
     rank, original = os.getpid(), PairBatches.__call__

@@ -22,8 +22,6 @@ from torch.amp import GradScaler
 
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
-from wholebatch.train import chunking
-from wholebatch.train.chunking import with_chunk_size
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
 from wholebatch.train.encoder_options import SideConfig, TextSideConfig
@@ -35,9 +33,10 @@ from wholebatch.train.encoders.pretrained import check_batch_norm, used_paramete
 from wholebatch.train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
 from wholebatch.train.encoders.small import ImageEncoder, TextEncoder
 from wholebatch.train.encoders.words import split_batch, tokenize
-from wholebatch.train.precision import Precision
-from wholebatch.train.task import make_adamw
-from wholebatch.train.tasks import make_task
+from wholebatch.train.tasks.chunking import with_chunk_size
+from wholebatch.train.tasks.make import chunking, make_task
+from wholebatch.train.tasks.precision import Precision
+from wholebatch.train.tasks.task import make_adamw
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 CONFIG = TrainConfig(image_size=16, image_channels=1, model=MODEL)

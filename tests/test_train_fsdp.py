@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
-from wholebatch.train.tasks import make_task
+from wholebatch.train.tasks.make import make_task
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=2, text_buckets=256)
 

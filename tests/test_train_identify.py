@@ -12,14 +12,14 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
-from wholebatch.train.batches import ImageBatches, Reader
 from wholebatch.train.config import HeadConfig, TrainConfig
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
 from wholebatch.train.data.labeled import with_split
 from wholebatch.train.data.pairs import Order
 from wholebatch.train.data.sides import DrawnPictures
 from wholebatch.train.encoders.small import Pad
-from wholebatch.train.verification import accepted_at, best_possible
+from wholebatch.train.tasks.batches import ImageBatches, Reader
+from wholebatch.train.tasks.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
 # A margin with running averages, and a sample of classes: both continue after a resume without a difference.

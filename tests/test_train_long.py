@@ -22,16 +22,16 @@ from wholebatch.__main__ import main
 from wholebatch._tensor_file import TensorFile
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import checkpoint
-from wholebatch.train.all_ranks import from_first_rank
-from wholebatch.train.best import Best
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.extensions import read_extensions, write_extensions
-from wholebatch.train.pace import MEASURED, Pace, peak_memory
 from wholebatch.train.progress import ConsoleProgress
-from wholebatch.train.retrieve import Retrieve
-from wholebatch.train.schedule import Extension, Schedule
-from wholebatch.train.starts import read_starts
+from wholebatch.train.ranks.all_ranks import from_first_rank
+from wholebatch.train.run import checkpoint
+from wholebatch.train.run.best import Best
+from wholebatch.train.run.extensions import read_extensions, write_extensions
+from wholebatch.train.run.pace import MEASURED, Pace, peak_memory
+from wholebatch.train.run.schedule import Extension, Schedule
+from wholebatch.train.run.starts import read_starts
+from wholebatch.train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
 
@@ -53,8 +53,8 @@ def whole(data, tmp_path_factory):
 def _nothing_is_drawn():
     """Leave out the pictures, which take longer than the steps."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("wholebatch.train.run_folder.draw_curves", lambda *_: None)
-        patches.setattr("wholebatch.train.run_folder.render", lambda report: report.title)
+        patches.setattr("wholebatch.train.run.run_folder.draw_curves", lambda *_: None)
+        patches.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
         patches.setattr(Retrieve, "draw", lambda self, folder: None)
         yield
 
@@ -158,7 +158,7 @@ def test_without_a_purge_steps_would_come_twice(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
     killed_in(monkeypatch, 8, *options(data, run, "--no-audit"))
-    monkeypatch.setattr("wholebatch.train.trackers.TensorBoard.__init__", _without_purge)
+    monkeypatch.setattr("wholebatch.train.run.trackers.TensorBoard.__init__", _without_purge)
     assert main(["train", "--resume", str(run)]) == 0
     steps = [step for step, _ in curve_of(run)]
     assert len(steps) > len({*steps})

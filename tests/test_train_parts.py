@@ -9,16 +9,16 @@ from compare import assert_same
 
 from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
-from wholebatch.train.augment import affine_maps, apply_maps
-from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.glyphs import glyph_pairs
 from wholebatch.train.data.pairs import Order, batch_of_step, split_groups
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import tokenize
-from wholebatch.train.resume import check_same_run
-from wholebatch.train.retrieval import ranks_of_partner, recall
-from wholebatch.train.run_folder import RunFolder
+from wholebatch.train.run.checkpoint import FILE, load_checkpoint, save_checkpoint
+from wholebatch.train.run.resume import check_same_run
+from wholebatch.train.run.run_folder import RunFolder
+from wholebatch.train.tasks.augment import affine_maps, apply_maps
+from wholebatch.train.tasks.retrieval import ranks_of_partner, recall
 
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 

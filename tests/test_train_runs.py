@@ -12,7 +12,7 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 
 from wholebatch.__main__ import main
 from wholebatch.train.data.load import load_data
-from wholebatch.train.resume import read_config
+from wholebatch.train.run.resume import read_config
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkp
 
     from safetensors.torch import load_file
 
-    from wholebatch.train.checkpoint import last_step
+    from wholebatch.train.run.checkpoint import last_step
 
     recorded = len(metrics(run))
     assert last_step(run, recorded=recorded, checkpoint_every=1) == recorded - 1 == stopped - 2

@@ -22,15 +22,16 @@ from wholebatch.__main__ import main
 from wholebatch._launcher import launcher_size
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import launch, local_ranks, signals
-from wholebatch.train.checkpoint import last_step
+from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.lock import Lock
 from wholebatch.train.progress import ConsoleProgress
-from wholebatch.train.resume import read_config, resume_command
-from wholebatch.train.retrieve import Retrieve
-from wholebatch.train.run_folder import RunFolder
-from wholebatch.train.signals import Patience, Requests, Stopped, signals_blocked
+from wholebatch.train.ranks import local_ranks, signals
+from wholebatch.train.ranks.signals import Patience, Requests, Stopped, signals_blocked
+from wholebatch.train.run.checkpoint import last_step
+from wholebatch.train.run.lock import Lock
+from wholebatch.train.run.resume import read_config, resume_command
+from wholebatch.train.run.run_folder import RunFolder
+from wholebatch.train.tasks.retrieve import Retrieve
 
 MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with running averages
 
@@ -139,7 +140,7 @@ def test_all_ranks_stop_after_the_same_step_for_a_signal_to_any(world_size, sign
 
 HANGS = """
 import ctypes, os
-from wholebatch.train.signals import Requests
+from wholebatch.train.ranks.signals import Requests
 requests = Requests()
 requests.begin()
 print("ready", flush=True)
@@ -346,7 +347,7 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone"
 )
 def test_the_command_that_resumes_can_be_pasted(monkeypatch, tmp_path, called, found, environment, program):
     monkeypatch.setattr(sys, "argv", [called, "train"])
-    monkeypatch.setattr("wholebatch.train.resume.shutil.which", lambda name: found)
+    monkeypatch.setattr("wholebatch.train.run.resume.shutil.which", lambda name: found)
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"TORCHELASTIC_RUN_ID": "x"} | environment if environment else {}).items():
@@ -466,7 +467,9 @@ def test_a_lock_has_one_holder(tmp_path):
     Lock(tmp_path).close()
 
 
-HOLDS = "import sys, time, pathlib\nfrom wholebatch.train.lock import Lock\nheld = Lock(pathlib.Path(sys.argv[1]))\n"
+HOLDS = (
+    "import sys, time, pathlib\nfrom wholebatch.train.run.lock import Lock\nheld = Lock(pathlib.Path(sys.argv[1]))\n"
+)
 
 
 def test_a_kill_releases_the_lock(tmp_path):
@@ -484,7 +487,7 @@ def test_a_kill_releases_the_lock(tmp_path):
 
 @pytest.mark.parametrize("error", [37, 95])  # ENOLCK, EOPNOTSUPP
 def test_a_file_system_without_locks_is_reported_and_used(capsys, monkeypatch, tmp_path, error):
-    from wholebatch.train import lock
+    from wholebatch.train.run import lock
 
     def refuse(*args):
         raise OSError(error, os.strerror(error))

@@ -16,8 +16,8 @@ from wholebatch._slurm import first_host, use_variables_of_slurm
 from wholebatch._user_error import UserError
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.resume import resume_command
-from wholebatch.train.run_folder import RunFolder
+from wholebatch.train.run.resume import resume_command
+from wholebatch.train.run.run_folder import RunFolder
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STEP = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "4242", "SLURM_NODEID": "2",

@@ -9,7 +9,7 @@ import time
 
 from glyph_files import SMALL
 
-from wholebatch.train.pace import MEASURED
+from wholebatch.train.run.pace import MEASURED
 
 TRAIN = [sys.executable, "-W", "error", "-m", "wholebatch", "train"]
 

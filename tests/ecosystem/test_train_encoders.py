@@ -38,7 +38,7 @@ from wholebatch.train.encoders.adapters import merged_state
 from wholebatch.train.encoders.make import make_encoder
 from wholebatch.train.encoders.pooling import pool, rule_of_sentences
 from wholebatch.train.encoders.saved import open_dual_encoder, save_dual_encoder
-from wholebatch.train.tasks import make_task
+from wholebatch.train.tasks.make import make_task
 
 pytestmark = pytest.mark.filterwarnings("default")  # transformers and peft warn
 

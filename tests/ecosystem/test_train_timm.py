@@ -37,7 +37,7 @@ from wholebatch.train.data.load import load_data  # noqa: E402
 from wholebatch.train.encoder_options import SideConfig  # noqa: E402
 from wholebatch.train.encoders.make import make_encoder  # noqa: E402
 from wholebatch.train.encoders.saved import open_dual_encoder, save_dual_encoder  # noqa: E402
-from wholebatch.train.tasks import make_task  # noqa: E402
+from wholebatch.train.tasks.make import make_task  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # timm warns
 

@@ -42,13 +42,13 @@ from wholebatch._bounded_json import sealed, unsealed
 from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
-from wholebatch.train.checkpoint import last_step
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
-from wholebatch.train.data_facts import DataFacts
-from wholebatch.train.resume import read_config
-from wholebatch.train.run_folder import RunFolder
-from wholebatch.train.tasks import make_task
+from wholebatch.train.run.checkpoint import last_step
+from wholebatch.train.run.data_facts import DataFacts
+from wholebatch.train.run.resume import read_config
+from wholebatch.train.run.run_folder import RunFolder
+from wholebatch.train.tasks.make import make_task
 
 REFUSED = "refused, all as before"
 SAME = "accepted, identical"

@@ -27,9 +27,9 @@ from .data.pairs import Pairs
 from .data.sides import DrawnPictures
 from .encoders.make import make_dual_encoder, make_encoder
 from .encoders.networks import as_float
-from .identify import make_head
-from .objectives import make_objective
-from .tasks import make_task
+from .tasks.identify import make_head
+from .tasks.make import make_task
+from .tasks.objectives import make_objective
 
 _EXAMPLES = 64
 _NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples

@@ -18,9 +18,9 @@ from .config import DEFAULTS, TrainConfig
 from .config_file import naming_file, with_file
 from .data.paths import check_path
 from .encoder_options import absolute, check_present
-from .launcher import number_of_ranks
-from .lock import check_is_free
-from .resume import check_same_run, read_config
+from .ranks.launcher import number_of_ranks
+from .run.lock import check_is_free
+from .run.resume import check_same_run, read_config
 
 
 def main(argv: Sequence[str], *, prog: str) -> None:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         if meeting:
             print(meeting, flush=True)
     from .launch import run
-    from .signals import Stopped, end_by, show
+    from .ranks.signals import Stopped, end_by, show
 
     try:
         run(config)

@@ -18,29 +18,29 @@ from .._launcher import launcher_size
 from .._measure import threads_of_a_rank
 from .._slurm import has_gpu_of_its_own
 from .._user_error import UserError
-from .all_ranks import on_all_ranks
 from .audited import audit_start
-from .checkpoint import FILE as CHECKPOINT
-from .checkpoint import last_step
-from .chunking import with_chunk_size
 from .config import TrainConfig
 from .data.feed import WorkerDiedError
 from .data.load import Data, load_data
-from .data_facts import DataFacts, check_same_data
-from .extensions import FILE as EXTENSIONS
-from .extensions import read_extensions
-from .launcher import number_of_ranks
-from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
 from .planned import plan_start
-from .precision import Precision
 from .progress import ConsoleProgress, Progress
-from .resume import how_to_resume
-from .run_folder import RunFolder
-from .schedule import Extension, Schedule
-from .signals import Requests
-from .starts import new_start
-from .tasks import check_encoders, make_task
+from .ranks.all_ranks import on_all_ranks
+from .ranks.launcher import number_of_ranks
+from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
+from .ranks.signals import Requests
+from .run.checkpoint import FILE as CHECKPOINT
+from .run.checkpoint import last_step
+from .run.data_facts import DataFacts, check_same_data
+from .run.extensions import FILE as EXTENSIONS
+from .run.extensions import read_extensions
+from .run.resume import how_to_resume
+from .run.run_folder import RunFolder
+from .run.schedule import Extension, Schedule
+from .run.starts import new_start
+from .tasks.chunking import with_chunk_size
+from .tasks.make import check_encoders, make_task
+from .tasks.precision import Precision
 
 
 def run(config: TrainConfig) -> None:

@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 
 from .. import kernels
 from .._user_error import UserError
-from .all_ranks import from_first_rank, on_all_ranks
-from .best import Best
-from .checkpoint import FILE
 from .config import DEFAULTS, TrainConfig
-from .pace import Pace, peak_memory
 from .progress import Progress
-from .reported import report_of_run
-from .run_folder import RunFolder
-from .schedule import Schedule, describe_extension
-from .signals import Asked, Requests, Stopped, name
-from .starts import Start
-from .task import Task, not_finite
-from .trackers import Tracker, figures_of, figures_of_step, start_trackers
+from .ranks.all_ranks import from_first_rank, on_all_ranks
+from .ranks.signals import Asked, Requests, Stopped, name
+from .report.of_run import report_of_run
+from .run.best import Best
+from .run.checkpoint import FILE
+from .run.pace import Pace, peak_memory
+from .run.run_folder import RunFolder
+from .run.schedule import Schedule, describe_extension
+from .run.starts import Start
+from .run.trackers import Tracker, figures_of, figures_of_step, start_trackers
+from .tasks.task import Task, not_finite
 
 
 def train(

@@ -11,7 +11,7 @@ from wholebatch.planning.units import amount
 
 from .config import TrainConfig
 from .data.load import Data
-from .objectives import SETTINGS
+from .tasks.objectives import SETTINGS
 
 _ANY_CARD = "a100"  # bytes are the same on all cards
 _ENOUGH = 2**50

@@ -17,8 +17,8 @@ from wholebatch.planning.units import amount, duration
 
 from .audited import Outcome
 from .config import TrainConfig
-from .run_folder import RunFolder
-from .task import Task
+from .run.run_folder import RunFolder
+from .tasks.task import Task
 
 _LINE_EVERY = 10  # steps between two plain lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..retrieval import KS
+from ..tasks.retrieval import KS
 
 _DEPTH = 10  # of nDCG
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..._measure import threads_of_a_rank
 from ..._user_error import UserError
-from ..batches import Reader
 from ..data.feed import WorkerDiedError, prepared
 from ..data.sides import FilePictures, Side
 from ..encoders.inputs import Inputs, to_device
-from ..local_ranks import RankDiedError, one_line
+from ..ranks.local_ranks import RankDiedError, one_line
+from ..tasks.batches import Reader
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
 from .options import EmbedConfig, EvaluateConfig, SearchConfig, Weights

@@ -23,9 +23,9 @@ from ..data.pairs import Pairs
 from ..data.roles import asked_roles
 from ..data.sides import Side
 from ..data.table import Table
-from ..identify import FAR, make_head
-from ..retrieval import KS, figures
-from ..verification import accepted_at
+from ..tasks.identify import FAR, make_head
+from ..tasks.retrieval import KS, figures
+from ..tasks.verification import accepted_at
 from .chance import chance_of_search
 from .embed import with_progress
 from .encode import Work, features_of

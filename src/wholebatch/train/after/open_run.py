@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from ..._bounded_json import parse_json
 from ..._tensor_file import TensorFile
 from ..._user_error import UserError
-from ..best import FILE as BEST
-from ..checkpoint import FILE as CHECKPOINT
 from ..config import TrainConfig
 from ..data.sides import Kind
 from ..encoders.dual import DualEncoder
@@ -26,7 +24,9 @@ from ..encoders.inputs import Inputs
 from ..encoders.make import make_dual_encoder, make_encoder
 from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import open_dual_encoder, open_encoder
-from ..resume import read_config
+from ..run.best import FILE as BEST
+from ..run.checkpoint import FILE as CHECKPOINT
+from ..run.resume import read_config
 from .options import Weights
 
 FINAL = "model.safetensors"

@@ -14,7 +14,7 @@ import tyro
 from ..._user_error import UserError
 from ..data.folders import PICTURES
 from ..data.paths import check_path
-from ..resume import CONFIG
+from ..run.resume import CONFIG
 
 FEATURES = (".parquet", ".npy")
 Device = Literal["auto", "cpu", "cuda"]

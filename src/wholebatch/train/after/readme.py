@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..._files import replacing
 from ..config import TrainConfig
-from ..resume import read_config
+from ..run.resume import read_config
 from .plain import copy_sources, plain_program
 
 FILE = "README.md"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..data.randomness import seeded
-from ..retrieval import ranks_of_partner
+from ..tasks.retrieval import ranks_of_partner
 from .content import Candidate, Evidence, Gallery, Item, Query
 
 _SHOWN, _TOP = 12, 5

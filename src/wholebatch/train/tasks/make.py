@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .._user_error import UserError
-from .config import TrainConfig
-from .data.labeled import LabeledImages
-from .data.load import Data
-from .encoders.make import Kind, make_encoder
+from ..._user_error import UserError
+from ..config import TrainConfig
+from ..data.labeled import LabeledImages
+from ..data.load import Data
+from ..encoders.make import Kind, make_encoder
 from .identify import Identify
 from .retrieve import Retrieve
 from .task import Task

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from .._user_error import UserError
-from .config import TrainConfig
-from .encoders.encoder import Encoder
-from .report.content import Evidence
+from ..._user_error import UserError
+from ..config import TrainConfig
+from ..encoders.encoder import Encoder
+from ..report.content import Evidence
 
 
 @dataclass(frozen=True)

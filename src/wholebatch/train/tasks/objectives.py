@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from wholebatch.losses.catalog import CATALOG
 
-from .config import TrainConfig
+from ..config import TrainConfig
 
 # (wholebatch.functional, or wholebatch.reference; features of images and of texts, scale, bias, names) -> L
 _Call = Callable[[Any, Tensor, Tensor, Tensor, Any, Tensor], Tensor]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .encoders.encoder import Encoder
+from ..encoders.encoder import Encoder
 
 
 def shard_weights(model: nn.Module, device: torch.device) -> None:

@@ -10,9 +10,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from .._user_error import UserError
+from ..._user_error import UserError
+from ..ranks.signals import show
 from .resume import CONFIG
-from .signals import show
 
 _flock: Callable[[int, int], None] | None
 try:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..data.feed import prepared
+from ..data.sides import Side
+from ..encoders.dual import DualEncoder
+from ..encoders.encoder import Encoder
+from ..encoders.inputs import Inputs, to_device
 from .batches import Reader
-from .data.feed import prepared
-from .data.sides import Side
-from .encoders.dual import DualEncoder
-from .encoders.encoder import Encoder
-from .encoders.inputs import Inputs, to_device
 
 _ROWS = 512
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .._files import read_bounded, replacing
-from .._user_error import UserError
-from .config import TrainConfig
+from ..._files import read_bounded, replacing
+from ..._user_error import UserError
+from ..config import TrainConfig
 
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id"
 _MOST_ID_BYTES = 100

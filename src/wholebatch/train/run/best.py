@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .task import Task
+from ..tasks.task import Task
 
 FILE = "best.safetensors"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .data.labeled import LabeledImages
+from ..data.labeled import LabeledImages
 
 _IN_MATRIX, _IN_LIST = 24, 12
 _AT_A_TIME = 1024

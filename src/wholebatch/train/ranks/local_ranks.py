@@ -24,9 +24,9 @@ from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
-from .._user_error import UserError
-from .config import TrainConfig
-from .resume import how_to_resume
+from ..._user_error import UserError
+from ..config import TrainConfig
+from ..run.resume import how_to_resume
 from .signals import FINISHING, STOP, Inbox, Patience, Stopped, inbox, name, show, show_cursor, signals_blocked
 
 Body = Callable[[TrainConfig, str, int, Connection], None]

@@ -13,26 +13,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
+from ..config import TrainConfig
+from ..data.feed import Feed, workers_of_a_rank
+from ..data.pairs import Pairs, Split
+from ..data.sides import Side
+from ..encoders.adapters import merged_state
+from ..encoders.encoder import Encoder
+from ..encoders.inputs import Inputs, number_of_rows, to_device
+from ..encoders.make import make_dual_encoder
+from ..encoders.saved import save_dual_encoder
+from ..ranks.sharding import shard_weights, whole, whole_state
+from ..report.content import Evidence, Item
+from ..report.pictures import draw_retrieval
+from ..report.search import search_evidence
+from ..run.checkpoint import load_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import Chunk, PairBatches, Reader
-from .checkpoint import load_checkpoint, save_checkpoint
-from .config import TrainConfig
-from .data.feed import Feed, workers_of_a_rank
-from .data.pairs import Pairs, Split
-from .data.sides import Side
-from .encoders.adapters import merged_state
-from .encoders.encoder import Encoder
-from .encoders.inputs import Inputs, number_of_rows, to_device
-from .encoders.make import make_dual_encoder
-from .encoders.saved import save_dual_encoder
 from .evaluation import features_of_rows
 from .objectives import make_objective
-from .pictures import draw_retrieval
 from .precision import Precision
-from .report.content import Evidence, Item
-from .report.search import search_evidence
 from .retrieval import chance, figures, recall
-from .sharding import shard_weights, whole, whole_state
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}

@@ -33,23 +33,23 @@ from typing import Any
 
 from torch import Tensor
 
-from .._bounded_json import parse_json, sealed
-from .._files import read_bounded, replacing
-from .._user_error import UserError
-from .after.readme import write_readme
+from ..._bounded_json import parse_json, sealed
+from ..._files import read_bounded, replacing
+from ..._user_error import UserError
+from ..after.readme import write_readme
+from ..config import TrainConfig
+from ..report.content import Report
+from ..report.page import render
+from ..report.pictures import draw_curves
+from ..tasks.task import Task
 from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
-from .config import TrainConfig
 from .data_facts import DataFacts, write_data_facts
 from .extensions import write_extensions
 from .lock import Lock, check_is_free
-from .pictures import draw_curves
-from .report.content import Report
-from .report.page import render
 from .resume import CONFIG
 from .schedule import Extension
 from .starts import Start, read_starts, write_starts
-from .task import Task
 
 _MOST_REPORT_BYTES = 2**24
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._measure import free_memory
-from .all_ranks import on_all_ranks
-from .config import TrainConfig
-from .data.load import Data
+from ..._measure import free_memory
+from ..config import TrainConfig
+from ..data.load import Data
+from ..ranks.all_ranks import on_all_ranks
+from .make import make_task
 from .task import Task
-from .tasks import make_task
 
 SHARE = 0.5
 """The part of the free memory that one chunk may hold; the rest is for the loss, for longer texts and for fragments."""

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import TrainConfig
-from .data.labeled import LabeledImages
-from .data.pairs import Order, Pairs, batch_of_step
-from .data.sides import Side
-from .encoders.encoder import Encoder, Prepare
-from .encoders.inputs import Inputs
+from ..config import TrainConfig
+from ..data.labeled import LabeledImages
+from ..data.pairs import Order, Pairs, batch_of_step
+from ..data.sides import Side
+from ..encoders.encoder import Encoder, Prepare
+from ..encoders.inputs import Inputs
 
 
 @dataclass(frozen=True)

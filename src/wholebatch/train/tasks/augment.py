@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._user_error import UserError
-from .config import TrainConfig
-from .data.randomness import seeded
-from .encoders.inputs import Inputs
-from .encoders.networks import as_float
+from ..._user_error import UserError
+from ..config import TrainConfig
+from ..data.randomness import seeded
+from ..encoders.inputs import Inputs
+from ..encoders.networks import as_float
 
 
 def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._bounded_json import Types, check_fields, parse_json
-from .._files import read_bounded, sync_file
-from .._settings import shown
-from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
-from .._user_error import UserError
-from .all_ranks import on_all_ranks
+from ..._bounded_json import Types, check_fields, parse_json
+from ..._files import read_bounded, sync_file
+from ..._settings import shown
+from ..._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
+from ..._user_error import UserError
+from ..ranks.all_ranks import on_all_ranks
+from ..ranks.sharding import as_in, optimizer_state_as_in, whole_state
 from .data_facts import FILE as DATA
 from .data_facts import digest_of_data_facts
 from .extensions import FILE as EXTENSIONS
 from .extensions import digest_of_extensions
 from .resume import CONFIG, MOST_CONFIG_BYTES
-from .sharding import as_in, optimizer_state_as_in, whole_state
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"

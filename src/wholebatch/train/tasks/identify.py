@@ -18,24 +18,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
-from .._user_error import UserError
-from .all_ranks import on_all_ranks
+from ..._user_error import UserError
+from ..config import HeadConfig, TrainConfig
+from ..data.feed import Feed, workers_of_a_rank
+from ..data.labeled import LabeledImages
+from ..encoders.adapters import merged_state
+from ..encoders.inputs import Inputs, to_device
+from ..encoders.make import make_encoder
+from ..encoders.saved import save_encoder
+from ..ranks.all_ranks import on_all_ranks
+from ..ranks.sharding import shard_weights, whole, whole_state
+from ..report.classes import classes_evidence
+from ..report.content import Evidence, Item
+from ..report.look_alikes import draw_look_alikes, surest_mistakes
+from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import ImageBatches, Reader
-from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from .config import HeadConfig, TrainConfig
-from .data.feed import Feed, workers_of_a_rank
-from .data.labeled import LabeledImages
-from .encoders.adapters import merged_state
-from .encoders.inputs import Inputs, to_device
-from .encoders.make import make_encoder
-from .encoders.saved import save_encoder
 from .evaluation import features_of_rows
-from .look_alikes import draw_look_alikes, surest_mistakes
 from .precision import Precision
-from .report.classes import classes_evidence
-from .report.content import Evidence, Item
-from .sharding import shard_weights, whole, whole_state
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 

@@ -10,8 +10,8 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from .report.content import Candidate, Gallery
-from .task import Curve
+from ..tasks.task import Curve
+from .content import Candidate, Gallery
 
 
 def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: str, path: Path) -> None:

@@ -5,9 +5,9 @@ This module imports no torch.
 
 from __future__ import annotations
 
-from .._launcher import launcher_size
-from .._user_error import UserError
-from .config import TrainConfig
+from ..._launcher import launcher_size
+from ..._user_error import UserError
+from ..config import TrainConfig
 
 
 def number_of_ranks(config: TrainConfig) -> int:

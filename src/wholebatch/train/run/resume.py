@@ -11,10 +11,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from .._bounded_json import unsealed
-from .._files import read_bounded
-from .._user_error import UserError, option
-from .config import TrainConfig, differences
+from ..._bounded_json import unsealed
+from ..._files import read_bounded
+from ..._user_error import UserError, option
+from ..config import TrainConfig, differences
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 2**20

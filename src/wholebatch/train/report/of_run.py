@@ -12,10 +12,10 @@ from typing import Any
 
 from wholebatch.planning.units import amount, duration
 
-from .config import GLYPHS, TrainConfig, names_of, value_of
-from .report.content import Chart, Fact, Line, Report, Setting, Table
-from .starts import Start
-from .task import Task
+from ..config import GLYPHS, TrainConfig, names_of, value_of
+from ..run.starts import Start
+from ..tasks.task import Task
+from .content import Chart, Fact, Line, Report, Setting, Table
 
 Metrics = Sequence[Mapping[str, Any]]
 _RUN_ONLY = ("run_folder", "resume", "until_step")  # of a start, not of the numbers

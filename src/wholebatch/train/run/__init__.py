@@ -1,0 +1,1 @@
+"""The folder of a run: what it holds, and how a run is stopped, resumed and extended."""
