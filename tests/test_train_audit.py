@@ -14,7 +14,7 @@ from wholebatch.train.audited import audit_start
 from wholebatch.train.config import LOSSES, HeadConfig, ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
 from wholebatch.train.planned import plan_start
-from wholebatch.train.tasks.make import retrieve
+from wholebatch.train.tasks import retrieve
 from wholebatch.train.tasks.objectives import Objective, make_objective
 
 CONFIG = TrainConfig(

@@ -33,8 +33,9 @@ from wholebatch.train.encoders.pretrained import check_batch_norm, used_paramete
 from wholebatch.train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
 from wholebatch.train.encoders.small import ImageEncoder, TextEncoder
 from wholebatch.train.encoders.words import split_batch, tokenize
+from wholebatch.train.tasks import chunking
 from wholebatch.train.tasks.chunking import with_chunk_size
-from wholebatch.train.tasks.make import chunking, make_task
+from wholebatch.train.tasks.make import make_task
 from wholebatch.train.tasks.precision import Precision
 from wholebatch.train.tasks.task import make_adamw
 

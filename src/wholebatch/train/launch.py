@@ -137,7 +137,9 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         plan = plan_start(config, data, device, size=size)
         progress.show_plan(plan)
         audit = None
-        if config.audit and config.resume is None:
+        if config.audit and config.fsdp and size > 1:
+            progress.show_note("audit: none with --fsdp, because its dense loss needs the whole model on each device")
+        elif config.audit and config.resume is None:
             outcome = audit_start(config, data, device, rank=rank, size=size)
             audit = str(outcome)
             progress.show_audit(outcome)

@@ -76,13 +76,16 @@ class Items:
         if self.table is None:
             found.update(self.source.encode())
             return found.hexdigest()
-        found.update(digest_of(self.table.arrow[self.column]).encode())
-        if isinstance(self.side, FilePictures):
-            for row in self.rows.tolist():
-                place = self.side.place(row)
+        if not isinstance(self.side, FilePictures):
+            found.update(digest_of(self.table.arrow[self.column]).encode())
+            return found.hexdigest()
+        for row in self.rows.tolist():
+            place = self.side.place(row)
+            if isinstance(place, bytes):
+                found.update(hashlib.sha256(place).digest())
+            else:
                 file = place[0] if isinstance(place, tuple) else place
-                if isinstance(file, str | Path):
-                    found.update(repr((str(file), *_stamp(file))).encode())
+                found.update(repr((str(place), *_stamp(file))).encode())
         return found.hexdigest()
 
 

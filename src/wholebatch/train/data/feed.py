@@ -75,7 +75,7 @@ def workers_of_a_rank(config: TrainConfig, sides: Mapping[str, Side], size: int)
         return config.workers
     if not any(isinstance(side, FilePictures) for side in sides.values()):
         return 0
-    return max(1, min(8, (os.cpu_count() or 1) // size))
+    return max(1, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", size))))
 
 
 def prepared(
@@ -131,6 +131,7 @@ def _started(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
     with warnings.catch_warnings():
         # Since 3.12 Python warns of every fork beside threads. These only wait: for signals, and inside of libraries.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)  # JAX's
         batches = iter(loader)
     if handler is not None and threading.current_thread() is threading.main_thread():
         # torch's handler would raise an error wherever the program is when a worker dies: in the middle of a

@@ -56,29 +56,32 @@ def with_split(
     validation: int,
     seed: int,
     at_most: bool = False,
+    once: Tensor | None = None,
     novelty: str = "images never seen",
     digest: str = "",
 ) -> LabeledImages:
     """Split images whose classes are the names of those that are not `for_test`, a mask of (n,).
 
     For the validation, one such image of each of `validation` classes is held out; with `at_most`, of fewer classes if
-    there are not so many with two images. Test images of other names are left out.
+    there are not so many with two images. Test images of other names are left out. `once`, a mask of (n,), says which images
+    the data have once; only these are held out for the validation.
     """
     known = {name: index for index, name in enumerate(sorted({names[i] for i in (~for_test).nonzero()[:, 0].tolist()}))}
     labels = torch.tensor([known.get(name, -1) for name in names])
     train = (~for_test).nonzero()[:, 0]
     count = torch.bincount(labels[train], minlength=len(known))
-    able = (count > 1).nonzero()[:, 0]
+    alone = train if once is None else train[once[train]]
+    of_alone = torch.bincount(labels[alone], minlength=len(known))
+    able = ((count > 1) & (of_alone > 0)).nonzero()[:, 0]
     validation = min(validation, len(able)) if at_most and len(able) else validation
     if len(able) < validation:
         raise UserError(
             f"--validation-texts {validation} needs as many texts with two images to train on, got {len(able)}"
         )
     chosen = able[torch.randperm(len(able), generator=seeded(seed, "validation"))[:validation]]
-    order = train[torch.randperm(len(train), generator=seeded(seed, "validation images"))]
+    order = alone[torch.randperm(len(alone), generator=seeded(seed, "validation images"))]
     by_class = order[labels[order].argsort(stable=True)]
-    first = by_class[count.cumsum(0) - count]  # a random image of each class
-    held = first[chosen].sort().values
+    held = by_class[(of_alone.cumsum(0) - of_alone)[chosen]].sort().values  # a random image of each chosen class
     test = (for_test & (labels >= 0)).nonzero()[:, 0]
     if not len(test):
         raise UserError(
@@ -97,11 +100,15 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
     text = torch.repeat_interleave(torch.arange(len(pairs)), counts)
     place = torch.arange(len(text)) - pairs.first[text]
     for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - _HELD_OUT)
+    once = None
     if pairs.equal_pictures is not None:
         equal = torch.unique(pairs.equal_pictures[pairs.order], return_inverse=True)[1]
-        for_test &= torch.bincount(equal)[equal] == 1
+        once = torch.bincount(equal)[equal] == 1
+        for_test &= once
     pictures, texts = pairs.sides.values()
     of_group = texts.items(pairs.rows(torch.arange(len(pairs))))
     names = [of_group[i] for i in text.tolist()]
     chosen, digest = Chosen(pictures, pairs.order), pairs.digest
-    return with_split(chosen, names, for_test, validation=validation, at_most=at_most, seed=seed, digest=digest)
+    return with_split(
+        chosen, names, for_test, validation=validation, at_most=at_most, once=once, seed=seed, digest=digest
+    )

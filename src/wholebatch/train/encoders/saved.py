@@ -10,6 +10,7 @@ The weights are in the run's model.safetensors.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,11 @@ def _built(folder: Path, form: Any, values: dict[str, Any]) -> Encoder | None:
     if form == "transformers text":
         from .transformer_text import TransformerText
 
-        return TransformerText(
+        text = TransformerText(
             folder, value, pooling=values["rule"] or "auto", max_tokens=values["max_tokens"], pretrained=False
         )
+        text.prepare = replace(text.prepare, lower=values["lower"])
+        return text
     if form == "transformers image":
         from .transformer_image import TransformerImage
 

@@ -16,19 +16,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..._user_error import UserError
 from ..encoders.encoder import Encoder
 
 
 def shard_weights(model: nn.Module, device: torch.device) -> None:
     """Shard every block of the encoders in `model`, each encoder, its projection, and the rest. All ranks.
 
-    A block is a module in a list of modules, as the layers of a transformer are. The weights go to the device one
-    block after the other, so the whole model must fit into the host's memory alone.
+    A block is a module in a list or a sequence of modules, as the layers of a transformer are; inner ones come first.
+    The weights go to the device one block after the other, so the whole model must fit into the host's memory alone.
+
+    Raises:
+        UserError: a parameter of shape (), which FSDP2 does not take.
     """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(f"--fsdp takes no parameter of shape (), and {name} has it; give it the shape (1,)")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     encoders = [module for module in model.modules() if isinstance(module, Encoder)]
-    lists = [each for encoder in encoders for each in encoder.modules() if isinstance(each, nn.ModuleList)]
-    for block in [block for each in lists for block in each]:
+    lists = [m for encoder in encoders for m in encoder.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    blocks = dict.fromkeys(block for each in lists for block in each if not isinstance(block, nn.ModuleList))
+    outer_first = [module for module in model.modules() if module in blocks]
+    for block in reversed(outer_first):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)
     others = [*encoders, *getattr(model, "projections", {}).values()]

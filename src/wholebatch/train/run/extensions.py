@@ -37,8 +37,8 @@ def read_extensions(folder: Path) -> tuple[Extension, ...]:
     except ValueError as error:
         raise UserError(str(error)) from error
     places = [each.at for each in extensions]
-    if sorted({*places}) != places or any(not 0 < each.at < each.steps <= _MOST_STEPS for each in extensions):
-        raise UserError(f"{file} must name later and later steps, each below the new end of the run; was it edited?")
+    if sorted({*places}) != places or any(not 0 < each.at <= each.steps <= _MOST_STEPS for each in extensions):
+        raise UserError(f"{file} must name later and later steps, each at most the new end of the run; was it edited?")
     return extensions
 
 

@@ -8,6 +8,7 @@ import shlex
 import socket
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..._user_error import UserError
@@ -16,7 +17,7 @@ from .resume import CONFIG
 
 _flock: Callable[[int, int], None] | None
 try:
-    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN
     from fcntl import flock as _flock
 except ImportError:  # Windows
     _flock = None
@@ -69,8 +70,11 @@ class Lock:
             show(f"the file system has no locks ({error.strerror}): nothing keeps a second run out of {folder}")
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, of the processes as well that were forked from this one and have not ended yet."""
         if self._file >= 0:
+            if _flock is not None:
+                with suppress(OSError):  # of file systems without locks
+                    _flock(self._file, LOCK_UN)
             os.close(self._file)
             self._file = -1
 

@@ -4,7 +4,8 @@
     MRR = mean of 1 / rank of the first right one
     nDCG@10 = sum over right ones of rank <= 10 of 1 / log2(1 + rank), divided by the same sum of the best order
 
-Ties count against the query: equal features are no success. nDCG: Järvelin and Kekäläinen, 2002, ACM TOIS 20(4).
+Ties count against the query, and so do features that are not numbers: equal features are no success. nDCG: Järvelin
+and Kekäläinen, 2002, ACM TOIS 20(4).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _ranks(
         most = min(_DEPTH, int(count.max()))
         best = similarity.masked_fill(~right, float("-inf")).topk(most, dim=1).values
         wrong = similarity.masked_fill_(right, float("-inf"))
-        before = torch.stack([(wrong >= best[:, place, None]).sum(1) for place in range(most)], dim=1)
+        before = torch.stack([(~(wrong < best[:, place, None])).sum(1) for place in range(most)], dim=1)
         ranks = (before + torch.arange(most)).double()
         ranks[torch.arange(most) >= count[:, None]] = float("inf")
         yield ranks, count

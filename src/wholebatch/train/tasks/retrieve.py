@@ -232,6 +232,7 @@ class Retrieve(Task):
             "test_texts": texts,
             "candidates": among,
             "chance": chance(among),
+            "chance_back": chance(texts),
             forth: there,
             back: figures(second, first),
         }
@@ -244,7 +245,11 @@ class Retrieve(Task):
         return torch.cat([self._pairs.documents[held_out], self._pairs.documents[~held_out]])[:_MOST_DOCUMENTS]
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        names = {way.replace("_to_", " -> "): way for way in self._ways} | {"chance": "chance"}
+        forth, back = (way.replace("_to_", " -> ") for way in self._ways)
+        names = {forth: self._ways[0], back: self._ways[1], "chance": "chance"}
+        if report["candidates"] != report["test_texts"]:
+            names = {forth: self._ways[0], "chance": "chance", f"{back}, among {report['test_texts']:,}": self._ways[1]}
+            names["chance there"] = "chance_back"
         columns = list(report["chance"])
         rows = [[label, *(f"{report[key][name]:.4f}" for name in columns)] for label, key in names.items()]
         title = f"Retrieval among {report['candidates']:,} texts"
