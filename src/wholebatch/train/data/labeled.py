@@ -63,8 +63,8 @@ def with_split(
     """Split images whose classes are the names of those that are not `for_test`, a mask of (n,).
 
     For the validation, one such image of each of `validation` classes is held out; with `at_most`, of fewer classes if
-    there are not so many with two images. Test images of other names are left out. `once`, a mask of (n,), says which images
-    the data have once; only these are held out for the validation.
+    there are not so many with two images. Test images of other names are left out.
+    `once`, a mask of (n,), says which images the data have once; only these are held out for the validation.
     """
     known = {name: index for index, name in enumerate(sorted({names[i] for i in (~for_test).nonzero()[:, 0].tolist()}))}
     labels = torch.tensor([known.get(name, -1) for name in names])
