@@ -37,7 +37,7 @@ from wholebatch.train.encoder_options import SideConfig, TextSideConfig
 from wholebatch.train.encoders.adapters import merged_state
 from wholebatch.train.encoders.make import make_encoder
 from wholebatch.train.encoders.pooling import pool, rule_of_sentences
-from wholebatch.train.encoders.saved import open_dual_encoder, save_dual_encoder
+from wholebatch.train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
 from wholebatch.train.tasks.make import make_task
 
 pytestmark = pytest.mark.filterwarnings("default")  # transformers and peft warn
@@ -302,11 +302,12 @@ def test_targets_of_adapters_are_ends_of_names(models):
         text_encoder(models / "bert", tune="lora", lora_targets="querry")
 
 
-def test_recomputed_activations_give_the_same_gradient_and_are_not_kept(models):
+@pytest.mark.parametrize("name", ["bert", "t5"])  # the second drops out by functions, with rates of its modules
+def test_recomputed_activations_give_the_same_gradient_and_are_not_kept(models, name):
     """Recomputation of transformers is off in evaluation mode, in which the layers are; it must be on all the same."""
 
     def gradient(**options):
-        encoder, held = text_encoder(models / "bert", **options), set()
+        encoder, held = text_encoder(models / name, **options), set()
         encoder.train()
 
         def hold(x):
@@ -321,7 +322,7 @@ def test_recomputed_activations_give_the_same_gradient_and_are_not_kept(models):
     (kept, tensors), (again, fewer) = gradient(), gradient(recompute=True)
     for name, x in kept.items():
         assert_same(again[name], x, relative=1e-5)
-    assert fewer < 0.7 * tensors
+    assert fewer < 0.8 * tensors
 
 
 def test_saved_encoders_open_without_the_model(models, data, tmp_path):
@@ -340,6 +341,22 @@ def test_saved_encoders_open_without_the_model(models, data, tmp_path):
         with torch.no_grad():
             expected, found = task.module.encode(side, inputs), opened.encode(side, opened.encoder(side).prepare(some))
         assert torch.equal(found, expected)
+
+
+def test_an_opened_encoder_lowers_the_case_of_texts(models, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(models / "bert", folder)
+    (folder / "modules.json").write_text(
+        '[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},'
+        ' {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]'
+    )
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": true}')
+    encoder = text_encoder(folder)
+    assert encoder.prepare.lower
+    save_encoder(tmp_path / "saved", encoder)
+    assert open_encoder(tmp_path / "saved").prepare.lower
 
 
 def test_what_loads_data_holds_no_weights(models):

@@ -24,10 +24,15 @@ class FixedEncoder(Encoder):
     """The network of the library, or of the user."""
 
     def train(self, mode: bool = True) -> FixedEncoder:
-        """Keep evaluation mode; only modules that recompute activations are told that they are trained."""
+        """Keep evaluation mode; only modules that recompute activations are told that they are trained.
+
+        Such a module may drop out by a function, with a rate of its own: that becomes 0.
+        """
         super().train(False)
         for module in self.modules():
             if getattr(module, "gradient_checkpointing", False) is True:
+                for name in [name for name, value in vars(module).items() if "drop" in name and type(value) is float]:
+                    setattr(module, name, 0.0)
                 module.training = mode
         return self
 
