@@ -101,20 +101,22 @@ class Pairs:
 def joined(numbers: Sequence[Tensor]) -> Tensor:
     """Return the number of a group for each row, (n,): rows with an equal number in any of the columns are one group.
 
-    Each column of numbers joins the groups that share a number, until no column joins any.
+    Each column of numbers joins the groups that share a number, until no column joins any: Shiloach and Vishkin, 1982,
+    J. Algorithms 3(1), in a number of rounds that grows with the logarithm of the longest chain.
 
     >>> joined([torch.tensor([0, 1, 1, 2]), torch.tensor([5, 5, 6, 7])])
     tensor([0, 0, 0, 3])
     """
     n = len(numbers[0])
     columns = [torch.unique(column, return_inverse=True)[1] for column in numbers]
-    label = torch.arange(n)
+    label = torch.arange(n)  # of each row: a row of its group, at first itself
     while True:
         before = label
         for column in columns:
-            least = torch.full((n,), n).scatter_reduce(0, column, label, "amin")
-            label = least[column]
-        label = label[label]  # a label is a row of the same group: take that row's label
+            least = torch.full((n,), n).scatter_reduce(0, column, label, "amin")[column]
+            label = label.scatter_reduce(0, label, least, "amin")  # the whole group of a row takes the smaller label
+            while not torch.equal(label[label], label):
+                label = label[label]
         if torch.equal(label, before):
             return label
 
