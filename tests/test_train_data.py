@@ -577,3 +577,10 @@ def test_without_locks_processes_write_equal_files(tmp_path, monkeypatch):
     assert len(set(found)) == 1
     assert len(found) == 3
     assert len(arrow_files()) == 1
+
+
+def test_a_text_that_is_a_query_and_a_document_is_one_group(tmp_path):
+    """With one encoder for both it would be a false negative of itself, and stand on both sides of the split."""
+    (tmp_path / "pairs.csv").write_text("query,positive\na,b\nb,c\nd,e\nf,a\ng,h\n")
+    pairs = table_pairs(open_table(str(tmp_path / "pairs.csv")), TrainConfig())
+    assert pairs.group_of.tolist() == [0, 0, 1, 0, 2]

@@ -19,7 +19,7 @@ from .glyphs import glyph_classes, glyph_pairs
 from .labeled import LabeledImages, classes_of_texts
 from .negatives import find_negatives
 from .open_table import open_table
-from .pairs import Pairs, Split, joined, split_groups
+from .pairs import Pairs, Split, joined, joined_texts, split_groups
 from .roles import find_roles, text_column
 from .sides import FilePictures, Side, Texts
 from .table import Table
@@ -69,6 +69,7 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
     sides: dict[str, Side] = {}
     pictures = None
     numbers: list[Tensor] = []
+    texts: list[Any] = []
     fingerprint: list[Any] = [config.task]
     for role in (one, other):
         name = roles[role][0]
@@ -83,11 +84,17 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
                 say(found.said)
         else:
             column = text_column(table, role, name)
+            texts.append(column)
             sides["document" if role == "positive" else role] = Texts(column)
             numbers.append(numbers_of_texts(column))
             fingerprint += [role, column]
     of_rows = [each[rows] for each in numbers]
-    group = of_rows[1] if config.task == "identify" else joined(of_rows)
+    if config.task == "identify":
+        group = of_rows[1]
+    elif pictures is None:
+        group = joined_texts(*texts)
+    else:
+        group = joined(of_rows)
     negatives = None
     if "negatives" in roles:
         negatives, names = find_negatives(table, roles["negatives"], text_column(table, other, roles[other][0]))

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .equal_pictures import numbers_of_texts
 from .negatives import Negatives
 from .randomness import seeded
 from .sides import Side
@@ -119,6 +121,15 @@ def joined(numbers: Sequence[Tensor]) -> Tensor:
                 label = label[label]
         if torch.equal(label, before):
             return label
+
+
+def joined_texts(queries: Any, documents: Any) -> Tensor:
+    """Return the number of a group for each row, (n,): of rows that share a text, as query or as document."""
+    import pyarrow as pa
+
+    both = numbers_of_texts(pa.chunked_array([*queries.chunks, *documents.cast(queries.type).chunks], queries.type))
+    rows = torch.arange(len(queries))
+    return joined([both, torch.cat([rows, rows])])[: len(queries)]
 
 
 @dataclass(frozen=True)
