@@ -22,7 +22,7 @@ def data(tmp_path_factory):
 
 
 def configured(data, **more):
-    options = {"batch_size": 24, "image_size": 16, "validation_texts": 8, "test_texts": 8, "workers": 0, "steps": 20}
+    options = {"batch_size": 24, "image_size": 16, "validation_texts": 2, "test_texts": 8, "workers": 0, "steps": 20}
     return TrainConfig(data=data, model=MODEL, **(options | more))
 
 

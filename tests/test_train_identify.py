@@ -52,7 +52,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
     report = json.loads((run / "report.json").read_text())
     assert (report["classes"], report["test_images"]) == (158, 210)
-    assert report["top_1_at_most"] >= report["top_1"] > 20 * report["chance"]
+    assert report["top_1_at_most"] >= report["top_1"] > 5 * report["chance"]
     assert report["top_5"] > report["top_1"]
     assert report["tar"] == 0.0, "here more than one in a thousand of the other pairs are equal pictures"
     assert report["threshold"] > 0.99

@@ -23,7 +23,7 @@ from ..encoders.encoder import Encoder
 def shard_weights(model: nn.Module, device: torch.device) -> None:
     """Shard every block of the encoders in `model`, each encoder, its projection, and the rest. All ranks.
 
-    A block is a module in a list or a sequence of modules, as the layers of a transformer are; inner ones come first.
+    A block is a module in a list of modules, as the layers of a transformer are; inner ones come first.
     The weights go to the device one block after the other, so the whole model must fit into the host's memory alone.
 
     Raises:
@@ -34,7 +34,7 @@ def shard_weights(model: nn.Module, device: torch.device) -> None:
             raise UserError(f"--fsdp takes no parameter of shape (), and {name} has it; give it the shape (1,)")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     encoders = [module for module in model.modules() if isinstance(module, Encoder)]
-    lists = [m for encoder in encoders for m in encoder.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    lists = [m for encoder in encoders for m in encoder.modules() if isinstance(m, nn.ModuleList)]
     blocks = dict.fromkeys(block for each in lists for block in each if not isinstance(block, nn.ModuleList))
     outer_first = [module for module in model.modules() if module in blocks]
     for block in reversed(outer_first):
