@@ -55,7 +55,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert report["top_1_at_most"] >= report["top_1"] > 5 * report["chance"]
     assert report["top_5"] > report["top_1"]
     assert report["tar"] < 0.1, "here more than one in a thousand of the other pairs are nearly equal pictures"
-    assert report["threshold"] > 0.99
+    assert report["threshold"] > 0.9
     for picture in ("curves.png", "look_alikes.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert load_file(run / "model.safetensors")["centers"].shape == (158, 32)
