@@ -8,7 +8,6 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -21,10 +20,10 @@ from torch import Tensor
 from ..._measure import threads_of_a_rank
 from ..._user_error import UserError
 from ..data.feed import WorkerDiedError, prepared
-from ..data.sides import FilePictures, Side
-from ..encoders.inputs import Inputs, to_device
+from ..data.sides import FilePictures
+from ..encoders.inputs import to_device
 from ..ranks.local_ranks import RankDiedError, one_line
-from ..tasks.batches import Reader
+from ..tasks.batches import Reader, RowInputs
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
 from .options import EmbedConfig, EvaluateConfig, SearchConfig, Weights
@@ -48,17 +47,6 @@ class Work(NamedTuple):
     def workers_to_read(self) -> int:
         """Return how many processes of each rank read pictures."""
         return self.workers if self.workers >= 0 else max(1, min(8, (os.cpu_count() or 1) // self.ranks))
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """The inputs of some rows."""
-
-    side: Side
-    reader: Reader
-
-    def __call__(self, rows: Tensor) -> Inputs:
-        return self.reader(self.side, rows)
 
 
 def features_of(
@@ -86,7 +74,7 @@ def features_of(
 
 
 def _features(run: OpenRun, items: Items, parts: list[Tensor], work: Work) -> Iterator[Tensor]:
-    prepare = _Inputs(items.side, Reader.of(run.encoder(items.name)))
+    prepare = RowInputs(items.side, Reader.of(run.encoder(items.name)))
     try:
         for inputs in prepared(prepare, parts, workers=_workers(items, work)):
             yield run.features(items.name, to_device(inputs, run.device))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..._graph import leaves_of
 from ..._user_error import UserError
 from .encoder import Encoder
 from .networks import as_float
@@ -57,19 +58,7 @@ def check_batch_norm(encoder: nn.Module, value: str, *, pretrained: bool) -> str
 
 def used_parameters(output: Tensor) -> set[int]:
     """Return the ids of the parameters that an output depends on, by its graph."""
-    seen: set[Any] = set()
-    found: set[int] = set()
-    stack = [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(id(variable))
-        stack += [following for following, _ in node.next_functions]
-    return found
+    return {id(x) for x in leaves_of([output])}
 
 
 class Normalized(nn.Module):

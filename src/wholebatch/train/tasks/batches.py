@@ -34,6 +34,18 @@ class Reader:
         return side.inputs(rows, self.prepare, channels=self.channels)
 
 
+@dataclass(frozen=True)
+class RowInputs:
+    """The inputs of some rows of a side; it runs in a worker."""
+
+    side: Side
+    reader: Reader
+
+    def __call__(self, rows: Tensor) -> Inputs:
+        """Return the inputs of these rows."""
+        return self.reader(self.side, rows)
+
+
 class Chunk(NamedTuple):
     """Rows that are encoded together."""
 

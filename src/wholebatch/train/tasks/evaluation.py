@@ -10,20 +10,10 @@ from ..data.feed import prepared
 from ..data.sides import Side
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder
-from ..encoders.inputs import Inputs, to_device
-from .batches import Reader
+from ..encoders.inputs import to_device
+from .batches import Reader, RowInputs
 
 _ROWS = 512
-
-
-class _Rows:
-    """The inputs of some rows of a side."""
-
-    def __init__(self, side: Side, reader: Reader) -> None:
-        self._side, self._reader = side, reader
-
-    def __call__(self, rows: Tensor) -> Inputs:
-        return self._reader(self._side, rows)
 
 
 @torch.no_grad()
@@ -42,7 +32,7 @@ def features_of_rows(
     """
     encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
     found = []
-    for inputs in prepared(_Rows(side, Reader.of(encoder)), [*rows.split(_ROWS)], workers=workers):
+    for inputs in prepared(RowInputs(side, Reader.of(encoder)), [*rows.split(_ROWS)], workers=workers):
         moved = to_device(inputs, device)
         made = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
         found.append(made.float().cpu())
