@@ -163,7 +163,7 @@ class MaxSimDriver(Driver):
         self, queries: Factor, of: Factor, tokens: Items, documents: Items, s: Tensor, winners: Tensor | None
     ) -> None:
         """Add the maxima of all query tokens to S, (queries, documents), and write down which tokens have won."""
-        integers = self.x.is_cpu and finite(queries, of)
+        integers = not self.pads and finite(queries, of)
         for part, some in self._parts(tokens.vectors, documents.ragged):
             at, padded = documents.ragged.of(some), self._padded(documents, some)
             left = tuple(factor[part] for factor in queries)
