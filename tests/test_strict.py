@@ -8,6 +8,7 @@ import os
 import pytest
 import test_gradcache_engines as engines
 import test_gradcache_functional as caching
+import test_max_sim as late
 import test_partial_fc as heads
 import test_partial_fc_training as training
 import test_whole_batch as whole_batches
@@ -100,6 +101,19 @@ SHARDS = [(5,), (4, 4), (5, 2), (0, 6), (3, 3, 3), (5, 0, 6), (1, 4, 2)]
 def test_losses(counts):
     names, chunks = ([*LOSSES], (10**6, 1)) if ALL else ([*CORE], (1,))
     run_ranks(strictly, len(counts), losses_body, counts, names, chunks, timeout_s=300 if ALL else 30)
+
+
+@pytest.mark.parametrize("counts", [(6,), (4, 2), (0, 4, 2)] if ALL else [(0, 4, 2)], ids=str)
+def test_late_interaction(counts):
+    forms = [late.FORMS[name] for name in (late.FORMS if ALL else ["both directions"])]
+    jobs = [(seed, (5, 9), form, options) for seed, form in enumerate(forms) for options in late.OPTIONS]
+    found = run_ranks(strictly, len(counts), late.of_rank, jobs, counts, timeout_s=120 if ALL else 30)
+    for at, (seed, longest, form, options) in enumerate(jobs):
+        whole = late.batch(seed, sum(counts), longest=longest, **late.of_form(form))
+        of_ranks = [of[at] for of in found]
+        value, gradient = late.distance(of_ranks, whole, counts, form, options.get("sync", "mean"))
+        assert value < 1e-12 * 50, (form, options, value)
+        assert gradient < 1e-10, (form, options, gradient)
 
 
 def of_heads():
