@@ -386,15 +386,16 @@ def test_negatives_are_lists_or_columns_with_any_number_of_texts(tmp_path):
     texts, names = pairs.negatives.of(torch.tensor([2, 0]))
     assert texts == ["p0", "n1", "n1", "n2"]
     assert names[1] == names[2], "equal texts have equal numbers"
-    assert names[0] == pairs.positive_names[0], "and so has the positive of another row"
-    assert len({*pairs.positive_names.tolist(), *names.tolist()}) == 8
+    positives = pairs.numbers["document"]
+    assert names[0] == positives[0], "and so has the positive of another row"
+    assert len({*positives.tolist(), *names.tolist()}) == 8
     with (tmp_path / "queries.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["anchor", "passage", "negative_1", "negative_2"])
         writer.writerows([f"q{i}", f"p{i}", *(n or []), *[""] * (2 - len(n or []))] for i, n in enumerate(NEGATIVES))
     columns = pairs_of(tmp_path / "queries.csv")
     assert of_rows(columns.negatives, range(6)) == expected
-    assert torch.equal(columns.positive_names, pairs.positive_names)
+    assert torch.equal(columns.numbers["document"], positives)
     named = pairs_of(tmp_path / "queries.csv", columns="query=anchor,positive=passage,negatives=negative_2")
     assert of_rows(named.negatives, range(6)) == [["n2"], [], ["n1"], [], [], ["n4"]]
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
-from .equal_pictures import first_of_each, numbers_of_pictures, numbers_of_texts
+from .equal_pictures import numbers_in_common, numbers_of_pictures
 from .feed import workers_of_a_rank
 from .fingerprint import digest_of
 from .glyphs import glyph_classes, glyph_pairs
 from .labeled import LabeledImages, classes_of_texts
 from .negatives import find_negatives
 from .open_table import open_table
-from .pairs import Pairs, Split, joined, joined_texts, split_groups
+from .pairs import Pairs, Split, joined, joined_across, split_groups
 from .roles import find_roles, text_column
 from .sides import FilePictures, Side, Texts
 from .table import Table
@@ -56,6 +56,7 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
         return _classes(config, pairs, size, say)
     config = _with_split(config, len(pairs), say)
     split = split_groups(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
+    pairs = _without_held_out(pairs, split, say)
     return _with_batch(config, len(split.train), size, "texts", say), (pairs, split)
 
 
@@ -67,8 +68,7 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
         say(line)
     rows = torch.arange(len(table))
     sides: dict[str, Side] = {}
-    pictures = None
-    numbers: list[Tensor] = []
+    numbers: dict[str, Tensor] = {}
     texts: list[Any] = []
     fingerprint: list[Any] = [config.task]
     for role in (one, other):
@@ -78,7 +78,7 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
             if config.skip_bad:
                 rows = readable_rows(pictures, say, workers=workers_of_a_rank(config, sides, size))
             found = numbers_of_pictures(pictures, rows)
-            numbers.append(found.numbers)
+            numbers["image"] = found.numbers
             fingerprint += [role, rows, found.numbers[rows], found.sizes[rows]]
             if found.said:
                 say(found.said)
@@ -86,25 +86,33 @@ def table_pairs(table: Table, config: TrainConfig, size: int = 1, say: Callable[
             column = text_column(table, role, name)
             texts.append(column)
             sides["document" if role == "positive" else role] = Texts(column)
-            numbers.append(numbers_of_texts(column))
             fingerprint += [role, column]
-    of_rows = [each[rows] for each in numbers]
-    if config.task == "identify":
-        group = of_rows[1]
-    elif pictures is None:
-        group = joined_texts(*texts)
-    else:
-        group = joined(of_rows)
     negatives = None
     if "negatives" in roles:
-        negatives, names = find_negatives(table, roles["negatives"], text_column(table, other, roles[other][0]))
+        negatives, of_texts = find_negatives(table, roles["negatives"], texts)
         say(f"{len(negatives):,} mined negatives")
         fingerprint += ["negatives", negatives.first, negatives.texts]
-    equal = None if pictures is None else numbers[0]
-    pairs = Pairs.grouped(sides, group, rows=rows, digest=digest_of(*fingerprint), equal_pictures=equal)
-    if "query" in roles:
-        pairs = replace(pairs, documents=first_of_each(numbers[1]))
-    return replace(pairs, negatives=negatives, positive_names=names) if negatives else pairs
+    else:
+        of_texts = numbers_in_common(texts)
+    numbers |= zip([name for name in sides if name != "image"], of_texts, strict=True)
+    of_rows = [numbers[name][rows] for name in sides]
+    if config.task == "identify":
+        group = of_rows[1]
+    else:
+        group = joined(of_rows) if "image" in sides else joined_across(*of_rows)
+    pairs = Pairs.grouped(sides, group, rows=rows, digest=digest_of(*fingerprint), numbers=numbers)
+    return replace(pairs, negatives=negatives) if negatives else pairs
+
+
+def _without_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) -> Pairs:
+    """Leave out the negatives that are texts of held-out rows, so that no held-out text is trained on in any role."""
+    if pairs.negatives is None:
+        return pairs
+    rows = torch.isin(pairs.group_of, torch.cat([split.validation, split.test])).nonzero()[:, 0]
+    left = pairs.negatives.without(torch.cat([numbers[rows] for numbers in pairs.numbers.values()]))
+    if len(left) < len(pairs.negatives):
+        say(f"{len(pairs.negatives) - len(left):,} mined negatives are left out: texts of held-out rows")
+    return replace(pairs, negatives=left)
 
 
 def _said(roles: dict[str, list[str]]) -> str:
