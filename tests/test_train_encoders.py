@@ -23,6 +23,7 @@ from torch.amp import GradScaler
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
+from wholebatch.train.config_json import from_json, to_json
 from wholebatch.train.data.load import load_data
 from wholebatch.train.encoder_options import SideConfig, TextSideConfig
 from wholebatch.train.encoders.dual import DualEncoder
@@ -33,6 +34,7 @@ from wholebatch.train.encoders.pretrained import check_batch_norm, used_paramete
 from wholebatch.train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
 from wholebatch.train.encoders.small import ImageEncoder, TextEncoder
 from wholebatch.train.encoders.words import split_batch, tokenize
+from wholebatch.train.option_checks import check_options
 from wholebatch.train.tasks import chunking
 from wholebatch.train.tasks.chunking import with_chunk_size
 from wholebatch.train.tasks.make import make_task
@@ -239,18 +241,18 @@ def test_the_optimizer_leaves_out_frozen_weights_and_scales_the_rate_of_a_side()
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        replace(CONFIG, **options).check()
+        check_options(replace(CONFIG, **options))
 
 
 def test_options_of_encoders_survive_json(tmp_path):
     config = replace(
         CONFIG, chunk_size="auto", text_encoder="transformers:x", text=TextSideConfig(max_tokens=5, tune="lora")
     )
-    assert TrainConfig.from_json(config.to_json(), tmp_path) == config
-    values = json.loads(config.to_json())
+    assert from_json(to_json(config), tmp_path) == config
+    values = json.loads(to_json(config))
     for name, value in (("chunk_size", "all"), ("precision", 16), ("text", values["text"] | {"max_tokens": "5"})):
         with pytest.raises(UserError, match="not the configuration"):
-            TrainConfig.from_json(json.dumps(values | {name: value}), tmp_path)
+            from_json(json.dumps(values | {name: value}), tmp_path)
 
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])

@@ -18,6 +18,7 @@ from wholebatch.train.data.labeled import with_split
 from wholebatch.train.data.pairs import Order
 from wholebatch.train.data.sides import DrawnPictures
 from wholebatch.train.encoders.small import Pad
+from wholebatch.train.option_checks import check_options
 from wholebatch.train.tasks.batches import ImageBatches, Reader
 from wholebatch.train.tasks.verification import accepted_at, best_possible
 
@@ -115,7 +116,7 @@ def test_other_margins_train(data, tmp_path, margin, more, capsys):
 )
 def test_invalid_configurations_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        TrainConfig(**settings).check()
+        check_options(TrainConfig(**settings))
 
 
 def test_each_task_has_its_defaults(monkeypatch):

@@ -43,6 +43,7 @@ from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import ModelConfig, TrainConfig
+from wholebatch.train.config_json import to_json
 from wholebatch.train.data.load import load_data
 from wholebatch.train.run.checkpoint import last_step
 from wholebatch.train.run.data_facts import DataFacts
@@ -189,7 +190,7 @@ def reader(kind: str, base: Path) -> tuple[Callable[[Path], None], State]:
         step = last_step(folder, recorded=len(metrics), checkpoint_every=config.checkpoint_every)
         facts = task.load(folder)
         assert step == facts["step"]
-        found.update(config=config.to_json(), metrics=metrics[:step], step=step)
+        found.update(config=to_json(config), metrics=metrics[:step], step=step)
 
     def run_state() -> list[bytes]:
         heads = [task.head.state_dict()] if kind == "identify" else []
