@@ -43,7 +43,7 @@ def stepped(config, folder, *, resumes=False):
             optimizer.step()
         task.after_step()
     if not resumes:
-        task.save(folder, task.loss_state(), step=3, seconds=0.0)
+        task.save(folder, task.pass_state(), step=3, seconds=0.0)
     validation = task.validate()
     return torch.tensor(losses), task.weights(), validation if rank == 0 else {}
 

@@ -179,7 +179,7 @@ def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
     expected = torch.rand(3)
     other = torch.nn.Linear(3, 2)
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
-    facts = load_checkpoint(tmp_path, other, other_optimizer, steps=5)
+    facts = load_checkpoint(tmp_path, other, other_optimizer, steps=5).facts
     assert (facts["step"], facts["seconds"]) == (5, 1.5)
     assert torch.equal(torch.rand(3), expected)
     assert other_optimizer.param_groups[0]["lr"] == 0.5

@@ -72,14 +72,14 @@ def train(
                 optimizer.zero_grad()
             # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
             due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
-            loss_state = task.loss_state() if due else {}
+            before = task.pass_state() if due else None
             loss = task.add_gradients(step)
             grad_norm = task.grad_norm()
             if not math.isfinite(grad_norm):
                 raise not_finite(step, f"the norm of the gradient is {grad_norm}")
-            if due:  # only now the weights of the last step are known to give a finite loss and gradient
+            if before is not None:  # only now the weights of the last step are known to give a finite loss and gradient
                 with _naming_the_last_checkpoint(saved_at, requests):
-                    task.save(path, loss_state, step=step, seconds=seconds)
+                    task.save(path, before, step=step, seconds=seconds)
                     _flush(trackers)
                 saved_at = step
             for optimizer in task.optimizers:
@@ -115,7 +115,7 @@ def train(
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
                 with _naming_the_last_checkpoint(saved_at, requests):
-                    task.save(path, task.loss_state(), step=done, seconds=seconds)
+                    task.save(path, task.pass_state(), step=done, seconds=seconds)
                     _flush(trackers)
                 saved_at = done
             if asked.stop:
@@ -133,7 +133,7 @@ def train(
         report = task.test()
         if saved_at < done:
             with _naming_the_last_checkpoint(saved_at, requests):
-                task.save(path, task.loss_state(), step=done, seconds=seconds)
+                task.save(path, task.pass_state(), step=done, seconds=seconds)
         weights = task.weights()
         if folder is not None:
             choices = [asdict(choice) for choice in kernels.choices()]

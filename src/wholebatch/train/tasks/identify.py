@@ -36,7 +36,7 @@ from .augment import augmented
 from .batches import ImageBatches, Reader
 from .evaluation import features_of_rows
 from .precision import Precision
-from .task import Curve, Task, finite_loss, make_adamw, not_finite
+from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 
 FAR = 1e-3
@@ -72,7 +72,7 @@ class Identify(Task):
         else:
             self._encoder.to(device)
         self._dense = dense
-        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        self.module, self.precision = self._encoder, Precision(config.precision, device)
         if config.compile:
             self._encoder.compile(dynamic=True)
         self.head = make_head(
@@ -93,7 +93,7 @@ class Identify(Task):
                 config.chunk_size,
                 self._loss,
                 split_input_fn=self._encoder.split,
-                scaler=self._precision.scaler,
+                scaler=self.precision.scaler,
             )
         self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
         self._batches = Feed(
@@ -116,17 +116,17 @@ class Identify(Task):
         named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
 
         def compute() -> Tensor:
-            with self._precision.autocast():
+            with self.precision.autocast():
                 if self._cached is not None:
                     return self._cached(images, **named)
                 loss = self._loss(self._encode(images), **named)
-            return self._precision.backward(loss)
+            return self.precision.backward(loss)
 
-        return self._precision.add_gradients(compute, self.optimizers)
+        return self.precision.add_gradients(compute, self.optimizers, self.head)
 
     def encode_rows(self, rows: int) -> Tensor:
         images = to_device(self._encoder.first(self._batches.at(0).images, rows), self._device)
-        with self._precision.autocast():
+        with self.precision.autocast():
             return self._encoder(augmented(images, self._config, slice(0, rows), 0)).float().sum()
 
     def _encode(self, images: Inputs) -> Tensor:
@@ -175,7 +175,7 @@ class Identify(Task):
         if not len(rows):
             return torch.empty(0, self._encoder.width)
         of = (self._encoder, "image", self._data.pictures, rows, self._device)
-        with self._precision.autocast():
+        with self.precision.autocast():
             return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
@@ -184,9 +184,9 @@ class Identify(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.head.named_buffers()}
 
-    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+    def save(self, folder: Path, before: PassState, *, step: int, seconds: float) -> None:
         present = self.loss_state()
-        self.head.load_state_dict(loss_state, strict=False)
+        self.head.load_state_dict(before.loss, strict=False)
         head_folder = _head_folder(folder, step)
         if self._rank == 0:
             with suppress(OSError):  # save_head reports whatever cannot be removed
@@ -200,7 +200,7 @@ class Identify(Task):
         if self._rank == 0 or self._is_sharded:
             save_checkpoint(
                 folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds, save=save,
-                writes=self._rank == 0,
+                scaler=before.scaler, writes=self._rank == 0,
             )  # fmt: skip
         if self._rank == 0:
             for other in folder.glob(_head_folder(folder, "*").name):
@@ -212,7 +212,8 @@ class Identify(Task):
 
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
-            found = read_checkpoint(folder, self._encoder, self._optimizer, steps=self._config.steps)
+            of = (folder, self._encoder, self._optimizer)
+            found = read_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
             head_folder = _head_folder(folder, found.facts["step"])
             if head_folder.is_symlink():
                 raise UserError(f"{head_folder} is a link; expected the folder itself: was the run folder edited?")
@@ -225,6 +226,7 @@ class Identify(Task):
         except ValueError as error:
             raise UserError(f"{error}; was the run folder edited?") from error
         found.restore(self._encoder, self._optimizer)
+        self.precision.restore(found.scaler)
         return found.facts
 
     def test(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from .evaluation import features_of_rows
 from .objectives import make_objective
 from .precision import Precision
 from .retrieval import chance, figures, recall
-from .task import Curve, Task, finite_loss, make_adamw, not_finite
+from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
 
 PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
 
@@ -83,7 +83,7 @@ class Retrieve(Task):
         self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
             device
         )
-        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        self.module, self.precision = self._encoder, Precision(config.precision, device)
         if config.compile:
             for encoder in self._encoder.children():
                 if isinstance(encoder, Encoder):
@@ -96,7 +96,7 @@ class Retrieve(Task):
         if config.chunk_size:
             self._cached = wb.GradCache(
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none,
-                scaler=self._precision.scaler,
+                scaler=self.precision.scaler,
             )  # fmt: skip
         self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
@@ -124,13 +124,13 @@ class Retrieve(Task):
             named["negative_names"] = batch.negative_names.to(self._device)
 
         def compute() -> Tensor:
-            with self._precision.autocast():
+            with self.precision.autocast():
                 if self._cached is not None:
                     return self._cached(_Whole(batch.chunks, step), **named)
                 loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
-            return self._precision.backward(loss)
+            return self.precision.backward(loss)
 
-        return self._precision.add_gradients(compute, self.optimizers)
+        return self.precision.add_gradients(compute, self.optimizers, self._objective)
 
     def encode_rows(self, rows: int) -> Tensor:
         chunk, sides = self._batches.at(0).chunks[0], self._encoder.sides
@@ -139,7 +139,7 @@ class Retrieve(Task):
         if negatives is not None:
             share = -(-number_of_rows(negatives) * rows // len(range(*chunk.rows.indices(chunk.rows.stop))))
             negatives = self._encoder.encoder(sides[1]).first(negatives, share)
-        with self._precision.autocast():
+        with self.precision.autocast():
             features = self._encoder(*self._chunk(Chunk(first, second, negatives, slice(0, rows)), 0))
         return torch.stack([x.float().sum() for x in _without_none(features)]).sum()
 
@@ -195,7 +195,7 @@ class Retrieve(Task):
 
     def _features_of(self, name: str, rows: Tensor) -> Tensor:
         of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
-        with self._precision.autocast():
+        with self.precision.autocast():
             return features_of_rows(*of, workers=self._workers)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
@@ -204,13 +204,19 @@ class Retrieve(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
-    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+    def save(self, folder: Path, before: PassState, *, step: int, seconds: float) -> None:
         if self._rank == 0 or self._is_sharded:
-            state = self._state.state_dict() | dict(loss_state)
-            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds, writes=self._rank == 0)
+            state = self._state.state_dict() | dict(before.loss)
+            save_checkpoint(
+                folder, state, self._optimizer, step=step, seconds=seconds, scaler=before.scaler,
+                writes=self._rank == 0,
+            )  # fmt: skip
 
     def load(self, folder: Path) -> dict[str, Any]:
-        return load_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
+        of = (folder, self._state, self._optimizer)
+        found = load_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
+        self.precision.restore(found.scaler)
+        return found.facts
 
     def test(self) -> dict[str, Any]:
         if not self._evaluates:
