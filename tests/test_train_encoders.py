@@ -280,9 +280,8 @@ def test_an_encoder_of_images_from_a_file(mine, function):
     assert torch.equal(rows, encoder(inputs)), "dropout is off"
     encoder.train()
     assert torch.equal(rows, encoder(inputs)), "and stays off"
-    chunks = encoder.split(inputs, 2)
-    assert [number_of_rows(chunk) for chunk in chunks] == [2, 1]
-    assert_same(torch.cat([encoder(chunk) for chunk in chunks]), rows, relative=1e-6)
+    assert number_of_rows(encoder.first(inputs, 2)) == 2
+    assert_same(encoder(encoder.first(inputs, 2)), rows[:2], relative=1e-6)
     trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
     assert trained == {"model.linear.weight", "model.linear.bias"}, "DDP would wait for the others"
 
@@ -450,13 +449,13 @@ def test_bfloat16_is_near_float32_and_the_loss_in_float32(data):
 def test_an_automatic_chunk_fits_the_memory_and_changes_no_gradient(data, monkeypatch):
     config = replace(CONFIG, data=data, batch_size=48, validation_texts=2, test_texts=2, workers=0, chunk_size="auto")
     config, loaded = load_data(config, 1)
-    assert with_chunk_size(config, loaded, CPU, size=1).chunk_size == 0, "all 48 rows fit"
+    assert with_chunk_size(config, loaded, CPU, rank=0, size=1).chunk_size == 0, "all 48 rows fit"
     whole = make_task(replace(config, chunk_size=0), loaded, CPU, rank=0, size=1)
     held = {n: chunking.memory_of_graph(whole, n, CPU) for n in (1, 8, 16)}
     assert 1.5 < held[16] / held[8] < 2.1
     weights = sum(p.nbytes for p in whole.module.parameters())
     monkeypatch.setattr(chunking, "free_memory", lambda _: round(2.2 * held[8]) + 3 * weights)
-    found = with_chunk_size(config, loaded, CPU, size=1)
+    found = with_chunk_size(config, loaded, CPU, rank=0, size=1)
     assert found.chunk_size == 8
     cached = make_task(found, loaded, CPU, rank=0, size=1)
     for task in (whole, cached):

@@ -46,21 +46,59 @@ def folder_of(value: str, name: str) -> Path:
         name: a folder, or the name of a model.
 
     Raises:
-        UserError: there is neither.
+        UserError: there is neither; with the names on this machine that are most similar.
     """
     if Path(name).is_dir():
         return Path(name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.sep != "/":
-        raise UserError(f"{value}: there is no folder {name!r}")
+    check_is_no_path(value, name)
     hub = needed("huggingface_hub", value)
     try:
         return Path(hub.snapshot_download(name, local_files_only=True))
-    except Exception as error:  # of several types: not in the cache, or no name of a model
+    except hub.errors.HFValidationError as error:
+        raise UserError(
+            f"{value}: {name!r} is neither a folder nor a name of Hugging Face, such as MODEL or OWNER/MODEL"
+            f"{_nearest_models(name, [*_folders_beside(name), *_cached_models(hub)])}"
+        ) from error
+    except OSError as error:  # not in the cache, or not all of it
         raise UserError(
             f"{value} would need a download: {name!r} is neither a folder nor in the cache of Hugging Face "
-            f"({hub.constants.HF_HUB_CACHE}). Nothing is downloaded here. On a machine with network: hf download "
-            f"{name} --local-dir FOLDER; then give that folder"
+            f"({hub.constants.HF_HUB_CACHE}){_nearest_models(name, [*_folders_beside(name), *_cached_models(hub)])}. "
+            f"Nothing is downloaded here. On a machine with network: hf download {name} --local-dir FOLDER; then give "
+            "that folder"
         ) from error
+
+
+def check_is_no_path(value: str, name: str) -> None:
+    """Refuse the path of a folder that is not there; other names may be those of models."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.sep != "/":
+        raise UserError(f"{value}: there is no folder {name!r}{_nearest_models(name, _folders_beside(name))}")
+
+
+def _folders_beside(name: str) -> list[str]:
+    """Return the folders of models in the folder that a path names before its last part."""
+    parent = Path(name).parent
+    if not parent.is_dir():
+        return []
+    try:
+        return sorted(str(path.parent) for path in parent.glob("*/config.json"))
+    except OSError:  # a folder that cannot be listed has no names to offer
+        return []
+
+
+def _cached_models(hub: Any) -> list[str]:
+    """Return the names of the models in the cache of Hugging Face."""
+    if not Path(hub.constants.HF_HUB_CACHE).is_dir():
+        return []
+    repositories = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
+    return sorted(each.repo_id for each in repositories if each.repo_type == "model")
+
+
+def _nearest_models(name: str, known: list[str]) -> str:
+    """Return the end of a message: the models whose name, or its last part, is most similar."""
+    forms = {form: model for model in known for form in (model.lower(), model.lower().rpartition("/")[2])}
+    asked = (name.lower(), name.lower().rpartition("/")[2])
+    found = [forms[form] for each in asked for form in get_close_matches(each, forms, n=5, cutoff=0.5)]
+    return f"; similar names on this machine: {', '.join([*dict.fromkeys(found)][:5])}" if found else ""
 
 
 def check_safe_weights(value: str, folder: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,29 @@ class RowInputs:
         return self.reader(self.side, rows)
 
 
+def rows_of_chunks(rows: int, *, chunk_size: int, batch_size: int, size: int) -> list[slice]:
+    """Return the rows of each chunk of a rank, at most `chunk_size` of them: as many chunks on every rank.
+
+    Engines whose passes are collective, such as FSDP2, need as many. Where one rank has fewer rows than another has
+    chunks of one row, the other has a chunk of two.
+
+    Args:
+        rows: of this rank.
+        chunk_size: 0: one chunk.
+        batch_size: the rows of all ranks.
+        size: W, the number of ranks, whose numbers of rows differ by at most one.
+
+    >>> [each.stop for each in rows_of_chunks(5, chunk_size=4, batch_size=9, size=2)]
+    [2, 5]
+    >>> [each.stop for each in rows_of_chunks(4, chunk_size=4, batch_size=9, size=2)]
+    [2, 4]
+    """
+    fewest, most = batch_size // size, -(-batch_size // size)
+    count = max(1, min(-(-most // chunk_size), fewest)) if chunk_size else 1
+    edges = [rows * place // count for place in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
 class Chunk(NamedTuple):
     """Rows that are encoded together."""
 
@@ -76,30 +100,36 @@ class PairBatches:
         readers: how the rows of each side are read.
         config: the configuration of the run.
         rows: the rank's rows of the global batch.
+        chunks: the places of each chunk's rows among these.
     """
 
     def __init__(
-        self, pairs: Pairs, train: Tensor, readers: Mapping[str, Reader], config: TrainConfig, rows: slice
+        self,
+        pairs: Pairs,
+        train: Tensor,
+        readers: Mapping[str, Reader],
+        config: TrainConfig,
+        rows: slice,
+        chunks: Sequence[slice],
     ) -> None:
         self._pairs, self._readers, self._rows, self._seed = pairs, readers, rows, config.seed
         self._order = Order(train, batch_size=config.batch_size, seed=config.seed)
-        self._chunk_size = config.chunk_size
+        self._chunks = chunks
 
     def __call__(self, step: int) -> PairBatch:
         """Prepare the batch of a step."""
         all_rows, all_groups = batch_of_step(self._order, self._pairs, step=step, seed=self._seed)
         rows, groups = all_rows[self._rows], all_groups[self._rows]
-        size = self._chunk_size or max(1, len(rows))
         chunks, negative_names = [], [torch.empty(0, dtype=torch.int64)]
-        for start in range(0, len(rows), size):
-            some = rows[start : start + size]
+        for places in self._chunks:
+            some = rows[places]
             first, second = (self._readers[name](side, some) for name, side in self._pairs.sides.items())
             negatives = None
             if self._pairs.negatives is not None:
                 texts, names = self._pairs.negatives.of(some)
                 negative_names.append(names)
                 negatives = self._readers[self._pairs.names[1]].prepare(texts) if texts else None
-            chunks.append(Chunk(first, second, negatives, slice(start, start + len(some))))
+            chunks.append(Chunk(first, second, negatives, places))
         names = groups if self._pairs.positive_names is None else self._pairs.positive_names[rows]
         return PairBatch(chunks, names, torch.cat(negative_names))
 

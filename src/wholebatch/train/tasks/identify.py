@@ -23,17 +23,17 @@ from ..config import HeadConfig, TrainConfig
 from ..data.feed import Feed, workers_of_a_rank
 from ..data.labeled import LabeledImages
 from ..encoders.adapters import merged_state
-from ..encoders.inputs import Inputs, to_device
+from ..encoders.inputs import Inputs, rows_of, to_device
 from ..encoders.make import make_encoder
 from ..encoders.saved import save_encoder
 from ..ranks.all_ranks import on_all_ranks
-from ..ranks.sharding import shard_weights, whole, whole_state
+from ..ranks.sharding import shard_weights, whole_state
 from ..report.classes import classes_evidence
 from ..report.content import Evidence, Item
 from ..report.look_alikes import draw_look_alikes, surest_mistakes
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
-from .batches import ImageBatches, Reader
+from .batches import ImageBatches, Reader, rows_of_chunks
 from .evaluation import features_of_rows
 from .precision import Precision
 from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
@@ -63,6 +63,9 @@ class Identify(Task):
     ) -> None:
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
+        self._chunks = rows_of_chunks(
+            self._rows.stop - self._rows.start, chunk_size=config.chunk_size, batch_size=config.batch_size, size=size
+        )
         torch.manual_seed(config.seed)
         self._encoder = make_encoder(config, "image")
         self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
@@ -92,7 +95,7 @@ class Identify(Task):
                 [self._model],
                 config.chunk_size,
                 self._loss,
-                split_input_fn=self._encoder.split,
+                split_input_fn=self._split,
                 scaler=self.precision.scaler,
             )
         self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
@@ -130,9 +133,12 @@ class Identify(Task):
             return self._encoder(augmented(images, self._config, slice(0, rows), 0)).float().sum()
 
     def _encode(self, images: Inputs) -> Tensor:
-        if self._is_trained or not self._config.chunk_size:
+        if self._is_trained:
             return self._model(images)
-        return torch.cat([self._model(some) for some in self._encoder.split(images, self._config.chunk_size)])
+        return torch.cat([self._model(some) for some in self._split(images)])
+
+    def _split(self, images: Inputs, _: int = 0) -> list[Inputs]:
+        return [rows_of(images, rows) for rows in self._chunks]
 
     def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
         if self._dense and has_reference(self._config.head):
@@ -142,7 +148,8 @@ class Identify(Task):
         return finite_loss(self.head, embeddings, labels, step=step)
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: whole(p.grad) for name, p in self._encoder.named_parameters() if p.grad is not None}
+        local_grads = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        found = whole_state(local_grads, kept=self._rank == 0 or not self._is_sharded)
         assert self.head.weight.grad is not None
         local = self.head.weight.grad.to_dense()
         parts: list[Any] = [local]

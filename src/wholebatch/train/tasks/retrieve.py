@@ -18,6 +18,7 @@ from ..data.feed import Feed, workers_of_a_rank
 from ..data.pairs import Pairs, Split
 from ..data.sides import Side
 from ..encoders.adapters import merged_state
+from ..encoders.dual import Unused
 from ..encoders.encoder import Encoder
 from ..encoders.inputs import Inputs, number_of_rows, to_device
 from ..encoders.make import make_dual_encoder
@@ -28,7 +29,7 @@ from ..report.pictures import draw_retrieval
 from ..report.search import search_evidence
 from ..run.checkpoint import load_checkpoint, save_checkpoint
 from .augment import augmented
-from .batches import Chunk, PairBatches, Reader
+from .batches import Chunk, PairBatches, Reader, rows_of_chunks
 from .evaluation import features_of_rows
 from .objectives import make_objective
 from .precision import Precision
@@ -101,11 +102,15 @@ class Retrieve(Task):
         self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
-            PairBatches(pairs, split.train, self._readers, config, self._rows),
+            PairBatches(pairs, split.train, self._readers, config, self._rows, self._rows_of_chunks(size)),
             stop=config.steps,
             workers=self._workers,
         )
         self._found: tuple[Tensor, Tensor] | None = None
+
+    def _rows_of_chunks(self, size: int) -> list[slice]:
+        rows, config = self._rows.stop - self._rows.start, self._config
+        return rows_of_chunks(rows, chunk_size=config.chunk_size, batch_size=config.batch_size, size=size)
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
@@ -149,10 +154,10 @@ class Retrieve(Task):
             names["negatives"] = rest.pop()
         return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | None, ...]]:
+    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | Unused | None, ...]]:
         return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
 
-    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
+    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | Unused | None, ...]:
         """Return the arguments of the encoders, on the device; images are augmented."""
         found = []
         start = self._rows.start
@@ -160,12 +165,17 @@ class Retrieve(Task):
         for side, inputs in zip(self._pairs.sides.values(), chunk[:2], strict=True):
             moved = to_device(inputs, self._device)
             found.append(augmented(moved, self._config, rows, step) if side.kind == "image" else moved)
-        if self._pairs.negatives is not None:
-            found.append(None if chunk.negatives is None else to_device(chunk.negatives, self._device))
-        return tuple(found)
+        if self._pairs.negatives is None:
+            return tuple(found)
+        if chunk.negatives is not None:
+            return (*found, to_device(chunk.negatives, self._device))
+        # With sharded weights the ranks call each encoder together, and other ranks may have negatives here.
+        one = self._encoder.encoder(self._encoder.sides[1]).first(chunk.second, 1) if self._is_sharded else None
+        return (*found, None if one is None else Unused(to_device(one, self._device)))
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: whole(p.grad) for name, p in self._encoder.named_parameters() if p.grad is not None}
+        found = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        return whole_state(found, kept=self._rank == 0 or not self._is_sharded)
 
     def grad_norm(self) -> float:
         grads = [p.grad for p in self._encoder.parameters() if p.grad is not None]

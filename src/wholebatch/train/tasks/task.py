@@ -65,7 +65,7 @@ class Task(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by parameter, as the optimizers get them; sharded ones in full. All ranks."""
+        """Return the gradients by parameter, as the optimizers get them: whole, sharded ones on rank 0. All ranks."""
 
     @abstractmethod
     def grad_norm(self) -> float:
