@@ -51,10 +51,10 @@ def folder_of(value: str, name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     check_is_no_path(value, name)
-    hub = needed("huggingface_hub", value)
+    hub, errors = needed("huggingface_hub", value), needed("huggingface_hub.errors", value)
     try:
         return Path(hub.snapshot_download(name, local_files_only=True))
-    except hub.errors.HFValidationError as error:
+    except errors.HFValidationError as error:
         raise UserError(
             f"{value}: {name!r} is neither a folder nor a name of Hugging Face, such as MODEL or OWNER/MODEL"
             f"{_nearest_models(name, [*_folders_beside(name), *_cached_models(hub)])}"
