@@ -91,9 +91,8 @@ def test_sharded_weights_give_the_same_numbers_and_checkpoints(data, tmp_path, m
 @pytest.mark.parametrize("more", [{}, {"chunk_size": 3}], ids=str)
 def test_mined_negatives_of_which_a_rank_has_none(tmp_path, more):
     """In most chunks and on most ranks no row has one, and the encoder is called for nothing."""
-    lines = [
-        {"query": f"query {i}", "positive": f"text {i * i}", "negatives": ["no"] * (i % 9 == 0)} for i in range(40)
-    ]
+    rows = range(40)
+    lines = [{"query": f"query {i}", "positive": f"text {i * i}", "negatives": ["a"] * (not i % 9)} for i in rows]
     path = tmp_path / "queries.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     compared(configured(str(path), batch_size=7, loss="info_nce", **more), tmp_path)
@@ -185,7 +184,7 @@ def automatic(config, budget_of_rows):
 
 def test_automatic_chunks_are_measured_with_sharded_weights(data):
     config = configured(data, batch_size=40, chunk_size="auto", fsdp=True, ranks=2)
-    (chunk, measured), (other, _) = run_ranks(automatic, 2, config, 9)
+    (chunk, measured), (other, _) = run_ranks(automatic, 2, config, 12)
     assert (chunk, other) == (8, 8), "the rank with the least memory decides for all"
     assert 1.5 < (measured[3] - measured[2]) / (measured[2] - measured[1]) < 2.5, "it grows with the rows"
     whole = replace(config, fsdp=False, chunk_size=0)
