@@ -23,6 +23,7 @@ from wholebatch.train.tasks.batches import ImageBatches, Reader
 from wholebatch.train.tasks.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
+QUICK = ["--no-audit", "--no-tensorboard"]
 # A margin with running averages, and a sample of classes: both continue after a resume without a difference.
 HEAD = ["--head.margin", "adaface", "--head.scale", "16", "--head.sample-rate", "0.4"]
 
@@ -64,9 +65,9 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert "158 classes: 564 images for training, 16 for validation, 210 for test (images never seen)" in output
 
 
-@pytest.mark.parametrize("more", [["--ranks", "2"], ["--ranks", "3"], ["--ranks", "2", "--chunk-size", "9"]])
+@pytest.mark.parametrize("more", [["--ranks", "2"], ["--ranks", "3", "--chunk-size", "9"]], ids=str)
 def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path, more):
-    finish(command(data, tmp_path / "run", *more))
+    finish(command(data, tmp_path / "run", *more, *QUICK))
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
     found, true = (load_file(run / "model.safetensors")["centers"] for run in (tmp_path / "run", uninterrupted[0]))
     assert (found - true).norm() < 1e-3 * true.norm()
@@ -74,7 +75,7 @@ def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, t
 
 def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path):
     run = tmp_path / "run"
-    killed(command(data, run), when=lambda: recorded(run) >= 13)
+    killed(command(data, run, *QUICK), when=lambda: recorded(run) >= 13)
     assert recorded(run) < 30
     finish([*TRAIN, "--resume", str(run)])
     assert metrics(run) == metrics(uninterrupted[0])
@@ -83,7 +84,7 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
 def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
     run = tmp_path / "run"
     when = (run / "checkpoint.safetensors").exists
-    killed(command(data, run, "--ranks", "3"), when=when, kill=signal.SIGINT)
+    killed(command(data, run, "--ranks", "3", *QUICK), when=when, kill=signal.SIGINT)
     assert recorded(run) < 30
     finish([*TRAIN, "--resume", str(run), "--ranks", "2"])
     assert difference(uninterrupted[0], run) <= 1e-4
