@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from glyph_files import SMALL, write_pairs
-from train_runs import TRAIN, finish
 
+from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.audited import audit_start
@@ -82,12 +82,14 @@ def test_a_wrong_gradient_is_refused(data, monkeypatch):
         audited(replace(CONFIG, data=data))
 
 
-def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data):
-    command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--ranks", "2", "--run-folder"]
-    printed = finish([*command, str(tmp_path / "a")]).stdout
+def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data, capfd):
+    command = ["train", "--data", data, "--steps", "1", *SMALL, "--no-tensorboard", "--run-folder"]
+    assert main([*command, str(tmp_path / "a"), "--ranks", "2"]) == 0
+    printed = capfd.readouterr().out
     assert "audit: on 2 processes the gradient of" in printed
     assert "plan: clip on 2 processes, similarities kept, fp32: " in printed
-    assert "audit" not in finish([*command, str(tmp_path / "b"), "--no-audit"]).stdout
+    assert main([*command, str(tmp_path / "b"), "--no-audit"]) == 0
+    assert "audit" not in capfd.readouterr().out
 
 
 def test_the_plan_has_the_settings_of_the_run(data, faces):

@@ -36,7 +36,7 @@ def configured(data, **more):
 
 
 def stepped(config, folder, *, resumes=False):
-    """Make three steps, or three after those of the checkpoint; return losses, norms, weights, a validation and units."""
+    """Make three steps, or three after the checkpoint's; return losses, norms, weights, a validation and units."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config, found = load_data(config, size)
     task = make_task(config, found, torch.device("cpu"), rank=rank, size=size)

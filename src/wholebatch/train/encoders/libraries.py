@@ -94,11 +94,17 @@ def _cached_models(hub: Any) -> list[str]:
 
 
 def _nearest_models(name: str, known: list[str]) -> str:
-    """Return the end of a message: the models whose name, or its last part, is most similar."""
-    forms = {form: model for model in known for form in (model.lower(), model.lower().rpartition("/")[2])}
-    asked = (name.lower(), name.lower().rpartition("/")[2])
-    found = [forms[form] for each in asked for form in get_close_matches(each, forms, n=5, cutoff=0.5)]
-    return f"; similar names on this machine: {', '.join([*dict.fromkeys(found)][:5])}" if found else ""
+    """Return the end of a message: the models whose last part of the name is most similar."""
+    by_last: dict[str, list[str]] = {}
+    for model in known:
+        by_last.setdefault(_last_part(model), []).append(model)
+    near = get_close_matches(_last_part(name), by_last, n=5, cutoff=0.5)
+    found = [model for last in near for model in by_last[last]][:5]
+    return f"; similar names on this machine: {', '.join(found)}" if found else ""
+
+
+def _last_part(name: str) -> str:
+    return name.lower().rstrip("/").rpartition("/")[2]
 
 
 def check_safe_weights(value: str, folder: Path) -> None:
