@@ -84,7 +84,7 @@ def test_precisions_of_gpus_are_refused_on_a_cpu(name):
         Precision(name, CPU)
 
 
-def stepped(config, steps=2):
+def stepped(config, steps):
     """Return the task after so many steps."""
     task = make_task(*load_data(config, 1), CPU, rank=0, size=1)
     for step in range(steps):
@@ -108,14 +108,17 @@ STATEFUL = [
 @pytest.mark.usefixtures("_scaled_on_the_cpu")
 @pytest.mark.parametrize("more", STATEFUL, ids=str)
 def test_an_overflow_leaves_the_state_of_a_loss_as_if_it_had_not_been(data, more):
-    """A power of two as the scale changes no bit of the gradient, so the run without a scale is the truth."""
-    expected = stepped(TrainConfig(data=data, **SIZES, **more))
-    found = stepped(TrainConfig(data=data, precision="fp16", **SIZES, **more))
+    """A power of two as the scale changes no bit of the gradient, so the run without a scale is the truth.
+
+    There are overflows in the steps 1, 5 and 9, and from the sixth step on the rows come again.
+    """
+    expected = stepped(TrainConfig(data=data, **SIZES, **more), steps=10)
+    found = stepped(TrainConfig(data=data, precision="fp16", **SIZES, **more), steps=10)
     assert found.precision.scaler.get_scale() == LARGEST, "there were overflows"
     state = expected.loss_state()
     assert found.loss_state().keys() == state.keys() != set()
     for name, x in state.items():
-        torch.testing.assert_close(found.loss_state()[name], x, rtol=1e-5, atol=1e-6)  # -inf where no row has been
+        torch.testing.assert_close(found.loss_state()[name], x, rtol=1e-4, atol=1e-5)  # -inf where no row has been
     for name, x in expected.weights().items():
         assert_same(found.weights()[name], x, relative=1e-4, what=name)
 
