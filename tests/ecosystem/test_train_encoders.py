@@ -202,7 +202,8 @@ def test_pictures_are_encoded_as_by_the_model_itself(models, pooling, width):
 
 
 def test_batch_norm_is_announced_and_refused_without_weights(models):
-    assert "stored statistics" in image_encoder(models / "resnet").notes[0]
+    assert "pictures become 64 x 64, in color, as their encoder reads them" in image_encoder(models / "resnet").notes
+    assert "stored statistics" in image_encoder(models / "resnet").notes[1]
     with pytest.raises(UserError, match=r"--image-encoder transformers:.*resnet has batch norm \(8 layers\)"):
         image_encoder(models / "resnet", pretrained=False)
 
