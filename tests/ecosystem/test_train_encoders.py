@@ -151,6 +151,17 @@ def test_the_gradient_is_exact_in_chunks_and_on_two_ranks(models, data):
             assert (weights[name] - x).abs().max() < 1e-4, name
 
 
+def test_mined_negatives_of_which_a_rank_has_none_with_sharded_weights(models, tmp_path):
+    """The text that is encoded for nothing has the columns of its own chunk."""
+    rows = range(30)
+    lines = [{"query": f"one {i}", "positive": f"two {i * i}", "negatives": ["a b"] * (not i % 7)} for i in rows]
+    (tmp_path / "queries.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    encoder = f"transformers:{models / 'bert'}"
+    whole = TrainConfig(data=str(tmp_path / "queries.jsonl"), text_encoder=encoder, fsdp=True, **SIZES)
+    for errors in run_ranks(audited, 2, replace(whole, batch_size=9), replace(whole, batch_size=9, chunk_size=2)):
+        assert max(errors) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "width", "limit"),
     [("bert", "mean", 32, 32), ("roberta", "mean", 32, 32), ("gpt2", "last", 32, 32), ("t5", "mean", 32, 32)],

@@ -47,26 +47,26 @@ class RowInputs:
         return self.reader(self.side, rows)
 
 
-def rows_of_chunks(rows: int, *, chunk_size: int, batch_size: int, size: int) -> list[slice]:
-    """Return the rows of each chunk of a rank, at most `chunk_size` of them: as many chunks on every rank.
+def rows_of_chunks(rows: slice, config: TrainConfig, size: int) -> list[slice]:
+    """Return the places of each chunk's rows among a rank's rows: as many chunks on every rank.
 
-    Engines whose passes are collective, such as FSDP2, need as many. Where one rank has fewer rows than another has
-    chunks of one row, the other has a chunk of two.
+    Engines whose passes are collective, such as FSDP2, need as many. A chunk has at most `config.chunk_size` rows.
+    Where a rank has fewer rows than another has chunks of one row, the other has a chunk of two.
 
     Args:
-        rows: of this rank.
-        chunk_size: 0: one chunk.
-        batch_size: the rows of all ranks.
-        size: W, the number of ranks, whose numbers of rows differ by at most one.
+        rows: the rank's rows of the global batch, as many as another rank's or one more or less.
+        config: the configuration of the run; a chunk size of 0: one chunk.
+        size: W, the number of ranks.
 
-    >>> [each.stop for each in rows_of_chunks(5, chunk_size=4, batch_size=9, size=2)]
+    >>> config = TrainConfig(batch_size=9, chunk_size=4)
+    >>> [each.stop for each in rows_of_chunks(slice(0, 5), config, 2)]
     [2, 5]
-    >>> [each.stop for each in rows_of_chunks(4, chunk_size=4, batch_size=9, size=2)]
+    >>> [each.stop for each in rows_of_chunks(slice(5, 9), config, 2)]
     [2, 4]
     """
-    fewest, most = batch_size // size, -(-batch_size // size)
-    count = max(1, min(-(-most // chunk_size), fewest)) if chunk_size else 1
-    edges = [rows * place // count for place in range(count + 1)]
+    fewest, most = config.batch_size // size, -(-config.batch_size // size)
+    count = max(1, min(-(-most // config.chunk_size), fewest)) if config.chunk_size else 1
+    edges = [(rows.stop - rows.start) * place // count for place in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 

@@ -63,9 +63,7 @@ class Identify(Task):
     ) -> None:
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
-        self._chunks = rows_of_chunks(
-            self._rows.stop - self._rows.start, chunk_size=config.chunk_size, batch_size=config.batch_size, size=size
-        )
+        self._chunks = rows_of_chunks(self._rows, config, size)
         torch.manual_seed(config.seed)
         self._encoder = make_encoder(config, "image")
         self._is_trained = any(p.requires_grad for p in self._encoder.parameters())

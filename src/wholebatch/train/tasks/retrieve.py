@@ -102,15 +102,13 @@ class Retrieve(Task):
         self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
-            PairBatches(pairs, split.train, self._readers, config, self._rows, self._rows_of_chunks(size)),
+            PairBatches(
+                pairs, split.train, self._readers, config, self._rows, rows_of_chunks(self._rows, config, size)
+            ),
             stop=config.steps,
             workers=self._workers,
         )
         self._found: tuple[Tensor, Tensor] | None = None
-
-    def _rows_of_chunks(self, size: int) -> list[slice]:
-        rows, config = self._rows.stop - self._rows.start, self._config
-        return rows_of_chunks(rows, chunk_size=config.chunk_size, batch_size=config.batch_size, size=size)
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
