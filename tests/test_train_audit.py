@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from glyph_files import SMALL, write_pairs
-from train_runs import TRAIN, finish
 
+from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.audited import audit_start
@@ -44,21 +44,27 @@ def audited(config):
     return audit_start(*load_data(config, size), torch.device("cpu"), rank=rank, size=size)
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(data):
+    """Return each loss's audit on two ranks, which start once for all losses."""
+    configs = [replace(CONFIG, data=data, loss=loss) for loss in LOSSES]
+    return dict(zip(LOSSES, run_ranks(lambda: [audited(config) for config in configs], 2)[0], strict=True))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_has_the_gradient_of_its_reference(data, loss):
+def test_every_loss_has_the_gradient_of_its_reference(data, on_two_ranks, loss):
     config = replace(CONFIG, data=data, loss=loss)
-    for outcome in (audited(config), audited(replace(config, chunk_size=5)), run_ranks(audited, 2, config)[0]):
+    for outcome in (audited(config), audited(replace(config, chunk_size=5)), on_two_ranks[loss]):
         assert outcome.examples == 24
         assert outcome.error < 1e-3
     assert str(outcome).startswith("audit: on 2 processes the gradient of 24 examples is that of the dense loss on one")
 
 
-@pytest.mark.parametrize(
-    "head", [HeadConfig(), HeadConfig(margin="adaface"), HeadConfig(sample_rate=0.5, sub_centers=2)]
-)
-def test_gradients_of_classifiers_are_exact(faces, head):
-    config = replace(CONFIG, task="identify", data=faces, head=head)
-    for outcome in (audited(config), *run_ranks(audited, 3, config)):
+def test_gradients_of_classifiers_are_exact(faces):
+    heads = [HeadConfig(), HeadConfig(margin="adaface"), HeadConfig(sample_rate=0.5, sub_centers=2)]
+    configs = [replace(CONFIG, task="identify", data=faces, head=head) for head in heads]
+    on_ranks = run_ranks(lambda: [audited(config) for config in configs], 3)
+    for outcome in (*map(audited, configs), *(outcome for of_rank in on_ranks for outcome in of_rank)):
         assert outcome.error < 1e-4
 
 
@@ -76,12 +82,14 @@ def test_a_wrong_gradient_is_refused(data, monkeypatch):
         audited(replace(CONFIG, data=data))
 
 
-def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data):
-    command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--ranks", "2", "--run-folder"]
-    printed = finish([*command, str(tmp_path / "a")]).stdout
+def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data, capfd):
+    command = ["train", "--data", data, "--steps", "1", *SMALL, "--no-tensorboard", "--run-folder"]
+    assert main([*command, str(tmp_path / "a"), "--ranks", "2"]) == 0
+    printed = capfd.readouterr().out
     assert "audit: on 2 processes the gradient of" in printed
     assert "plan: clip on 2 processes, similarities kept, fp32: " in printed
-    assert "audit" not in finish([*command, str(tmp_path / "b"), "--no-audit"]).stdout
+    assert main([*command, str(tmp_path / "b"), "--no-audit"]) == 0
+    assert "audit" not in capfd.readouterr().out
 
 
 def test_the_plan_has_the_settings_of_the_run(data, faces):

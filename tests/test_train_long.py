@@ -23,6 +23,7 @@ from wholebatch._tensor_file import TensorFile
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import TrainConfig
+from wholebatch.train.option_checks import check_options
 from wholebatch.train.progress import ConsoleProgress
 from wholebatch.train.ranks.all_ranks import from_first_rank
 from wholebatch.train.run import checkpoint
@@ -371,7 +372,7 @@ def test_an_extension_gives_patience_a_new_start():
 
 def test_patience_must_not_be_negative():
     with pytest.raises(UserError, match="--patience must be at least 0, got -1"):
-        TrainConfig(patience=-1).check()
+        check_options(TrainConfig(patience=-1))
 
 
 def test_the_default_keeps_no_best_weights(whole):

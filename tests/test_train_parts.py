@@ -10,10 +10,12 @@ from compare import assert_same
 from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
+from wholebatch.train.config_json import from_json, to_json
 from wholebatch.train.data.glyphs import glyph_pairs
 from wholebatch.train.data.pairs import Order, batch_of_step, split_groups
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import tokenize
+from wholebatch.train.option_checks import check_options
 from wholebatch.train.run.checkpoint import FILE, load_checkpoint, save_checkpoint
 from wholebatch.train.run.resume import check_same_run
 from wholebatch.train.run.run_folder import RunFolder
@@ -126,7 +128,7 @@ def test_recall_matches_a_computation_by_hand():
 
 def test_configuration_survives_json_and_differences_are_named(tmp_path):
     config = TrainConfig(run_folder=tmp_path, steps=7, model=ModelConfig(text_layers=2))
-    assert TrainConfig.from_json(config.to_json(), tmp_path) == config
+    assert from_json(to_json(config), tmp_path) == config
     check_same_run(config, TrainConfig(run_folder=None, ranks=3, steps=7, model=ModelConfig(text_layers=2)))
     with pytest.raises(UserError, match=r"steps was 7, got 8; model.text_layers was 2, got 0"):
         check_same_run(config, TrainConfig(steps=8))
@@ -134,12 +136,12 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
         "",
         "[]",
         '{"model": {}}',
-        config.to_json().replace('"steps"', '"strides"'),
-        config.to_json().replace('"steps": 7', '"steps": "7"'),
-        config.to_json().replace('"auto"', '"quantum"'),
+        to_json(config).replace('"steps"', '"strides"'),
+        to_json(config).replace('"steps": 7', '"steps": "7"'),
+        to_json(config).replace('"auto"', '"quantum"'),
     ):
         with pytest.raises(UserError, match="not the configuration"):
-            TrainConfig.from_json(broken, tmp_path / "config.json")
+            from_json(broken, tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
 )
 def test_invalid_configurations_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        TrainConfig(**options).check()
+        check_options(TrainConfig(**options))
 
 
 def stepped(seed, width=3):
@@ -178,7 +180,7 @@ def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
     expected = torch.rand(3)
     other = torch.nn.Linear(3, 2)
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
-    facts = load_checkpoint(tmp_path, other, other_optimizer, steps=5)
+    facts = load_checkpoint(tmp_path, other, other_optimizer, steps=5).facts
     assert (facts["step"], facts["seconds"]) == (5, 1.5)
     assert torch.equal(torch.rand(3), expected)
     assert other_optimizer.param_groups[0]["lr"] == 0.5

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +159,11 @@ def test_two_processes_give_the_numbers_of_one(variables, tmp_path):
     assert f"global batch {SMALL[SMALL.index('--batch-size') + 1]} on 2 processes" in printed[0]
     assert printed[1] == "", "rank 0 reports"
     assert difference(tmp_path / "one", tmp_path / "two") <= 1e-4
+
+
+def test_documented_commands_end_all_ranks_when_one_dies():
+    """Without the option, the others would wait for it in a collective."""
+    docs = Path(__file__).parent.parent / "docs"
+    lines = [line for page in docs.rglob("*.md") for line in page.read_text().splitlines() if line.startswith("srun ")]
+    assert len(lines) >= 2
+    assert [line for line in lines if "--kill-on-bad-exit=1" not in line] == []

@@ -14,3 +14,16 @@ def option(name: str) -> str:
     '--model.text-width'
     """
     return f"--{name.replace('_', '-')}"
+
+
+def require(condition: object, name: str, expected: str, got: object) -> None:
+    """Raise UserError unless the condition holds, about the option of a field and its accepted values.
+
+    >>> require(3 >= 1, "steps", "at least 1", 3)
+    >>> require(0 >= 1, "steps", "at least 1", 0)
+    Traceback (most recent call last):
+        ...
+    wholebatch._user_error.UserError: --steps must be at least 1, got 0
+    """
+    if not condition:
+        raise UserError(f"{option(name)} must be {expected}, got {got}")

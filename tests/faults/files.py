@@ -43,6 +43,7 @@ from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import ModelConfig, TrainConfig
+from wholebatch.train.config_json import to_json
 from wholebatch.train.data.load import load_data
 from wholebatch.train.run.checkpoint import last_step
 from wholebatch.train.run.data_facts import DataFacts
@@ -130,7 +131,7 @@ def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> N
             optimizer.zero_grad()
         folder.append({"step": step + 1, "loss": loss.item(), "seconds": 0.5 * step})
         torch.rand(seed + 1)
-        task.save(path, task.loss_state(), step=step + 1, seconds=0.5)
+        task.save(path, task.pass_state(), step=step + 1, seconds=0.5)
         if step == 0 and name == "whole":
             shutil.copytree(path, path.with_name("earlier"))
 
@@ -189,12 +190,12 @@ def reader(kind: str, base: Path) -> tuple[Callable[[Path], None], State]:
         step = last_step(folder, recorded=len(metrics), checkpoint_every=config.checkpoint_every)
         facts = task.load(folder)
         assert step == facts["step"]
-        found.update(config=config.to_json(), metrics=metrics[:step], step=step)
+        found.update(config=to_json(config), metrics=metrics[:step], step=step)
 
     def run_state() -> list[bytes]:
         heads = [task.head.state_dict()] if kind == "identify" else []
         return [
-            as_bytes([task.weights(), task.loss_state(), *heads, torch.get_rng_state()]),
+            as_bytes([task.weights(), task.loss_state(), task.precision.state(), *heads, torch.get_rng_state()]),
             as_bytes([optimizer.state_dict() for optimizer in task.optimizers]),
             json.dumps({name: str(value) for name, value in found.items()}, sort_keys=True).encode(),
         ]

@@ -27,9 +27,11 @@ from .data.pairs import Pairs
 from .data.sides import DrawnPictures
 from .encoders.make import make_dual_encoder, make_encoder
 from .encoders.networks import as_float
+from .ranks.all_ranks import on_all_ranks
 from .tasks.head import make_head
 from .tasks.make import make_task
 from .tasks.objectives import make_objective
+from .tasks.task import Task
 
 _EXAMPLES = 64
 _NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples
@@ -61,8 +63,10 @@ class Outcome:
 def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Outcome:
     """Compare this rank's final gradient with that of the dense loss on one process. All ranks.
 
+    Of sharded weights no device may have room for the whole: rank 0 alone compares, on its CPU.
+
     Raises:
-        UserError: if they differ.
+        UserError: on all ranks, if they differ on one.
     """
     examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
     precision = "fp32" if config.precision in ("bf16", "fp16") else config.precision  # whose rounding is no mistake
@@ -73,24 +77,41 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
         batch_size=examples,
         chunk_size=min(config.chunk_size, max(1, examples // size // 2)),
     )
-    on_ranks = make_task(smaller, data, device, rank=rank, size=size)
-    dense = make_task(replace(smaller, chunk_size=0), data, device, rank=0, size=1, dense=True)
-    for task in (on_ranks, dense):
-        task.add_gradients(0)
-    found, expected = on_ranks.gradients(), dense.gradients()
+    found = _gradients(make_task(smaller, data, device, rank=rank, size=size))
+    is_sharded = config.fsdp and size > 1
+    whole = replace(smaller, chunk_size=0, precision="fp32" if is_sharded else precision)
+
+    def compare() -> float:
+        if is_sharded and rank:
+            return 0.0
+        where = torch.device("cpu") if is_sharded else device
+        expected = _gradients(make_task(whole, data, where, rank=0, size=1, dense=True))
+        error = _relative_error(found, expected)
+        if not error < _WRONG:
+            raise UserError(
+                f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: "
+                f"relative error {error:.2g}. Nothing was trained; --no-audit trains without this check"
+            )
+        return error
+
+    _, of_ranks = on_all_ranks("audit", compare, lambda error: {"error": error})
+    return Outcome(examples, size, of_ranks[0 if is_sharded else rank]["error"])
+
+
+def _gradients(task: Task) -> dict[str, Tensor]:
+    task.add_gradients(0)
+    return task.gradients()
+
+
+def _relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return |found - expected| / |expected|, over all parameters."""
     if found.keys() != expected.keys():
         raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ found.keys()))}")
     error, norm = (
         torch.stack([x.double().square().sum().cpu() for x in tensors]).sum().sqrt().item()
         for tensors in ([found[name].to(x) - x for name, x in expected.items()], expected.values())
     )
-    outcome = Outcome(examples, size, error / norm if norm else error)
-    if not outcome.error < _WRONG:
-        raise UserError(
-            f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: relative "
-            f"error {outcome.error:.2g}. Nothing was trained; --no-audit trains without this check"
-        )
-    return outcome
+    return error / norm if norm else error
 
 
 @cache

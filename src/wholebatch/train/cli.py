@@ -18,6 +18,7 @@ from .config import DEFAULTS, TrainConfig
 from .config_file import naming_file, with_file
 from .data.paths import check_path
 from .encoder_options import absolute, check_present
+from .option_checks import check_options
 from .ranks.launcher import number_of_ranks
 from .run.lock import check_is_free
 from .run.resume import check_same_run, read_config
@@ -53,7 +54,7 @@ def main(argv: Sequence[str], *, prog: str) -> None:
 
 def _check(config: TrainConfig) -> None:
     """Refuse mistakes that can be found without torch. The ranks of a launcher check paths later, together."""
-    config.check()
+    check_options(config)
     number_of_ranks(config)
     if config.wandb is not None and find_spec("wandb") is None:
         raise UserError("--wandb needs the package wandb, which is not installed: pip install wandb")

@@ -1,22 +1,19 @@
-"""The configuration of a run: one frozen dataclass, written beside every run and read back by `--resume`.
+"""The configuration of a run: one frozen dataclass, whose fields are the options of `wholebatch train`.
 
+`option_checks` refuses values that make no sense; `config_json` writes a configuration beside every run and reads it.
 This module imports no torch: --help and mistakes in options need only the configuration.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from .._bounded_json import parse_json
 from .._declared_names import LOSS_NAMES
-from .._settings import shown
-from .._user_error import UserError, option
-from .encoder_options import SideConfig, TextSideConfig, check_encoder
+from .encoder_options import SideConfig, TextSideConfig
 
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
@@ -172,150 +169,11 @@ class TrainConfig:
         """Whether the chunk size is "auto"."""
         return str(self.chunk_size) == "auto"
 
-    def check(self) -> None:
-        """Refuse values that make no sense, before anything is loaded.
 
-        Raises:
-            UserError: with the option's name, the accepted values and the value.
-        """
-        for name in ("ranks", "steps", "validate_every", "checkpoint_every"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name, largest in _LARGEST.items():
-            if value_of(self, name) == "auto":
-                continue
-            _require(value_of(self, name) <= largest, name, f"at most {largest}", value_of(self, name))
-        _require("\0" not in self.data, "data", "'glyphs' or a path", repr(self.data))
-        for name in (
-            "warmup_steps", "patience", "batch_size", "image_size", "validation_texts", "test_texts",
-        ):  # fmt: skip
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        _require(
-            self.has_automatic_chunks or self.chunk_size >= 0, "chunk_size", "at least 0, or auto", self.chunk_size
-        )
-        # Gradient caching observes the calls of modules by hooks, for which torch would compile in every step again.
-        both = self.compile and (self.has_automatic_chunks or self.chunk_size > 0)
-        _require(not both, "compile", f"left out with --chunk-size {self.chunk_size}", self.compile)
-        _require(self.precision in PRECISIONS, "precision", f"one of {', '.join(PRECISIONS)}", self.precision)
-        _require(self.workers >= -1, "workers", "at least 0, or -1 for as many as there are cores", self.workers)
-        for name in ("weight_decay", "augment"):
-            _require(0 <= getattr(self, name) <= 1e30, name, "in [0, 1e30]", getattr(self, name))
-        until, most = self.until_step, _LARGEST["steps"]
-        _require(until is None or 1 <= until <= most, "until_step", f"from 1 to {most}", until)
-        _require(until is None or self.resume is not None, "until_step", "given with --resume, to extend a run", until)
-        _require(self.wandb is None or self.wandb.strip() != "", "wandb", "the name of a project", repr(self.wandb))
-        _require(0 < self.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", self.learning_rate)
-        _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
-        _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
-        _require(self.image_channels in (0, 1, 3), "image_channels", "1, 3 or 0", self.image_channels)
-        glyphs_in_color = self.data == "glyphs" and self.image_channels == 3
-        _require(not glyphs_in_color, "image_channels", "1 for --data glyphs, which are gray", self.image_channels)
-        _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
-        _require(self.task in ("retrieve", "identify"), "task", "'retrieve' or 'identify'", self.task)
-        _require(self.loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", self.loss)
-        without_negatives = self.task == "retrieve" and self.batch_size == 1
-        _require(
-            not without_negatives, "batch_size", "at least 2, because a pair alone has no negatives", self.batch_size
-        )
-        has_smoothing = self.label_smoothing == 0 or self.loss == "clip"
-        _require(has_smoothing, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
-        _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
-        self._check_model()
-        check_encoder("image", self.image_encoder, self.image)
-        check_encoder("text", self.text_encoder, self.text)
-        self._check_head()
-
-    def _check_model(self) -> None:
-        model = self.model
-        for name in ("embedding_size", "image_width", "text_width", "text_heads", "text_buckets", "max_words"):
-            _require(getattr(model, name) >= 1, f"model.{name}", "at least 1", getattr(model, name))
-        _require(model.text_layers >= 0, "model.text_layers", "at least 0", model.text_layers)
-        scale = model.initial_logit_scale
-        _require(0 < scale <= 100, "model.initial_logit_scale", "in (0, 100]", scale)
-        heads, width = model.text_heads, model.text_width
-        _require(width % heads == 0, "model.text_width", f"a multiple of --model.text-heads ({heads})", width)
-        _require(model.image_width % 8 == 0, "model.image_width", "a multiple of 8", model.image_width)
-
-    def _check_head(self) -> None:
-        head = self.head
-        if self.task == "retrieve":
-            for f in dataclasses.fields(head):
-                _require(getattr(head, f.name) == f.default, f"head.{f.name}", "left out without --task identify",
-                         getattr(head, f.name))  # fmt: skip
-            return
-        _require(self.loss == "clip", "loss", "left out for --task identify, whose loss is --head.margin", self.loss)
-        _require(head.margin in get_args(Margin), "head.margin", f"one of {', '.join(get_args(Margin))}", head.margin)
-        _require(0 < head.scale <= 1e4, "head.scale", "in (0, 1e4]", head.scale)
-        _require(0 <= head.sample_rate <= 1, "head.sample_rate", "in [0, 1]", head.sample_rate)
-        _require(head.sub_centers >= 1, "head.sub_centers", "at least 1", head.sub_centers)
-        _require(0 < head.learning_rate <= 1e30, "head.learning_rate", "in (0, 1e30]", head.learning_rate)
-        has_size = head.margin not in ("normface", "magface")
-        _require(head.m is None or has_size, "head.m", f"left out for --head.margin {head.margin}", head.m)
-        smallest = 1.0 if head.margin == "sphereface" else 0.0
-        _require(head.m is None or smallest <= head.m <= 10, "head.m", f"in [{smallest:g}, 10]", head.m)
-
-    def to_json(self) -> str:
-        """The configuration as JSON; `from_json` is its inverse."""
-        return json.dumps(dataclasses.asdict(self), indent=2, default=str)
-
-    @classmethod
-    def from_json(cls, text: str, source: Path) -> TrainConfig:
-        """Read the text that `to_json` wrote; errors name its `source`."""
-        try:
-            values = parse_json(text.encode(), "its text")
-        except ValueError as error:
-            raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
-        return cls.from_values(values, source)
-
-    @classmethod
-    def from_values(cls, given: Any, source: Path) -> TrainConfig:
-        """Read the parsed values that `to_json` wrote; errors name their `source`."""
-        try:
-            values = dict(given)
-            parts = {name: _typed(part(), values.pop(name)) for name, part in _PARTS.items()}
-            for name in PATHS:
-                values[name] = None if values[name] is None else Path(values[name])
-            values["data"].encode()  # half of a surrogate pair is no path
-            config = _typed(cls(), values | parts)
-            config.check()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
-        return config
-
-
-_PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": ModelConfig, "head": HeadConfig}
+PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": ModelConfig, "head": HeadConfig}
+"""The fields that are configurations themselves."""
 PATHS = ("run_folder", "config", "resume")
-_OPTIONAL: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(PATHS, (Path,)), "until_step": (int,), "wandb": (str,), "m": (float, int),
-    "learning_rate_factor": (float, int), "max_tokens": (int,),
-}  # fmt: skip
-_Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig, SideConfig, TextSideConfig)
-
-
-def _typed(default: _Config, values: dict[str, Any]) -> _Config:
-    """Return `default` with every field replaced; a value of another type than the default's is a TypeError."""
-    names = [f.name for f in dataclasses.fields(default)]
-    if sorted(values) != sorted(names):
-        raise TypeError(f"expected the fields {sorted(names)}, got {sorted(values)}")
-    for name in names:
-        expected, value = type(getattr(default, name)), values[name]
-        if expected is type(None):
-            fits = value is None or (isinstance(value, _OPTIONAL[name]) and not isinstance(value, bool))
-        else:
-            is_auto = name == "chunk_size" and value == "auto"
-            fits = type(value) is expected or (expected is float and type(value) is int) or is_auto
-        if not fits:
-            of = _OPTIONAL[name][0] if expected is type(None) else expected
-            raise TypeError(f"{name} must be {of.__name__}, got {shown(value)}")
-    return dataclasses.replace(default, **values)
-
-
-# Larger values are mistakes: they would exhaust a machine's memory or processes before any other check.
-_LARGEST = {
-    "ranks": 4096, "workers": 256, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12,
-    "patience": 10**9,
-    "image_size": 4096, "model.embedding_size": 2**16, "model.image_width": 2**12, "model.text_width": 2**16,
-    "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centers": 2**10,
-}  # fmt: skip
+"""The fields that are paths, or None."""
 
 # Defaults of a task, where they differ from the fields above.
 DEFAULTS = {
@@ -342,15 +200,10 @@ def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, 
 
 def names_of(config: TrainConfig) -> list[str]:
     """Return the name of every option; an option of a part is PART.NAME."""
-    names = [f.name for f in dataclasses.fields(config) if f.name not in _PARTS]
-    return names + [f"{part}.{f.name}" for part in _PARTS for f in dataclasses.fields(getattr(config, part))]
+    names = [f.name for f in dataclasses.fields(config) if f.name not in PARTS]
+    return names + [f"{part}.{f.name}" for part in PARTS for f in dataclasses.fields(getattr(config, part))]
 
 
 def value_of(config: TrainConfig, name: str) -> Any:
     """Return the value of an option by its name."""
     return reduce(getattr, name.split("."), config)
-
-
-def _require(condition: bool, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise UserError(f"{option(name)} must be {expected}, got {got}")

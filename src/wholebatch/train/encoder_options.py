@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
-from .._user_error import UserError, option
+from .._user_error import UserError, require
 
 Pooling = Literal["auto", "cls", "mean", "last"]
 Tune = Literal["full", "frozen", "lora"]
@@ -124,21 +124,21 @@ def check_encoder(kind: Literal["image", "text"], encoder: str, side: SideConfig
     library = Named.parse(encoder).library
     forms = FORMS[kind]
     known = library and "\0" not in encoder and (library != "timm" or kind == "image")
-    _require(known, f"{kind}_encoder", f"one of {', '.join(forms)}", repr(encoder))
-    _require(side.tune in get_args(Tune), f"{kind}.tune", f"one of {', '.join(get_args(Tune))}", side.tune)
+    require(known, f"{kind}_encoder", f"one of {', '.join(forms)}", repr(encoder))
+    require(side.tune in get_args(Tune), f"{kind}.tune", f"one of {', '.join(get_args(Tune))}", side.tune)
     no_adapters = library == "small" and side.tune == "lora"
-    _require(not no_adapters, f"{kind}.tune", "full or frozen with the built-in encoder", side.tune)
-    _require(side.pooling in get_args(Pooling), f"{kind}.pooling", f"one of {', '.join(get_args(Pooling))}",
+    require(not no_adapters, f"{kind}.tune", "full or frozen with the built-in encoder", side.tune)
+    require(side.pooling in get_args(Pooling), f"{kind}.pooling", f"one of {', '.join(get_args(Pooling))}",
              side.pooling)  # fmt: skip
-    _require(1 <= side.lora_rank <= 2**16, f"{kind}.lora_rank", "in [1, 65536]", side.lora_rank)
-    _require(0 < side.lora_alpha <= 1e6, f"{kind}.lora_alpha", "in (0, 1e6]", side.lora_alpha)
+    require(1 <= side.lora_rank <= 2**16, f"{kind}.lora_rank", "in [1, 65536]", side.lora_rank)
+    require(0 < side.lora_alpha <= 1e6, f"{kind}.lora_alpha", "in (0, 1e6]", side.lora_alpha)
     factor = side.learning_rate_factor
-    _require(factor is None or 0 < factor <= 1e6, f"{kind}.learning_rate_factor", "in (0, 1e6]", factor)
+    require(factor is None or 0 < factor <= 1e6, f"{kind}.learning_rate_factor", "in (0, 1e6]", factor)
     tokens = getattr(side, "max_tokens", None)
-    _require(tokens is None or 1 <= tokens <= 2**20, f"{kind}.max_tokens", "in [1, 1048576]", tokens)
+    require(tokens is None or 1 <= tokens <= 2**20, f"{kind}.max_tokens", "in [1, 1048576]", tokens)
     for f in dataclasses.fields(side):
         reason, value = _of_no_effect(f.name, kind, library, side.tune), getattr(side, f.name)
-        _require(not reason or value == f.default, f"{kind}.{f.name}", f"left out {reason}", value)
+        require(not reason or value == f.default, f"{kind}.{f.name}", f"left out {reason}", value)
 
 
 def _of_no_effect(name: str, kind: str, library: str, tune: Tune) -> str:
@@ -152,8 +152,3 @@ def _of_no_effect(name: str, kind: str, library: str, tune: Tune) -> str:
     if name in ("learning_rate_factor", "recompute") and tune == "frozen":
         return f"with --{kind}.tune frozen"
     return ""
-
-
-def _require(condition: object, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise UserError(f"{option(name)} must be {expected}, got {got}")

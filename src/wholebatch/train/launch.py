@@ -133,13 +133,11 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.show_folder(folder.path)
-        config = with_chunk_size(config, data, device, size=size)
+        config = with_chunk_size(config, data, device, rank=rank, size=size)
         plan = plan_start(config, data, device, size=size)
         progress.show_plan(plan)
         audit = None
-        if config.audit and config.fsdp and size > 1:
-            progress.show_note("audit: none with --fsdp, because its dense loss needs the whole model on each device")
-        elif config.audit and config.resume is None:
+        if config.audit and config.resume is None:
             outcome = audit_start(config, data, device, rank=rank, size=size)
             audit = str(outcome)
             progress.show_audit(outcome)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
@@ -29,7 +28,7 @@ from .run.run_folder import RunFolder
 from .run.schedule import Schedule, describe_extension
 from .run.starts import Start
 from .run.trackers import Tracker, figures_of, figures_of_step, start_trackers
-from .tasks.task import Task, not_finite
+from .tasks.task import PassState, Task, not_finite
 
 
 def train(
@@ -63,10 +62,10 @@ def train(
     trackers = _begin(config, folder, progress, schedule, start)
     wait = WaitForFirstRank()
 
-    def save(loss_state: Mapping[str, Tensor], step: int) -> None:
+    def save(state: PassState, step: int) -> None:
         with _naming_the_last_checkpoint(saved_at, requests):
             metrics = None if folder is None else folder.digest_of_metrics(step)
-            task.save(path, loss_state, step=step, seconds=seconds, metrics=metrics)
+            task.save(path, state, step=step, seconds=seconds, metrics=metrics)
             _flush(trackers)
         wait()
 
@@ -83,13 +82,13 @@ def train(
                 optimizer.zero_grad()
             # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
             due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
-            loss_state = task.loss_state() if due else {}
+            before = task.pass_state() if due else None
             loss = task.add_gradients(step)
             grad_norm = task.grad_norm()
             if not math.isfinite(grad_norm):
                 raise not_finite(step, f"the norm of the gradient is {grad_norm}")
-            if due:  # only now the weights of the last step are known to give a finite loss and gradient
-                save(loss_state, step)
+            if before is not None:  # only now the weights of the last step are known to give a finite loss and gradient
+                save(before, step)
                 saved_at = step
             for optimizer in task.optimizers:
                 optimizer.step()
@@ -125,7 +124,7 @@ def train(
                 is_over = from_first_rank(best.is_over, device)
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
-                save(task.loss_state(), done)
+                save(task.pass_state(), done)
                 saved_at = done
             if asked.stop:
                 raise _end(asked, requests, progress, step=done)
@@ -142,7 +141,7 @@ def train(
         report = task.test()
         wait()
         if saved_at < done:
-            save(task.loss_state(), done)
+            save(task.pass_state(), done)
         weights = task.weights()
         if folder is not None:
             choices = [asdict(choice) for choice in kernels.choices()]

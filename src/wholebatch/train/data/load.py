@@ -50,8 +50,6 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
     else:
         pairs = table_pairs(open_table(config.data), config, size, say)
     config = _with_loss(_with_pictures(config, pairs, say), pairs, say)
-    if config.fsdp and pairs.negatives is not None:
-        raise UserError("--fsdp does not go with mined negatives, of which a rank may have none; leave one of them out")
     if config.task == "identify":
         return _classes(config, pairs, size, say)
     config = _with_split(config, len(pairs), say)
@@ -191,11 +189,6 @@ def _with_batch(config: TrainConfig, count: int, size: int, what: str, say: Call
         batch = count
     elif not config.batch_size and batch < 1024:
         say(f"batch size {batch}: the largest power of two among {count} {what} to train on (--batch-size)")
-    if config.fsdp and config.chunk_size and batch % size:  # ranks would call an encoder unequally often
-        raise UserError(
-            f"--fsdp with --chunk-size needs as many rows on each rank: --batch-size must be a multiple of {size}, got "
-            f"{batch}"
-        )
     return replace(config, batch_size=batch)
 
 

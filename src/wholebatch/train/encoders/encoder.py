@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from .inputs import Inputs, number_of_rows, rows_of
+from .inputs import Inputs, rows_of
 
 Prepare = Callable[[Sequence[Any]], Inputs]
 
@@ -45,10 +45,6 @@ class Encoder(nn.Module):
 
         pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
         return Image.fromarray(pixels).convert("L" if self.channels == 1 else "RGB")
-
-    def split(self, inputs: Inputs, size: int) -> list[Inputs]:
-        """Return the inputs in chunks of `size` items, for gradient caching."""
-        return [rows_of(inputs, slice(start, start + size)) for start in range(0, max(1, number_of_rows(inputs)), size)]
 
     def first(self, inputs: Inputs, count: int) -> Inputs:
         """Return the inputs of the first so many items, padded as they are."""

@@ -85,13 +85,9 @@ class TextEncoder(TextNetwork, Encoder):
         self.config, self.width = config, config.embedding_size
         self.prepare = Words(config.max_words, config.text_buckets)
 
-    def split(self, inputs: Inputs, size: int) -> list[Inputs]:
-        """Return chunks of `size` texts, each with its words alone."""
-        return list(split_batch(inputs, size))
-
     def first(self, inputs: Inputs, count: int) -> Inputs:
         """Return the first so many texts with their words alone."""
-        return self.split(inputs, count)[0]
+        return next(split_batch(inputs, count))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Return the sizes."""

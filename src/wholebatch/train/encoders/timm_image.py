@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._bounded_json import parse_json
 from ..._files import read_bounded
 from ..._user_error import UserError
-from .libraries import check_safe_weights, holds, nearest, needed
+from .libraries import check_is_no_path, check_safe_weights, holds, nearest, needed
 from .pretrained import FixedEncoder, Normalized
 
 _WEIGHTS = ("model.safetensors", "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
@@ -49,6 +49,8 @@ class TimmImage(FixedEncoder):
     def __init__(self, name: str, value: str, *, pretrained: bool = True, saved: dict[str, Any] | None = None) -> None:
         super().__init__()
         timm = needed("timm", value)
+        if saved is None and not Path(name).is_dir():
+            check_is_no_path(value, name)
         given = saved or _of_folder(Path(name), value) if saved or Path(name).is_dir() else _of_name(timm, name, value)
         arguments, overlay = dict(given["arguments"]), dict(given["data"])
         if pretrained and saved is None:

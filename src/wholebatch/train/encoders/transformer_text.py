@@ -118,26 +118,12 @@ class TransformerText(FixedEncoder):
             return row
         return pool(output.last_hidden_state, inputs.get("attention_mask"), self.rule)
 
-    def split(self, inputs: Inputs, size: int) -> list[Inputs]:
-        """Return chunks of `size` texts, without columns that hold padding only."""
-        chunks = super().split(inputs, size)
-        if self.prepare.padding == "max_length" or "attention_mask" not in inputs:
-            return chunks
-        return [rows_without_padding(chunk) for chunk in chunks]
-
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the configuration and the tokenizer."""
         with quiet(needed("transformers", "")):
             self.model.config.save_pretrained(folder)
             self.prepare.tokenizer.save_pretrained(folder)
         return {"rule": self.rule, "max_tokens": self.prepare.max_tokens, "lower": self.prepare.lower}
-
-
-def rows_without_padding(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs without their last columns, where these hold padding only."""
-    lengths = inputs["attention_mask"].sum(1)
-    longest = max(1, int(lengths.max())) if len(lengths) else 1
-    return {key: x[:, :longest] for key, x in inputs.items()}
 
 
 def _positions(model: nn.Module) -> list[int]:

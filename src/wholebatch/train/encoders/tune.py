@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..._user_error import UserError
 from ..encoder_options import SideConfig
 from .adapters import add_adapters
@@ -19,7 +21,11 @@ def tune(encoder: FixedEncoder, side: SideConfig, value: str, *, is_pretrained: 
         is_pretrained: whether the weights are pretrained ones of a library.
         is_file: whether the encoder is a user's, of which that is not known.
     """
-    notes = [*encoder.notes, check_batch_norm(encoder, value, pretrained=is_pretrained or is_file)]
+    notes = [
+        *encoder.notes,
+        _size_of_pictures(encoder),
+        check_batch_norm(encoder, value, pretrained=is_pretrained or is_file),
+    ]
     if side.tune == "frozen":
         encoder.requires_grad_(False)
     else:
@@ -33,6 +39,16 @@ def tune(encoder: FixedEncoder, side: SideConfig, value: str, *, is_pretrained: 
         0.1 if side.tune == "lora" else 0.01 if is_pretrained else 1.0
     )
     encoder.notes = tuple(note for note in notes if note)
+
+
+def _size_of_pictures(encoder: Encoder) -> str:
+    """Return a line about the pictures that the encoder reads, or "" if its inputs are no pixels."""
+    inputs = encoder.prepare([encoder.example()]) if encoder.kind == "image" else None
+    if not (isinstance(inputs, Tensor) and inputs.dim() == 4):
+        return ""
+    height, width = inputs.shape[2:]
+    colors = "gray" if inputs.shape[1] == 1 else "in color"
+    return f"pictures become {height} x {width}, {colors}, as their encoder reads them"
 
 
 def _freeze_unused(encoder: Encoder) -> set[int]:

@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..._user_error import UserError
 from ..encoders.encoder import Encoder
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
 
 def shard_weights(model: nn.Module, device: torch.device) -> None:
     """Shard every block of the encoders in `model`, each encoder, its projection, and the rest. All ranks.
 
-    A block is a module in a list of modules, as the layers of a transformer are; inner ones come first.
+    Blocks are those of `blocks_of`, such as the layers of a transformer; inner ones come first.
     The weights go to the device one block after the other, so the whole model must fit into the host's memory alone.
 
     Raises:
@@ -34,17 +36,36 @@ def shard_weights(model: nn.Module, device: torch.device) -> None:
             raise UserError(f"--fsdp takes no parameter of shape (), and {name} has it; give it the shape (1,)")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     encoders = [module for module in model.modules() if isinstance(module, Encoder)]
-    lists = [m for encoder in encoders for m in encoder.modules() if isinstance(m, nn.ModuleList)]
-    blocks = dict.fromkeys(block for each in lists for block in each if not isinstance(block, nn.ModuleList))
+    blocks = {block for encoder in encoders for block in blocks_of(encoder)}
     outer_first = [module for module in model.modules() if module in blocks]
-    for block in reversed(outer_first):
-        if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=mesh)
     others = [*encoders, *getattr(model, "projections", {}).values()]
-    for module in others:
-        fully_shard(module, mesh=mesh)
     if model not in others:
-        fully_shard(model, mesh=mesh)
+        others.append(model)
+    for module in (*reversed(outer_first), *others):
+        module.register_forward_hook(_copy_of_view)  # before FSDP2's own hook
+        fully_shard(module, mesh=mesh)
+
+
+def blocks_of(encoder: nn.Module) -> list[nn.Module]:
+    """Return the modules with weights of an encoder that stand in a list, or in a sequence of such with parts."""
+    found: dict[nn.Module, None] = {}
+    for module in encoder.modules():
+        for child in module.children() if isinstance(module, _CONTAINERS) else ():
+            has_parts = isinstance(module, nn.ModuleList) or any(True for _ in child.children())
+            has_weights = any(True for _ in child.parameters())
+            if has_parts and has_weights and not isinstance(child, _CONTAINERS):
+                found[child] = None
+    return [*found]
+
+
+def _copy_of_view(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Return a copy of an output that is a view, such as the first token of each row: FSDP2 warns of views."""
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether weights of the model are in parts."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def whole(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One file per checkpoint: weights, optimizer and random state as safetensors, replaced in one step.
+"""One file per checkpoint: weights, optimizer, loss scale and random state as safetensors, replaced in one step.
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a complete
 checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of config.json, of
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from .resume import CONFIG, MOST_CONFIG_BYTES
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _MOST_METRICS_BYTES = 2**30
 _FORMAT = "wholebatch-train-4"
 _FACTS: Types = {
@@ -50,6 +53,7 @@ def save_checkpoint(
     *,
     step: int,
     seconds: float,
+    scaler: Mapping[str, Tensor] = _NOTHING,
     save: str | None = None,
     metrics: str | None = None,
     writes: bool = True,
@@ -64,6 +68,7 @@ def save_checkpoint(
         optimizer: its state is saved, its settings are not.
         step: number of steps made.
         seconds: time that they took.
+        scaler: the state of the loss's scale; {} if there is none.
         save: the id that other parts of the checkpoint repeat; None if there are no other parts.
         metrics: the digest of the first `step` lines of metrics.jsonl. None: it is computed from the file.
         writes: whether this rank writes the file.
@@ -77,14 +82,17 @@ def save_checkpoint(
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step, metrics),
     }  # fmt: skip
-    tensors = _tensors(state, of_parameters)
+    tensors = _tensors(state, of_parameters, scaler)
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
-def _tensors(state: Mapping[str, Tensor], optimizer: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _tensors(
+    state: Mapping[str, Tensor], optimizer: Mapping[int, Mapping[str, Tensor]], scaler: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in state.items()}
     for index, of_parameter in optimizer.items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in of_parameter.items()}
+    tensors |= {f"scaler.{name}": value for name, value in scaler.items()}
     return tensors | {"rng.cpu": torch.get_rng_state()}
 
 
@@ -94,6 +102,12 @@ class Checkpoint:
 
     facts: dict[str, Any]
     tensors: Mapping[str, Tensor]
+
+    @property
+    def scaler(self) -> dict[str, Tensor]:
+        """The state of the loss's scale; {} if it has none."""
+        found = self.tensors.items()
+        return {name.removeprefix("scaler."): x for name, x in found if name.startswith("scaler.")}
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore model, optimizer and random state."""
@@ -110,15 +124,29 @@ class Checkpoint:
         torch.set_rng_state(self.tensors["rng.cpu"])
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> dict[str, Any]:
-    """Restore the model, optimizer and random state that `save_checkpoint` saved; return its facts. All ranks."""
-    found, _ = on_all_ranks("resume", lambda: read_checkpoint(folder, model, optimizer, steps=steps))
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    scaler: Mapping[str, Tensor] = _NOTHING,
+) -> Checkpoint:
+    """Restore the model, optimizer and random state that `save_checkpoint` saved; return the checkpoint. All ranks."""
+    found, _ = on_all_ranks("resume", lambda: read_checkpoint(folder, model, optimizer, steps=steps, scaler=scaler))
     found.restore(model, optimizer)
-    return found.facts
+    return found
 
 
-def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> Checkpoint:
-    """Read the checkpoint of a run of `steps` steps; change nothing.
+def read_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    scaler: Mapping[str, Tensor] = _NOTHING,
+) -> Checkpoint:
+    """Read the checkpoint of a run of `steps` steps, with a `scaler` state like this; change nothing.
 
     Raises:
         UserError: if any bit of it has changed, or it does not belong to this run and this model.
@@ -135,7 +163,7 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
                 )
         if not 0 <= facts["step"] <= steps:
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
-        expected = _expected(model, optimizer)
+        expected = _expected(model, optimizer, scaler)
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
         if found != expected:
             differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
@@ -149,10 +177,16 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} has no state of torch's random generator in 'rng.cpu': {reason}") from error
-    return Checkpoint(facts, tensors)
+    checkpoint = Checkpoint(facts, tensors)
+    of_scaler = {name: x.item() for name, x in checkpoint.scaler.items()}
+    if not all(math.isfinite(x) and (x > 0 if name == "scale" else x >= 0) for name, x in of_scaler.items()):
+        raise UserError(f"{path} has no state of a loss scale in 'scaler': expected positive numbers, got {of_scaler}")
+    return checkpoint
 
 
-def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _expected(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Mapping[str, Tensor]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every tensor of a checkpoint.
 
     Those of the optimizer are found by a step of a copy of it, on parameters without data.
@@ -167,7 +201,7 @@ def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
     make: Callable[..., torch.optim.Optimizer] = type(optimizer)
     copy = make(groups)
     copy.step()
-    tensors = _tensors(model.state_dict(), copy.state_dict()["state"])
+    tensors = _tensors(model.state_dict(), copy.state_dict()["state"], scaler)
     return {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
 

@@ -15,6 +15,7 @@ from ..._bounded_json import unsealed
 from ..._files import read_bounded
 from ..._user_error import UserError, option
 from ..config import TrainConfig, differences
+from ..config_json import from_values
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 2**20
@@ -34,7 +35,7 @@ def read_config(path: Path) -> TrainConfig:
         raise UserError(f"--resume {path}: {str(file)!r} cannot be read: {error}") from error
     except ValueError as error:
         raise UserError(f"{file} is not the configuration of a run of this version: {error}") from error
-    return TrainConfig.from_values(values, file)
+    return from_values(values, file)
 
 
 def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:

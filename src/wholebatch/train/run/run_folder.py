@@ -37,6 +37,7 @@ from ..._files import read_bounded, replacing
 from ..._user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
+from ..config_json import to_json
 from ..report.content import Report
 from ..report.page import render
 from ..report.pictures import draw_curves
@@ -73,7 +74,7 @@ class RunFolder:
             try:
                 check_is_free(path)  # another process may have held the lock until now
                 with replacing(path / CONFIG) as file:
-                    file.write(sealed(json.loads(config.to_json())))
+                    file.write(sealed(json.loads(to_json(config))))
                 if data is not None:
                     write_data_facts(path, data)
             except BaseException:

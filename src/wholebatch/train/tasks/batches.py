@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,29 @@ class RowInputs:
         return self.reader(self.side, rows)
 
 
+def rows_of_chunks(rows: slice, config: TrainConfig, size: int) -> list[slice]:
+    """Return the places of each chunk's rows among a rank's rows: as many chunks on every rank.
+
+    Engines whose passes are collective, such as FSDP2, need as many. A chunk has at most `config.chunk_size` rows.
+    Where a rank has fewer rows than another has chunks of one row, the other has a chunk of two.
+
+    Args:
+        rows: the rank's rows of the global batch, as many as another rank's or one more or less.
+        config: the configuration of the run; a chunk size of 0: one chunk.
+        size: W, the number of ranks.
+
+    >>> config = TrainConfig(batch_size=9, chunk_size=4)
+    >>> [each.stop for each in rows_of_chunks(slice(0, 5), config, 2)]
+    [2, 5]
+    >>> [each.stop for each in rows_of_chunks(slice(5, 9), config, 2)]
+    [2, 4]
+    """
+    fewest, most = config.batch_size // size, -(-config.batch_size // size)
+    count = max(1, min(-(-most // config.chunk_size), fewest)) if config.chunk_size else 1
+    edges = [(rows.stop - rows.start) * place // count for place in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
 class Chunk(NamedTuple):
     """Rows that are encoded together."""
 
@@ -77,14 +101,21 @@ class PairBatches:
         readers: how the rows of each side are read.
         config: the configuration of the run.
         rows: the rank's rows of the global batch.
+        chunks: the places of each chunk's rows among these.
     """
 
     def __init__(
-        self, pairs: Pairs, train: Tensor, readers: Mapping[str, Reader], config: TrainConfig, rows: slice
+        self,
+        pairs: Pairs,
+        train: Tensor,
+        readers: Mapping[str, Reader],
+        config: TrainConfig,
+        rows: slice,
+        chunks: Sequence[slice],
     ) -> None:
         self._pairs, self._readers, self._rows, self._seed = pairs, readers, rows, config.seed
         self._order = Order(train, batch_size=config.batch_size, seed=config.seed)
-        self._chunk_size = config.chunk_size
+        self._chunks = chunks
         self._false_negatives = None
         if pairs.negatives is not None:
             queries, documents = (pairs.numbers[name] for name in pairs.names)
@@ -94,17 +125,16 @@ class PairBatches:
         """Prepare the batch of a step."""
         all_rows, all_groups = batch_of_step(self._order, self._pairs, step=step, seed=self._seed)
         rows, groups = all_rows[self._rows], all_groups[self._rows]
-        size = self._chunk_size or max(1, len(rows))
         chunks, numbers = [], [torch.empty(0, dtype=torch.int64)]
-        for start in range(0, len(rows), size):
-            some = rows[start : start + size]
+        for places in self._chunks:
+            some = rows[places]
             first, second = (self._readers[name](side, some) for name, side in self._pairs.sides.items())
             negatives = None
             if self._pairs.negatives is not None:
                 texts, of_texts = self._pairs.negatives.of(some)
                 numbers.append(of_texts)
                 negatives = self._readers[self._pairs.names[1]].prepare(texts) if texts else None
-            chunks.append(Chunk(first, second, negatives, slice(start, start + len(some))))
+            chunks.append(Chunk(first, second, negatives, places))
         negative_names = torch.cat(numbers)
         if self._false_negatives is not None:
             negative_names = self._false_negatives.ids(negative_names, all_rows, all_groups)

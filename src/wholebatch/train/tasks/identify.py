@@ -23,21 +23,21 @@ from ..data.feed import Feed, workers_of_a_rank
 from ..data.labeled import LabeledImages
 from ..data.pixel_digests import PixelDigests
 from ..encoders.adapters import merged_state
-from ..encoders.inputs import Inputs, to_device
+from ..encoders.inputs import Inputs, rows_of, to_device
 from ..encoders.make import make_encoder
 from ..encoders.saved import save_encoder
 from ..ranks.all_ranks import on_all_ranks
-from ..ranks.sharding import shard_weights, whole, whole_state
+from ..ranks.sharding import shard_weights, whole_state
 from ..report.classes import classes_evidence
 from ..report.content import Evidence, Item
 from ..report.look_alikes import Mistakes, draw_look_alikes, find_mistakes, surest_mistakes
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
-from .batches import ImageBatches, Reader
+from .batches import ImageBatches, Reader, rows_of_chunks
 from .evaluation import ROWS, features_of_rows, features_on_first_rank
 from .head import folder_of_head, has_reference, make_head, remove
 from .precision import Precision
-from .task import Curve, Task, finite_loss, make_adamw, not_finite
+from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
 from .verification import FAR, accepted_at, best_possible
 
 _TOP = 5
@@ -61,6 +61,7 @@ class Identify(Task):
     ) -> None:
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
+        self._chunks = rows_of_chunks(self._rows, config, size)
         torch.manual_seed(config.seed)
         self._encoder = make_encoder(config, "image")
         self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
@@ -70,7 +71,7 @@ class Identify(Task):
         else:
             self._encoder.to(device)
         self._dense = dense
-        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        self.module, self.precision = self._encoder, Precision(config.precision, device)
         if config.compile:
             self._encoder.compile(dynamic=True)
         self.head = make_head(
@@ -90,8 +91,8 @@ class Identify(Task):
                 [self._model],
                 config.chunk_size,
                 self._loss,
-                split_input_fn=self._encoder.split,
-                scaler=self._precision.scaler,
+                split_input_fn=self._split,
+                scaler=self.precision.scaler,
             )
         self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
         self._batches = Feed(
@@ -116,23 +117,26 @@ class Identify(Task):
         named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
 
         def compute() -> Tensor:
-            with self._precision.autocast():
+            with self.precision.autocast():
                 if self._cached is not None:
                     return self._cached(images, **named)
                 loss = self._loss(self._encode(images), **named)
-            return self._precision.backward(loss)
+            return self.precision.backward(loss)
 
-        return self._precision.add_gradients(compute, self.optimizers)
+        return self.precision.add_gradients(compute, self.optimizers, self.head)
 
     def encode_rows(self, rows: int) -> Tensor:
         images = to_device(self._encoder.first(self._batches.at(0).images, rows), self._device)
-        with self._precision.autocast():
+        with self.precision.autocast():
             return self._encoder(augmented(images, self._config, slice(0, rows), 0)).float().sum()
 
     def _encode(self, images: Inputs) -> Tensor:
-        if self._is_trained or not self._config.chunk_size:
+        if self._is_trained:
             return self._model(images)
-        return torch.cat([self._model(some) for some in self._encoder.split(images, self._config.chunk_size)])
+        return torch.cat([self._model(some) for some in self._split(images)])
+
+    def _split(self, images: Inputs, _: int = 0) -> list[Inputs]:
+        return [rows_of(images, rows) for rows in self._chunks]
 
     def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
         if self._dense and has_reference(self._config.head):
@@ -142,7 +146,8 @@ class Identify(Task):
         return finite_loss(self.head, embeddings, labels, step=step)
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: whole(p.grad) for name, p in self._encoder.named_parameters() if p.grad is not None}
+        local_grads = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        found = whole_state(local_grads, kept=self._rank == 0 or not self._is_sharded)
         assert self.head.weight.grad is not None
         local = self.head.weight.grad.to_dense()
         parts: list[Any] = [local]
@@ -173,7 +178,7 @@ class Identify(Task):
         if not len(rows):
             return torch.empty(0, self._encoder.width)
         of = (self._encoder, "image", self._data.pictures, rows, self._device)
-        with self._precision.autocast():
+        with self.precision.autocast():
             return self._features_of_rows(*of, workers=self._workers, size=min(ROWS, self._config.chunk_size or ROWS))
 
     def headline(self, validation: Mapping[str, Any]) -> str:
@@ -182,17 +187,9 @@ class Identify(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.head.named_buffers()}
 
-    def save(
-        self,
-        folder: Path,
-        loss_state: Mapping[str, Tensor],
-        *,
-        step: int,
-        seconds: float,
-        metrics: str | None = None,
-    ) -> None:
+    def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
         present = self.loss_state()
-        self.head.load_state_dict(loss_state, strict=False)
+        self.head.load_state_dict(before.loss, strict=False)
         head_folder = folder_of_head(folder, step)
         if self._rank == 0:
             with suppress(OSError):  # save_head reports whatever cannot be removed
@@ -206,7 +203,7 @@ class Identify(Task):
         if self._rank == 0 or self._is_sharded:
             save_checkpoint(
                 folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds, save=save,
-                metrics=metrics, writes=self._rank == 0,
+                metrics=metrics, scaler=before.scaler, writes=self._rank == 0,
             )  # fmt: skip
         if self._rank == 0:
             for other in folder.glob(folder_of_head(folder, "*").name):
@@ -218,7 +215,8 @@ class Identify(Task):
 
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
-            found = read_checkpoint(folder, self._encoder, self._optimizer, steps=self._config.steps)
+            of = (folder, self._encoder, self._optimizer)
+            found = read_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
             head_folder = folder_of_head(folder, found.facts["step"])
             if head_folder.is_symlink():
                 raise UserError(f"{head_folder} is a link; expected the folder itself: was the run folder edited?")
@@ -231,6 +229,7 @@ class Identify(Task):
         except ValueError as error:
             raise UserError(f"{error}; was the run folder edited?") from error
         found.restore(self._encoder, self._optimizer)
+        self.precision.restore(found.scaler)
         return found.facts
 
     def test(self) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -55,14 +55,35 @@ class Precision:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
 
-    def add_gradients(self, compute: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> Tensor:
+    def state(self) -> dict[str, Tensor]:
+        """Return the scale and the number of steps since it last changed, which a checkpoint keeps; {} without one."""
+        if self.scaler is None:
+            return {}
+        found = self.scaler.state_dict()
+        return {"scale": torch.tensor(found["scale"]), "growth_tracker": torch.tensor(found["_growth_tracker"])}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` has returned."""
+        if self.scaler is not None:
+            found = {"scale": state["scale"].item(), "_growth_tracker": int(state["growth_tracker"])}
+            self.scaler.load_state_dict(self.scaler.state_dict() | found)
+
+    def add_gradients(
+        self, compute: Callable[[], Tensor], optimizers: Sequence[Optimizer], loss_fn: nn.Module
+    ) -> Tensor:
         """Return the loss of `compute`, which adds its gradient to the parameters'. All ranks.
 
         With a scale, the gradients are divided by it afterward. If one is not finite, the step is computed again with
-        half the scale: no step is left out, on no rank.
+        half the scale: no step is left out, on no rank. The buffers of `loss_fn` are those of the last pass alone.
+
+        Args:
+            compute: makes the forward and the backward pass.
+            optimizers: of all parameters with a gradient.
+            loss_fn: the loss that `compute` calls.
         """
         if self.scaler is None:
             return compute()
+        before = {name: x.clone() for name, x in loss_fn.named_buffers()}
         while True:
             loss, scale = compute(), self.scaler.get_scale()
             for optimizer in optimizers:
@@ -73,3 +94,5 @@ class Precision:
                 return loss  # below 1 the scale is not the reason
             for optimizer in optimizers:
                 optimizer.zero_grad()
+            for name, x in before.items():
+                loss_fn.get_buffer(name).copy_(x)

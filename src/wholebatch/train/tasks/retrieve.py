@@ -20,6 +20,7 @@ from ..data.pairs import Pairs, Split
 from ..data.sides import Side
 from ..data.stated import Stated, stated_of_groups
 from ..encoders.adapters import merged_state
+from ..encoders.dual import Unused
 from ..encoders.encoder import Encoder
 from ..encoders.inputs import Inputs, number_of_rows, to_device
 from ..encoders.make import make_dual_encoder
@@ -30,13 +31,13 @@ from ..report.pictures import draw_retrieval
 from ..report.search import search_evidence
 from ..run.checkpoint import load_checkpoint, save_checkpoint
 from .augment import augmented
-from .batches import Chunk, PairBatches, Reader
+from .batches import Chunk, PairBatches, Reader, rows_of_chunks
 from .evaluation import ROWS, features_of_rows, features_on_first_rank
 from .objectives import make_objective
 from .pair_search import PLURAL, further_candidates, report_of_search, table, ways_of
 from .precision import Precision
 from .retrieval import recall
-from .task import Curve, Task, finite_loss, make_adamw, not_finite
+from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Retrieve(Task):
         self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
             device
         )
-        self.module, self._precision = self._encoder, Precision(config.precision, device)
+        self.module, self.precision = self._encoder, Precision(config.precision, device)
         if config.compile:
             for encoder in self._encoder.children():
                 if isinstance(encoder, Encoder):
@@ -95,12 +96,14 @@ class Retrieve(Task):
         if config.chunk_size:
             self._cached = wb.GradCache(
                 [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none,
-                scaler=self._precision.scaler,
+                scaler=self.precision.scaler,
             )  # fmt: skip
         self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
-            PairBatches(pairs, split.train, self._readers, config, self._rows),
+            PairBatches(
+                pairs, split.train, self._readers, config, self._rows, rows_of_chunks(self._rows, config, size)
+            ),
             stop=config.steps,
             workers=self._workers,
         )
@@ -123,13 +126,13 @@ class Retrieve(Task):
             named["negative_names"] = batch.negative_names.to(self._device)
 
         def compute() -> Tensor:
-            with self._precision.autocast():
+            with self.precision.autocast():
                 if self._cached is not None:
                     return self._cached(_Whole(batch.chunks, step), **named)
                 loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
-            return self._precision.backward(loss)
+            return self.precision.backward(loss)
 
-        return self._precision.add_gradients(compute, self.optimizers)
+        return self.precision.add_gradients(compute, self.optimizers, self._objective)
 
     def encode_rows(self, rows: int) -> Tensor:
         chunk, sides = self._batches.at(0).chunks[0], self._encoder.sides
@@ -138,7 +141,7 @@ class Retrieve(Task):
         if negatives is not None:
             share = -(-number_of_rows(negatives) * rows // len(range(*chunk.rows.indices(chunk.rows.stop))))
             negatives = self._encoder.encoder(sides[1]).first(negatives, share)
-        with self._precision.autocast():
+        with self.precision.autocast():
             features = self._encoder(*self._chunk(Chunk(first, second, negatives, slice(0, rows)), 0))
         return torch.stack([x.float().sum() for x in _without_none(features)]).sum()
 
@@ -148,10 +151,10 @@ class Retrieve(Task):
             names["negatives"] = rest.pop()
         return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | None, ...]]:
+    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | Unused | None, ...]]:
         return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
 
-    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
+    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | Unused | None, ...]:
         """Return the arguments of the encoders, on the device; images are augmented."""
         found = []
         start = self._rows.start
@@ -159,12 +162,17 @@ class Retrieve(Task):
         for side, inputs in zip(self._pairs.sides.values(), chunk[:2], strict=True):
             moved = to_device(inputs, self._device)
             found.append(augmented(moved, self._config, rows, step) if side.kind == "image" else moved)
-        if self._pairs.negatives is not None:
-            found.append(None if chunk.negatives is None else to_device(chunk.negatives, self._device))
-        return tuple(found)
+        if self._pairs.negatives is None:
+            return tuple(found)
+        if chunk.negatives is not None:
+            return (*found, to_device(chunk.negatives, self._device))
+        # With sharded weights the ranks call each encoder together, and other ranks may have negatives here.
+        one = self._encoder.encoder(self._encoder.sides[1]).first(chunk.second, 1) if self._is_sharded else None
+        return (*found, None if one is None else Unused(to_device(one, self._device)))
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: whole(p.grad) for name, p in self._encoder.named_parameters() if p.grad is not None}
+        found = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        return whole_state(found, kept=self._rank == 0 or not self._is_sharded)
 
     def grad_norm(self) -> float:
         grads = [p.grad for p in self._encoder.parameters() if p.grad is not None]
@@ -199,7 +207,7 @@ class Retrieve(Task):
 
     def _features_of(self, name: str, rows: Tensor) -> Tensor:
         of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
-        with self._precision.autocast():
+        with self.precision.autocast():
             return self._features_of_rows(*of, workers=self._workers, size=min(ROWS, self._config.chunk_size or ROWS))
 
     def headline(self, validation: Mapping[str, Any]) -> str:
@@ -208,23 +216,19 @@ class Retrieve(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
-    def save(
-        self,
-        folder: Path,
-        loss_state: Mapping[str, Tensor],
-        *,
-        step: int,
-        seconds: float,
-        metrics: str | None = None,
-    ) -> None:
+    def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
         if self._rank == 0 or self._is_sharded:
-            state = self._state.state_dict() | dict(loss_state)
+            state = self._state.state_dict() | dict(before.loss)
             save_checkpoint(
-                folder, state, self._optimizer, step=step, seconds=seconds, metrics=metrics, writes=self._rank == 0
-            )
+                folder, state, self._optimizer, step=step, seconds=seconds, metrics=metrics, scaler=before.scaler,
+                writes=self._rank == 0,
+            )  # fmt: skip
 
     def load(self, folder: Path) -> dict[str, Any]:
-        return load_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
+        of = (folder, self._state, self._optimizer)
+        found = load_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
+        self.precision.restore(found.scaler)
+        return found.facts
 
     def test(self) -> dict[str, Any]:
         stated, other = self._tested, self._pairs.names[1]

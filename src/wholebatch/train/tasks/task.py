@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -16,6 +16,7 @@ from ..._user_error import UserError
 from ..config import TrainConfig
 from ..encoders.encoder import Encoder
 from ..report.content import Evidence
+from .precision import Precision
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,20 @@ class Curve:
     marker: str = "o"
 
 
+class PassState(NamedTuple):
+    """The tensors that a pass over a batch changes: a run that resumes before the optimizers' step makes it again."""
+
+    loss: Mapping[str, Tensor]
+    scaler: Mapping[str, Tensor]
+    """Of the scale of --precision fp16; {} without one."""
+
+
 class Task(ABC):
     """One rank's part of a task. Calls marked "all ranks" communicate."""
 
     module: nn.Module
     """The encoders."""
+    precision: Precision
     optimizers: Sequence[Optimizer]
     """For replicated parameters, and for sharded ones if any; each group's `peak` is its largest learning rate."""
     curves: Sequence[Curve]
@@ -55,7 +65,7 @@ class Task(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by parameter, as the optimizers get them; sharded ones in full. All ranks."""
+        """Return the gradients by parameter, as the optimizers get them: whole, sharded ones on rank 0. All ranks."""
 
     @abstractmethod
     def grad_norm(self) -> float:
@@ -83,25 +93,21 @@ class Task(ABC):
             figure = figure[key]
         return float(figure)
 
+    def pass_state(self) -> PassState:
+        """Return a copy of the tensors that a pass over a batch changes, before the optimizers' step."""
+        return PassState(self.loss_state(), self.precision.state())
+
     @abstractmethod
     def loss_state(self) -> dict[str, Tensor]:
         """Return a copy of the tensors that a forward pass changes."""
 
     @abstractmethod
-    def save(
-        self,
-        folder: Path,
-        loss_state: Mapping[str, Tensor],
-        *,
-        step: int,
-        seconds: float,
-        metrics: str | None = None,
-    ) -> None:
-        """Write a checkpoint with this `loss_state` instead of the present one. All ranks.
+    def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
+        """Write a checkpoint. All ranks.
 
         Args:
             folder: the run folder.
-            loss_state: from `loss_state()`.
+            before: the state before the last pass, or the present `pass_state`.
             step: number of steps made.
             seconds: time that they took.
             metrics: on rank 0 the digest of these steps in metrics.jsonl. None: it is computed from the file.

@@ -1,0 +1,72 @@
+"""A configuration as JSON, in the config.json of a run; each field must be there, with a value of its type.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .._bounded_json import parse_json
+from .._settings import shown
+from .._user_error import UserError
+from .config import PARTS, PATHS, HeadConfig, ModelConfig, TrainConfig
+from .encoder_options import SideConfig, TextSideConfig
+from .option_checks import check_options
+
+
+def to_json(config: TrainConfig) -> str:
+    """Return the configuration as JSON; `from_json` is the inverse."""
+    return json.dumps(dataclasses.asdict(config), indent=2, default=str)
+
+
+def from_json(text: str, source: Path) -> TrainConfig:
+    """Read the text that `to_json` wrote; errors name its `source`."""
+    try:
+        values = parse_json(text.encode(), "its text")
+    except ValueError as error:
+        raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
+    return from_values(values, source)
+
+
+def from_values(given: Any, source: Path) -> TrainConfig:
+    """Read the parsed values that `to_json` wrote; errors name their `source`."""
+    try:
+        values = dict(given)
+        parts = {name: _typed(part(), values.pop(name)) for name, part in PARTS.items()}
+        for name in PATHS:
+            values[name] = None if values[name] is None else Path(values[name])
+        values["data"].encode()  # half of a surrogate pair is no path
+        config = _typed(TrainConfig(), values | parts)
+        check_options(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
+    return config
+
+
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(PATHS, (Path,)), "until_step": (int,), "wandb": (str,), "m": (float, int),
+    "learning_rate_factor": (float, int), "max_tokens": (int,),
+}  # fmt: skip
+_Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig, SideConfig, TextSideConfig)
+
+
+def _typed(default: _Config, values: dict[str, Any]) -> _Config:
+    """Return `default` with every field replaced; a value of another type than the default's is a TypeError."""
+    names = [f.name for f in dataclasses.fields(default)]
+    if sorted(values) != sorted(names):
+        raise TypeError(f"expected the fields {sorted(names)}, got {sorted(values)}")
+    for name in names:
+        expected, value = type(getattr(default, name)), values[name]
+        if expected is type(None):
+            fits = value is None or (isinstance(value, _OPTIONAL[name]) and not isinstance(value, bool))
+        else:
+            is_auto = name == "chunk_size" and value == "auto"
+            fits = type(value) is expected or (expected is float and type(value) is int) or is_auto
+        if not fits:
+            of = _OPTIONAL[name][0] if expected is type(None) else expected
+            raise TypeError(f"{name} must be {of.__name__}, got {shown(value)}")
+    return dataclasses.replace(default, **values)
