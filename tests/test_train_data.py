@@ -33,7 +33,7 @@ from wholebatch.train.data.roles import asked_roles, find_roles
 from wholebatch.train.data.sides import Texts
 from wholebatch.train.encoders.inputs import map_tensors
 from wholebatch.train.encoders.small import Pad, Words
-from wholebatch.train.tasks.batches import PairBatches, Reader
+from wholebatch.train.tasks.batches import PairBatches, Reader, rows_of_chunks
 from wholebatch.train.tasks.make import make_task
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
@@ -250,7 +250,8 @@ def batches_of(pairs, rank=0, size=1, batch_size=4, chunk_size=0):
     config = replace(CONFIG, batch_size=batch_size, chunk_size=chunk_size)
     split = split_groups(pairs, validation=0, test=0, seed=0)
     readers = {"image": Reader(Pad(16, 3), 3), "text": Reader(Words(12, 64), 3)}
-    return PairBatches(pairs, split.train, readers, config, Partition.even(batch_size, size).rows(rank))
+    rows = Partition.even(batch_size, size).rows(rank)
+    return PairBatches(pairs, split.train, readers, config, rows, rows_of_chunks(rows, config, size))
 
 
 def flat(batch):
