@@ -15,7 +15,7 @@ from wholebatch.train.data.negatives import FalseNegatives
 from wholebatch.train.data.open_table import open_table
 from wholebatch.train.data.pairs import Pairs
 from wholebatch.train.data.stated import stated_of_groups, stated_pairs
-from wholebatch.train.tasks.batches import PairBatches
+from wholebatch.train.tasks.batches import PairBatches, rows_of_chunks
 from wholebatch.train.tasks.chance import chance
 from wholebatch.train.tasks.evaluation import features_of_rows
 from wholebatch.train.tasks.make import make_task
@@ -238,7 +238,10 @@ def test_negatives_of_a_batch_by_the_table(tmp_path):
     both = (set(), set())
     for size, parts in ((1, [slice(0, 8)]), (2, [slice(0, 4), slice(4, 8)])):
         for step in range(12):
-            batches = [PairBatches(pairs, split.train, readers, config, rows)(step) for rows in parts]
+            batches = []
+            for rows in parts:
+                chunks = rows_of_chunks(rows, config, len(parts))
+                batches.append(PairBatches(pairs, split.train, readers, config, rows, chunks)(step))
             queries = [text for batch in batches for chunk in batch.chunks for text in chunk.first]
             groups = torch.cat([batch.names for batch in batches]).tolist()
             for batch in batches:
