@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ..._measure import threads_of_a_rank
 from ..._user_error import UserError
-from ..data.feed import WorkerDiedError, prepared
+from ..data.feed import WorkerDiedError, automatic_workers, prepared
 from ..data.sides import FilePictures
 from ..encoders.inputs import to_device
 from ..ranks.local_ranks import RankDiedError, one_line
@@ -46,7 +45,7 @@ class Work(NamedTuple):
 
     def workers_to_read(self) -> int:
         """Return how many processes of each rank read pictures."""
-        return self.workers if self.workers >= 0 else max(1, min(8, (os.cpu_count() or 1) // self.ranks))
+        return self.workers if self.workers >= 0 else automatic_workers(self.ranks)
 
 
 def features_of(
