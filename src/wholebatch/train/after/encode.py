@@ -25,7 +25,7 @@ from ..ranks.local_ranks import RankDiedError, one_line
 from ..tasks.batches import Reader, RowInputs
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
-from .options import EmbedConfig, EvaluateConfig, SearchConfig, Weights
+from .options import EncodingOptions, Weights
 
 
 class Work(NamedTuple):
@@ -38,7 +38,7 @@ class Work(NamedTuple):
     weights: Weights
 
     @classmethod
-    def of(cls, options: EmbedConfig | SearchConfig | EvaluateConfig) -> Work:
+    def of(cls, options: EncodingOptions) -> Work:
         """Return that of a command's options."""
         ranks = getattr(options, "ranks", 1)
         return cls(options.batch_size, options.workers, ranks, options.device, options.weights)

@@ -18,7 +18,7 @@ class Negatives:
     Args:
         texts: an Arrow column of all rows' negatives, one below the other.
         first: int64, (number of rows + 1,).
-        numbers: int64, (number of texts,), equal for equal texts, and equal to that of an equal positive.
+        numbers: int64, (number of texts,), equal for equal texts; of a positive's text, that of the positive's group.
     """
 
     def __init__(self, texts: Any, first: Tensor, numbers: Tensor) -> None:
@@ -34,10 +34,16 @@ class Negatives:
         return len(self._numbers)
 
 
-def find_negatives(table: Table, names: list[str], positives: Any) -> tuple[Negatives, Tensor]:
-    """Return the negatives in one column of lists, or in one or more columns of texts, and the positives' numbers.
+def find_negatives(table: Table, names: list[str], positives: Any, group: Tensor) -> Negatives:
+    """Return the negatives in one column of lists, or in one or more columns of texts.
 
     Null and empty texts are left out.
+
+    Args:
+        table: the data.
+        names: the columns.
+        positives: the column of the positives.
+        group: the number of each row's group, (n,): rows with an equal positive are in one group.
 
     Raises:
         UserError: a column of another type.
@@ -72,7 +78,9 @@ def find_negatives(table: Table, names: list[str], positives: Any) -> tuple[Nega
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     both = [*positives.cast(pa.large_string()).chunks, *flat.chunks]
     numbers = numbers_of_texts(pa.chunked_array(both, pa.large_string()))
-    return Negatives(flat, first, numbers[len(table) :]), numbers[: len(table)]
+    of_text = int(group.max()) + 1 + torch.arange(int(numbers.max()) + 1)  # no group has these numbers
+    of_text[numbers[: len(table)]] = group
+    return Negatives(flat, first, of_text[numbers[len(table) :]])
 
 
 def _is_list(kind: Any) -> bool:

@@ -1,9 +1,9 @@
 """Pairs of two sides, grouped and split, and batches that are a function of (seed, step) alone.
 
-Rows that share a text or a picture, directly or through others, are one group. A pass over the data visits each group
-once, with one of its rows chosen at random, so that no text and no picture is a false negative of itself within a
-batch, on whatever rank the two rows are. The batch of a step depends only on the seed and the step, so it is the same
-on any number of ranks and after a resume.
+Rows that share a text, a picture or a value of the column `group`, directly or through others, are one group. A pass
+over the data visits each group once, with one of its rows chosen at random, so that no text and no picture is a false
+negative of itself within a batch, on whatever rank the two rows are. The batch of a step depends only on the seed and
+the step, so it is the same on any number of ranks and after a resume.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .equal_pictures import numbers_of_texts
+from .left_out import LeftOut
 from .negatives import Negatives
 from .randomness import seeded
 from .sides import Side
@@ -39,9 +40,12 @@ class Pairs:
     documents: Tensor | None = None
     """Of queries with documents, a row of each different document, which are the candidates of the final test."""
     negatives: Negatives | None = None
-    """Mined negatives of each row."""
-    positive_names: Tensor | None = None
-    """With negatives, a number for each row of the sides, equal for equal positives and for negatives like them."""
+    """Mined negatives of each row; one that equals a positive of the row's group has the number of the group."""
+    ids: Tensor | None = None
+    """A number for each row of the sides, equal for rows that the data state to be positives of each other, by
+    `--columns group=NAME`; rows of a group may differ in it, where they share a text or a picture."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The rows that `--skip-bad` has left out."""
 
     @classmethod
     def grouped(

@@ -62,9 +62,9 @@ class PairBatch(NamedTuple):
 
     chunks: list[Chunk]
     names: Tensor
-    """int64, (b,): equal for rows of one group, or for those with an equal positive where there are negatives."""
+    """int64, (b,): the groups of the rows."""
     negative_names: Tensor
-    """int64, (number of negatives,)."""
+    """int64, (number of negatives,): the group of a row with this positive, or a number that no group has."""
 
 
 class PairBatches:
@@ -100,8 +100,7 @@ class PairBatches:
                 negative_names.append(names)
                 negatives = self._readers[self._pairs.names[1]].prepare(texts) if texts else None
             chunks.append(Chunk(first, second, negatives, slice(start, start + len(some))))
-        names = groups if self._pairs.positive_names is None else self._pairs.positive_names[rows]
-        return PairBatch(chunks, names, torch.cat(negative_names))
+        return PairBatch(chunks, groups, torch.cat(negative_names))
 
 
 class ImageBatch(NamedTuple):
