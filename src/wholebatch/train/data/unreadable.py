@@ -82,6 +82,9 @@ def _kept(side: FilePictures, find: Callable[[], Bad], say: Callable[[str], None
     except OSError as error:
         return _not_kept(find(), error, say)
     file = folder / f"{name}-{stamp}{_ENDING}"
+    if (found := _read(file, len(table))) is not None:
+        return found
+    say(f"--skip-bad: reading all {len(table):,} pictures, once")
     with alone(folder / f"{name}.lock"):
         if (found := _read(file, len(table))) is not None:
             return found
