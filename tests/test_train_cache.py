@@ -15,9 +15,11 @@ from data_sets import FORMS, png
 
 from wholebatch._user_error import UserError
 from wholebatch.train.config import TrainConfig
+from wholebatch.train.data import equal_pictures
 from wholebatch.train.data.cache_files import CannotWriteError, cache_folder
 from wholebatch.train.data.checksum import checksum_of, mapped
 from wholebatch.train.data.open_table import open_table
+from wholebatch.train.data.pictures import bytes_of
 from wholebatch.train.data.table_pairs import table_pairs
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
@@ -198,6 +200,29 @@ def test_the_copy_of_pictures_is_announced_once(tmp_path):
     gib = sum(len(png(i)) for i in range(6)) / 2**30
     line = re.fullmatch(rf"the pictures inside of {path} are copied into {cache_folder()}, once: (\S+) GiB", said[0])
     assert gib < float(line[1]) < 1.5 * gib
+
+
+# Which pictures are equal.
+@pytest.mark.parametrize("form", ["csv", "parquet of bytes"])
+def test_equal_pictures_are_looked_for_once(tmp_path, monkeypatch, form):
+    """At later starts no picture is read for it, until one changes."""
+    path, reads = FORMS[form](tmp_path), []
+    monkeypatch.setattr(equal_pictures, "bytes_of", lambda place: (reads.append(place), bytes_of(place))[1])
+
+    def start():
+        reads.clear()
+        pairs = pairs_of(path)
+        return len(reads), pairs.digest, pairs.equal_pictures.tolist()
+
+    first = start()
+    assert first[0] >= 2, "some pictures have as many bytes"
+    assert start() == start() == (0, *first[1:])
+    (kept,) = cache_folder().glob("*.pictures.arrow")
+    kept.write_bytes(kept.read_bytes()[:100])
+    assert start() == first
+    assert start()[0] == 0
+    os.utime(tmp_path / "images" / "0.png" if form == "csv" else path, (5, 5))
+    assert start() == first
 
 
 # Files of processes that were killed.

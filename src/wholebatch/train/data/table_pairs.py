@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..config import TrainConfig
-from .equal_pictures import first_of_each, numbers_of_pictures, numbers_of_texts
+from .equal_pictures import first_of_each, numbers_of_texts
 from .fingerprint import digest_of
+from .kept_numbers import kept_numbers
 from .left_out import LeftOut
 from .negatives import find_negatives
 from .pairs import Pairs, joined, joined_texts
@@ -40,7 +41,7 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
             pictures = sides["image"] = FilePictures(table, name)
             if config.skip_bad:
                 rows, left_out = readable_rows(pictures, say, workers=config.workers)
-            found = numbers_of_pictures(pictures, rows)
+            found = kept_numbers(pictures, rows)
             numbers.append(found.numbers)
             fingerprint += [role, rows, found.numbers[rows], found.sizes[rows]]
             if found.said:

@@ -1,29 +1,22 @@
-"""`--skip-bad`: rows whose picture cannot be read, found by reading all of them once, in worker processes.
-
-One process of a machine reads them, while the others wait. The cache keeps the result until a file of the pictures
-changes.
-"""
+"""`--skip-bad`: rows whose picture cannot be read, found by reading all of them once, in worker processes."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._bounded_json import check_fields, parse_json
 from ..._cpus import cpus_of_a_rank
-from ..._files import read_bounded, replacing
+from ..._files import read_bounded
 from ..._user_error import UserError
-from .cache_files import alone, cache_folder
 from .feed import WorkerDiedError, prepared
+from .kept import kept
 from .left_out import LeftOut
-from .picture_stamps import stamp_of_pictures
 from .sides import FilePictures
 
 _ROWS = 256  # that a worker reads at a time
@@ -56,8 +49,18 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
         UserError: if none can be read.
     """
     workers = workers if workers >= 0 else min(_MOST_WORKERS, cpus_of_a_rank(1))
-    bad = _kept(side, lambda: _find(side, workers), say)
     count = len(side.table)
+
+    def find() -> Bad:
+        say(f"--skip-bad: reading all {count:,} pictures, once")
+        return _find(side, workers)
+
+    def not_kept(error: OSError) -> None:
+        say(f"--skip-bad reads all pictures at each start: the cache cannot be written ({error.strerror or error})")
+
+    bad = kept(
+        side, "", _ENDING, read=lambda file: _read(file, count), find=find, write=_writer(count), not_kept=not_kept
+    )
     left_out = tuple(LeftOut(side.table.where(row), reason) for row, reason in bad)
     if len(bad) == count:
         raise UserError(f"none of the {count} pictures of --data can be read; the first: {left_out[0]}")
@@ -72,38 +75,11 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
     return Readable(kept.nonzero()[:, 0], left_out)
 
 
-def _kept(side: FilePictures, find: Callable[[], Bad], say: Callable[[str], None]) -> Bad:
-    """Return what `find` has found, now or at an earlier start with the same files."""
-    table = side.table
-    source = f"{table.source.absolute()} {side.column}".encode(errors="surrogateescape")
-    name, stamp = hashlib.sha256(source).hexdigest()[:24], stamp_of_pictures(side)[:24]
-    try:
-        folder = cache_folder()
-    except OSError as error:
-        return _not_kept(find(), error, say)
-    file = folder / f"{name}-{stamp}{_ENDING}"
-    if (found := _read(file, len(table))) is not None:
-        return found
-    say(f"--skip-bad: reading all {len(table):,} pictures, once")
-    with alone(folder / f"{name}.lock"):
-        if (found := _read(file, len(table))) is not None:
-            return found
-        found = find()
-        try:
-            with replacing(file) as content:
-                content.write(json.dumps({"rows": len(table), "bad": found}).encode())
-        except OSError as error:
-            return _not_kept(found, error, say)
-        for old in folder.glob(f"{name}-*{_ENDING}"):
-            if old != file:
-                with suppress(OSError):  # removed by another process
-                    old.unlink()
-    return found
+def _writer(rows: int) -> Callable[[Any, Bad], None]:
+    def write(file: Any, bad: Bad) -> None:
+        file.write(json.dumps({"rows": rows, "bad": bad}).encode())
 
-
-def _not_kept(found: Bad, error: OSError, say: Callable[[str], None]) -> Bad:
-    say(f"--skip-bad reads all pictures at each start: the cache cannot be written ({error.strerror or error})")
-    return found
+    return write
 
 
 def _read(file: Path, rows: int) -> Bad | None:
