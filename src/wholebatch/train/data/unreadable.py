@@ -70,9 +70,9 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
             say(f"  {each}")
         if len(bad) > _SHOWN:
             say(f"  and {len(bad) - _SHOWN:,} more")
-    kept = torch.ones(count, dtype=torch.bool)
-    kept[[row for row, _ in bad]] = False
-    return Readable(kept.nonzero()[:, 0], left_out)
+    is_readable = torch.ones(count, dtype=torch.bool)
+    is_readable[[row for row, _ in bad]] = False
+    return Readable(is_readable.nonzero()[:, 0], left_out)
 
 
 def _writer(rows: int) -> Callable[[Any, Bad], None]:
