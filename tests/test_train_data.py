@@ -25,10 +25,12 @@ from wholebatch.train.after.encode import Work
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
 from wholebatch.train.data.load import load_data
+from wholebatch.train.data.negatives import FalseNegatives
 from wholebatch.train.data.open_table import open_table
 from wholebatch.train.data.pairs import Order, batch_of_step, joined, split_groups
 from wholebatch.train.data.roles import asked_roles, find_roles
 from wholebatch.train.data.sides import Texts
+from wholebatch.train.data.stated import stated_pairs
 from wholebatch.train.data.table_pairs import table_pairs
 from wholebatch.train.encoders.inputs import map_tensors
 from wholebatch.train.encoders.small import Pad, Words
@@ -452,32 +454,44 @@ def test_negatives_are_lists_or_columns_with_any_number_of_texts(tmp_path):
     texts, names = pairs.negatives.of(torch.tensor([2, 0]))
     assert texts == ["p0", "n1", "n1", "n2"]
     assert names[1] == names[2], "equal texts have equal numbers"
-    assert names[0] == pairs.group_of[0], "and the positive of another row has that of its group"
-    assert len({*pairs.group_of.tolist(), *names.tolist()}) == 8
+    positives = pairs.numbers["document"]
+    assert names[0] == positives[0], "and so has the positive of another row"
+    assert len({*positives.tolist(), *names.tolist()}) == 8
     with (tmp_path / "queries.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["anchor", "passage", "negative_1", "negative_2"])
         writer.writerows([f"q{i}", f"p{i}", *(n or []), *[""] * (2 - len(n or []))] for i, n in enumerate(NEGATIVES))
     columns = pairs_of(tmp_path / "queries.csv")
     assert of_rows(columns.negatives, range(6)) == expected
-    assert torch.equal(columns.negatives.of(torch.arange(6))[1], pairs.negatives.of(torch.arange(6))[1])
+    assert torch.equal(columns.numbers["document"], positives)
     named = pairs_of(tmp_path / "queries.csv", columns="query=anchor,positive=passage,negatives=negative_2")
     assert of_rows(named.negatives, range(6)) == [["n2"], [], ["n1"], [], [], ["n4"]]
 
 
 def test_a_negative_that_is_a_positive_of_the_same_id_is_none(tmp_path):
-    """Also among the negatives of another query: it has the number of the row that it is a positive of."""
+    """Also if it is a negative of another query in the batch."""
     lines = [
         {"query": "q0", "positive": "p0", "negatives": ["p1", "n"], "id": "7"},
         {"query": "q1", "positive": "p1", "negatives": ["n"], "id": "7"},
         {"query": "q2", "positive": "p2", "negatives": ["p1", "p0"], "id": "8"},
     ]
-    path = write_queries(tmp_path, lines)
-    for columns, same in (("group=id", True), ("", False)):
+    path, rows = write_queries(tmp_path, lines), torch.tensor([0, 2])
+    for columns, expected in (("group=id", [0, -1, 0, 0]), ("", [-1, -1, -1, 0])):
         pairs = pairs_of(path, columns=columns)
-        of_first = pairs.group_of[0]
-        _, names = pairs.negatives.of(torch.arange(3))
-        assert (names == of_first).tolist() == [same, False, False, same, True]
+        false = FalseNegatives(pairs.numbers["query"], pairs.numbers["document"], pairs.group_of, pairs.ids)
+        assert false.ids(pairs.negatives.of(rows)[1], rows, pairs.group_of[rows]).tolist() == expected
+
+
+def test_rows_of_one_id_are_right_answers_of_each_other_and_of_no_others(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("query,positive,id\na,A,1\nb,B,1\nc,A,\nd,D,2\na,E,2\nf,F,\n")
+    pairs = pairs_of(path, columns="group=id")
+    assert pairs.group_of.tolist() == [0, 0, 0, 0, 0, 1], "all are connected but the last"
+    stated = stated_pairs(pairs, pairs.order)
+    asked, sought = (side.items(rows) for side, rows in zip(pairs.sides.values(), stated.rows, strict=True))
+    found = {(asked[i], sought[j]) for i, j in stated.right.T.tolist()}
+    assert found == {*zip("aabbcddaaf", "ABABADEDEF", strict=True)}
+    assert len(found) == stated.right.shape[1]
 
 
 def test_data_without_any_negative_have_none(tmp_path):

@@ -27,7 +27,7 @@ from .data.pairs import Pairs
 from .data.sides import DrawnPictures
 from .encoders.make import make_dual_encoder, make_encoder
 from .encoders.networks import as_float
-from .tasks.identify import make_head
+from .tasks.head import make_head
 from .tasks.make import make_task
 from .tasks.objectives import make_objective
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import kernels
@@ -19,6 +20,7 @@ from .config import DEFAULTS, TrainConfig
 from .progress import Progress
 from .ranks.all_ranks import from_first_rank, on_all_ranks
 from .ranks.signals import Asked, Requests, Stopped, name
+from .ranks.waiting import WaitForFirstRank
 from .report.of_run import report_of_run
 from .run.best import Best
 from .run.checkpoint import FILE
@@ -59,10 +61,19 @@ def train(
     saved_at = done
     progress.start(config, task, size=size, done=done, steps=schedule.steps)
     trackers = _begin(config, folder, progress, schedule, start)
+    wait = WaitForFirstRank()
+
+    def save(loss_state: Mapping[str, Tensor], step: int) -> None:
+        with _naming_the_last_checkpoint(saved_at, requests):
+            metrics = None if folder is None else folder.digest_of_metrics(step)
+            task.save(path, loss_state, step=step, seconds=seconds, metrics=metrics)
+            _flush(trackers)
+        wait()
+
     try:
-        earlier = [] if folder is None else folder.metrics()[:done]
         since = schedule.extensions[-1].at if schedule.extensions else 0
-        best, keeps_best = Best(task, config.patience, since, earlier), config.patience > 0 or config.keep_best
+        best = Best(task, config.patience, since, [] if folder is None else folder.metrics()[:done])
+        keeps_best = config.patience > 0 or config.keep_best
         is_over = from_first_rank(best.is_over, device)  # a run that ended early, and is resumed
         requests.begin()
         started, pace = time.monotonic() - seconds, Pace(config.batch_size)
@@ -78,9 +89,7 @@ def train(
             if not math.isfinite(grad_norm):
                 raise not_finite(step, f"the norm of the gradient is {grad_norm}")
             if due:  # only now the weights of the last step are known to give a finite loss and gradient
-                with _naming_the_last_checkpoint(saved_at, requests):
-                    task.save(path, loss_state, step=step, seconds=seconds)
-                    _flush(trackers)
+                save(loss_state, step)
                 saved_at = step
             for optimizer in task.optimizers:
                 optimizer.step()
@@ -99,6 +108,7 @@ def train(
             }
             if done % config.validate_every == 0 or done == schedule.steps:
                 metrics["validation"] = task.validate()
+                wait()
             if folder is not None:
                 with _naming_the_last_checkpoint(saved_at, requests):
                     folder.append(metrics)
@@ -111,12 +121,11 @@ def train(
                     if folder is not None:
                         with _naming_the_last_checkpoint(saved_at, requests):
                             folder.keep_best(task, weights, done)
+                    wait()
                 is_over = from_first_rank(best.is_over, device)
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
-                with _naming_the_last_checkpoint(saved_at, requests):
-                    task.save(path, task.loss_state(), step=done, seconds=seconds)
-                    _flush(trackers)
+                save(task.loss_state(), done)
                 saved_at = done
             if asked.stop:
                 raise _end(asked, requests, progress, step=done)
@@ -131,9 +140,9 @@ def train(
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
             )
         report = task.test()
+        wait()
         if saved_at < done:
-            with _naming_the_last_checkpoint(saved_at, requests):
-                task.save(path, task.loss_state(), step=done, seconds=seconds)
+            save(task.loss_state(), done)
         weights = task.weights()
         if folder is not None:
             choices = [asdict(choice) for choice in kernels.choices()]
@@ -151,6 +160,7 @@ def train(
             _close(trackers)
         raise
     _close(trackers)
+    wait()
     asked = requests.combined()
     if asked.stop:
         raise _end(asked, requests, progress, step=done, finished=True)

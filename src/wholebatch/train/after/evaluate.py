@@ -21,12 +21,12 @@ from ..data.open_table import open_table
 from ..data.pairs import Pairs
 from ..data.roles import asked_roles
 from ..data.sides import Side
+from ..data.stated import stated_pairs
 from ..data.table import Table
 from ..data.table_pairs import table_pairs
-from ..tasks.identify import FAR, make_head
-from ..tasks.retrieval import KS, figures
-from ..tasks.verification import accepted_at
-from .chance import chance_of_search
+from ..tasks.head import make_head
+from ..tasks.pair_search import report_of_search, table, ways_of
+from ..tasks.verification import FAR, accepted_at
 from .embed import with_progress
 from .encode import Work, features_of
 from .items import Items
@@ -93,34 +93,12 @@ def _features(run: OpenRun, name: str, side: Side, rows: Tensor, work: Work) -> 
 
 def _search(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
     """Return the figures of a search both ways among the distinct items of each side."""
-    one, other = pairs.names
-    rows = {name: _distinct(pairs, name) for name in pairs.names}
-    features = {name: _features(run, name, pairs.sides[name], rows[name], work) for name in pairs.names}
-    groups = {name: pairs.group_of[rows[name]] for name in pairs.names}
-    found: dict[str, Any] = {"groups": len(pairs)}
-    for asked, sought in ((one, other), (other, one)):
-        counts = torch.bincount(groups[sought], minlength=len(pairs))[groups[asked]]
-        found[f"{asked}_to_{sought}"] = {
-            "queries": len(rows[asked]),
-            "candidates": len(rows[sought]),
-            **figures(features[asked], features[sought], groups[asked], groups[sought]),
-            "chance": chance_of_search(len(rows[sought]), counts),
-        }
-    return found
-
-
-def _distinct(pairs: Pairs, name: str) -> Tensor:
-    """Return the first row of each distinct item of a side, in the order of the data."""
-    rows = pairs.order.sort().values
-    side = pairs.sides[name]
-    if side.kind == "text":
-        keys: list[Any] = side.items(rows)
-    elif pairs.equal_pictures is not None:
-        keys = pairs.equal_pictures[rows].tolist()
-    else:
-        return rows
-    first = {key: place for place, key in reversed([*enumerate(keys)])}
-    return rows[sorted(first.values())]
+    stated = stated_pairs(pairs, pairs.order)
+    first, second = (
+        _features(run, name, side, rows, work)
+        for (name, side), rows in zip(pairs.sides.items(), stated.rows, strict=True)
+    )
+    return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second, second[:0])}
 
 
 def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
@@ -174,11 +152,8 @@ def _show(run: OpenRun, options: EvaluateConfig, found: dict[str, Any]) -> None:
         )
         table_of(["", "", "chance"], rows)
         return
-    names = [*(f"recall@{k}" for k in KS), "mrr", "ndcg@10"]
-    rows = []
-    for way in (name for name in found if "_to_" in name):
-        label = way.replace("_to_", " -> ")
-        rows.append([label, *(f"{found[way][name]:.4f}" for name in names)])
-        rows.append(["  chance", *(f"{found[way]['chance'][name]:.4f}" for name in names)])
-        say(f"{label}: {found[way]['queries']:,} queries among {found[way]['candidates']:,}")
-    table_of(["", *({"mrr": "MRR", "ndcg@10": "nDCG@10"}.get(name, name) for name in names)], rows)
+    ways = [name for name in found if "_to_" in name]
+    for way in ways:
+        say(f"{way.replace('_to_', ' -> ')}: {found[way]['queries']:,} queries among {found[way]['candidates']:,}")
+    _, columns, rows = table(found, ways)
+    table_of(columns, rows)

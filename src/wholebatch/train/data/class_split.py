@@ -70,8 +70,8 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
     place = torch.arange(len(text)) - pairs.first[text]
     for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - _HELD_OUT)
     once = None
-    if pairs.equal_pictures is not None:
-        equal = torch.unique(pairs.equal_pictures[pairs.order], return_inverse=True)[1]
+    if "image" in pairs.numbers:
+        equal = torch.unique(pairs.numbers["image"][pairs.order], return_inverse=True)[1]
         once = torch.bincount(equal)[equal] == 1
         for_test &= once
     pictures, texts = pairs.sides.values()

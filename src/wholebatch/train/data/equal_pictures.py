@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +71,16 @@ def numbers_of_texts(column: Any) -> Tensor:
     codes = column.dictionary_encode().unify_dictionaries()
     parts = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype("int64") for chunk in codes.chunks]
     return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.from_numpy(part) for part in parts)])
+
+
+def numbers_in_common(columns: Sequence[Any]) -> list[Tensor]:
+    """Return a number for each row of each column of texts, int64, equal for equal texts of any of the columns."""
+    import pyarrow as pa
+
+    is_large = any(pa.types.is_large_string(column.type) for column in columns)
+    kind = pa.large_string() if is_large else pa.string()
+    chunks = [chunk for column in columns for chunk in column.cast(kind).chunks]
+    return [*numbers_of_texts(pa.chunked_array(chunks, kind)).split([len(column) for column in columns])]
 
 
 def first_of_each(numbers: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,12 +30,13 @@ TEST_FACES = ("DejaVuSerif-Bold", "DejaVuSans-Oblique")
 
 
 def glyph_pairs(image_size: int, faces: Sequence[str] = FACES) -> Pairs:
-    """Draw characters, paired with their names."""
+    """Draw characters, paired with their names; a test asks for the first picture of each alone."""
     images, names, _ = _draw(image_size, faces)
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
     group = torch.tensor([distinct[name] for name in names])
     sides = {"image": DrawnPictures(images), "text": Texts(names)}
-    return Pairs.grouped(sides, group, digest=digest_of(images, "\n".join(names)))
+    pairs = Pairs.grouped(sides, group, digest=digest_of(images, "\n".join(names)), numbers={"text": group})
+    return replace(pairs, tested=pairs.rows(torch.arange(len(pairs))))
 
 
 def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImages:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from .choices import with_batch, with_loss, with_pictures, with_split_sizes
@@ -44,7 +46,19 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
         return _classes(config, pairs, size, say)
     config = with_split_sizes(config, len(pairs), say)
     split = split_groups(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
+    pairs = _without_held_out(pairs, split, say)
     return with_batch(config, len(split.train), size, "texts", say), (pairs, split)
+
+
+def _without_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) -> Pairs:
+    """Leave out the negatives that are texts of held-out rows, so that no held-out text is trained on in any role."""
+    if pairs.negatives is None:
+        return pairs
+    rows = torch.isin(pairs.group_of, torch.cat([split.validation, split.test])).nonzero()[:, 0]
+    left = pairs.negatives.without(torch.cat([numbers[rows] for numbers in pairs.numbers.values()]))
+    if len(left) < len(pairs.negatives):
+        say(f"{len(pairs.negatives) - len(left):,} mined negatives are left out: texts of held-out rows")
+    return replace(pairs, negatives=left)
 
 
 def _classes(

@@ -9,14 +9,12 @@ the step, so it is the same on any number of ranks and after a resume.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .equal_pictures import numbers_of_texts
 from .left_out import LeftOut
 from .negatives import Negatives
 from .randomness import seeded
@@ -35,15 +33,15 @@ class Pairs:
     """int64, (number of groups + 1,)."""
     digest: str = ""
     """A hash of the data, equal on ranks that see the same."""
-    equal_pictures: Tensor | None = None
-    """A number for each row of the sides, (n,), equal for equal pictures. None: no two are equal."""
-    documents: Tensor | None = None
-    """Of queries with documents, a row of each different document, which are the candidates of the final test."""
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    """By side a number for each of its rows, (n,), equal for equal items. Of a side without them no two are equal."""
     negatives: Negatives | None = None
-    """Mined negatives of each row; one that equals a positive of the row's group has the number of the group."""
+    """Mined negatives of each row."""
     ids: Tensor | None = None
-    """A number for each row of the sides, equal for rows that the data state to be positives of each other, by
-    `--columns group=NAME`; rows of a group may differ in it, where they share a text or a picture."""
+    """A number for each row of the sides, by `--columns group=NAME`: rows with an equal one are positives of each
+    other. Rows of a group may differ in it, where they share a text or a picture."""
+    tested: Tensor | None = None
+    """The rows that validation and test may use. None: all."""
     left_out: tuple[LeftOut, ...] = ()
     """The rows that `--skip-bad` has left out."""
 
@@ -55,7 +53,7 @@ class Pairs:
         *,
         rows: Tensor | None = None,
         digest: str = "",
-        equal_pictures: Tensor | None = None,
+        numbers: Mapping[str, Tensor] | None = None,
     ) -> Pairs:
         """Group rows by the numbers (n,) of their groups, which get new numbers in the order of their first rows.
 
@@ -66,7 +64,7 @@ class Pairs:
             group: the number of each row's group.
             rows: the rows, (n,). None: all.
             digest: a hash of the data.
-            equal_pictures: a number for each row of the sides, equal for equal pictures.
+            numbers: by side a number for each of its rows, equal for equal items.
 
         >>> Pairs.grouped({}, torch.tensor([4, 2, 4])).first
         tensor([0, 2, 3])
@@ -80,7 +78,7 @@ class Pairs:
         sizes = torch.bincount(owner, minlength=count)
         first = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         order = torch.argsort(owner, stable=True)
-        return cls(sides, order if rows is None else rows[order], first, digest, equal_pictures)
+        return cls(sides, order if rows is None else rows[order], first, digest, numbers or {})
 
     def __len__(self) -> int:
         """Number of groups."""
@@ -127,13 +125,14 @@ def joined(numbers: Sequence[Tensor]) -> Tensor:
             return label
 
 
-def joined_texts(queries: Any, documents: Any) -> Tensor:
-    """Return the number of a group for each row, (n,): of rows that share a text, as query or as document."""
-    import pyarrow as pa
+def joined_across(first: Tensor, second: Tensor) -> Tensor:
+    """Return the number of a group for each row, (n,): of rows that share a number, on the same or on another side.
 
-    both = numbers_of_texts(pa.chunked_array([*queries.chunks, *documents.cast(queries.type).chunks], queries.type))
-    rows = torch.arange(len(queries))
-    return joined([both, torch.cat([rows, rows])])[: len(queries)]
+    >>> joined_across(torch.tensor([0, 1, 2]), torch.tensor([1, 3, 4]))
+    tensor([0, 0, 2])
+    """
+    rows = torch.arange(len(first))
+    return joined([torch.cat([first, second]), torch.cat([rows, rows])])[: len(first)]
 
 
 @dataclass(frozen=True)

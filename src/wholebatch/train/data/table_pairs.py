@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..config import TrainConfig
-from .equal_pictures import first_of_each, numbers_of_texts
+from .equal_pictures import numbers_in_common
 from .fingerprint import digest_of
 from .kept_numbers import kept_numbers
 from .left_out import LeftOut
 from .negatives import find_negatives
-from .pairs import Pairs, joined, joined_texts
+from .pairs import Pairs, joined, joined_across
 from .roles import find_roles, group_numbers, text_column
 from .sides import FilePictures, Side, Texts
 from .table import Table
@@ -30,9 +30,8 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
         say(line)
     rows = torch.arange(len(table))
     sides: dict[str, Side] = {}
-    pictures = None
     left_out: tuple[LeftOut, ...] = ()
-    numbers: list[Tensor] = []
+    numbers: dict[str, Tensor] = {}
     texts: list[Any] = []
     fingerprint: list[Any] = [config.task]
     for role in (one, other):
@@ -42,7 +41,7 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
             if config.skip_bad:
                 rows, left_out = readable_rows(pictures, say, workers=config.workers)
             found = kept_numbers(pictures, rows)
-            numbers.append(found.numbers)
+            numbers["image"] = found.numbers
             fingerprint += [role, rows, found.numbers[rows], found.sizes[rows]]
             if found.said:
                 say(found.said)
@@ -50,35 +49,26 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
             column = text_column(table, role, name)
             texts.append(column)
             sides["document" if role == "positive" else role] = Texts(column)
-            numbers.append(numbers_of_texts(column))
             fingerprint += [role, column]
-    of_rows = [each[rows] for each in numbers]
-    if config.task == "identify":
-        group = of_rows[1]
-    elif pictures is None:
-        group = joined_texts(*texts)
-    else:
-        group = joined(of_rows)
-    ids = None
-    if "group" in roles:
-        ids = group_numbers(table, roles["group"][0])
-        group = joined([group, ids[rows]])
+    ids = group_numbers(table, roles["group"][0]) if "group" in roles else None
+    if ids is not None:
         fingerprint += ["group", ids]
-    equal = None if pictures is None else numbers[0]
-    pairs = Pairs.grouped(sides, group, rows=rows, equal_pictures=equal)
     negatives = None
     if "negatives" in roles:
-        negatives = find_negatives(table, roles["negatives"], texts[1], pairs.group_of)
+        negatives, of_texts = find_negatives(table, roles["negatives"], texts)
         say(f"{len(negatives):,} mined negatives")
         fingerprint += ["negatives", negatives.first, negatives.texts]
-    return replace(
-        pairs,
-        digest=digest_of(*fingerprint),
-        documents=first_of_each(numbers[1]) if "query" in roles else None,
-        negatives=negatives or None,
-        ids=ids,
-        left_out=left_out,
-    )
+    else:
+        of_texts = numbers_in_common(texts)
+    numbers |= zip([name for name in sides if name != "image"], of_texts, strict=True)
+    of_rows = [numbers[name][rows] for name in sides]
+    if config.task == "identify":
+        group = of_rows[1]
+    else:
+        group = joined(of_rows) if "image" in sides else joined_across(*of_rows)
+        group = group if ids is None else joined([group, ids[rows]])
+    pairs = Pairs.grouped(sides, group, rows=rows, digest=digest_of(*fingerprint), numbers=numbers)
+    return replace(pairs, negatives=negatives or None, ids=ids, left_out=left_out)
 
 
 def _said(roles: dict[str, list[str]]) -> str:

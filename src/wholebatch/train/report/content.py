@@ -38,9 +38,9 @@ class Query:
     item: Item
     candidates: Sequence[Candidate]
     rank: int | None
-    """Of the right answer, 1 if it comes first. None: below the candidates."""
+    """Of the best right answer, 1 if it comes first. None: below the candidates."""
     answer: Candidate | None = None
-    """The right answer, if it is not among the candidates."""
+    """The best right answer, if none is among the candidates."""
 
 
 @dataclass(frozen=True)

@@ -4,33 +4,58 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..data.labeled import LabeledImages
+from ..data.pixel_digests import PixelDigests
 
 _IN_MATRIX, _IN_LIST = 24, 12
-_AT_A_TIME = 1024
 _PIXELS = 128  # of a thumbnail
 
 
-def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: Path) -> None:
+class Mistakes(NamedTuple):
+    """The test images with a wrong class."""
+
+    images: Tensor
+    """int64, (n,): places in the test set."""
+    are_equal: Tensor
+    """bool, (n,): whether the class that was found has an equal image, pixel by pixel."""
+
+
+def find_mistakes(data: LabeledImages, found: Tensor, digests: PixelDigests) -> Mistakes:
+    """Return the test images with a wrong class; reads these, and the images of the classes that were found.
+
+    Args:
+        data: labeled images, with the test images among them.
+        found: (n,), the class that was found for each test image.
+        digests: of the pixels of the data's pictures.
+    """
+    wrong = (found != data.labels[data.test]).nonzero()[:, 0]
+    rows = torch.isin(data.labels, found[wrong]).nonzero()[:, 0]
+    known = set(zip(data.labels[rows].tolist(), digests.of(rows), strict=True))
+    pairs = zip(found[wrong].tolist(), digests.of(data.test[wrong]), strict=True)
+    return Mistakes(wrong, torch.tensor([pair in known for pair in pairs], dtype=torch.bool))
+
+
+def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, mistakes: Mistakes, path: Path) -> None:
     """Draw the most confused classes as a matrix, beside the surest mistakes about pictures that differ.
 
     Args:
         data: labeled images, with the test images among them.
         found: (n,), the class that was found for each test image.
         logits: (n,), its similarity.
+        mistakes: those of `find_mistakes`.
         path: file of the picture.
     """
     from matplotlib.figure import Figure
 
     labels = data.labels[data.test]
-    wrong, equal = _mistakes(data, found)
+    wrong, equal = mistakes
     figure = Figure(figsize=(14, 7.6 if len(wrong) else 0.8))
     figure.suptitle(
         f"{len(wrong):,} of {len(labels):,} test images are taken for another class, which for {int(equal.sum()):,} of "
@@ -38,40 +63,21 @@ def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: P
     )
     if len(wrong):
         _draw_matrix(figure, data, labels, found)
-        _draw_list(figure, data, labels, found, surest_mistakes(data, found, logits))
+        _draw_list(figure, data, labels, found, surest_mistakes(data, found, logits, mistakes))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=110)
 
 
-def surest_mistakes(data: LabeledImages, found: Tensor, logits: Tensor) -> list[int]:
+def surest_mistakes(data: LabeledImages, found: Tensor, logits: Tensor, mistakes: Mistakes) -> list[int]:
     """Return the test images with a wrong class, about pictures that differ: the surest first, each pair once."""
     labels = data.labels[data.test]
-    wrong, equal = _mistakes(data, found)
-    wrong = wrong[~equal]
+    wrong = mistakes.images[~mistakes.are_equal]
     by_pair: dict[tuple[int, int], int] = {}
     for i in wrong[logits[wrong].argsort(descending=True)].tolist():
         a, b = int(labels[i]), int(found[i])
         by_pair.setdefault((min(a, b), max(a, b)), i)
     return [*by_pair.values()]
-
-
-def _mistakes(data: LabeledImages, found: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the test images with a wrong class, and whether that class has an equal image."""
-    wrong = (found != data.labels[data.test]).nonzero()[:, 0]
-    return wrong, _equal_pictures(data, wrong, found)
-
-
-def _equal_pictures(data: LabeledImages, wrong: Tensor, found: Tensor) -> Tensor:
-    """Return whether the class that an image was mistaken for has an equal image; (number of mistakes,)."""
-    known: dict[int, set[bytes]] = defaultdict(set)
-    rows = torch.isin(data.labels, found[wrong]).nonzero()[:, 0]
-    for some in rows.split(_AT_A_TIME):
-        for row, picture in zip(some.tolist(), data.pictures.items(some), strict=True):
-            known[int(data.labels[row])].add(picture.tobytes())
-    mistaken = (picture for some in wrong.split(_AT_A_TIME) for picture in data.pictures.items(data.test[some]))
-    pairs = zip(mistaken, found[wrong].tolist(), strict=True)
-    return torch.tensor([picture.tobytes() in known[label] for picture, label in pairs], dtype=torch.bool)
 
 
 def confused_classes(labels: Tensor, found: Tensor, most: int) -> list[int]:

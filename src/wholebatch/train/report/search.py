@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..data.randomness import seeded
-from ..tasks.retrieval import ranks_of_partner
+from ..data.stated import Stated
+from ..tasks.retrieval import are_right, first_ranks
 from .content import Candidate, Evidence, Gallery, Item, Query
 
 _SHOWN, _TOP = 12, 5
@@ -18,25 +19,27 @@ Items = Callable[[int], Item]
 
 
 def search_evidence(
-    first: tuple[str, Tensor, Items], second: tuple[str, Tensor, Items], *, both_ways: bool = True
+    first: tuple[str, Tensor, Items], second: tuple[str, Tensor, Items], stated: Stated, *, both_ways: bool = True
 ) -> Evidence:
-    """Return the evidence of a search among n rows, where row i of one side belongs to row i of the other.
+    """Return the evidence of a search among the items of two sides.
 
     Args:
-        first: the queries: their name in the plural, unit features (n, d) on the CPU, and the item of a row.
-        second: the same of the candidates.
+        first: the queries: their name in the plural, unit features (n, d) on the CPU, and the item of a place.
+        second: the same of the candidates, (m, d).
+        stated: which of them belong together.
         both_ways: search with the candidates for the queries, too.
     """
-    galleries = []
-    for queries, candidates in ((first, second), (second, first)) if both_ways else ((first, second),):
-        galleries += _galleries(queries, candidates)
+    galleries = _galleries(first, second, stated.right)
+    if both_ways:
+        galleries += _galleries(second, first, stated.back)
     (_, x, _), (_, y, _) = first, second
-    negatives, number = negative_similarities(x, y)
+    negatives, number = negative_similarities(x, y, stated.right)
+    one, other = stated.right
     note = (
-        f"Cosines of {len(x):,} pairs that belong together, and of {number} pairs that do not; each set is scaled to "
+        f"Cosines of {len(one):,} pairs that belong together, and of {number} pairs that do not; each set is scaled to "
         "its own number."
     )
-    return Evidence(galleries, (x * y).sum(1), negatives, note)
+    return Evidence(galleries, (x[one] * y[other]).sum(1), negatives, note)
 
 
 def shown_rows(count: int) -> list[int]:
@@ -45,59 +48,66 @@ def shown_rows(count: int) -> list[int]:
 
 
 def search(
-    queries: Tensor, candidates: Tensor, rows: Sequence[int], of_query: Items, of_candidate: Items
+    queries: Tensor, candidates: Tensor, right: Tensor, rows: Sequence[int], of_query: Items, of_candidate: Items
 ) -> list[Query]:
-    """Return these rows of the queries, each with its best candidates."""
+    """Return these rows of the queries, each with its best candidates; `right` is that of `tasks.retrieval.figures`."""
     similarity = queries[[*rows]] @ candidates.T
     best = similarity.topk(min(_TOP, len(candidates)), dim=1).indices.tolist()
-    partner = similarity.gather(1, torch.tensor(rows)[:, None])
-    ranks = ((similarity >= partner).sum(1)).tolist()  # as ranks_of_partner: ties count against the query
+    mask = are_right(right, torch.tensor(rows), len(candidates))
+    first = similarity.masked_fill(~mask, float("-inf")).max(1, keepdim=True)
+    ranks = (1 + ((similarity >= first.values) & ~mask).sum(1)).tolist()  # ties count against the query
+    answers = first.indices[:, 0].tolist()
 
-    def candidate(line: int, row: int) -> Candidate:
-        return Candidate(of_candidate(row), similarity[line, row].item(), row == rows[line])
+    def candidate(line: int, place: int) -> Candidate:
+        return Candidate(of_candidate(place), similarity[line, place].item(), bool(mask[line, place]))
 
     return [
         Query(
             of_query(row),
             [candidate(line, other) for other in best[line]],
             ranks[line],
-            None if row in best[line] else candidate(line, row),
+            None if mask[line, best[line]].any() else candidate(line, answers[line]),
         )
         for line, row in enumerate(rows)
     ]
 
 
-def _galleries(queries: tuple[str, Tensor, Items], candidates: tuple[str, Tensor, Items]) -> list[Gallery]:
+def _galleries(
+    queries: tuple[str, Tensor, Items], candidates: tuple[str, Tensor, Items], right: Tensor
+) -> list[Gallery]:
     """Return a sheet of random queries, and one of those whose right answer has the lowest rank."""
     (of, x, of_query), (among, y, of_candidate) = queries, candidates
     rows = shown_rows(len(x))
-    found = search(x, y, rows, of_query, of_candidate)
+    found = search(x, y, right, rows, of_query, of_candidate)
     best = len(found[0].candidates)
     first, hits = (sum(query.rank is not None and query.rank <= most for query in found) for most in (1, best))
     sheet = Gallery(
         f"{of.capitalize()} → {among}",
         f"{len(rows)} of {len(x):,} held-out {of}, drawn at random, each with the {best} most similar of "
         f"{len(y):,} {among}. "
-        f"The right one comes first for {first}, and is among them for {hits}.",
+        f"A right one comes first for {first}, and is among them for {hits}.",
         found,
     )
-    ranks = ranks_of_partner(x, y)
+    ranks = first_ranks(x, y, right)
     missed = int((ranks >= best).sum())
     worst = ranks.argsort(descending=True, stable=True)[: min(_SHOWN, missed)].tolist()
     if not worst:
         return [sheet]
-    note = f"The held-out {of} whose right answer has the lowest rank among {len(y):,}."
-    mistakes = Gallery(f"Worst mistakes, {of} → {among}", note, search(x, y, worst, of_query, of_candidate))
+    note = f"The held-out {of} whose best right answer has the lowest rank among {len(y):,}."
+    mistakes = Gallery(f"Worst mistakes, {of} → {among}", note, search(x, y, right, worst, of_query, of_candidate))
     return [sheet, mistakes]
 
 
-def negative_similarities(x: Tensor, y: Tensor) -> tuple[Tensor, str]:
-    """Return x_i . y_j for j != i, of random rows if there are many, and the number of pairs in words.
+def negative_similarities(x: Tensor, y: Tensor, right: Tensor) -> tuple[Tensor, str]:
+    """Return x_i . y_j of pairs that are not `right`, of random rows if there are many, and their number in words.
 
-    >>> negative_similarities(torch.eye(2), torch.eye(2))
+    >>> negative_similarities(torch.eye(2), torch.eye(2), torch.tensor([[0, 1], [0, 1]]))
     (tensor([0., 0.]), 'all 2')
     """
-    i, j = (torch.randperm(len(x), generator=seeded(side))[:_ROWS_OF_NEGATIVES] for side in ("rows", "columns"))
-    different = i[:, None] != j
-    found = (x[i] @ y[j].T)[different]
-    return found, f"all {len(found):,}" if len(x) <= _ROWS_OF_NEGATIVES else f"{len(found):,} random"
+    i, j = (
+        torch.randperm(len(z), generator=seeded(side))[:_ROWS_OF_NEGATIVES] for side, z in (("rows", x), ("columns", y))
+    )
+    wrong = ~torch.isin(i[:, None] * len(y) + j, right[0] * len(y) + right[1])
+    found = (x[i] @ y[j].T)[wrong]
+    is_all = max(len(x), len(y)) <= _ROWS_OF_NEGATIVES
+    return found, f"all {len(found):,}" if is_all else f"{len(found):,} random"

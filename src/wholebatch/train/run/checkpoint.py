@@ -51,6 +51,7 @@ def save_checkpoint(
     step: int,
     seconds: float,
     save: str | None = None,
+    metrics: str | None = None,
     writes: bool = True,
 ) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training.
@@ -64,6 +65,7 @@ def save_checkpoint(
         step: number of steps made.
         seconds: time that they took.
         save: the id that other parts of the checkpoint repeat; None if there are no other parts.
+        metrics: the digest of the first `step` lines of metrics.jsonl. None: it is computed from the file.
         writes: whether this rank writes the file.
     """
     state = whole_state(state, kept=writes)
@@ -73,7 +75,7 @@ def save_checkpoint(
     sync_file(folder / METRICS)  # the checkpoint holds its digest
     facts = {
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
-        **_digests(folder, step),
+        **_digests(folder, step, metrics),
     }  # fmt: skip
     tensors = _tensors(state, of_parameters)
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
@@ -210,15 +212,15 @@ def _facts(file: TensorFile) -> dict[str, Any]:
     return facts
 
 
-def _digests(folder: Path, step: int) -> dict[str, str | None]:
+def _digests(folder: Path, step: int, of_metrics: str | None = None) -> dict[str, str | None]:
     """Return the digests of the run's configuration, first steps and extensions; None for a file that is not there."""
-    config, metrics = folder / CONFIG, folder / METRICS
-    found: dict[str, str | None] = {"config": None, "metrics": None, "extensions": digest_of_extensions(folder, step)}
+    config, metrics, extensions = folder / CONFIG, folder / METRICS, digest_of_extensions(folder, step)
+    found: dict[str, str | None] = {"config": None, "metrics": of_metrics, "extensions": extensions}
     with _reading(folder):
         found["data"] = digest_of_data_facts(folder)
         if config.exists():
             found["config"] = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest()
-        if metrics.exists():
+        if of_metrics is None and metrics.exists():
             found["metrics"] = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
     return found
 

@@ -26,7 +26,6 @@ wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, an
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,10 +44,11 @@ from ..report.page import render
 from ..report.pictures import draw_curves
 from ..tasks.task import Task
 from .best import FILE as BEST
-from .checkpoint import METRICS, first_lines, save_tensors
+from .checkpoint import METRICS, save_tensors
 from .data_facts import DataFacts, write_data_facts
 from .extensions import write_extensions
 from .lock import Lock, check_is_free
+from .metrics_file import MetricsFile
 from .resume import CONFIG
 from .schedule import Extension
 from .starts import Start, read_starts, write_starts
@@ -61,10 +61,9 @@ class RunFolder:
 
     def __init__(self, path: Path, lock: Lock | None = None) -> None:
         self.path = path
-        self._metrics = path / METRICS
+        self._metrics = MetricsFile(path / METRICS)
         self._lock = lock
         self.starts: list[Start] = []
-        self._keep: int | None = None  # lines of metrics.jsonl to keep when the next one is added
 
     @classmethod
     def create(
@@ -100,45 +99,21 @@ class RunFolder:
             self._lock.close()
 
     def resume_after(self, step: int) -> None:
-        """Drop the lines of metrics.jsonl after `step`, as soon as the next line is added.
-
-        Until then nothing in the folder changes: the checkpoint is yet to be read.
-        """
-        if len(self.metrics()) < step:
-            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
-        self._keep = step
+        """Drop the lines of metrics.jsonl after `step`, as soon as the next line is added."""
+        self._metrics.resume_after(step)
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; a number that is not finite is written as null."""
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in metrics.items()
-        }
         with _writing(self.path):
-            if self._keep is not None:
-                kept = first_lines(self._metrics, self._keep) if self._metrics.exists() else []
-                with replacing(self._metrics) as whole:
-                    whole.write(b"".join(kept))
-                self._keep = None
-            with self._metrics.open("a") as file:
-                file.write(json.dumps(finite) + "\n")
+            self._metrics.append(metrics)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
-        rows = []
-        try:
-            lines = first_lines(self._metrics, None) if self._metrics.exists() else []
-            for number, line in enumerate(lines, 1):
-                try:
-                    rows.append(parse_json(line, f"line {number}"))
-                except ValueError:
-                    if line.endswith(b"\n"):
-                        raise
-            for number, row in enumerate(rows, 1):
-                _check_row(row, number)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self._metrics} cannot be read as the metrics of a run ({error})") from error
-        return rows
+        return self._metrics.rows()
+
+    def digest_of_metrics(self, step: int) -> str | None:
+        """Return the digest of the first `step` lines of metrics.jsonl, if these are all that there are; else None."""
+        return self._metrics.digest_of(step)
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Write the final weights, the report and the pictures."""
@@ -174,15 +149,6 @@ class RunFolder:
         """Return the report that `finish` has written."""
         file = self.path / "report.json"
         return dict(parse_json(read_bounded(file, _MOST_REPORT_BYTES), str(file)))
-
-
-def _check_row(row: Any, number: int) -> None:
-    """Raise ValueError unless a line of metrics.jsonl is that of step `number` and holds only numbers."""
-    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] != number:
-        raise ValueError(f"line {number} is not that of step {number}")
-    others = {name: value for name, value in row.items() if name != "validation"}
-    if "loss" not in row or any(type(value) not in (int, float, type(None)) for value in others.values()):
-        raise ValueError(f"line {number} must hold a loss, and only numbers")
 
 
 @contextmanager

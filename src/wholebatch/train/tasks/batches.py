@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import TrainConfig
 from ..data.labeled import LabeledImages
+from ..data.negatives import FalseNegatives
 from ..data.pairs import Order, Pairs, batch_of_step
 from ..data.sides import Side
 from ..encoders.encoder import Encoder, Prepare
@@ -62,9 +63,9 @@ class PairBatch(NamedTuple):
 
     chunks: list[Chunk]
     names: Tensor
-    """int64, (b,): the groups of the rows."""
+    """int64, (b,): the group of each row."""
     negative_names: Tensor
-    """int64, (number of negatives,): the group of a row with this positive, or a number that no group has."""
+    """int64, (number of negatives,): the group of the query in the batch that has it as a stated positive, or -1."""
 
 
 class PairBatches:
@@ -84,23 +85,30 @@ class PairBatches:
         self._pairs, self._readers, self._rows, self._seed = pairs, readers, rows, config.seed
         self._order = Order(train, batch_size=config.batch_size, seed=config.seed)
         self._chunk_size = config.chunk_size
+        self._false_negatives = None
+        if pairs.negatives is not None:
+            queries, documents = (pairs.numbers[name] for name in pairs.names)
+            self._false_negatives = FalseNegatives(queries, documents, pairs.group_of, pairs.ids)
 
     def __call__(self, step: int) -> PairBatch:
         """Prepare the batch of a step."""
         all_rows, all_groups = batch_of_step(self._order, self._pairs, step=step, seed=self._seed)
         rows, groups = all_rows[self._rows], all_groups[self._rows]
         size = self._chunk_size or max(1, len(rows))
-        chunks, negative_names = [], [torch.empty(0, dtype=torch.int64)]
+        chunks, numbers = [], [torch.empty(0, dtype=torch.int64)]
         for start in range(0, len(rows), size):
             some = rows[start : start + size]
             first, second = (self._readers[name](side, some) for name, side in self._pairs.sides.items())
             negatives = None
             if self._pairs.negatives is not None:
-                texts, names = self._pairs.negatives.of(some)
-                negative_names.append(names)
+                texts, of_texts = self._pairs.negatives.of(some)
+                numbers.append(of_texts)
                 negatives = self._readers[self._pairs.names[1]].prepare(texts) if texts else None
             chunks.append(Chunk(first, second, negatives, slice(start, start + len(some))))
-        return PairBatch(chunks, groups, torch.cat(negative_names))
+        negative_names = torch.cat(numbers)
+        if self._false_negatives is not None:
+            negative_names = self._false_negatives.ids(negative_names, all_rows, all_groups)
+        return PairBatch(chunks, groups, negative_names)
 
 
 class ImageBatch(NamedTuple):

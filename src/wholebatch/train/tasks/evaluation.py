@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,12 +16,20 @@ from ..encoders.encoder import Encoder
 from ..encoders.inputs import to_device
 from .batches import Reader, RowInputs
 
-_ROWS = 512
+ROWS = 512
+"""Rows that are encoded at a time, or fewer with a smaller `--chunk-size`."""
 
 
 @torch.no_grad()
 def features_of_rows(
-    model: DualEncoder | Encoder, name: str, side: Side, rows: Tensor, device: torch.device, *, workers: int = 0
+    model: DualEncoder | Encoder,
+    name: str,
+    side: Side,
+    rows: Tensor,
+    device: torch.device,
+    *,
+    workers: int = 0,
+    size: int = ROWS,
 ) -> Tensor:
     """Return the unit features of these rows of a side, (n, d), on the CPU, without augmentation.
 
@@ -29,11 +40,54 @@ def features_of_rows(
         rows: (n,).
         device: where the model is.
         workers: processes that read the rows.
+        size: rows that are encoded at a time.
     """
+    return torch.cat([x.cpu() for x in _encoded(model, name, side, rows.split(size), device, workers)])
+
+
+@torch.no_grad()
+def features_on_first_rank(
+    model: DualEncoder | Encoder,
+    name: str,
+    side: Side,
+    rows: Tensor,
+    device: torch.device,
+    *,
+    workers: int = 0,
+    size: int = ROWS,
+) -> Tensor:
+    """Return `features_of_rows` on rank 0, and (0, d) on the others, of which each encodes a part. All ranks.
+
+    Rows are encoded in the same parts on any number of ranks: part i by rank i mod W. After each turn the features go
+    to rank 0, so that no rank waits longer than for one part. In the last turn a rank without a part encodes the last
+    one again, because sharded weights need all ranks, and its features are dropped.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parts = rows.split(size)
+    turns = [[min(first + r, len(parts) - 1) for r in range(ranks)] for first in range(0, len(parts), ranks)]
+    local = [parts[turn[rank]] for turn in turns]
+    found: list[Tensor] = []
+    for turn, features in zip(turns, _encoded(model, name, side, local, device, workers), strict=True):
+        longest = max(len(parts[part]) for part in turn)
+        padded = F.pad(features, (0, 0, 0, longest - len(features))).contiguous()
+        gathered = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
+        dist.gather(padded, gathered, dst=0)
+        for part, x in zip(dict.fromkeys(turn), gathered or [padded[:0]] * ranks, strict=False):
+            found.append(x[: len(parts[part])].cpu())
+    return torch.cat(found)
+
+
+def _encoded(
+    model: DualEncoder | Encoder,
+    name: str,
+    side: Side,
+    parts: Sequence[Tensor],
+    device: torch.device,
+    workers: int,
+) -> Iterator[Tensor]:
+    """Yield the features of each part, on the device."""
     encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
-    found = []
-    for inputs in prepared(RowInputs(side, Reader.of(encoder)), [*rows.split(_ROWS)], workers=workers):
+    for inputs in prepared(RowInputs(side, Reader.of(encoder)), [*parts], workers=workers):
         moved = to_device(inputs, device)
         made = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
-        found.append(made.float().cpu())
-    return torch.cat(found)
+        yield made.float()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 
 from ..._user_error import UserError
-from ..config import HeadConfig, TrainConfig
+from ..config import TrainConfig
 from ..data.feed import Feed, workers_of_a_rank
 from ..data.labeled import LabeledImages
+from ..data.pixel_digests import PixelDigests
 from ..encoders.adapters import merged_state
 from ..encoders.inputs import Inputs, to_device
 from ..encoders.make import make_encoder
@@ -30,19 +30,17 @@ from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import shard_weights, whole, whole_state
 from ..report.classes import classes_evidence
 from ..report.content import Evidence, Item
-from ..report.look_alikes import draw_look_alikes, surest_mistakes
+from ..report.look_alikes import Mistakes, draw_look_alikes, find_mistakes, surest_mistakes
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import ImageBatches, Reader
-from .evaluation import features_of_rows
+from .evaluation import ROWS, features_of_rows, features_on_first_rank
+from .head import folder_of_head, has_reference, make_head, remove
 from .precision import Precision
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
-from .verification import accepted_at, best_possible
+from .verification import FAR, accepted_at, best_possible
 
-FAR = 1e-3
 _TOP = 5
-_READ = 256  # pictures that are held at a time
-_COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
 
 
 class Identify(Task):
@@ -100,7 +98,9 @@ class Identify(Task):
             ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
         )
         self._step = 0
+        self._features_of_rows = features_on_first_rank if size > 1 else features_of_rows
         self._found: tuple[Tensor, Tensor, Tensor] | None = None
+        self._mistakes: Mistakes | None = None
 
     def describe(self) -> str:
         data = self._data
@@ -159,9 +159,7 @@ class Identify(Task):
 
     def _accuracy(self, rows: Tensor) -> tuple[dict[str, Any], Tensor, wb.heads.TopClasses]:
         """Return the accuracy on these images, their embeddings and the classes found; rank 0 has all the images."""
-        embeddings = self._embeddings(rows if self._rank == 0 or self._is_sharded else rows[:0])
-        if self._rank:
-            embeddings = embeddings[:0]
+        embeddings = self._embeddings(rows)
         try:
             found = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
         except ValueError as error:
@@ -171,12 +169,12 @@ class Identify(Task):
         return figures, embeddings, found
 
     def _embeddings(self, rows: Tensor) -> Tensor:
-        """Return unit embeddings of these images, on the CPU, without augmentation."""
+        """Return unit embeddings of these images, on the CPU of rank 0, without augmentation. All ranks."""
         if not len(rows):
             return torch.empty(0, self._encoder.width)
         of = (self._encoder, "image", self._data.pictures, rows, self._device)
         with self._precision.autocast():
-            return features_of_rows(*of, workers=self._workers)
+            return self._features_of_rows(*of, workers=self._workers, size=min(ROWS, self._config.chunk_size or ROWS))
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
@@ -184,13 +182,21 @@ class Identify(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.head.named_buffers()}
 
-    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+    def save(
+        self,
+        folder: Path,
+        loss_state: Mapping[str, Tensor],
+        *,
+        step: int,
+        seconds: float,
+        metrics: str | None = None,
+    ) -> None:
         present = self.loss_state()
         self.head.load_state_dict(loss_state, strict=False)
-        head_folder = _head_folder(folder, step)
+        head_folder = folder_of_head(folder, step)
         if self._rank == 0:
             with suppress(OSError):  # save_head reports whatever cannot be removed
-                _remove(head_folder)  # left by a run that was killed while it wrote this folder
+                remove(head_folder)  # left by a run that was killed while it wrote this folder
         _barrier()
         try:
             save = wb.heads.save_head(head_folder, self.head, self._head_optimizer)
@@ -200,20 +206,20 @@ class Identify(Task):
         if self._rank == 0 or self._is_sharded:
             save_checkpoint(
                 folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds, save=save,
-                writes=self._rank == 0,
+                metrics=metrics, writes=self._rank == 0,
             )  # fmt: skip
         if self._rank == 0:
-            for other in folder.glob(_head_folder(folder, "*").name):
+            for other in folder.glob(folder_of_head(folder, "*").name):
                 if other != head_folder:
                     try:
-                        _remove(other)
+                        remove(other)
                     except OSError as error:
                         raise UserError(f"{other}, of an earlier checkpoint, cannot be removed: {error}") from error
 
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
             found = read_checkpoint(folder, self._encoder, self._optimizer, steps=self._config.steps)
-            head_folder = _head_folder(folder, found.facts["step"])
+            head_folder = folder_of_head(folder, found.facts["step"])
             if head_folder.is_symlink():
                 raise UserError(f"{head_folder} is a link; expected the folder itself: was the run folder edited?")
             return found
@@ -221,7 +227,7 @@ class Identify(Task):
         found, _ = on_all_ranks("resume", read)
         step, save = found.facts["step"], found.facts["save"]
         try:
-            wb.heads.load_head(_head_folder(folder, step), self.head, self._head_optimizer, save_id=save)
+            wb.heads.load_head(folder_of_head(folder, step), self.head, self._head_optimizer, save_id=save)
         except ValueError as error:
             raise UserError(f"{error}; was the run folder edited?") from error
         found.restore(self._encoder, self._optimizer)
@@ -233,21 +239,19 @@ class Identify(Task):
         if self._rank:
             return {}
         self._found = embeddings, found.class_ids.cpu(), found.logits.cpu() / self._config.head.scale
+        digests = PixelDigests(data.pictures, workers=self._workers)
+        self._mistakes = find_mistakes(data, found.class_ids[:, 0].cpu(), digests)
         tar, threshold = accepted_at(embeddings, data.labels[rows], FAR)
         return {
             "classes": len(data),
             "test_images": len(rows),
             **figures,
-            "top_1_at_most": best_possible(self._pictures(rows), data.labels[rows]),
+            "top_1_at_most": best_possible(digests.of(rows), data.labels[rows]),
             "chance": 1 / len(data),
             "far": FAR,
             "tar": None if math.isnan(tar) else tar,
             "threshold": None if math.isnan(threshold) else threshold,
         }
-
-    def _pictures(self, rows: Tensor) -> Iterator[Any]:
-        for some in rows.split(_READ):
-            yield from self._data.pictures.items(some)
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
@@ -276,69 +280,23 @@ class Identify(Task):
 
     def evidence(self) -> Evidence:
         assert self._found is not None
+        assert self._mistakes is not None
         data, (embeddings, found, cosines) = self._data, self._found
         return classes_evidence(
             embeddings,
             data.labels[data.test],
             found,
             cosines,
-            surest_mistakes(data, found[:, 0], cosines[:, 0]),
+            surest_mistakes(data, found[:, 0], cosines[:, 0], self._mistakes),
             lambda row: Item(data.names[data.labels[data.test[row]]], data.picture(data.test[row])),
             lambda label: Item(data.names[label], data.picture(data.example(label))),
         )
 
     def draw(self, folder: Path) -> None:
         assert self._found is not None
+        assert self._mistakes is not None
         _, found, cosines = self._found
-        draw_look_alikes(self._data, found[:, 0], cosines[:, 0], folder / "look_alikes.png")
-
-
-def make_head(config: TrainConfig, width: int, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
-    """Make this rank's shard of the classifier of embeddings of this width."""
-    head = config.head
-    return wb.PartialFC(
-        width,
-        classes,
-        margin=make_margin(head),
-        sub_centers=head.sub_centers,
-        sample_rate=head.sample_rate,
-        label_smoothing=config.label_smoothing,
-        seed=config.seed,
-        group=group,
-        device=device,
-    )
-
-
-def has_reference(head: HeadConfig) -> bool:
-    """Return whether the reference implementation has the head's loss: one batch, all centers, a stateless margin."""
-    return head.sample_rate == 1.0 and head.margin in ("arcface", "cosface", "sphereface", "normface")
-
-
-def make_margin(head: HeadConfig) -> Any:
-    """Make the margin with its scale, and with its size if one is configured."""
-    margins: dict[str, Callable[..., Any]] = {
-        "arcface": wb.ArcFace,
-        "cosface": wb.CosFace,
-        "sphereface": wb.SphereFace,
-        "normface": wb.NormFace,
-        "adaface": wb.AdaFace,
-        "magface": wb.MagFace,
-        "curricularface": wb.CurricularFace,
-    }
-    m = _COSFACE_M if head.m is None and head.margin == "cosface" else head.m
-    return margins[head.margin](s=head.scale, **({} if m is None else {"m": m}))
-
-
-def _head_folder(folder: Path, step: int | str) -> Path:
-    return folder / f"head-{step}"
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, a folder or a link, but not the target of a link."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+        draw_look_alikes(self._data, found[:, 0], cosines[:, 0], self._mistakes, folder / "look_alikes.png")
 
 
 def _barrier() -> None:

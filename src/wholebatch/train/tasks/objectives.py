@@ -53,7 +53,7 @@ class _WithNegatives(nn.Module):
         negatives: Tensor,
         negative_names: Tensor,
     ) -> Tensor:
-        """Return L; `names` of positives (b_r,) and of negatives (n_r,) leave out negatives that equal a positive."""
+        """Return L; a negative (n_r,) with the name of a query (b_r,) is a stated positive of it, and left out."""
         loss: Tensor = self._functions.info_nce_loss(
             first, second, logit_scale=scale, negatives=negatives, query_ids=names, negative_ids=negative_names
         )

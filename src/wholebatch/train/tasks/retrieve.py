@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..config import TrainConfig
 from ..data.feed import Feed, workers_of_a_rank
 from ..data.pairs import Pairs, Split
 from ..data.sides import Side
+from ..data.stated import Stated, stated_of_groups
 from ..encoders.adapters import merged_state
 from ..encoders.encoder import Encoder
 from ..encoders.inputs import Inputs, number_of_rows, to_device
@@ -29,15 +31,12 @@ from ..report.search import search_evidence
 from ..run.checkpoint import load_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import Chunk, PairBatches, Reader
-from .evaluation import features_of_rows
+from .evaluation import ROWS, features_of_rows, features_on_first_rank
 from .objectives import make_objective
+from .pair_search import PLURAL, further_candidates, report_of_search, table, ways_of
 from .precision import Precision
-from .retrieval import chance, figures, recall
+from .retrieval import recall
 from .task import Curve, Task, finite_loss, make_adamw, not_finite
-
-PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
-
-_MOST_DOCUMENTS = 200_000  # that the final test searches
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class Retrieve(Task):
     ) -> None:
         self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
-        one, other = pairs.names
-        self._ways = (f"{one}_to_{other}", f"{other}_to_{one}")
+        self._ways = ways_of(pairs)
+        self._features_of_rows = features_on_first_rank if size > 1 else features_of_rows
         self.curves = tuple(
             Curve(f"recall@{k}, {way.replace('_', ' ')}", (way, f"recall@{k}"), color, style, marker)
             for way, style, marker in zip(self._ways, ("-", "--"), ("o", "x"), strict=True)
@@ -178,87 +177,69 @@ class Retrieve(Task):
         return {"logit_scale": whole(self._encoder.log_logit_scale.detach()).exp().item()}
 
     def validate(self) -> dict[str, Any]:
-        return self._both_ways(*self._features(self._split.validation)) if self._evaluates else {}
+        stated = self._validated
+        first, second = self._features(stated)
+        if self._rank:
+            return {}
+        both = (recall(first, second, stated.right), recall(second, first, stated.back))
+        return dict(zip(self._ways, both, strict=True))
 
-    @property
-    def _evaluates(self) -> bool:
-        """Whether this rank encodes held-out rows: the first one, and with sharded weights all of them."""
-        return self._rank == 0 or self._is_sharded
+    @cached_property
+    def _validated(self) -> Stated:
+        return stated_of_groups(self._pairs, self._split.validation)
 
-    def _both_ways(self, first: Tensor, second: Tensor) -> dict[str, dict[str, float]]:
-        return dict(zip(self._ways, (recall(first, second), recall(second, first)), strict=True))
+    @cached_property
+    def _tested(self) -> Stated:
+        return stated_of_groups(self._pairs, self._split.test)
 
-    def _features(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features of the first row of each group."""
-        first, second = (self._features_of(name, self._pairs.rows(groups)) for name in self._pairs.names)
+    def _features(self, stated: Stated) -> tuple[Tensor, Tensor]:
+        """Return the features of these items, on rank 0. All ranks."""
+        first, second = (self._features_of(*each) for each in zip(self._pairs.names, stated.rows, strict=True))
         return first, second
 
     def _features_of(self, name: str, rows: Tensor) -> Tensor:
         of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
         with self._precision.autocast():
-            return features_of_rows(*of, workers=self._workers)
+            return self._features_of_rows(*of, workers=self._workers, size=min(ROWS, self._config.chunk_size or ROWS))
 
     def headline(self, validation: Mapping[str, Any]) -> str:
-        return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._split.validation)}"
+        return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._validated.rows[1])}"
 
     def loss_state(self) -> dict[str, Tensor]:
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
-    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+    def save(
+        self,
+        folder: Path,
+        loss_state: Mapping[str, Tensor],
+        *,
+        step: int,
+        seconds: float,
+        metrics: str | None = None,
+    ) -> None:
         if self._rank == 0 or self._is_sharded:
             state = self._state.state_dict() | dict(loss_state)
-            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds, writes=self._rank == 0)
+            save_checkpoint(
+                folder, state, self._optimizer, step=step, seconds=seconds, metrics=metrics, writes=self._rank == 0
+            )
 
     def load(self, folder: Path) -> dict[str, Any]:
         return load_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
 
     def test(self) -> dict[str, Any]:
-        if not self._evaluates:
+        stated, other = self._tested, self._pairs.names[1]
+        rows = further_candidates(self._pairs, stated)
+        self._found = first, second = self._features(stated)
+        further = self._features_of(other, rows) if len(rows) else second[:0]
+        if self._rank:
             return {}
-        first, second = self._found = self._features(self._split.test)
         if not all(x.isfinite().all() for x in self._found):
             raise not_finite(self._config.steps, "the features of the test set are not finite")
-        forth, back = self._ways
-        texts = len(self._split.test)
-        corpus = self._corpus()
-        if corpus is None:
-            there = figures(first, second)
-        else:
-            other = self._pairs.names[1]
-            candidates = self._features_of(other, corpus)
-            there = figures(first, candidates, self._split.test, self._pairs.group_of[corpus])
-        among = texts if corpus is None else len(corpus)
-        return {
-            "test_texts": texts,
-            "candidates": among,
-            "chance": chance(among),
-            "chance_back": chance(texts),
-            forth: there,
-            back: figures(second, first),
-        }
-
-    def _corpus(self) -> Tensor | None:
-        """Return the rows of the documents to search: all that differ, held-out ones first. None: the held-out ones."""
-        if self._pairs.documents is None:
-            return None
-        held_out = torch.isin(self._pairs.group_of[self._pairs.documents], self._split.test)
-        return torch.cat([self._pairs.documents[held_out], self._pairs.documents[~held_out]])[:_MOST_DOCUMENTS]
+        held_out = {"test_texts": len(self._split.test)}
+        return held_out | report_of_search(self._ways, stated, first, second, further)
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        forth, back = (way.replace("_to_", " -> ") for way in self._ways)
-        names = {forth: self._ways[0], back: self._ways[1], "chance": "chance"}
-        if report["candidates"] != report["test_texts"]:
-            names = {forth: self._ways[0], "chance": "chance", f"{back}, among {report['test_texts']:,}": self._ways[1]}
-            names["chance there"] = "chance_back"
-        columns = list(report["chance"])
-        rows = [[label, *(f"{report[key][name]:.4f}" for name in columns)] for label, key in names.items()]
-        title = f"Retrieval among {report['candidates']:,} texts"
-        if report["candidates"] == report["test_texts"]:
-            title += " never seen in training"
-        else:
-            title += f", for {report['test_texts']:,} queries never seen in training"
-        shown = {"mrr": "MRR", "ndcg@10": "nDCG@10"}
-        return title, ["", *(shown.get(name, name) for name in columns)], rows
+        return table(report, self._ways)
 
     def weights(self) -> dict[str, Tensor]:
         return whole_state(merged_state(self._encoder), kept=True)
@@ -267,24 +248,27 @@ class Retrieve(Task):
         save_dual_encoder(folder, self._encoder)
 
     def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
-        way, chance = self._ways[0], report["chance"]["recall@1"]
-        figure = f"{report[way]['recall@1']:.3f}"
-        return f"recall@1, {way.replace('_to_', ' → ')}", figure, f"chance {chance:.2g}"
+        way, found = self._ways[0], report[self._ways[0]]
+        note = f"chance {found['chance']['recall@1']:.2g}"
+        return f"recall@1, {way.replace('_to_', ' → ')}", f"{found['recall@1']:.3f}", note
 
     def evidence(self) -> Evidence:
         assert self._found is not None
-        rows = self._pairs.rows(self._split.test)
 
-        def item(side: Side) -> Callable[[int], Item]:
+        def item(side: Side, rows: Tensor) -> Callable[[int], Item]:
             def of(place: int) -> Item:
                 found = side.items(rows[place][None])[0]
                 return Item(found) if side.kind == "text" else Item(picture=found)
 
             return of
 
-        (one, first), (other, second) = self._pairs.sides.items()
-        found, sought = self._found
-        return search_evidence((PLURAL[one], found, item(first)), (PLURAL[other], sought, item(second)))
+        first, second = (
+            (PLURAL[name], features, item(side, rows))
+            for (name, side), features, rows in zip(
+                self._pairs.sides.items(), self._found, self._tested.rows, strict=True
+            )
+        )
+        return search_evidence(first, second, self._tested)
 
     def draw(self, folder: Path) -> None:
         draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")

@@ -88,8 +88,24 @@ class Task(ABC):
         """Return a copy of the tensors that a forward pass changes."""
 
     @abstractmethod
-    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
-        """Write a checkpoint with this `loss_state` instead of the present one. All ranks."""
+    def save(
+        self,
+        folder: Path,
+        loss_state: Mapping[str, Tensor],
+        *,
+        step: int,
+        seconds: float,
+        metrics: str | None = None,
+    ) -> None:
+        """Write a checkpoint with this `loss_state` instead of the present one. All ranks.
+
+        Args:
+            folder: the run folder.
+            loss_state: from `loss_state()`.
+            step: number of steps made.
+            seconds: time that they took.
+            metrics: on rank 0 the digest of these steps in metrics.jsonl. None: it is computed from the file.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> dict[str, Any]:

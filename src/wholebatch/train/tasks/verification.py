@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+FAR = 1e-3
+"""The false accept rate of the reports."""
 _ROWS = 512
 
 
@@ -42,9 +43,14 @@ def accepted_at(features: Tensor, labels: Tensor, far: float) -> tuple[float, fl
     return (torch.cat(same) > threshold).double().mean().item(), threshold
 
 
-def best_possible(pictures: Iterable[Any], labels: Tensor) -> float:
-    """Return the largest accuracy of a method that sees only the pictures (of Pillow): equal ones get equal answers."""
+def best_possible(digests: Sequence[bytes], labels: Tensor) -> float:
+    """Return the largest accuracy of a method that sees only the pictures: equal ones get equal answers.
+
+    Args:
+        digests: of the pixels of n pictures, equal for equal pictures.
+        labels: (n,).
+    """
     classes: dict[bytes, Counter[int]] = defaultdict(Counter)
-    for picture, label in zip(pictures, labels.tolist(), strict=True):
-        classes[picture.tobytes()][label] += 1
+    for digest, label in zip(digests, labels.tolist(), strict=True):
+        classes[digest][label] += 1
     return sum(max(counts.values()) for counts in classes.values()) / len(labels)
