@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,10 +113,11 @@ def _sizes_of_files(side: FilePictures, rows: Tensor) -> list[int]:
     folder, paths = str(side.table.folder), side.table.arrow[side.column].take(pa.array(rows.numpy()))
     found = []
     for row, path in zip(rows.tolist(), paths.to_pylist(), strict=True):
-        try:
-            found.append(os.stat(os.path.join(folder, path)).st_size)
-        except (OSError, ValueError, TypeError):
-            found.append(_size(side, row))  # which says why
+        size = None
+        if path and path.strip():
+            with suppress(OSError, ValueError):
+                size = os.stat(os.path.join(folder, path)).st_size
+        found.append(_size(side, row) if size is None else size)  # which says why there is none
     return found
 
 
