@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from fcntl import LOCK_EX, flock
 
-import pyarrow as pa
 import pytest
 import torch
 from data_sets import FORMS, png
@@ -17,9 +16,9 @@ from wholebatch._user_error import UserError
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.data import equal_pictures
 from wholebatch.train.data.cache_files import CannotWriteError, cache_folder
-from wholebatch.train.data.checksum import checksum_of, mapped
 from wholebatch.train.data.open_table import open_table
 from wholebatch.train.data.pictures import bytes_of
+from wholebatch.train.data.table_file import checksum_of
 from wholebatch.train.data.table_pairs import table_pairs
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
@@ -163,32 +162,24 @@ def test_a_start_does_not_read_the_pictures(tmp_path):
         assert (file.read_bytes() == whole) == is_noticed
 
 
-def values_but_pictures(file):
-    table = mapped(file)
-    return [{**row, "image": {**row["image"], "bytes": len(row["image"]["bytes"])}} for row in table.to_pylist()]
-
-
-def test_any_changed_byte_changes_the_checksum_or_nothing_but_pictures(tmp_path):
+def test_any_changed_byte_that_is_not_of_a_picture_is_noticed(tmp_path):
+    """Before Arrow interprets it: of these files some would end the process."""
     open_table(str(FORMS["parquet of bytes"](tmp_path)))
     (name,) = arrow_files()
     whole = (cache_folder() / name).read_bytes()
-    expected, values = checksum_of(cache_folder() / name), values_but_pictures(cache_folder() / name)
+    expected = checksum_of(cache_folder() / name)
+    assert name.endswith(f"-{expected}.arrow")
     inside = {place for i in range(6) for place in range(whole.index(png(i)), whole.index(png(i)) + len(png(i)))}
-    file, unnoticed = tmp_path / "changed.arrow", 0
-    for place in [place for place in range(len(whole)) if place not in inside][::5]:
+    file = tmp_path / "changed.arrow"
+    for place in range(len(whole)):
         changed = bytearray(whole)
         changed[place] ^= 1 << place % 8
         file.write_bytes(changed)
         try:
             is_same = checksum_of(file) == expected
-        except (OSError, ValueError, pa.ArrowException):
-            continue
-        if is_same:  # padding
-            unnoticed += 1
-            assert values_but_pictures(file) == values
-            pictures = [row["image"]["bytes"] for row in mapped(file).to_pylist()]
-            assert pictures == [png(i) for i in range(6)], place
-    assert unnoticed < len(whole) / 20
+        except ValueError:
+            is_same = False
+        assert is_same == (place in inside), place
 
 
 def test_the_copy_of_pictures_is_announced_once(tmp_path):
@@ -217,7 +208,7 @@ def test_equal_pictures_are_looked_for_once(tmp_path, monkeypatch, form):
     first = start()
     assert first[0] >= 2, "some pictures have as many bytes"
     assert start() == start() == (0, *first[1:])
-    (kept,) = cache_folder().glob("*.pictures.arrow")
+    (kept,) = cache_folder().glob("*.pictures")
     kept.write_bytes(kept.read_bytes()[:100])
     assert start() == first
     assert start()[0] == 0

@@ -1,8 +1,8 @@
 """The cache of tables: what is slow to read is written once as an Arrow file, which all ranks of a machine map.
 
 The name of a file holds the path, time and size of its sources, so that a changed source is read again, and a checksum
-of its own size, schema and values but for the bytes of pictures: a file that a full disk or a loss of power has cut
-short is written again, and a start takes as long with large pictures as with small ones.
+of its own content but for the bytes of pictures: a file that a full disk or a loss of power has cut short is written
+again, and a start takes as long with large pictures as with small ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from ..._user_error import UserError
 from .cache_files import CannotWriteError, alone, cache_folder, written
-from .checksum import Batches, checksum_of, mapped, write_batches
 from .table import need_pyarrow
+from .table_file import Batches, checksum_of, mapped, write_table
 
 _VERSION = 3  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
@@ -58,7 +58,7 @@ def cached(
         if (found := _whole(folder, pattern)) is not None:
             return found, ()
         try:
-            with written(folder, lambda file: write_batches(file, batches)) as partial:
+            with written(folder, lambda file: write_table(file, batches)) as partial:
                 checksum = checksum_of(partial)
                 for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
                     with suppress(OSError):
@@ -72,7 +72,7 @@ def cached(
 def uncached(batches: Batches) -> tuple[Any, tuple[str, ...]]:
     """Return the Arrow table of the record batches, mapped from a file that has no name any more."""
     try:
-        with written(cache_folder(), lambda file: write_batches(file, batches)) as partial:
+        with written(cache_folder(), lambda file: write_table(file, batches)) as partial:
             return mapped(partial), ()  # the mapping outlives the file's name
     except CannotWriteError as error:
         return _in_memory(batches, 0, error.reason)
@@ -89,12 +89,11 @@ def _renamed(partial: Path, file: Path) -> Path:
 
 def _whole(folder: Path, pattern: str) -> Any | None:
     """Return the table of a cached file whose checksum is that of its name; None if there is none."""
-    pa = need_pyarrow()
     for file in folder.glob(pattern):
         try:
             if checksum_of(file) == file.stem.rpartition("-")[2]:
                 return mapped(file)
-        except (OSError, ValueError, pa.ArrowException):  # removed by another process, or damaged: it is written again
+        except (OSError, ValueError):  # removed by another process, or damaged: it is written again
             continue
     return None
 

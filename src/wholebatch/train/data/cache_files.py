@@ -86,7 +86,7 @@ class _Sink:
     """A file that tells its own errors from those of the sources."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self.closed = file, False
+        self._file, self.name, self.closed = file, file.name, False
 
     def write(self, content: Any) -> int:
         try:
@@ -95,7 +95,10 @@ class _Sink:
             raise CannotWriteError(error) from error
 
     def flush(self) -> None:
-        """The file is flushed at the end."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise CannotWriteError(error) from error
 
     def close(self) -> None:
         self.closed = True

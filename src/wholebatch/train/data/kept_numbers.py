@@ -31,7 +31,7 @@ def kept_numbers(side: FilePictures, rows: Tensor) -> Numbered:
         return _read(file, len(column))
 
     return kept(
-        side, digest_of(rows), ".pictures.arrow", read=read, find=lambda: numbers_of_pictures(side, rows), write=_write
+        side, digest_of(rows), ".pictures", read=read, find=lambda: numbers_of_pictures(side, rows), write=_write
     )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from .table import Table, need_pyarrow
 from .text_files import read_json_lines, read_separated
 
 _ROWS = 1024  # of a parquet file that are held at a time
-_BYTES = "BYTE_ARRAY"  # parquet's type of pictures, and of texts
 
 
 def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
@@ -70,15 +69,17 @@ def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
 def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Say that the pictures of a parquet file will be copied, with their size."""
     with _parquet_file(path) as file:
-        groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
-        columns = [group.column(place) for group in groups for place in range(group.num_columns)]
-    size = sum(each.total_uncompressed_size for each in columns if each.physical_type == _BYTES and not _is_text(each))
+        columns = [file.schema.column(place) for place in range(len(file.schema))]
+        places = [place for place, each in enumerate(columns) if _holds_bytes(each)]
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    size = sum(group.column(place).total_uncompressed_size for group in groups for place in places)
     if size:
         say(f"the pictures inside of {path} are copied into {folder}, once: {size / 2**30:.3g} GiB")
 
 
-def _is_text(column: Any) -> bool:
-    return bool(column.logical_type is not None and column.logical_type.type == "STRING")
+def _holds_bytes(column: Any) -> bool:
+    """Return whether a column of a parquet file holds bytes that are no texts."""
+    return bool(column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE")
 
 
 @contextmanager
