@@ -59,11 +59,11 @@ def cached(
             return found, ()
         try:
             with written(folder, lambda file: write_table(file, batches)) as partial:
-                checksum = checksum_of(partial)
+                file = _renamed(partial, folder / f"{of_paths}-{of_facts}-{checksum_of(partial)}.arrow")
                 for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
-                    with suppress(OSError):
-                        old.unlink()
-                file = _renamed(partial, folder / f"{of_paths}-{of_facts}-{checksum}.arrow")
+                    if old != file:  # without locks another process may have written it as well
+                        with suppress(OSError):
+                            old.unlink()
         except CannotWriteError as error:
             return _in_memory(batches, size, error.reason)
         return mapped(file), ()
