@@ -18,7 +18,7 @@ from .pictures import bytes_of
 from .sides import FilePictures, no_image
 
 _READERS = 16  # threads
-_ROWS = 4096  # that they are given at a time
+_ROWS = 256  # that each of them gets at a time
 MOST = 200_000
 """Beyond so many pictures of equal sizes, their bytes are not compared: a start must not read millions of files."""
 
@@ -168,8 +168,9 @@ def _merged(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -
     known: dict[bytes, int] = {}
     changed = torch.arange(int(numbers.max()) + 1)
     with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
-        for some in alike.split(_ROWS):
-            digests = readers.map(lambda row: _digest(side, row), some.tolist())
+        for some in alike.split(_READERS * _ROWS):
+            parts = readers.map(lambda rows: [_digest(side, row) for row in rows.tolist()], some.split(_ROWS))
+            digests = (digest for part in parts for digest in part)
             for number, digest in zip(numbers[some].tolist(), digests, strict=True):
                 changed[number] = known.setdefault(digest, number)
     return Numbered(torch.where(numbers < 0, numbers, changed[numbers.clamp(min=0)]), sizes, "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from .equal_pictures import is_text
@@ -19,7 +18,7 @@ def stamp_of_pictures(side: FilePictures) -> str:
     found = hashlib.sha256()
     if not is_text(column.type):  # the pictures lie inside of the files that the rows come from
         found.update(side.column.encode())
-        _add_files(found, table.files)
+        _add_files(found, (str(file.absolute()) for file in table.files))
     paths = _paths(column)
     if paths is not None:
         found.update(digest_of(paths).encode())
@@ -28,14 +27,14 @@ def stamp_of_pictures(side: FilePictures) -> str:
     return found.hexdigest()
 
 
-def _add_files(found: Any, files: Iterable[str | Path]) -> None:
+def _add_files(found: Any, files: Iterable[str]) -> None:
     for file in files:
         try:
             status = os.stat(file)
             facts = status.st_size, status.st_mtime_ns
         except (OSError, ValueError):  # the row is an error when it is read
             facts = 0, 0
-        found.update(f"{os.path.abspath(file)} {facts}".encode(errors="surrogateescape"))
+        found.update(f"{file} {facts}".encode(errors="surrogateescape"))
 
 
 def _paths(column: Any) -> Any:
