@@ -20,7 +20,7 @@ from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import split_words
 from wholebatch.train.run.resume import read_config
 from wholebatch.train.tasks.evaluation import features_of_rows
-from wholebatch.train.tasks.retrieval import ranks_of_partner, recall
+from wholebatch.train.tasks.retrieval import first_ranks, recall
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     model = make_dual_encoder(config)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     model.eval()
-    ranks = ranks_of_partner(*features(model, pairs, split.test))
+    ranks = first_ranks(*features(model, pairs, split.test))
 
     test = split.test.tolist()
     pictures, again = pictures_of(pairs, pairs.rows(split.test)), Counter[bytes]()

@@ -3,10 +3,12 @@
 import json
 import shutil
 import signal
+from collections import Counter
 
 import pytest
 import torch
 from glyph_files import write_pairs
+from PIL import Image
 from safetensors.torch import load_file
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
@@ -15,9 +17,12 @@ from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
 from wholebatch.train.data.class_split import with_split
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
+from wholebatch.train.data.labeled import LabeledImages
 from wholebatch.train.data.pairs import Order
-from wholebatch.train.data.sides import DrawnPictures
+from wholebatch.train.data.pixel_digests import PixelDigests
+from wholebatch.train.data.sides import DrawnPictures, Side
 from wholebatch.train.encoders.small import Pad
+from wholebatch.train.report.look_alikes import find_mistakes, surest_mistakes
 from wholebatch.train.tasks.batches import ImageBatches, Reader
 from wholebatch.train.tasks.verification import accepted_at, best_possible
 
@@ -237,7 +242,56 @@ def test_verification_is_that_of_all_pairs():
         assert tar == pytest.approx(accepted[same].double().mean().item(), abs=1e-3)
 
 
+class Counted(Side):
+    """Pictures that count how often each is read."""
+
+    kind = "image"
+
+    def __init__(self, pictures):
+        self._pictures, self.reads = pictures, Counter()
+
+    def items(self, rows):
+        self.reads.update(rows.tolist())
+        return [self._pictures[row] for row in rows.tolist()]
+
+
+def picture(size, pixels):
+    return Image.frombytes("L", size, bytes(pixels))
+
+
 def test_the_best_possible_accuracy_counts_equal_pictures():
-    pixels = torch.tensor([[1, 2], [1, 2], [1, 2], [3, 4]], dtype=torch.uint8)[:, None, None]
-    images = DrawnPictures(pixels).items(torch.arange(4))
-    assert best_possible(images, torch.tensor([0, 0, 1, 2])) == 0.75
+    wide, high = picture((2, 1), (1, 2)), picture((1, 2), (1, 2))
+    digests = PixelDigests(Counted([wide, wide.copy(), wide.copy(), picture((2, 1), (3, 4)), high])).of(torch.arange(5))
+    assert [digests.index(digest) for digest in digests] == [0, 0, 0, 3, 4], "equal bytes of other sizes differ"
+    assert best_possible(digests, torch.tensor([0, 0, 1, 2, 1])) == 0.8
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_digests_of_many_pictures_are_those_of_each(workers):
+    pictures = Counted([picture((2, 1), (n // 7, n % 5)) for n in range(600)])
+    rows = torch.tensor([*range(599, -1, -1), 3, 3])
+    found = PixelDigests(pictures, workers=workers).of(rows)
+    assert found == [PixelDigests(pictures).of(torch.tensor([row]))[0] for row in rows.tolist()]
+    assert len({*found}) == len({(n // 7, n % 5) for n in range(600)})
+
+
+def test_the_mistakes_of_a_test_read_each_picture_once():
+    """Class 1 has the picture that a test image of class 0 is mistaken for it with; class 2 has another."""
+    a, b, c = (picture((2, 2), [n] * 4) for n in (1, 2, 3))
+    pictures = Counted([a, a, c, b, b, c, a])
+    labels = torch.tensor([0, 1, 2, 1, 0, 0, 2])
+    data = LabeledImages(pictures, labels, ("A", "B", "C"), torch.arange(4), torch.arange(0), torch.arange(4, 7))
+    found = torch.tensor([1, 2, 0])
+    digests = PixelDigests(pictures)
+    best = best_possible(digests.of(data.test), labels[data.test])
+    mistakes = find_mistakes(data, found, digests)
+    assert best == 1.0
+    assert mistakes.images.tolist() == [0, 1, 2]
+    assert mistakes.are_equal.tolist() == [True, True, True]
+    assert {*pictures.reads.values()} == {1}
+    other = find_mistakes(data, torch.tensor([2, 1, 2]), PixelDigests(pictures))
+    assert other.images.tolist() == [0, 1]
+    assert other.are_equal.tolist() == [False, False]
+    surest = surest_mistakes(data, torch.tensor([2, 1, 2]), torch.tensor([0.1, 0.9, 0.5]), other)
+    assert surest == [1, 0]
+    assert surest_mistakes(data, found, torch.tensor([0.1, 0.9, 0.5]), mistakes) == []

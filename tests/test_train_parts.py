@@ -18,7 +18,7 @@ from wholebatch.train.run.checkpoint import FILE, load_checkpoint, save_checkpoi
 from wholebatch.train.run.resume import check_same_run
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.augment import affine_maps, apply_maps
-from wholebatch.train.tasks.retrieval import ranks_of_partner, recall
+from wholebatch.train.tasks.retrieval import first_ranks, recall
 
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 
@@ -59,6 +59,7 @@ def test_split_is_by_character_and_batches_hold_each_once(glyphs):
     assert len(seen) == len(set(seen)) == steps * 1024
     assert set(seen) <= parts[0]
     order = Order(split.train, batch_size=1024, seed=0)
+    assert torch.equal(glyphs.tested, glyphs.rows(torch.arange(len(glyphs)))), "the test asks for one picture of each"
     other = batch_of_step(order, glyphs, step=1 + steps, seed=0)
     again = batch_of_step(order, glyphs, step=1, seed=0)
     assert again[1].tolist() == seen[1024:2048]
@@ -118,9 +119,9 @@ def test_augmentation_is_a_function_of_seed_and_step():
 def test_recall_matches_a_computation_by_hand():
     queries = torch.eye(3)
     candidates = torch.tensor([[1.0, 0, 0], [0.9, 0.5, 0], [0, 0.6, 0.5]])
-    assert ranks_of_partner(queries, candidates).tolist() == [0, 1, 0]
+    assert first_ranks(queries, candidates).tolist() == [0, 1, 0]
     assert recall(queries, candidates) == {"recall@1": pytest.approx(2 / 3), "recall@5": 1.0, "recall@10": 1.0}
-    assert ranks_of_partner(torch.ones(4, 2), torch.ones(4, 2)).tolist() == [3] * 4, "ties do not count as found"
+    assert first_ranks(torch.ones(4, 2), torch.ones(4, 2)).tolist() == [3] * 4, "ties do not count as found"
 
 
 def test_configuration_survives_json_and_differences_are_named(tmp_path):

@@ -13,6 +13,7 @@ from PIL import Image
 from train_runs import options
 
 from wholebatch.__main__ import main
+from wholebatch.train.data.stated import Stated
 from wholebatch.train.report.charts import draw_chart, draw_histogram
 from wholebatch.train.report.classes import classes_evidence
 from wholebatch.train.report.content import (
@@ -31,6 +32,7 @@ from wholebatch.train.report.content import (
 from wholebatch.train.report.images import data_uri
 from wholebatch.train.report.page import render
 from wholebatch.train.report.search import search, search_evidence
+from wholebatch.train.tasks.retrieval import same_places
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=alert(1)> {{ 7 * 7 }} {% endfor %} $x_1$"
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -116,7 +118,7 @@ def test_texts_alone_and_little_else_make_a_report():
     assert "All options have their defaults" in render(report)
     pairs = ("questions", torch.eye(3), lambda row: Item(f"question {row}"))
     answers = ("answers", torch.eye(3)[[0, 2, 1]], lambda row: Item(f"answer {row}"))
-    evidence = search_evidence(pairs, answers)
+    evidence = search_evidence(pairs, answers, one_to_one(3))
     html = render(Report("a", "b", [], Table("c", [], []), evidence=evidence))
     assert "Questions → answers" in html
     assert "img" not in Page(html).tags
@@ -133,10 +135,15 @@ def axes(*angles):
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
+def one_to_one(count):
+    return Stated((torch.arange(count), torch.arange(count)), same_places(count))
+
+
 def test_a_search_by_hand():
     """Query 1 finds candidate 0 first; query 2 is opposite to its answer, which comes last."""
-    queries, candidates = axes(0.0, 0.1, 3.0), axes(0.0, 0.3, 0.0)
-    first, second, third = search(queries, candidates, [0, 1, 2], lambda i: Item(f"q{i}"), lambda i: Item(f"c{i}"))
+    queries, candidates, right = axes(0.0, 0.1, 3.0), axes(0.0, 0.3, 0.0), same_places(3)
+    of = (lambda i: Item(f"q{i}"), lambda i: Item(f"c{i}"))
+    first, second, third = search(queries, candidates, right, [0, 1, 2], *of)
     assert first.rank == 2, "candidate 2 is as similar, and ties count against the query"
     assert [each.item.text for each in second.candidates][-1] == "c1"
     assert [each.right for each in second.candidates] == [False, False, True]
@@ -146,13 +153,32 @@ def test_a_search_by_hand():
     assert third.candidates[0].item.text == "c1", "cos(2.7) is the least negative"
 
 
+def test_a_search_with_several_right_answers():
+    """The best of a query's right answers counts; the other right ones are marked, and are no mistakes before it."""
+    queries, candidates = axes(0.0, 3.0), axes(0.5, 0.1, 0.2, 3.1, 0.3, 0.4, 0.6)
+    right = torch.tensor([[0, 0, 1], [0, 4, 6]])
+    first, second = search(queries, candidates, right, [0, 1], lambda i: Item(f"q{i}"), lambda i: Item(f"c{i}"))
+    assert [each.item.text for each in first.candidates] == ["c1", "c2", "c4", "c5", "c0"]
+    assert [each.right for each in first.candidates] == [False, False, True, False, True]
+    assert (first.rank, first.answer) == (3, None)
+    assert (second.rank, second.answer) == (2, None)
+    (far,) = search(queries, candidates, torch.tensor([[0, 0], [3, 6]]), [0], *[lambda i: Item(str(i))] * 2)
+    assert (far.rank, far.answer.item.text, far.answer.right) == (6, "6", True)
+    stated = Stated((torch.arange(2), torch.arange(7)), right)
+    sides = (("x", each, lambda i: Item(str(i))) for each in (queries, candidates))
+    evidence = search_evidence(*sides, stated, both_ways=False)
+    assert torch.allclose(evidence.positives, torch.tensor([0.5, 0.3, 2.4]).cos())
+    assert len(evidence.negatives) == 2 * 7 - 3
+
+
 def test_the_sheet_and_the_worst_mistakes():
     """Row 7 of 40 is swapped with its opposite: its answer has the last rank, and leads the worst mistakes."""
     torch.manual_seed(0)
     x = torch.nn.functional.normalize(torch.randn(40, 64), dim=1)
     y = torch.nn.functional.normalize(x + 0.2 * torch.randn(40, 64) / 8, dim=1)
     y[7] = -x[7]
-    evidence = search_evidence(("images", x, lambda i: Item(f"x{i}")), ("texts", y, lambda i: Item(f"y{i}")))
+    sides = (("images", x, lambda i: Item(f"x{i}")), ("texts", y, lambda i: Item(f"y{i}")))
+    evidence = search_evidence(*sides, one_to_one(40))
     titles = [gallery.title for gallery in evidence.galleries]
     assert titles == ["Images → texts", "Worst mistakes, images → texts",
                       "Texts → images", "Worst mistakes, texts → images"]  # fmt: skip
@@ -169,7 +195,8 @@ def test_the_sheet_and_the_worst_mistakes():
 
 def test_pairs_of_many_rows_are_a_sample_without_the_diagonal():
     x = torch.eye(3000)[:, :3000]
-    evidence = search_evidence(("a", x, lambda i: Item(str(i))), ("b", x, lambda i: Item(str(i))))
+    sides = (("a", x, lambda i: Item(str(i))), ("b", x, lambda i: Item(str(i))))
+    evidence = search_evidence(*sides, one_to_one(3000))
     assert 150_000 < len(evidence.negatives) <= 448**2
     assert not evidence.negatives.any()
 
@@ -252,7 +279,7 @@ def test_the_report_of_a_search_has_its_figures(tmp_path):
     page, report = Page(html), json.loads((run / "report.json").read_text())
     assert "retrieve · pairs.jsonl" in page.texts
     assert f"{report['image_to_text']['recall@1']:.4f}" in page.texts
-    assert f"{report['chance']['recall@1']:.4f}" in page.texts
+    assert f"{report['image_to_text']['chance']['recall@1']:.4f}" in page.texts
     assert any(text.startswith("plan: clip on 1 process") for text in page.texts)
     assert any(text.startswith("audit: on 1 process the gradient") for text in page.texts)
     assert "best validation" in page.texts

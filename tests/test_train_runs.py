@@ -37,8 +37,10 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert [row["step"] for row in metrics(run)] == list(range(1, 51))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
     report = json.loads((run / "report.json").read_text())
-    assert report["chance"]["recall@1"] == pytest.approx(1 / 24)
-    assert report["image_to_text"]["recall@10"] > report["chance"]["recall@10"]
+    there = report["image_to_text"]
+    assert report["test_texts"] == 24
+    assert there["queries"] >= 24, "the groups are of characters with equal pictures"
+    assert there["recall@10"] > there["chance"]["recall@10"]
     for picture in ("curves.png", "retrieval.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in output, "plain lines without a terminal"

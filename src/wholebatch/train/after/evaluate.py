@@ -155,5 +155,5 @@ def _show(run: OpenRun, options: EvaluateConfig, found: dict[str, Any]) -> None:
     ways = [name for name in found if "_to_" in name]
     for way in ways:
         say(f"{way.replace('_to_', ' -> ')}: {found[way]['queries']:,} queries among {found[way]['candidates']:,}")
-    _, columns, rows = table(found, ways)
-    table_of(columns, rows)
+    _, columns, lines = table(found, ways)
+    table_of(columns, lines)
