@@ -274,6 +274,22 @@ def test_a_picture_finds_texts_once_each(run, data, tmp_path, capsys):
     assert str(twice) in output
 
 
+def test_equal_columns_of_texts_are_one_as_in_training(run, data, tmp_path, capsys):
+    (tmp_path / "images").symlink_to(data.parent / "images")
+    twice = tmp_path / "twice.csv"
+    header, *lines = data.read_text().splitlines()
+    assert header == "image,text"
+    twice.write_text("image,text,caption\n" + "".join(f"{line},{line.split(',')[1]}\n" for line in lines))
+    picture = data.parent / "images" / "41.png"
+    succeeds("search", run, picture, "--in", twice, "-k", "3", "--out", tmp_path / "o.jsonl")
+    succeeds("evaluate", run, twice, "--out", tmp_path / "e.json")
+    twice.write_text("image,text,caption\n" + "".join(f"{line},another\n" for line in lines))
+    assert "several columns that could be the text: text, caption" in mistake(
+        capsys, "search", run, picture, "--in", twice
+    )
+    assert "several columns that could be the text: text, caption" in mistake(capsys, "evaluate", run, twice)
+
+
 def test_features_in_a_file_are_searched(run, data, tmp_path, capsys):
     text = "CYRILLIC CAPITAL LETTER ZHE"
     succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
@@ -399,35 +415,38 @@ def block(readme):
     return found
 
 
+def printed_without_this_package(program, folder):
+    """Run a program that cannot import this package, in a folder, and return the last line that it prints."""
+    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
 def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
     """Its Python prints the similarity that the package computes."""
     readme = (run / "README.md").read_text()
     program = block(readme).replace("a few words", "LATIN SMALL LETTER B")
     shutil.copyfile(data.parent / "images" / "62.png", tmp_path / "picture.png")
-    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}\nprint(repr((image @ text.T).item()))"
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    printed = printed_without_this_package(f"{program}\nprint(repr((image @ text.T).item()))", tmp_path)
     found = open_run(run)
     image = reference(run, data, "image", "image")[
         open_table(str(data)).arrow["image"].to_pylist().index("images/62.png")
     ]
     text = found.features("text", found.encoder("text").prepare(["LATIN SMALL LETTER B"]))[0]
-    assert float(done.stdout.splitlines()[-1]) == pytest.approx((image @ text).item(), abs=1e-6)
+    assert float(printed) == pytest.approx((image @ text).item(), abs=1e-6)
 
 
 def test_the_readme_of_a_classifier_names_a_class(classifier, tmp_path):
     run, data = classifier
     shutil.copyfile(data.parent / "images" / "DejaVuSans-41.png", tmp_path / "picture.png")
-    program = f"import sys\nsys.modules['wholebatch'] = None\n{block((run / 'README.md').read_text())}"
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    printed = printed_without_this_package(block((run / "README.md").read_text()), tmp_path)
     found = open_run(run)
     image = reference(run, data, "image", "image")[open_table(str(data)).arrow["image"].to_pylist().index(
         "images/DejaVuSans-41.png")]  # fmt: skip
     best = (torch.nn.functional.normalize(found.centers, dim=1) @ image).argmax()
-    assert done.stdout.strip() == str([found.classes[best]])
+    assert printed == str([found.classes[best]])
 
 
 def test_the_readme_has_the_figures_and_commands_that_run(run, data, tmp_path):

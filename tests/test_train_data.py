@@ -5,10 +5,8 @@ import gc
 import io
 import json
 import os
-import shutil
 import signal
 import sys
-import threading
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -23,14 +21,17 @@ from PIL import Image
 import wholebatch as wb
 from wholebatch._user_error import UserError
 from wholebatch.partition import Partition
+from wholebatch.train.after.encode import Work
 from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data.cache import cache_folder
 from wholebatch.train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
-from wholebatch.train.data.load import load_data, table_pairs
+from wholebatch.train.data.load import load_data
+from wholebatch.train.data.negatives import FalseNegatives
 from wholebatch.train.data.open_table import open_table
 from wholebatch.train.data.pairs import Order, batch_of_step, joined, split_groups
 from wholebatch.train.data.roles import asked_roles, find_roles
 from wholebatch.train.data.sides import Texts
+from wholebatch.train.data.stated import stated_pairs
+from wholebatch.train.data.table_pairs import table_pairs
 from wholebatch.train.encoders.inputs import map_tensors
 from wholebatch.train.encoders.small import Pad, Words
 from wholebatch.train.tasks.batches import PairBatches, Reader, rows_of_chunks
@@ -245,6 +246,72 @@ def test_equal_pictures_are_found_in_bytes_and_shards(tmp_path):
     assert [len(pairs_of(tmp_path / name)) for name in ("pairs.parquet", "*.tar")] == [2, 3]
 
 
+def test_a_text_that_is_a_query_and_a_document_is_one_group(tmp_path):
+    """With one encoder for both it would be a false negative of itself, and stand on both sides of the split."""
+    (tmp_path / "pairs.csv").write_text("query,positive\na,b\nb,c\nd,e\nf,a\ng,h\n")
+    pairs = table_pairs(open_table(str(tmp_path / "pairs.csv")), TrainConfig())
+    assert pairs.group_of.tolist() == [0, 0, 1, 0, 2]
+
+
+def write_ids(folder, ids, *, form="csv"):
+    """Write pairs, each with a picture and a text of its own, and a column of ids."""
+    names = write_pictures(folder, len(ids))
+    if form == "csv":
+        lines = [
+            f"{name},text {i},{'' if each is None else each}\n"
+            for i, (name, each) in enumerate(zip(names, ids, strict=True))
+        ]
+        (folder / "pairs.csv").write_text("image,text,product\n" + "".join(lines))
+        return folder / "pairs.csv"
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"text {i}" for i in range(len(ids))]
+    pq.write_table(pa.table({"image": names, "text": texts, "product": ids}), folder / "pairs.parquet")
+    return folder / "pairs.parquet"
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_rows_of_one_id_are_never_apart_nor_in_one_batch(tmp_path, form):
+    ids = [i % 13 if i % 3 else None for i in range(48)]
+    path = write_ids(tmp_path, ids, form=form)
+    pairs = pairs_of(path, columns="group=product")
+    alone = ids.count(None)
+    assert len(pairs) == alone + 13, "a row without an id is a group of its own"
+    assert len(pairs_of(path)) == 48, "the column counts only if it is named"
+    for row, each in enumerate(ids):
+        same = [r for r in range(48) if r == row or (each is not None and ids[r] == each)]
+        assert (pairs.group_of == pairs.group_of[row]).nonzero()[:, 0].tolist() == same
+        assert (pairs.ids == pairs.ids[row]).nonzero()[:, 0].tolist() == same
+    assert pairs.digest != pairs_of(path).digest
+    split = split_groups(pairs, validation=4, test=6, seed=0)
+    parts = [
+        [row for g in part.tolist() for row in pairs.order[pairs.first[g] : pairs.first[g + 1]].tolist()]
+        for part in (split.train, split.validation, split.test)
+    ]
+    assert sorted(row for part in parts for row in part) == [*range(48)]
+    assert shared(parts, ids) <= {None}
+    assert shared([part.tolist() for part in split_by_row(48, validation=4, test=6, seed=0)], ids) > {None}
+    order = Order(split.train, batch_size=8, seed=0)
+    for step in range(20):
+        rows = batch_of_step(order, pairs, step=step, seed=0)[0].tolist()
+        found = [ids[row] for row in rows if ids[row] is not None]
+        assert len(found) == len(set(found))
+
+
+def test_ids_join_texts_and_pictures_and_are_of_retrieval(tmp_path):
+    (tmp_path / "pairs.csv").write_text("query,positive,id\na,b,1\nc,d,2\ne,f,1\nc,g, \nh,i,\n")
+    pairs = pairs_of(tmp_path / "pairs.csv", columns="group=id")
+    assert pairs.group_of.tolist() == [0, 1, 0, 1, 2]
+    with pytest.raises(
+        UserError, match=r"--columns group=id goes with --task retrieve; of --task identify name the col"
+    ):
+        find_roles(open_table(str(tmp_path / "pairs.csv")), "group=id", task="identify")
+    lines = [{"query": "a", "positive": "b", "id": ["x"]}, {"query": "c", "positive": "d", "id": ["y"]}]
+    with pytest.raises(UserError, match=r"the column 'id' must hold texts or numbers to be the group; got list<"):
+        pairs_of(write_queries(tmp_path, lines), columns="group=id")
+
+
 # Batches.
 def batches_of(pairs, rank=0, size=1, batch_size=4, chunk_size=0):
     config = replace(CONFIG, batch_size=batch_size, chunk_size=chunk_size)
@@ -305,13 +372,14 @@ def test_workers_start_in_other_ways_than_by_a_fork(many):
 
 
 def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr("wholebatch._cpus.usable_cpus", lambda: 6)
     automatic = replace(CONFIG, workers=-1)
     assert [workers_of_a_rank(automatic, many.sides, size) for size in (1, 2, 4, 8)] == [6, 3, 1, 1]
     assert workers_of_a_rank(automatic, {"query": Texts(["a"])}, 1) == 0, "texts are read at once"
     assert workers_of_a_rank(CONFIG, many.sides, 1) == 0
-    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr("wholebatch._cpus.usable_cpus", lambda: 128)
     assert workers_of_a_rank(automatic, many.sides, 1) == 8
+    assert [Work(1, workers, 32, "cpu", "auto").workers_to_read() for workers in (-1, 0, 3)] == [4, 0, 3]
 
 
 class Fails:
@@ -401,6 +469,32 @@ def test_negatives_are_lists_or_columns_with_any_number_of_texts(tmp_path):
     assert of_rows(named.negatives, range(6)) == [["n2"], [], ["n1"], [], [], ["n4"]]
 
 
+def test_a_negative_that_is_a_positive_of_the_same_id_is_none(tmp_path):
+    """Also if it is a negative of another query in the batch."""
+    lines = [
+        {"query": "q0", "positive": "p0", "negatives": ["p1", "n"], "id": "7"},
+        {"query": "q1", "positive": "p1", "negatives": ["n"], "id": "7"},
+        {"query": "q2", "positive": "p2", "negatives": ["p1", "p0"], "id": "8"},
+    ]
+    path, rows = write_queries(tmp_path, lines), torch.tensor([0, 2])
+    for columns, expected in (("group=id", [0, -1, 0, 0]), ("", [-1, -1, -1, 0])):
+        pairs = pairs_of(path, columns=columns)
+        false = FalseNegatives(pairs.numbers["query"], pairs.numbers["document"], pairs.group_of, pairs.ids)
+        assert false.ids(pairs.negatives.of(rows)[1], rows, pairs.group_of[rows]).tolist() == expected
+
+
+def test_rows_of_one_id_are_right_answers_of_each_other_and_of_no_others(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("query,positive,id\na,A,1\nb,B,1\nc,A,\nd,D,2\na,E,2\nf,F,\n")
+    pairs = pairs_of(path, columns="group=id")
+    assert pairs.group_of.tolist() == [0, 0, 0, 0, 0, 1], "all are connected but the last"
+    stated = stated_pairs(pairs, pairs.order)
+    asked, sought = (side.items(rows) for side, rows in zip(pairs.sides.values(), stated.rows, strict=True))
+    found = {(asked[i], sought[j]) for i, j in stated.right.T.tolist()}
+    assert found == {*zip("aabbcddaaf", "ABABADEDEF", strict=True)}
+    assert len(found) == stated.right.shape[1]
+
+
 def test_data_without_any_negative_have_none(tmp_path):
     lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": []} for i in range(4)]
     assert pairs_of(write_queries(tmp_path, lines)).negatives is None
@@ -463,126 +557,3 @@ def test_a_negative_that_equals_a_positive_is_no_candidate_of_its_query(tmp_path
     assert loss == pytest.approx(definition(leave_out=True), rel=1e-5)
     assert reference == pytest.approx(definition(leave_out=True), rel=1e-5)
     assert abs(loss - definition(leave_out=False)) > 1e-3, "a positive among the negatives would show"
-
-
-# The cache.
-def arrow_files():
-    return sorted(path.name for path in cache_folder().glob("*.arrow"))
-
-
-def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
-    path = FORMS["csv"](tmp_path)
-    first = pairs_of(path).digest
-    (name,) = arrow_files()
-    monkeypatch.setattr("wholebatch.train.data.open_table.read_separated", None)
-    assert pairs_of(path).digest == first, "from the cache"
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path.write_text(path.read_text(encoding="utf-8").replace("snow", "rain"), encoding="utf-8")
-    os.utime(path, (5, 5))
-    assert pairs_of(path).digest != first
-    (other,) = arrow_files()
-    assert other != name, "the table of the earlier version is removed"
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "zeros", "empty"])
-def test_a_damaged_cache_file_is_written_again(tmp_path, damage):
-    path = FORMS["csv"](tmp_path)
-    first = pairs_of(path).digest
-    (name,) = arrow_files()
-    file = cache_folder() / name
-    whole = file.read_bytes()
-    middle = len(whole) // 2
-    file.write_bytes(
-        {"cut": whole[:middle], "flipped": whole[:middle] + bytes([whole[middle] ^ 8]) + whole[middle + 1 :],
-         "zeros": bytes(len(whole)), "empty": b""}[damage]
-    )  # fmt: skip
-    pairs = pairs_of(path)
-    assert pairs.digest == first
-    assert pairs.sides["text"].items(torch.tensor([3])) == ["snow"]
-    assert file.read_bytes() == whole
-
-
-@pytest.mark.parametrize("where", ["open", "write", "fsync", "mkdir"])
-def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monkeypatch, where):
-    full = OSError(28, "No space left on device")
-
-    def fails(*args, **kwargs):
-        raise full
-
-    path = FORMS["csv"](tmp_path)
-    expected = pairs_of(path).digest
-    shutil.rmtree(tmp_path / "cache")
-    if where == "write":
-        monkeypatch.setattr("wholebatch.train.data.cache._Sink.write", _write_that_fails)
-    else:
-        monkeypatch.setattr(
-            {"open": "tempfile.NamedTemporaryFile", "fsync": "os.fsync", "mkdir": "pathlib.Path.mkdir"}[where], fails
-        )
-    said = []
-    table = open_table(str(path))
-    pairs = table_pairs(table, CONFIG, say=said.append)
-    assert pairs.digest == expected
-    assert "the table is in the memory of each rank: the cache" in said[0]
-    assert "No space left on device" in said[0]
-    monkeypatch.setattr("wholebatch.train.data.cache._MOST_BYTES", 10)
-    with pytest.raises(UserError, match=r"cannot be written: No space left on device; set XDG_CACHE_HOME to a folder"):
-        open_table(str(path))
-    monkeypatch.undo()
-    assert not [*(tmp_path / "cache").rglob("*.partial")]
-
-
-def _write_that_fails(self, content):
-    from wholebatch.train.data.cache import _CannotWriteError
-
-    raise _CannotWriteError(OSError(28, "No space left on device"))
-
-
-def test_an_error_of_the_source_is_not_taken_for_one_of_the_cache(tmp_path):
-    path = FORMS["csv"](tmp_path)
-    path.write_text("image,text\n" + "a.png,b\n" * 9 + 'a.png,"b\n')
-    with pytest.raises(UserError, match=r"pairs.csv, line 11: not a CSV file: unexpected end of data"):
-        open_table(str(path))
-    assert not [*cache_folder().glob("*.arrow")]
-    assert not [*cache_folder().glob("*.partial")]
-
-
-def test_processes_that_start_together_read_the_source_once(tmp_path, monkeypatch):
-    """Threads stand for processes: each opens the lock file for itself, which is what flock goes by."""
-    from wholebatch.train.data import open_table as module
-
-    path, reads, original = FORMS["csv"](tmp_path), [], module.read_separated
-    monkeypatch.setattr(module, "read_separated", lambda path: (reads.append(path), original(path))[1])
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(open_table(str(path)))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(reads) == 1
-    assert len(arrow_files()) == 1
-
-
-def test_without_locks_processes_write_equal_files(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    path = FORMS["csv"](tmp_path)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(pairs_of(path).digest)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1
-    assert len(found) == 3
-    assert len(arrow_files()) == 1
-
-
-def test_a_text_that_is_a_query_and_a_document_is_one_group(tmp_path):
-    """With one encoder for both it would be a false negative of itself, and stand on both sides of the split."""
-    (tmp_path / "pairs.csv").write_text("query,positive\na,b\nb,c\nd,e\nf,a\ng,h\n")
-    pairs = table_pairs(open_table(str(tmp_path / "pairs.csv")), TrainConfig())
-    assert pairs.group_of.tolist() == [0, 0, 1, 0, 2]

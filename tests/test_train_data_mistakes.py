@@ -1,10 +1,12 @@
 """Mistakes in a user's data: one line with the file, the place in it, and the fix."""
 
+import csv
 import json
 import os
 import re
 import shutil
 import tarfile
+import threading
 from dataclasses import replace
 
 import pyarrow as pa
@@ -20,9 +22,12 @@ from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.data.load import load_data, table_pairs
+from wholebatch.train.data.cache_files import cache_folder
+from wholebatch.train.data.load import load_data
 from wholebatch.train.data.open_table import open_table
 from wholebatch.train.data.roles import asked_roles
+from wholebatch.train.data.sides import FilePictures
+from wholebatch.train.data.table_pairs import table_pairs
 from wholebatch.train.run.data_facts import DataFacts, write_data_facts
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
@@ -349,6 +354,98 @@ def test_bad_pictures_are_left_out_counted_and_listed(tmp_path, workers):
     assert again.digest != pairs.digest, "a picture that has become readable makes other data"
 
 
+@pytest.fixture
+def pictures_read(monkeypatch):
+    """Return a list that gets the row of each picture that is read."""
+    rows, original = [], FilePictures.read
+
+    def read(self, row):
+        rows.append(row)
+        return original(self, row)
+
+    monkeypatch.setattr(FilePictures, "read", read)
+    return rows
+
+
+def test_pictures_are_decoded_at_the_first_start_only_until_one_changes(tmp_path, pictures_read):
+    path = with_bad_pictures(tmp_path)
+
+    def start():
+        pictures_read.clear()
+        pairs = table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True))
+        assert [each.place for each in pairs.left_out] == [f"{path}, line {line}" for line in (5, 9, 13)]
+        assert "there is no image" in pairs.left_out[0].reason
+        return len(pictures_read)
+
+    assert [start() for _ in range(3)] == [20, 0, 0]
+    os.utime(tmp_path / "images" / "4.png", (5, 5))
+    assert [start() for _ in range(2)] == [20, 0]
+    (kept,) = cache_folder().glob("*.unreadable.json")
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-5], b"[]", whole.replace(b'"rows": 20', b'"rows": 21'), whole.replace(b"[7", b"[70")):
+        assert damaged != whole
+        kept.write_bytes(damaged)
+        assert [start() for _ in range(2)] == [20, 0]
+    assert kept.read_bytes() == whole
+
+
+def test_ranks_that_start_together_decode_each_picture_once(tmp_path, pictures_read):
+    """Threads stand for the processes of a machine: each opens the lock file for itself."""
+    path, found = with_bad_pictures(tmp_path), []
+    config = replace(CONFIG, skip_bad=True)
+    start = [
+        threading.Thread(target=lambda: found.append(table_pairs(open_table(str(path)), config))) for _ in range(3)
+    ]
+    for thread in start:
+        thread.start()
+    for thread in start:
+        thread.join()
+    assert sorted(pictures_read) == [*range(20)]
+    assert [len(pairs) for pairs in found] == [17] * 3
+    assert len({pairs.digest for pairs in found}) == 1
+
+
+@pytest.mark.parametrize("form", ["bytes", "paths of datasets", "shard"])
+def test_pictures_in_a_parquet_file_or_a_shard_are_decoded_again_if_their_file_changes(tmp_path, pictures_read, form):
+    names = write_pictures(tmp_path)
+    (tmp_path / names[2]).write_bytes(b"no picture")
+    content = [(tmp_path / name).read_bytes() for name in names]
+    if form == "shard":
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w") as tar:
+            for i, each in enumerate(content):
+                add(tar, f"{i}.png", each)
+                add(tar, f"{i}.txt", f"t{i}".encode())
+    else:
+        path = tmp_path / "a.parquet"
+        structs = [{"bytes": None, "path": name} for name in names[:-1]] + [{"bytes": content[-1], "path": None}]
+        pq.write_table(pa.table({"image": content if form == "bytes" else structs, "text": list("abcdef")}), path)
+
+    def start():
+        pictures_read.clear()
+        assert len(table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True)).left_out) == 1
+        return len(pictures_read)
+
+    assert [start() for _ in range(2)] == [6, 0]
+    os.utime(tmp_path / names[0] if form == "paths of datasets" else path, (5, 5))
+    assert [start() for _ in range(2)] == [6, 0]
+
+
+def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypatch, pictures_read):
+    def fails(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    path, said = with_bad_pictures(tmp_path), []
+    monkeypatch.setattr("wholebatch.train.data.kept.replacing", fails)
+    for _ in range(2):
+        table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
+    assert len(pictures_read) == 40
+    assert (
+        said.count("--skip-bad reads all pictures at each start: the cache cannot be written (Read-only file system)")
+        == 2
+    )
+
+
 def test_a_long_list_of_bad_pictures_is_cut_short(tmp_path):
     said = []
     load_data(replace(CONFIG, data=str(with_bad_pictures(tmp_path, range(12))), skip_bad=True), 1, said.append)
@@ -402,6 +499,27 @@ def test_a_picture_that_is_none_ends_a_run_with_one_line_from_its_worker(capsys,
         (tmp_path / f"images/{number}.png").write_text(f"text {number}")
     line = one_line(capsys, 2, "--data", str(path), "--run-folder", str(tmp_path / "run"), "--steps", "3", *OPTIONS)
     assert re.search(r"line \d+: '.*\.png' cannot be read as an image \(.*\); --skip-bad leaves such rows out", line)
+
+
+@pytest.mark.usefixtures("_nothing_is_drawn")
+@pytest.mark.parametrize("task", ["retrieve", "identify"])
+def test_the_run_folder_lists_all_rows_that_are_left_out(capsys, tmp_path, task):
+    path, run = with_bad_pictures(tmp_path, range(7)), tmp_path / "run"
+    if task == "identify":
+        path.write_text(re.sub(r"text (\d+)", lambda found: f"class {int(found[1]) % 3}", path.read_text()))
+    (tmp_path / "images" / "0.png").write_bytes(b'a, "b"')
+    options = [*OPTIONS[:-2], "--workers", "0", "--steps", "2"]
+    argv = ["--data", str(path), "--run-folder", str(run), "--skip-bad", "--task", task, *options]
+    assert main(["train", *argv]) == 0
+    assert f"data: {run / 'left_out.csv'} lists the 7 rows that are left out" in capsys.readouterr().out
+    with (run / "left_out.csv").open(newline="") as file:
+        rows = [*csv.reader(file)]
+    assert rows[0] == ["place", "reason"]
+    assert [place for place, _ in rows[1:]] == [f"{path}, line {line}" for line in range(2, 9)]
+    assert "cannot be read as an image" in rows[1][1]
+    before = (run / "left_out.csv").stat().st_mtime_ns
+    assert main(["train", "--resume", str(run)]) == 0
+    assert (run / "left_out.csv").stat().st_mtime_ns == before
 
 
 @pytest.mark.usefixtures("_nothing_is_drawn")

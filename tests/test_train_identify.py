@@ -15,8 +15,9 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
+from wholebatch.train.data.class_split import with_split
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
-from wholebatch.train.data.labeled import LabeledImages, with_split
+from wholebatch.train.data.labeled import LabeledImages
 from wholebatch.train.data.pairs import Order
 from wholebatch.train.data.pixel_digests import PixelDigests
 from wholebatch.train.data.sides import DrawnPictures, Side

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from ._cpus import cpus_of_a_rank
 from .comm import Communicator
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -79,8 +79,8 @@ def map_each_tensor() -> None:
 
 
 def threads_of_a_rank(ranks: int) -> int:
-    """Return each rank's share of the machine's cores."""
-    return max(1, (os.cpu_count() or 1) // ranks)
+    """Return each rank's share of the cores that this process may use."""
+    return cpus_of_a_rank(ranks)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -60,6 +60,16 @@ def has_gpu_of_its_own() -> bool:
     return "SLURM_PROCID" in os.environ and bound
 
 
+def has_cores_of_its_own() -> bool:
+    """Return whether srun has started several processes and has bound each to its own cores, as with --cpus-per-task.
+
+    A single process that it has started, and torchrun, start ranks that share the cores of their parent.
+    """
+    size = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1"
+    is_task = "SLURM_PROCID" in os.environ and size != "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    return is_task and os.environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask_cpu", "map_cpu"))
+
+
 def _local_size(size: int) -> int:
     """Return the number of processes on this node."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE")

@@ -1,6 +1,7 @@
-"""A fixture for all tests inside other frameworks: each file gives the environment back."""
+"""Fixtures of tests inside other frameworks: each file gives the environment back, and none reaches for the network."""
 
 import os
+import socket
 
 import pytest
 
@@ -12,3 +13,21 @@ def _environment():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Return a table of characters and their names, where a file has no data of its own."""
+    from glyph_files import write_pairs  # which needs matplotlib
+
+    return str(write_pairs(tmp_path_factory.mktemp("pairs"), "pairs.csv"))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Let each use of the network fail."""
+
+    def refused(*_):
+        raise AssertionError("the program reached for the network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refused)

@@ -9,7 +9,6 @@ dropout is off.
 import json
 import pickle
 import shutil
-import socket
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from glyph_files import write_pairs
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models import save_both, save_image, save_text
@@ -40,7 +38,10 @@ from wholebatch.train.encoders.pooling import pool, rule_of_sentences
 from wholebatch.train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
 from wholebatch.train.tasks.make import make_task
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers and peft warn
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("no_network"),
+]  # they warn
 
 CPU = torch.device("cpu")
 TEXTS = ["latin small letter a", "one", "greek capital letter alpha with tonos and many more words an example", "b c"]
@@ -60,19 +61,6 @@ def models(tmp_path_factory):
     for name in ("clip", "siglip"):
         save_both(folder / name, name)
     return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return str(write_pairs(tmp_path_factory.mktemp("pairs"), "pairs.csv"))
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch):
-    def refused(*_):
-        raise AssertionError("the program reached for the network")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refused)
 
 
 def text_encoder(folder, **options):

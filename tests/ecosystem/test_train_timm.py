@@ -6,7 +6,6 @@ The models are timm's own tiny ones, with random weights that the test saves as 
 """
 
 import shutil
-import socket
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from glyph_files import write_pairs
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
@@ -40,7 +38,7 @@ from wholebatch.train.encoders.make import make_encoder  # noqa: E402
 from wholebatch.train.encoders.saved import open_dual_encoder, save_dual_encoder  # noqa: E402
 from wholebatch.train.tasks.make import make_task  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # timm warns
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("no_network")]  # timm warns
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(embedding_size=16, text_width=16, text_buckets=256)
@@ -54,19 +52,6 @@ def models(tmp_path_factory):
         torch.manual_seed(0)
         save_for_hf(timm.create_model(name, num_classes=5), folder / name, safe_serialization=True)
     return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return str(write_pairs(tmp_path_factory.mktemp("pairs"), "pairs.csv"))
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch):
-    def refused(*_):
-        raise AssertionError("the program reached for the network")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refused)
 
 
 def encoder_of(name, **options):

@@ -80,9 +80,11 @@ class TrainConfig:
     shards (a .tar file, a folder of them, "shards/{000..099}.tar"), or a data set saved by the library datasets."""
     columns: str = ""
     """Columns of the data by their roles, "image=filepath,text=title". Roles: image and text, or query, positive and
-    negatives, or label; usual names are recognized without this."""
+    negatives, or label, whose usual names are recognized without this; and group: rows with an equal value in it are
+    positives of each other, "group=product_id"."""
     skip_bad: bool = False
-    """Leave out rows whose picture cannot be read. All pictures are read once before the first step to find them."""
+    """Leave out rows whose picture cannot be read; left_out.csv of the run folder lists them. All pictures are read
+    once to find them, and again when a file of theirs changes."""
     workers: int = -1
     """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
     run_folder: Path | None = None

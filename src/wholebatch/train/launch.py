@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -21,6 +21,8 @@ from .._user_error import UserError
 from .audited import audit_start
 from .config import TrainConfig
 from .data.feed import WorkerDiedError
+from .data.left_out import FILE as LEFT_OUT
+from .data.left_out import LeftOut
 from .data.load import Data, load_data
 from .loop import train
 from .planned import plan_start
@@ -180,6 +182,11 @@ class _Prepared(NamedTuple):
         return (self.data[0] if isinstance(self.data, tuple) else self.data).digest
 
     @property
+    def left_out(self) -> Sequence[LeftOut]:
+        """The rows that `--skip-bad` has left out."""
+        return (self.data[0] if isinstance(self.data, tuple) else self.data).left_out
+
+    @property
     def facts(self) -> DataFacts:
         """The facts for data.json of the run folder."""
         if isinstance(self.data, tuple):
@@ -234,9 +241,12 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
         folder.resume_after(step)
         return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))
     path = _folder(config)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), _Prepared(config, data).facts)
+    prepared = _Prepared(config, data)
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), prepared.facts, prepared.left_out)
     held.callback(folder.close)
-    return _Prepared(config, data, folder)
+    if prepared.left_out:
+        progress.show_data(f"{path / LEFT_OUT} lists the {len(prepared.left_out):,} rows that are left out")
+    return prepared._replace(folder=folder)
 
 
 def _extensions(config: TrainConfig, path: Path, step: int) -> tuple[Extension, ...]:

@@ -42,7 +42,7 @@ def embed(options: EmbedConfig) -> None:
     work = Work.of(options)
     items = open_items(
         run, options.data, "DATA", column=options.column, side=options.side, skip_bad=options.skip_bad, say=say,
-        workers=work.workers_to_read(),
+        workers=options.workers,
     )  # fmt: skip
     again = Again(options.data, "DATA", items.column, items.name)
     tiles = with_progress(features_of(run, items, work, again), len(items))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,14 +18,14 @@ from torch import Tensor
 
 from ..._measure import threads_of_a_rank
 from ..._user_error import UserError
-from ..data.feed import WorkerDiedError, prepared
+from ..data.feed import WorkerDiedError, automatic_workers, prepared
 from ..data.sides import FilePictures
 from ..encoders.inputs import to_device
 from ..ranks.local_ranks import RankDiedError, one_line
 from ..tasks.batches import Reader, RowInputs
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
-from .options import EmbedConfig, EvaluateConfig, SearchConfig, Weights
+from .options import EncodingOptions, Weights
 
 
 class Work(NamedTuple):
@@ -39,14 +38,14 @@ class Work(NamedTuple):
     weights: Weights
 
     @classmethod
-    def of(cls, options: EmbedConfig | SearchConfig | EvaluateConfig) -> Work:
+    def of(cls, options: EncodingOptions) -> Work:
         """Return that of a command's options."""
         ranks = getattr(options, "ranks", 1)
         return cls(options.batch_size, options.workers, ranks, options.device, options.weights)
 
     def workers_to_read(self) -> int:
         """Return how many processes of each rank read pictures."""
-        return self.workers if self.workers >= 0 else max(1, min(8, (os.cpu_count() or 1) // self.ranks))
+        return self.workers if self.workers >= 0 else automatic_workers(self.ranks)
 
 
 def features_of(

@@ -17,13 +17,13 @@ from ..._files import replacing
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from ..data.glyphs import glyph_pairs
-from ..data.load import table_pairs
 from ..data.open_table import open_table
 from ..data.pairs import Pairs
 from ..data.roles import asked_roles
 from ..data.sides import Side
 from ..data.stated import stated_pairs
 from ..data.table import Table
+from ..data.table_pairs import table_pairs
 from ..tasks.head import make_head
 from ..tasks.pair_search import report_of_search, table, ways_of
 from ..tasks.verification import FAR, accepted_at
@@ -63,7 +63,7 @@ def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:
     try:
         if options.data == "glyphs":
             return glyph_pairs(for_glyphs(run.config).image_size)
-        table = open_table(options.data)
+        table = open_table(options.data, say)
         config = replace(
             run.config, columns=_columns(run.config, table, options), skip_bad=options.skip_bad, workers=options.workers
         )

@@ -42,7 +42,7 @@ def kept_features(run: OpenRun, items: Items, work: Work, argument: str, *, skip
         if not path.exists():
             if skips:
                 assert isinstance(items.side, FilePictures)
-                items = replace(items, rows=readable_rows(items.side, say, workers=work.workers_to_read()))
+                items = replace(items, rows=readable_rows(items.side, say, workers=work.workers).rows)
                 _write_rows(rows, items.rows)
             say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
             again = Again(items.source, argument, items.column, items.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ..._user_error import UserError
 from ..data.sides import FilePictures, Texts
 from ..data.table import LINE, MEMBER, Table
 from .items import Items
+from .reading import reading
 
 COLUMN = "features"
 TILE = 16384  # rows that are read at a time
@@ -143,7 +143,10 @@ def open_features(path: Path) -> FeatureFile:
     Raises:
         UserError: it is damaged, or no file of features.
     """
-    with _reading(path):
+    import pyarrow as pa
+
+    kinds = (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowException)
+    with reading(path, "a file of features", kinds):
         return _open_npy(path) if path.suffix == ".npy" else _open_parquet(path)
 
 
@@ -177,18 +180,3 @@ def _open_parquet(path: Path) -> FeatureFile:
         side = FilePictures(table, column) if name == "image" else Texts(arrow[column])
         items = Items(name, side, rows, facts["source"], table, column)
     return FeatureFile(path, len(table), kind.list_size, items, facts["weights"])
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn an error of a file of features into a UserError."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowException) as error:
-        raise UserError(
-            f"{str(path)!r} cannot be read as a file of features: {' '.join(str(error).split())}"
-        ) from error

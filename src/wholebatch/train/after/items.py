@@ -18,7 +18,8 @@ from ..data.fingerprint import digest_of
 from ..data.folders import PICTURES
 from ..data.glyphs import glyph_pairs
 from ..data.open_table import open_table
-from ..data.roles import USUAL, text_column
+from ..data.picture_stamps import stamp_of_pictures
+from ..data.roles import USUAL, text_column, usual_columns
 from ..data.sides import FilePictures, Side, Texts
 from ..data.table import Table
 from ..data.unreadable import readable_rows
@@ -27,10 +28,10 @@ from .options import renamed
 
 # The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
 _ROLES = {
-    "image": (("image",),),
-    "text": (("text",), ("label",), ("query",), ("positive",)),
-    "query": (("query",), ("text",), ("positive",), ("label",)),
-    "document": (("positive",), ("text",), ("query",), ("label",)),
+    "image": ("image",),
+    "text": ("text", "label", "query", "positive"),
+    "query": ("query", "text", "positive", "label"),
+    "document": ("positive", "text", "query", "label"),
 }
 
 
@@ -70,7 +71,7 @@ class Items:
     def digest(self) -> str:
         """Return a hash of the items, by which features of the same items are found again.
 
-        Files of pictures count by their path, their size and the time of their last change.
+        Files with pictures count by their path, their size and the time of their last change.
         """
         found = hashlib.sha256(repr((self.name, self.column, self.rows.tolist())).encode())
         if self.table is None:
@@ -79,22 +80,8 @@ class Items:
         if not isinstance(self.side, FilePictures):
             found.update(digest_of(self.table.arrow[self.column]).encode())
             return found.hexdigest()
-        for row in self.rows.tolist():
-            place = self.side.place(row)
-            if isinstance(place, bytes):
-                found.update(hashlib.sha256(place).digest())
-            else:
-                file = place[0] if isinstance(place, tuple) else place
-                found.update(repr((str(place), *_stamp(file))).encode())
+        found.update(stamp_of_pictures(self.side).encode())
         return found.hexdigest()
-
-
-def _stamp(file: str | Path) -> tuple[int, int]:
-    try:
-        status = os.stat(file)
-    except OSError:  # the row is an error when it is read
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
 
 
 def open_items(
@@ -118,7 +105,7 @@ def open_items(
         side: the side that reads it. None: as the column is.
         skip_bad: leave out rows whose picture cannot be read.
         say: called with lines about the data.
-        workers: processes that read pictures for `skip_bad`.
+        workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
 
     Raises:
         UserError: no such data, column or side.
@@ -129,14 +116,14 @@ def open_items(
         found = _glyphs(run, name)
         return Items(name, found, torch.arange(_count(found)), "glyphs")
     try:
-        table = open_table(data)
+        table = open_table(data, say)
         for line in table.said:
             say(line)
         name, column = find_column(run, table, column, side)
         if run.kind(name) == "image":
             _check_pictures(table, column)
             pictures = FilePictures(table, column)
-            rows = readable_rows(pictures, say, workers=workers) if skip_bad else torch.arange(len(table))
+            rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column)
         return Items(name, Texts(text_column(table, name, column)), torch.arange(len(table)), data, table, column)
     except UserError as error:
@@ -171,7 +158,7 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
     for name in (side,) if side else run.sides:
         if found := _usual(table, name):
             return name, found
-    names = [each for name in ((side,) if side else run.sides) for each in _ROLES[name][0]]
+    names = [_ROLES[name][0] for name in ((side,) if side else run.sides)]
     usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
     raise UserError(
         f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. "
@@ -180,12 +167,12 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
 
 
 def _usual(table: Table, side: str) -> str:
-    there = {name.lower(): name for name in table.names}
-    for roles in _ROLES[side]:
-        found = [there[name] for role in roles for name in USUAL[role] if name in there]
+    """Return the usual column of a side, as `wholebatch train` finds it; "" if there is none."""
+    for role in _ROLES[side]:
+        found = usual_columns(table, role)
         if len(found) > 1:
             raise UserError(
-                f"{table.source} has several columns that could be the {roles[0]}: {', '.join(found)}; name one, for "
+                f"{table.source} has several columns that could be the {role}: {', '.join(found)}; name one, for "
                 f"instance --column {found[0]}"
             )
         if found:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
 from ..run.resume import read_config
 from .options import Weights
+from .reading import reading
 
 FINAL = "model.safetensors"
 _NAMES = {FINAL: "final", BEST: "best", CHECKPOINT: "checkpoint"}
@@ -100,7 +100,8 @@ def open_run(folder: Path, device: torch.device | None = None, weights: Weights 
     kind = _NAMES[path.name]
     is_checkpoint = kind == "checkpoint"
     prefix = "" if not is_checkpoint else "model.encoder." if config.task == "retrieve" else "model."
-    with _reading(path), TensorFile(path) as file:
+    of_file = reading(path, "weights", (OSError,), named=(ValueError,))
+    with of_file, TensorFile(path) as file:
         names = [name for name in file.entries if name.startswith(prefix)]
         model = _model(folder, config, {name.removeprefix(prefix) for name in names}, is_checkpoint=is_checkpoint)
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
@@ -158,19 +159,6 @@ def _classes(file: TensorFile) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"{file.path} has no names of classes; it is damaged, or was not written by this program")
     return tuple(names)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn an error of a file into a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be read: {error}") from error
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def device_of(name: str, rank: int, ranks: int) -> torch.device:

@@ -26,8 +26,40 @@ Query = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OfRun:
+    """The weights of a run."""
+
+    weights: Weights = "auto"
+    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
+    "auto": the final ones, or those of the last checkpoint while there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingOptions(_OfRun):
+    """How rows are read and encoded."""
+
+    skip_bad: bool = False
+    """Leave out rows whose picture cannot be read. All pictures are read once to find them, and again when a file of
+    theirs changes. A search of the run's own data does as the run does."""
+    batch_size: int = 256
+    """Rows that are encoded together."""
+    workers: int = -1
+    """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
+    device: Device = "auto"
+    """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnRanks(EncodingOptions):
+    """The same, on several ranks."""
+
+    ranks: int = 1
+    """Processes that encode, each with its share of the cores, or a GPU of its own."""
+
+
 @dataclass(frozen=True)
-class EmbedConfig:
+class EmbedConfig(_OnRanks):
     """Write the feature of each row of DATA, a unit row of float32, with the rows in their order.
 
     RUN is the folder of a run. DATA is whatever `wholebatch train --data` takes: a .csv, .tsv, .jsonl or .parquet file,
@@ -42,20 +74,6 @@ class EmbedConfig:
     """The encoder that reads it. None: as the column is."""
     out: Path = Path("features.parquet")
     """FILE.parquet: the columns of the data, and the column `features`; or FILE.npy: features alone, (n, d)."""
-    skip_bad: bool = False
-    """Leave out rows whose picture cannot be read. All pictures are read once before to find them."""
-    batch_size: int = 256
-    """Rows that are encoded together."""
-    workers: int = -1
-    """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
-    ranks: int = 1
-    """Processes that encode, each with its share of the cores, or a GPU of its own."""
-    device: Device = "auto"
-    """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
-
-    weights: Weights = "auto"
-    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
-    "auto": the final ones, or those of the last checkpoint while there are none."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -68,7 +86,7 @@ class EmbedConfig:
 
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(_OnRanks):
     """Find the rows of data that are most similar to a text or a picture, by exact search.
 
     RUN is the folder of a run. QUERY is a text, or the path of a picture.
@@ -91,21 +109,6 @@ class SearchConfig:
     """FILE.jsonl: a line for each query. None: the results are printed."""
     sheet: Path | None = None
     """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run."""
-    skip_bad: bool = False
-    """Leave out rows whose picture cannot be read, as a run with --skip-bad does with its own data. All pictures are
-    read once before to find them."""
-    batch_size: int = 256
-    """Rows that are encoded together."""
-    workers: int = -1
-    """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
-    ranks: int = 1
-    """Processes that encode, each with its share of the cores, or a GPU of its own."""
-    device: Device = "auto"
-    """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
-
-    weights: Weights = "auto"
-    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
-    "auto": the final ones, or those of the last checkpoint while there are none."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -141,7 +144,7 @@ class SearchConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(EncodingOptions):
     """Measure retrieval both ways over all rows of DATA, or classification and verification, beside chance.
 
     RUN is the folder of a run. DATA is whatever `wholebatch train --data` takes. Texts, or pictures, that repeat count
@@ -154,18 +157,6 @@ class EvaluateConfig:
     """Columns of the data by their roles, "image=filepath,text=title". Empty: the run's, or the usual names."""
     out: Path | None = None
     """FILE.json for the figures."""
-    skip_bad: bool = False
-    """Leave out rows whose picture cannot be read. All pictures are read once before to find them."""
-    batch_size: int = 256
-    """Rows that are encoded together."""
-    workers: int = -1
-    """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
-    device: Device = "auto"
-    """Where to compute; "auto": CUDA if this machine has a GPU, else the CPU."""
-
-    weights: Weights = "auto"
-    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
-    "auto": the final ones, or those of the last checkpoint while there are none."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -179,7 +170,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(_OfRun):
     """Write a run's encoders in the layout of another library, into FOLDER, which must be empty or new.
 
     RUN is the folder of a run. Its README.md shows how to use the encoders with torch alone.
@@ -190,9 +181,6 @@ class ExportConfig:
     to: Literal["sentence-transformers", "open_clip"]
     """"sentence-transformers": the text encoder, if it is one of transformers, with its pooling and projection.
     "open_clip": an image encoder of timm with a text encoder of transformers."""
-    weights: Weights = "auto"
-    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
-    "auto": the final ones, or those of the last checkpoint while there are none."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +17,8 @@ from ..._user_error import UserError
 from .pictures import bytes_of
 from .sides import FilePictures, no_image
 
+_READERS = 16  # threads
+_ROWS = 256  # that each of them gets at a time
 MOST = 200_000
 """Beyond so many pictures of equal sizes, their bytes are not compared: a start must not read millions of files."""
 
@@ -50,8 +55,9 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
         if len(first) > MOST:
             said = f"{len(first):,} pictures: equal ones under two names were not looked for"
             return Numbered(numbers, torch.full_like(numbers, -1), said)
-        of_number = {int(numbers[row]): _size(side, int(row)) for row in first}
-        sizes = torch.tensor([of_number.get(number, -1) for number in numbers.tolist()], dtype=torch.int64)
+        of_number = torch.full((int(numbers.max()) + 1,), -1)
+        of_number[numbers[first]] = torch.tensor(_sizes_of_files(side, first))
+        sizes = torch.where(numbers < 0, -1, of_number[numbers.clamp(min=0)])
     else:
         numbers, first = torch.arange(len(column)), rows
         sizes = torch.full_like(numbers, -1)
@@ -100,6 +106,21 @@ def _refuse_addresses(side: FilePictures, column: Any, rows: Tensor) -> None:
         raise UserError(f"{where}: an address is no picture; download the pictures first")
 
 
+def _sizes_of_files(side: FilePictures, rows: Tensor) -> list[int]:
+    """Return the sizes of the files that a column of paths names in these rows."""
+    import pyarrow as pa
+
+    folder, paths = str(side.table.folder), side.table.arrow[side.column].take(pa.array(rows.numpy()))
+    found = []
+    for row, path in zip(rows.tolist(), paths.to_pylist(), strict=True):
+        size = None
+        if path and path.strip():
+            with suppress(OSError, ValueError):
+                size = os.stat(os.path.join(folder, path)).st_size
+        found.append(_size(side, row) if size is None else size)  # which says why there is none
+    return found
+
+
 def _size(side: FilePictures, row: int) -> int:
     path: Path = side.place(row)
     try:
@@ -146,9 +167,12 @@ def _merged(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -
         return Numbered(numbers, sizes, said)
     known: dict[bytes, int] = {}
     changed = torch.arange(int(numbers.max()) + 1)
-    for row in alike.tolist():
-        number = int(numbers[row])
-        changed[number] = known.setdefault(_digest(side, row), number)
+    with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
+        for some in alike.split(_READERS * _ROWS):
+            parts = readers.map(lambda rows: [_digest(side, row) for row in rows.tolist()], some.split(_ROWS))
+            digests = (digest for part in parts for digest in part)
+            for number, digest in zip(numbers[some].tolist(), digests, strict=True):
+                changed[number] = known.setdefault(digest, number)
     return Numbered(torch.where(numbers < 0, numbers, changed[numbers.clamp(min=0)]), sizes, "")
 
 

@@ -21,11 +21,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ..._cpus import cpus_of_a_rank
 from ..._user_error import UserError
 from ..config import TrainConfig
 from .sides import FilePictures, Side
 
 _B = TypeVar("_B")
+_MOST_WORKERS = 8  # more seldom help, and each holds batches in shared memory
 _NOTICED_S = 1.0  # until the exit of a process whose connection has broken is noticed, at most
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 # A fork shares the table's pages and the imports with its rank, and starts in milliseconds. Python 3.14 does not fork
@@ -70,12 +72,17 @@ class Feed(Generic[_B]):
 
 
 def workers_of_a_rank(config: TrainConfig, sides: Mapping[str, Side], size: int) -> int:
-    """Return how many processes prepare a rank's batches: `--workers`, or for pictures its share of the cores."""
+    """Return how many processes prepare a rank's batches: `--workers`; -1: for pictures its share of the cores."""
     if config.workers >= 0:
         return config.workers
     if not any(isinstance(side, FilePictures) for side in sides.values()):
         return 0
-    return max(1, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    return automatic_workers(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def automatic_workers(ranks: int) -> int:
+    """Return how many processes read pictures for each of so many ranks of this machine, of `--workers -1`."""
+    return min(_MOST_WORKERS, cpus_of_a_rank(ranks))
 
 
 def prepared(

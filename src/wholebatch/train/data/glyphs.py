@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .class_split import with_split
 from .fingerprint import digest_of
-from .labeled import LabeledImages, with_split
+from .labeled import LabeledImages
 from .pairs import Pairs
 from .sides import DrawnPictures, Texts
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from .equal_pictures import is_text, numbers_in_common
+from .ids import pairs_of_ids
 from .table import Table
 
 
@@ -53,15 +54,17 @@ class FalseNegatives:
         queries: a number for each row's query, (n,).
         positives: a number for each row's positive, (n,); equal texts have equal numbers, here and among negatives.
         groups: the group of each row, (n,); -1 for rows that are left out.
+        ids: a number for each row, (n,): rows with an equal one are positives of each other.
     """
 
-    def __init__(self, queries: Tensor, positives: Tensor, groups: Tensor) -> None:
+    def __init__(self, queries: Tensor, positives: Tensor, groups: Tensor, ids: Tensor | None = None) -> None:
         there = groups >= 0
         self._queries = queries
         self._positives, order = positives[there].sort(stable=True)
         self._groups = groups[there][order]  # of the positives
         self._count = int(max(queries.max(), positives.max())) + 1
-        self._stated = torch.unique(queries[there] * self._count + positives[there])
+        one, other = pairs_of_ids(None if ids is None else ids[there], int(there.sum()))
+        self._stated = torch.unique(queries[there][one] * self._count + positives[there][other])
 
     def ids(self, negatives: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
         """Return for each negative (m,) the group of the query that it is a positive of, or -1.

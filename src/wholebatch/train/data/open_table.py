@@ -1,13 +1,14 @@
 """`--data PATH` as a table: a file of rows, a folder of pictures, tar shards, or a data set that `datasets` has saved.
 
-No picture is read here, but for those inside of parquet files, which are copied into the cache.
+No picture is read here, but for those inside of parquet files. To read one of them from its place, a whole row group
+would have to be decompressed, so their first use on a machine copies them into the cache, where each can be read alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ from .text_files import read_json_lines, read_separated
 _ROWS = 1024  # of a parquet file that are held at a time
 
 
-def open_table(data: str) -> Table:
+def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
     """Return the table of `--data`; its first use on a machine writes a file into the cache.
+
+    Args:
+        data: `--data`.
+        say: called with a line before much is written.
 
     Raises:
         UserError: nothing there, nothing in it, or a row that cannot be read, with its file and line.
@@ -31,7 +36,7 @@ def open_table(data: str) -> Table:
     check_path(data)
     path = Path(data)
     try:
-        found = _open(data, path)
+        found = _open(data, path, say)
     except OSError as error:
         raise UserError(f"--data: {str(error.filename or data)!r} cannot be read: {error.strerror or error}") from error
     if not len(found):
@@ -39,44 +44,68 @@ def open_table(data: str) -> Table:
     return found
 
 
-def _open(data: str, path: Path) -> Table:
+def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
     if path.is_dir() and is_saved_dataset(path):
         return _saved_dataset(path)
     if path.suffix == ".parquet" and path.is_file():
-        arrow, said = cached([path], lambda: _parquet_batches(path))
-        return Table(path, _with_class_names(arrow), path.parent, said)
+        arrow, said = cached([path], lambda: _parquet_batches(path), lambda folder: _say_copy(path, folder, say))
+        return Table(path, _with_class_names(arrow), path.parent, said, (path,))
     if path.suffix in (".csv", ".tsv") and path.is_file():
         arrow, said = cached([path], lambda: read_separated(path))
-        return Table(path, arrow, path.parent, said)
+        return Table(path, arrow, path.parent, said, (path,))
     if path.suffix == ".jsonl" and path.is_file():
         arrow, said = cached([path], lambda: read_json_lines(path))
-        return Table(path, arrow, path.parent, said)
+        return Table(path, arrow, path.parent, said, (path,))
     shards = expand_shards(data)
     if shards:
         arrow, said = cached(shards, lambda: shard_batches(shards))
-        return Table(path, arrow, path.parent, (f"{len(shards)} tar shards", *said))
+        return Table(path, arrow, path.parent, (f"{len(shards)} tar shards", *said), tuple(shards))
     facts = folder_facts(path)
     # The files are listed at every start: a folder does not know when a picture deep in it has changed.
     arrow, said = uncached(lambda: folder_batches(path, facts))
     return Table(path, arrow, path, (facts.said, *said))
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
-    """Yield the record batches of a parquet file, with texts instead of Arrow's dictionaries of texts."""
+def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Say that the pictures of a parquet file will be copied, with their size."""
+    with _parquet_file(path) as file:
+        columns = [file.schema.column(place) for place in range(len(file.schema))]
+        places = [place for place, each in enumerate(columns) if _holds_bytes(each)]
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    size = sum(group.column(place).total_uncompressed_size for group in groups for place in places)
+    if size:
+        say(f"the pictures inside of {path} are copied into {folder}, once: {size / 2**30:.3g} GiB")
+
+
+def _holds_bytes(column: Any) -> bool:
+    """Return whether a column of a parquet file holds bytes that are no texts."""
+    return bool(column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE")
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """Open a parquet file; UserError if it is none."""
     pa = need_pyarrow()
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
-            schema = file.schema_arrow
-            for place, field in enumerate(schema):
-                if pa.types.is_dictionary(field.type):
-                    schema = schema.set(place, field.with_type(field.type.value_type))
-            yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
-            for batch in file.iter_batches(batch_size=_ROWS):
-                yield batch.cast(schema)
+            yield file
     except pa.ArrowInvalid as error:
         raise UserError(f"{path} cannot be read as a parquet file: {' '.join(str(error).split())}") from error
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    """Yield the record batches of a parquet file, with texts instead of Arrow's dictionaries of texts."""
+    pa = need_pyarrow()
+    with _parquet_file(path) as file:
+        schema = file.schema_arrow
+        for place, field in enumerate(schema):
+            if pa.types.is_dictionary(field.type):
+                schema = schema.set(place, field.with_type(field.type.value_type))
+        yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
+        for batch in file.iter_batches(batch_size=_ROWS):
+            yield batch.cast(schema)
 
 
 def _with_class_names(arrow: Any) -> Any:
@@ -128,7 +157,8 @@ def _saved_dataset(path: Path) -> Table:
     found = found.flatten_indices() if found._indices is not None else found
     arrow = found.data.table
     arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(found)})
-    return replace(Table(path, _with_class_names(arrow), path), said=said)
+    files = tuple(Path(each["filename"]) for each in found.cache_files)
+    return Table(path, _with_class_names(arrow), path, said, files)
 
 
 def _features_of(dataset: Any) -> bytes:

@@ -1,9 +1,9 @@
 """Pairs of two sides, grouped and split, and batches that are a function of (seed, step) alone.
 
-Rows that share a text or a picture, directly or through others, are one group. A pass over the data visits each group
-once, with one of its rows chosen at random, so that no text and no picture is a false negative of itself within a
-batch, on whatever rank the two rows are. The batch of a step depends only on the seed and the step, so it is the same
-on any number of ranks and after a resume.
+Rows that share a text, a picture or a value of the column `group`, directly or through others, are one group. A pass
+over the data visits each group once, with one of its rows chosen at random, so that no text and no picture is a false
+negative of itself within a batch, on whatever rank the two rows are. The batch of a step depends only on the seed and
+the step, so it is the same on any number of ranks and after a resume.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .left_out import LeftOut
 from .negatives import Negatives
 from .randomness import seeded
 from .sides import Side
@@ -36,8 +37,13 @@ class Pairs:
     """By side a number for each of its rows, (n,), equal for equal items. Of a side without them no two are equal."""
     negatives: Negatives | None = None
     """Mined negatives of each row."""
+    ids: Tensor | None = None
+    """A number for each row of the sides, by `--columns group=NAME`: rows with an equal one are positives of each
+    other. Rows of a group may differ in it, where they share a text or a picture."""
     tested: Tensor | None = None
     """The rows that validation and test may use. None: all."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The rows that `--skip-bad` has left out."""
 
     @classmethod
     def grouped(

@@ -1,10 +1,15 @@
-"""Which column of a table is the image, the text, the query, its positive, its negatives or the label."""
+"""Which column of a table is the image, the text, the query, its positive, its negatives, the label or the group."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..._user_error import UserError
+from .equal_pictures import numbers_of_texts
 from .table import Table
 
 USUAL = {
@@ -25,6 +30,7 @@ USUAL = {
     "positive": ("positive", "passage", "document", "answer", "pos", "code"),
     "negatives": ("negatives", "negative", "hard_negatives", "neg"),
     "label": ("label", "class", "category", "identity", "cls"),
+    "group": (),  # a column `id` mostly numbers the rows, so this one is always named
 }
 """The names by which a role is recognized."""
 
@@ -58,11 +64,13 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
         columns: `--columns`; what it does not name is recognized by USUAL names.
         task: "retrieve" or "identify".
 
+    Returns:
+        The columns of two sides; with `negatives` and `group` behind them, if there are any.
+
     Raises:
         UserError: a column that is not there, none or two that could have a role.
     """
     asked = asked_roles(columns)
-    there = {name.lower(): name for name in table.names}
     for role, names in asked.items():
         for name in names:
             if name not in table.names:
@@ -72,16 +80,15 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
     def one(role: str, *, needed: bool = False) -> list[str]:
         if role in asked:
             return asked[role]
-        usual = [there[name] for name in USUAL[role] if name in there and there[name] not in taken]
         if role == "negatives":
             numbered = [name for name in table.names if name.lower().rstrip("0123456789").rstrip("_") in USUAL[role]]
             return [name for name in numbered if name not in taken]
-        if len(usual) > 1 and not all(table.arrow[usual[0]].equals(table.arrow[name]) for name in usual[1:]):
+        usual = usual_columns(table, role, taken)
+        if len(usual) > 1:
             raise UserError(
                 f"{table.source} has several columns that could be the {role}: {', '.join(usual)}; name one, for "
                 f"instance --columns {role}={usual[0]}"
             )
-        usual = usual[:1]  # img2dataset writes the caption into .txt and into .json
         if needed and not usual:
             _refuse_addresses(table, role)
             raise UserError(
@@ -91,15 +98,32 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
         return usual
 
     if task == "identify":
+        if "group" in asked:
+            raise UserError(
+                f"--columns group={asked['group'][0]} goes with --task retrieve; of --task identify name the column as "
+                "the label"
+            )
         label = [] if "text" in asked and "label" not in asked else one("label")
         return {"image": one("image", needed=True), "text": label or one("text", needed=True)}
+    group = {"group": asked["group"]} if "group" in asked else {}
     pairs_of_texts = "query" in asked or "positive" in asked or ("image" not in asked and bool(one("query")))
     if pairs_of_texts:
         roles = {"query": one("query", needed=True), "positive": one("positive", needed=True)}
         negatives = one("negatives")
-        return roles | ({"negatives": negatives} if negatives else {})
+        return roles | ({"negatives": negatives} if negatives else {}) | group
     text = one("text") or (one("label") if "text" not in asked else [])
-    return {"image": one("image", needed=True), "text": text or one("text", needed=True)}
+    return {"image": one("image", needed=True), "text": text or one("text", needed=True)} | group
+
+
+def usual_columns(table: Table, role: str, taken: Collection[str] = ()) -> list[str]:
+    """Return the columns with a usual name of a role, of equal ones the first: img2dataset writes a caption twice."""
+    there = {name.lower(): name for name in table.names}
+    found = [there[name] for name in USUAL[role] if name in there and there[name] not in taken]
+    return [name for place, name in enumerate(found) if not (place and _equal(table, found[0], name))]
+
+
+def _equal(table: Table, one: str, other: str) -> bool:
+    return bool(table.arrow[one].equals(table.arrow[other]))
 
 
 def _refuse_addresses(table: Table, role: str) -> None:
@@ -113,6 +137,29 @@ def _refuse_addresses(table: Table, role: str) -> None:
 
 def _there(table: Table) -> str:
     return f"its columns are {', '.join(table.names)}" if table.names else "it has no columns"
+
+
+def group_numbers(table: Table, name: str) -> Tensor:
+    """Return a number for each row, int64 (n,), equal for equal values of a column; a row without one is alone.
+
+    Raises:
+        UserError: values of another type than texts and numbers.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table.check_usable(name)
+    column = table.arrow[name]
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    is_value = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
+    if not any(is_of(kind) for is_of in is_value):
+        raise UserError(
+            f"{table.source}: the column {name!r} must hold texts or numbers to be the group; got {column.type}"
+        )
+    texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
+    numbers = numbers_of_texts(pc.if_else(pc.equal(texts, ""), None, texts))
+    alone = int(numbers.max()) + 1 + torch.arange(len(numbers))
+    return torch.where(numbers < 0, alone, numbers)
 
 
 def text_column(table: Table, role: str, name: str) -> Any:

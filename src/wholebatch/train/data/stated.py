@@ -1,7 +1,8 @@
 """The pairs that the data state, of distinct items: the right answers of a search.
 
-An item that repeats, such as a picture with five captions, is one item with five right answers. Rows that are in one
-group through others are no right answers of each other: the group only keeps them on one side of the split.
+An item that repeats, such as a picture with five captions, is one item with five right answers; rows with an equal
+value of the column `group` are right answers of each other. Rows that are in one group through others are not: the
+group only keeps them on one side of the split.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .equal_pictures import first_of_each
+from .ids import pairs_of_ids
 from .pairs import Pairs
 
 
@@ -39,7 +41,8 @@ def stated_pairs(pairs: Pairs, rows: Tensor) -> Stated:
     """
     rows = rows.sort().values
     (first, of_first), (second, of_second) = (_distinct(pairs.numbers.get(name), rows) for name in pairs.names)
-    keys = torch.unique(of_first * len(second) + of_second)
+    one, other = pairs_of_ids(None if pairs.ids is None else pairs.ids[rows], len(rows))
+    keys = torch.unique(of_first[one] * len(second) + of_second[other])
     right = torch.stack([keys // max(1, len(second)), keys % max(1, len(second))])
     return Stated((rows[first], rows[second]), right)
 

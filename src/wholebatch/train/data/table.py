@@ -30,6 +30,8 @@ class Table:
     """Relative paths of pictures start here."""
     said: tuple[str, ...] = ()
     """Lines about how the data were understood."""
+    files: tuple[Path, ...] = ()
+    """The files that the rows come from; () for a folder, whose rows name them."""
 
     def __len__(self) -> int:
         """Number of rows."""

@@ -2,6 +2,7 @@
 
 config.json              the configuration, read back by --resume
 data.json                the hash of the data, which --resume compares
+left_out.csv             with --skip-bad: each row whose picture cannot be read, and why; if there are any
 extensions.json          where --until-step extended the run, if it did
 starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step
@@ -25,7 +26,7 @@ wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ..._user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
 from ..config_json import to_json
+from ..data.left_out import LeftOut, write_left_out
 from ..report.content import Report
 from ..report.page import render
 from ..report.pictures import draw_curves
@@ -65,7 +67,9 @@ class RunFolder:
         self.starts: list[Start] = []
 
     @classmethod
-    def create(cls, path: Path, config: TrainConfig, data: DataFacts | None = None) -> RunFolder:
+    def create(
+        cls, path: Path, config: TrainConfig, data: DataFacts | None = None, left_out: Sequence[LeftOut] = ()
+    ) -> RunFolder:
         """Create a folder with the configuration and the facts of the data in it; UserError if it is not empty."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -77,6 +81,8 @@ class RunFolder:
                     file.write(sealed(json.loads(to_json(config))))
                 if data is not None:
                     write_data_facts(path, data)
+                if left_out:
+                    write_left_out(path, left_out)
             except BaseException:
                 lock.close()
                 raise

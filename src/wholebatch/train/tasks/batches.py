@@ -119,7 +119,7 @@ class PairBatches:
         self._false_negatives = None
         if pairs.negatives is not None:
             queries, documents = (pairs.numbers[name] for name in pairs.names)
-            self._false_negatives = FalseNegatives(queries, documents, pairs.group_of)
+            self._false_negatives = FalseNegatives(queries, documents, pairs.group_of, pairs.ids)
 
     def __call__(self, step: int) -> PairBatch:
         """Prepare the batch of a step."""

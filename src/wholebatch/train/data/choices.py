@@ -1,0 +1,90 @@
+"""The options that 0, or a default, leaves to the data: pictures, loss, held-out texts and batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..._user_error import UserError
+from ..config import TrainConfig
+from .pairs import Pairs
+
+_SAMPLE = 64  # pictures that are looked at for the size and the colors
+_SIZES = (64, 48, 32)
+
+
+def with_pictures(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:
+    """Choose the size and the colors of the built-in encoder's pictures from a sample of the user's."""
+    side = pairs.sides.get("image")
+    is_decided = config.image_size and config.image_channels
+    if side is None or config.image_encoder != "small" or is_decided:  # others have a size and channels of their own
+        return config
+    rows = pairs.order[torch.linspace(0, len(pairs.order) - 1, min(_SAMPLE, len(pairs.order))).long()]
+    pictures = side.items(rows)
+    if not config.image_size:
+        shorter = statistics.median(min(picture.size) for picture in pictures)
+        size = next((size for size in _SIZES if size <= shorter), _SIZES[-1])
+        say(f"pictures become {size} x {size}: the shorter side of theirs is {shorter:g} (--image-size)")
+        config = replace(config, image_size=size)
+    if not config.image_channels:
+        colored = any(_has_colors(picture) for picture in pictures)
+        say(f"pictures are {'in color' if colored else 'gray'} (--image-channels)")
+        config = replace(config, image_channels=3 if colored else 1)
+    return config
+
+
+def _has_colors(picture: Any) -> bool:
+    if picture.mode == "L":
+        return False
+    red, green, blue = picture.split()
+    return red.tobytes() != green.tobytes() or green.tobytes() != blue.tobytes()
+
+
+def with_loss(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:
+    """Choose InfoNCE where the data have mined negatives, which no other loss of `--loss` uses."""
+    if pairs.negatives is None or config.loss == "info_nce":
+        return config
+    if config.loss != "clip":
+        raise UserError(
+            f"--loss {config.loss} has no mined negatives, which --data has; use --loss info_nce, or leave them out by "
+            "--columns query=NAME,positive=NAME of a table without them"
+        )
+    if config.label_smoothing:
+        raise UserError(f"--label-smoothing must be 0 with mined negatives, got {config.label_smoothing}")
+    say("loss info_nce: each query among the documents and the mined negatives of the batch (--loss)")
+    return replace(config, loss="info_nce")
+
+
+def with_split_sizes(config: TrainConfig, count: int, say: Callable[[str], None]) -> TrainConfig:
+    """Choose how many texts are held out; at least two must be left to train on."""
+    test = config.test_texts or min(650, max(1, count // 10))
+    validation = config.validation_texts or min(325, max(1, count // 20))
+    if count - test - validation < 2:
+        held = f"{validation} for validation and {test} for test (--validation-texts, --test-texts)"
+        raise UserError(
+            f"--data has {count} different text{'' if count == 1 else 's'}, less {held}; expected at least two to "
+            "train on: texts that share a picture, and pictures that share a text, count once"
+        )
+    if not (config.test_texts and config.validation_texts):
+        say(f"{validation} texts for validation, {test} for the test (--validation-texts, --test-texts)")
+    return replace(config, validation_texts=validation, test_texts=test)
+
+
+def with_batch(config: TrainConfig, count: int, size: int, what: str, say: Callable[[str], None]) -> TrainConfig:
+    """Choose the batch, or lower it to what there is to train on."""
+    smallest = max(2, size) if config.task == "retrieve" else max(1, size)
+    if count < smallest:
+        raise UserError(f"--data has {count} {what} to train on; expected at least {smallest} for {size} ranks")
+    batch = config.batch_size or min(1024, 1 << (count.bit_length() - 1))
+    if batch < size:
+        raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {batch}")
+    if batch > count:
+        say(f"batch size {count} instead of {batch}: there are so many {what} to train on")
+        batch = count
+    elif not config.batch_size and batch < 1024:
+        say(f"batch size {batch}: the largest power of two among {count} {what} to train on (--batch-size)")
+    return replace(config, batch_size=batch)

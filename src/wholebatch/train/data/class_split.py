@@ -1,0 +1,84 @@
+"""Images of classes, split: which are for training, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..._user_error import UserError
+from .labeled import LabeledImages
+from .pairs import Pairs
+from .randomness import seeded
+from .sides import Chosen, Side
+
+_HELD_OUT = 2  # images of a text in a file that are held out for the test, if it has more
+
+
+def with_split(
+    pictures: Side,
+    names: Sequence[str],
+    for_test: Tensor,
+    *,
+    validation: int,
+    seed: int,
+    at_most: bool = False,
+    once: Tensor | None = None,
+    novelty: str = "images never seen",
+    digest: str = "",
+) -> LabeledImages:
+    """Split images whose classes are the names of those that are not `for_test`, a mask of (n,).
+
+    For the validation, one such image of each of `validation` classes is held out; with `at_most`, of fewer classes if
+    there are not so many with two images. Test images of other names are left out.
+    `once`, a mask of (n,), says which images the data have once; only these are held out for the validation.
+    """
+    known = {name: index for index, name in enumerate(sorted({names[i] for i in (~for_test).nonzero()[:, 0].tolist()}))}
+    labels = torch.tensor([known.get(name, -1) for name in names])
+    train = (~for_test).nonzero()[:, 0]
+    count = torch.bincount(labels[train], minlength=len(known))
+    alone = train if once is None else train[once[train]]
+    of_alone = torch.bincount(labels[alone], minlength=len(known))
+    able = ((count > 1) & (of_alone > 0)).nonzero()[:, 0]
+    validation = min(validation, len(able)) if at_most and len(able) else validation
+    if len(able) < validation:
+        raise UserError(
+            f"--validation-texts {validation} needs as many texts with two images to train on, got {len(able)}"
+        )
+    chosen = able[torch.randperm(len(able), generator=seeded(seed, "validation"))[:validation]]
+    order = alone[torch.randperm(len(alone), generator=seeded(seed, "validation images"))]
+    by_class = order[labels[order].argsort(stable=True)]
+    held = by_class[(of_alone.cumsum(0) - of_alone)[chosen]].sort().values  # a random image of each chosen class
+    test = (for_test & (labels >= 0)).nonzero()[:, 0]
+    if not len(test):
+        raise UserError(
+            "--data has no image for the test, which holds out two images of each text that has three or more, but no "
+            "image that the data have twice; add images"
+        )
+    return LabeledImages(pictures, labels, tuple(known), train[~torch.isin(train, held)], held, test, novelty, digest)
+
+
+def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool = False) -> LabeledImages:
+    """Make each text a class; the last two images of a text that has three or more are for the test.
+
+    An image that the data have twice is never held out.
+    """
+    counts = pairs.first.diff()
+    text = torch.repeat_interleave(torch.arange(len(pairs)), counts)
+    place = torch.arange(len(text)) - pairs.first[text]
+    for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - _HELD_OUT)
+    once = None
+    if "image" in pairs.numbers:
+        equal = torch.unique(pairs.numbers["image"][pairs.order], return_inverse=True)[1]
+        once = torch.bincount(equal)[equal] == 1
+        for_test &= once
+    pictures, texts = pairs.sides.values()
+    of_group = texts.items(pairs.rows(torch.arange(len(pairs))))
+    names = [of_group[i] for i in text.tolist()]
+    chosen, digest = Chosen(pictures, pairs.order), pairs.digest
+    found = with_split(
+        chosen, names, for_test, validation=validation, at_most=at_most, once=once, seed=seed, digest=digest
+    )
+    return replace(found, left_out=pairs.left_out)

@@ -1,0 +1,26 @@
+"""Rows with one id, by `--columns group=NAME`: each query of theirs has all their documents for right answers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """Return the places of all pairs of rows with one id, a row with itself among them, in two tensors.
+
+    Args:
+        ids: a number for each of `count` rows. None: each row has an id of its own.
+        count: number of rows.
+
+    >>> pairs_of_ids(torch.tensor([7, 5, 7]), 3)
+    (tensor([1, 0, 0, 2, 2]), tensor([1, 0, 2, 0, 2]))
+    """
+    if ids is None:
+        return torch.arange(count), torch.arange(count)
+    order = ids.argsort(stable=True)
+    _, sizes = torch.unique(ids, return_counts=True)
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # in `order`: of each row, where its id begins
+    many = sizes.repeat_interleave(sizes)
+    within = torch.arange(int(many.sum())) - (many.cumsum(0) - many).repeat_interleave(many)
+    return order.repeat_interleave(many), order[first.repeat_interleave(many) + within]

@@ -1,0 +1,66 @@
+"""Results about a table's pictures, kept in the cache until one of the pictures' files changes.
+
+One process of a machine computes a result, while the others wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..._files import replacing
+from .cache_files import alone, cache_folder
+from .picture_stamps import stamp_of_pictures
+from .sides import FilePictures
+
+_R = TypeVar("_R")
+
+
+def kept(
+    side: FilePictures,
+    key: str,
+    ending: str,
+    *,
+    read: Callable[[Path], _R | None],
+    find: Callable[[], _R],
+    write: Callable[[Any, _R], None],
+    not_kept: Callable[[OSError], None] = lambda _: None,
+) -> _R:
+    """Return what `find` has found, now or at an earlier start with the same files.
+
+    Args:
+        side: the pictures.
+        key: what else the result depends on.
+        ending: of the result's file, such as ".unreadable.json".
+        read: reads a result from a file; None if there is none, or a damaged one.
+        find: computes it.
+        write: writes it into an open file.
+        not_kept: called with the error where the cache cannot be written.
+    """
+    source = f"{side.table.source.absolute()} {side.column} {key}".encode(errors="surrogateescape")
+    name = hashlib.sha256(source).hexdigest()[:24]
+    try:
+        folder = cache_folder()
+    except OSError as error:
+        not_kept(error)
+        return find()
+    file = folder / f"{name}-{stamp_of_pictures(side)[:24]}{ending}"
+    if (found := read(file)) is not None:
+        return found
+    with alone(folder / f"{name}.lock"):
+        if (found := read(file)) is not None:
+            return found
+        found = find()
+        try:
+            with replacing(file) as content:
+                write(content, found)
+        except OSError as error:
+            not_kept(error)
+        for old in folder.glob(f"{name}-*{ending}"):
+            if old != file:
+                with suppress(OSError):  # removed by another process
+                    old.unlink()
+    return found
