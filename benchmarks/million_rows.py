@@ -120,15 +120,13 @@ def parts_of_a_step(folder: Path, workers: int) -> dict[str, float]:
     config, data = load_data(asked, 1)
     task = make_task(config, data, torch.device("cpu"), rank=0, size=1)
     table = open_table(str(folder))
-    rows = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))[: BATCH * (STEPS + 8)].tolist()
-    chosen = table.arrow.take(rows)
-    plain = Plain(
-        [(each["shard"], each["offset"], each["size"]) for each in chosen["image"].to_pylist()],
-        chosen["text"].to_pylist(),
-    )
+    rows = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
     ours, theirs = [], []
-    for round_ in range(ROUNDS):
+    for round_, some in enumerate(rows[: ROUNDS * BATCH * (STEPS + 8)].chunk(ROUNDS)):  # new ones, as ours are
         ours.append(pictures_per_second(lambda step, first=round_ * 100: task._batches.at(first + step)))
+        chosen = table.arrow.take(some.tolist())
+        places = [(each["shard"], each["offset"], each["size"]) for each in chosen["image"].to_pylist()]
+        plain = Plain(places, chosen["text"].to_pylist())
         loader = iter(DataLoader(plain, batch_size=BATCH, num_workers=workers))
         theirs.append(pictures_per_second(lambda _, batches=loader: next(batches)))
     seconds: dict[str, list[float]] = {"whole step": [], "wait for the batch": [], "optimizer": [], "loss alone": []}

@@ -207,7 +207,7 @@ def _bytes_of_tile(shapes: TokenShapes, budget: TokenBudget, columns: int) -> tu
     found_again = (
         0 if budget.kept >= shapes.bytes_of_all_winners else tokens * documents * integer_for(longest).itemsize
     )
-    some, of_some = at_once(tokens, longest, d, budget.products, torch.device(shapes.device))
+    some, of_some = at_once(tokens, documents, longest, d, budget.products, torch.device(shapes.device))
     of_some = min(of_some, documents)
     index, weights, vectors = 8 * some * of_some, a * some * of_some, ceil(of_some * shapes.document_tokens)
     adding = max(

@@ -21,6 +21,7 @@ part's documents are gathered to one length: a document's last token is repeated
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -32,6 +33,7 @@ from .copies import first_copies
 from .driver import Block, Driver
 from .items import Items, numbers_on
 from .kept_winners import KeptWinners
+from .maxima import finite, maxima
 from .products import Factor, Products, transposed
 from .token_budget import TOKENS_OF_A_PART, TokenBudget, at_once, integer_for, pads
 
@@ -161,25 +163,17 @@ class MaxSimDriver(Driver):
         self, queries: Factor, of: Factor, tokens: Items, documents: Items, s: Tensor, winners: Tensor | None
     ) -> None:
         """Add the maxima of all query tokens to S, (queries, documents), and write down which tokens have won."""
+        integers = not self.pads and finite(queries, of)
         for part, some in self._parts(tokens.vectors, documents.ragged):
             at, padded = documents.ragged.of(some), self._padded(documents, some)
             left = tuple(factor[part] for factor in queries)
             right = tuple(factor[at] if padded is None else factor[padded.flatten()] for factor in of)
             found = self._product_memory(len(left[0]), len(right[0]))
             self.precision.multiply(left, transposed(right), found)
-            best = found.new_empty(len(found), some.stop - some.start)
-            first = 0
-            for run, length in _runs(documents.ragged, some) if padded is None else [(some, padded.shape[1])]:
-                width = (run.stop - run.start) * length
-                scores = found[:, first : first + width].unflatten(1, (-1, length))
-                first += width
-                into = best[:, run.start - some.start : run.stop - some.start]
-                if winners is None:
-                    torch.amax(scores, 2, out=into)
-                    continue
-                largest, place = scores.max(2)
-                into.copy_(largest)
-                winners[part, run] = place if padded is None else torch.minimum(place, documents.lengths[run] - 1)
+            shapes = _shapes(documents.ragged.lengths[some]) if padded is None else [padded.shape]
+            best, place = maxima(found, shapes, places=winners is not None, integers=integers)
+            if winners is not None and place is not None:
+                winners[part, some] = place if padded is None else torch.minimum(place, documents.lengths[some] - 1)
             tokens.add_sums_(s[:, some], best, part)
 
     def _padded(self, documents: Items, some: slice) -> Tensor | None:
@@ -234,7 +228,7 @@ class MaxSimDriver(Driver):
         assert self._winners is not None
         owners, count = tokens.owners, len(documents.ragged.lengths)
         first_copy = None if into[1] is None else self._first_copies(features[1], documents)
-        some, step = at_once(tokens.vectors, self.longest, self.width, self.budget.products, self.x.device)
+        some, step = at_once(tokens.vectors, count, self.longest, self.width, self.budget.products, self.x.device)
         for first in range(0, tokens.vectors, some):
             part = slice(first, min(first + some, tokens.vectors))
             for start in range(0, count, step):
@@ -258,10 +252,6 @@ def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:
     into += embedding_bag(of_x, x, starts, per_sample_weights=weights.flatten()[order], mode="sum")
 
 
-def _runs(documents: Ragged, some: slice) -> Iterator[tuple[slice, int]]:
-    """Yield consecutive documents of equal length, and that length."""
-    first = some.start
-    for at in range(some.start + 1, some.stop + 1):
-        if at == some.stop or documents.lengths[at] != documents.lengths[first]:
-            yield slice(first, at), documents.lengths[first]
-            first = at
+def _shapes(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return how many documents follow each other with the same length, and that length."""
+    return [(len([*run]), length) for length, run in groupby(lengths)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt
+from math import ceil, isqrt
 
 import torch
 
@@ -11,7 +11,7 @@ from .memory import Budget, Memory
 
 TOKENS_OF_A_PART = 1024  # of queries: with more of them, a part has too few documents
 _WINNERS_FOR_EACH_PRODUCT = 2  # entries of a tile's winners, for each entry of its buffer of products
-_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are computed at a time
+_AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are computed at a time; fewer sort slower
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,35 @@ def pads(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def at_once(tokens: int, longest: int, width: int, products: int, device: torch.device) -> tuple[int, int]:
+def at_once(
+    tokens: int, documents: int, longest: int, width: int, products: int, device: torch.device
+) -> tuple[int, int]:
     """Return how many of a tile's query tokens, and of its documents, have their gradients computed at a time.
 
-    Their winners are few, and their gradients have no more numbers than the buffer of products.
+    Their gradients have no more numbers than the buffer of products. Their winners are as many as sort fast, and few
+    beside a tile; parts are of nearly equal size.
 
     Args:
         tokens: of the tile's queries.
+        documents: of the tile.
         longest: the most tokens of a document.
         width: d.
         products: entries of the buffer of products.
         device: of the tokens.
+
+    >>> at_once(5120, 160, 180, 128, 640**2, torch.device("cpu"))
+    (2560, 16)
     """
     winners = min(_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE, products)
-    some = max(1, min(tokens, TOKENS_OF_A_PART, products // width))
-    return some, max(1, min(winners // some, products // (longest * width)))
+    of_documents = min(products // (longest * width), winners // min(max(1, tokens), TOKENS_OF_A_PART))
+    of_documents = _even(documents, max(1, of_documents))
+    of_tokens = ceil(tokens / max(1, tokens * of_documents // winners))
+    return _even(tokens, max(1, min(of_tokens, products // width))), of_documents
+
+
+def _even(total: int, most: int) -> int:
+    """Return the size of parts of at most `most` that are nearly equal."""
+    return ceil(total / ceil(total / most)) if total else 1
 
 
 def integer_for(longest: int) -> torch.dtype:

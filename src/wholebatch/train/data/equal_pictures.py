@@ -74,7 +74,7 @@ def is_text(kind: Any) -> bool:
 
 def numbers_of_texts(column: Any) -> Tensor:
     """Return a number for each row of a column of texts, int64 (n,), equal for equal texts; -1 for null."""
-    codes = column.dictionary_encode().unify_dictionaries()
+    codes = column.dictionary_encode()  # chunks share one dictionary
     parts = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype("int64") for chunk in codes.chunks]
     return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.from_numpy(part) for part in parts)])
 

@@ -31,7 +31,7 @@ def _update(found: Any, texts: Any) -> None:
     import pyarrow.compute as pc
 
     column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([texts])
-    codes = column.dictionary_encode().unify_dictionaries()
+    codes = column.dictionary_encode()  # chunks share one dictionary
     distinct = codes.chunk(0).dictionary if codes.num_chunks else pa.array([], pa.string())
     lengths = pc.binary_length(distinct).cast(pa.int64()).to_numpy(zero_copy_only=False)
     found.update(f"{len(codes)} {len(distinct)}".encode())
