@@ -13,36 +13,51 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..._cpus import cpus_of_a_rank
 from ..._user_error import UserError
+from .feed import WorkerDiedError, prepared
 from .folders import PICTURES, is_utf8
 from .table import MEMBER, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}
 _MOST_TEXT_BYTES = 2**20
+_FOR_WORKERS = 4  # shards that are worth their start
 
 
 def shard_batches(shards: list[Path]) -> Iterator[Any]:
     """Yield a record batch for each shard: `image` as {shard, offset, size}, texts, and the fields of .json files.
 
     The first shard has the names of the fields; a row of a later one without a field has null there. Members without a
-    picture are left out.
+    picture are left out. Many shards are read by a worker process for each CPU.
     """
     pa = need_pyarrow()
-    place = pa.struct([("shard", pa.string()), ("offset", pa.int64()), ("size", pa.int64())])
+    workers = min(cpus_of_a_rank(1), len(shards)) if len(shards) >= _FOR_WORKERS else 0
     names: list[str] | None = None
-    for shard in shards:
-        endings: set[str] = set()
-        rows = [row for row in _rows(shard, endings) if "image" in row]
-        if not rows:
-            there = f"its members end in {', '.join(sorted(endings)[:8])}" if endings else "it has no members"
-            raise UserError(f"{shard} holds no pictures, such as 000017.jpg; {there}")
-        if names is None:
-            hidden = ("image", MEMBER)
-            names = list(dict.fromkeys(name for row in rows for name in row if name not in hidden))
-        columns = [pa.array([row["image"] for row in rows], place)]
-        columns += [pa.array([row.get(name) for row in rows], pa.string()) for name in names]
-        columns += [pa.array([f"{shard.name}, {row[MEMBER]}" for row in rows], pa.string())]
-        yield pa.record_batch(columns, ["image", *names, MEMBER])
+    try:
+        for batch in prepared(_batch, shards, workers=workers):
+            names = batch.schema.names[:-1] if names is None else names
+            columns = [
+                batch[name] if name in batch.schema.names else pa.nulls(len(batch), pa.string()) for name in names
+            ]
+            yield pa.record_batch([*columns, batch[MEMBER]], [*names, MEMBER])
+    except WorkerDiedError as error:
+        raise UserError(f"--data: a process that reads the shards {error}") from error
+
+
+def _batch(shard: Path) -> Any:
+    """Return the rows of a shard as a record batch, with all fields of its own."""
+    pa = need_pyarrow()
+    place = pa.struct([("shard", pa.string()), ("offset", pa.int64()), ("size", pa.int64())])
+    endings: set[str] = set()
+    rows = [row for row in _rows(shard, endings) if "image" in row]
+    if not rows:
+        there = f"its members end in {', '.join(sorted(endings)[:8])}" if endings else "it has no members"
+        raise UserError(f"{shard} holds no pictures, such as 000017.jpg; {there}")
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("image", MEMBER)))
+    columns = [pa.array([row["image"] for row in rows], place)]
+    columns += [pa.array([row.get(name) for row in rows], pa.string()) for name in names]
+    columns += [pa.array([f"{shard.name}, {row[MEMBER]}" for row in rows], pa.string())]
+    return pa.record_batch(columns, ["image", *names, MEMBER])
 
 
 def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
