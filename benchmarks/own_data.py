@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -44,13 +45,13 @@ def emoji(out: Path, packages: list[Path]) -> Path:
     return table
 
 
-def code(out: Path) -> Path:
-    """Write the docstrings and bodies of the functions in the standard library and in installed packages."""
+def code(out: Path, rows: int) -> Path:
+    """Write docstrings and bodies of random functions of the standard library and of installed packages."""
     from code_search import all_pairs  # in examples/
 
-    table = out / "code.jsonl"
+    table, pairs = out / "code.jsonl", [*all_pairs()]
     with table.open("w", encoding="utf-8") as file:
-        for pair in all_pairs():
+        for pair in random.Random(0).sample(pairs, min(rows, len(pairs))):
             file.write(json.dumps({"query": pair.docstring, "positive": pair.body}) + "\n")
     return table
 
@@ -73,12 +74,13 @@ def main() -> None:
     parser.add_argument("which", choices=["emoji", "code", "digits"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--package", type=Path, nargs="*", default=[], help="unpacked folders with a package.json")
+    parser.add_argument("--rows", type=int, default=8000, help="of `code`")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     packages = [path.absolute() for path in given.package]
     table = {
         "emoji": lambda: emoji(given.out, packages),
-        "code": lambda: code(given.out),
+        "code": lambda: code(given.out, given.rows),
         "digits": lambda: digits(given.out, *packages),
     }[given.which]()
     task = " --task identify" if given.which == "digits" else ""

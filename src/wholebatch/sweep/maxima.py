@@ -16,6 +16,7 @@ out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -74,13 +75,19 @@ def _maxima_of_bits(runs: list[tuple[Tensor, slice]], best: Tensor) -> None:
 
 def _first_places(scores: Tensor, runs: list[tuple[Tensor, slice]], best: Tensor) -> Tensor:
     """Return where each document's maximum is first, as floats, from the maxima."""
-    shapes = [run.shape[1:] for run, _ in runs]
-    left = torch.tensor([left for count, length in shapes for left in [*range(length, 0, -1)] * count])
+    left = _left(tuple((run.shape[1], run.shape[2]) for run, _ in runs), scores.dtype)
     for run, at in runs:
         run.sub_(best[:, at, None])
-    torch.add(left, scores.sign_(), alpha=max(length for _, length in shapes), out=scores)
+    torch.add(left, scores.sign_(), alpha=max(run.shape[2] for run, _ in runs), out=scores)
     places = torch.empty_like(best)
     for run, at in runs:
         bits = run.view(_INTEGERS[best.dtype]).amax(2)
         torch.sub(run.shape[2], bits.view(best.dtype), out=places[:, at])
     return places
+
+
+@lru_cache(16)  # the parts of a tile have the same documents one after the other
+def _left(shapes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
+    """Return how many tokens of its document are left from each token on."""
+    left = [number for count, length in shapes for number in [*range(length, 0, -1)] * count]
+    return torch.tensor(left, dtype=dtype, device="cpu")
