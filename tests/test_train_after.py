@@ -262,6 +262,17 @@ def test_bad_pictures_are_left_out_of_a_search_if_asked(run, data, damaged, tmp_
     assert capsys.readouterr().out.count("1 of 160 rows are left out") == 1
 
 
+def test_words_that_no_text_has_are_named(run, data, tmp_path, capsys):
+    """The word A is in LATIN CAPITAL LETTER A, and LETT is in none but as a part of others."""
+    succeeds("search", run, "a latin Bird, lett 7 letter", "-k", "1")
+    assert '\nnote: no text of the data has "bird", ",", "lett", "7"; ' in capsys.readouterr().out
+    succeeds("search", run, "small letter a", "-k", "1")
+    assert "note: no text" not in capsys.readouterr().out
+    succeeds("embed", run, data, "--out", tmp_path / "f.npy")
+    succeeds("search", run, "bird", "--in", tmp_path / "f.npy", "-k", "1")
+    assert "note: no text" not in capsys.readouterr().out, "the file has features alone"
+
+
 def test_a_picture_finds_texts_once_each(run, data, tmp_path, capsys):
     twice = tmp_path / "twice.csv"
     lines = data.read_text().splitlines()

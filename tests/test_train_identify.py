@@ -15,12 +15,12 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
-from wholebatch.train.data.class_split import with_split
+from wholebatch.train.data.class_split import classes_of_texts, with_split
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
 from wholebatch.train.data.labeled import LabeledImages
-from wholebatch.train.data.pairs import Order
+from wholebatch.train.data.pairs import Order, Pairs
 from wholebatch.train.data.pixel_digests import PixelDigests
-from wholebatch.train.data.sides import DrawnPictures, Side
+from wholebatch.train.data.sides import DrawnPictures, Side, Texts
 from wholebatch.train.encoders.small import Pad
 from wholebatch.train.option_checks import check_options
 from wholebatch.train.report.look_alikes import find_mistakes, surest_mistakes
@@ -228,6 +228,16 @@ def test_validation_takes_one_image_of_some_classes():
     assert torch.equal(fewer.validation, data.validation), "as many as there are"
     with pytest.raises(UserError, match="--validation-texts 5 needs as many texts with two images to train on, got 2"):
         with_split(images, names, for_test, validation=5, seed=0)
+
+
+def test_the_test_has_two_images_of_few_and_a_tenth_of_many():
+    names = [*("few",) * 3, *("pair",) * 2, *("twenty",) * 20, *("many",) * 57]
+    group = torch.tensor([sorted({*names}).index(name) for name in names])
+    images = DrawnPictures(torch.zeros(len(names), 1, 8, 8, dtype=torch.uint8))
+    pairs = Pairs.grouped({"image": images, "text": Texts(names)}, group)
+    data = classes_of_texts(pairs, validation=1, seed=0)
+    held_out = pairs.order[data.test].tolist()
+    assert held_out == [1, 2, 23, 24, *range(77, 82)], "the last ones of each text"
 
 
 def test_verification_is_that_of_all_pairs():

@@ -240,6 +240,10 @@ def test_an_extension_is_a_cosine_of_the_new_length_reached_from_the_present_rat
     assert extended.extended(130, 200) is extended, "the same command again changes nothing"
     assert extended.extended(100, 300).extensions == (Extension(100, 300),), "nothing was trained in between"
     assert base.extended(40, 60).extended(40, 100) == base
+    short = base.extended(92, 96)  # fewer steps than the warm-up: half of them reach the cosine
+    assert [short.rate(2.0, step) for step in (93, 94, 95)] == [
+        Schedule(96, 0).rate(2.0, step) for step in (93, 94, 95)
+    ]
 
 
 def extended_twice(run, kill=None):

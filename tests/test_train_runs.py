@@ -145,8 +145,9 @@ def test_what_the_data_choose_is_said_and_saved(capsys, data, tmp_path):
     for line in (
         "data: pictures become 32 x 32: the shorter side of theirs is 16 (--image-size)",
         "data: pictures are gray (--image-channels)",
-        "data: 6 texts for validation, 12 for the test (--validation-texts, --test-texts)",
-        "data: batch size 64: the largest power of two among 109 texts to train on (--batch-size)",
+        "data: 6 texts for validation, 12 for the test, which the run does not learn "
+        "(--validation-texts, --test-texts)",
+        "data: batch size 64, for 109 texts to train on (--batch-size)",
     ):
         assert line in printed
     config = read_config(run)

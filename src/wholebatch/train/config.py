@@ -104,7 +104,8 @@ class TrainConfig:
     steps: int = 300
     """Optimizer steps in all; the default of --task identify is 450."""
     batch_size: int = 0
-    """Examples in the global batch, over all ranks. 0: 1024, or the largest power of two that the data allow."""
+    """Examples in the global batch, over all ranks. 0: 1024, or for few
+    data a power of two that is at most a quarter of them."""
     chunk_size: ChunkSize = 0
     """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all.
     "auto": the largest power of two whose measured memory is at most half of the free memory, or all."""
@@ -137,7 +138,8 @@ class TrainConfig:
     0: one in twenty, at most 325."""
     test_texts: int = 0
     """Texts held out for the final report of --task retrieve. 0: one in ten, at most 650.
-    --task identify holds out two faces, or the last two images of each text in a file that has three or more."""
+    --task identify holds out two faces, or of each text in a file that has three images or more the last two, or
+    the last tenth."""
     validate_every: int = 50
     """Steps between two validations."""
     checkpoint_every: int = 50

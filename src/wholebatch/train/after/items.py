@@ -27,7 +27,7 @@ from .open_run import OpenRun
 from .options import renamed
 
 # The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
-_ROLES = {
+ROLES = {
     "image": ("image",),
     "text": ("text", "label", "query", "positive"),
     "query": ("query", "text", "positive", "label"),
@@ -158,7 +158,7 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
     for name in (side,) if side else run.sides:
         if found := _usual(table, name):
             return name, found
-    names = [_ROLES[name][0] for name in ((side,) if side else run.sides)]
+    names = [ROLES[name][0] for name in ((side,) if side else run.sides)]
     usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
     raise UserError(
         f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. "
@@ -168,7 +168,7 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
 
 def _usual(table: Table, side: str) -> str:
     """Return the usual column of a side, as `wholebatch train` finds it; "" if there is none."""
-    for role in _ROLES[side]:
+    for role in ROLES[side]:
         found = usual_columns(table, role)
         if len(found) > 1:
             raise UserError(

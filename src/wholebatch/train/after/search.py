@@ -24,6 +24,7 @@ from .options import SearchConfig
 from .output import say
 from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
+from .unknown_words import unknown_words
 
 _OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
 _CHARACTERS = 100  # of a text that are printed
@@ -71,6 +72,11 @@ def search(options: SearchConfig) -> None:
             _print(_asked(queries, number), each, is_one=len(queries) == 1)
     else:
         _write(options.out, queries, hits)
+    if found.items is not None and isinstance(queries.side, Given) and queries.side.kind == "text":
+        column = "" if options.data else _column_of_run(run, queries.name)
+        if unknown := unknown_words(run, options.query, queries.name, found.items, column):
+            listed = ", ".join(f'"{word}"' for word in unknown)
+            say(f"note: no text of the data has {listed}; the built-in encoder only knows the words of your texts")
     if found.items is not None and found.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"
         draw_sheet([_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])], path)

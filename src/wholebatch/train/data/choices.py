@@ -70,7 +70,8 @@ def with_split_sizes(config: TrainConfig, count: int, say: Callable[[str], None]
             "train on: texts that share a picture, and pictures that share a text, count once"
         )
     if not (config.test_texts and config.validation_texts):
-        say(f"{validation} texts for validation, {test} for the test (--validation-texts, --test-texts)")
+        held = f"{validation} texts for validation, {test} for the test"
+        say(f"{held}, which the run does not learn (--validation-texts, --test-texts)")
     return replace(config, validation_texts=validation, test_texts=test)
 
 
@@ -79,12 +80,21 @@ def with_batch(config: TrainConfig, count: int, size: int, what: str, say: Calla
     smallest = max(2, size) if config.task == "retrieve" else max(1, size)
     if count < smallest:
         raise UserError(f"--data has {count} {what} to train on; expected at least {smallest} for {size} ranks")
-    batch = config.batch_size or min(1024, 1 << (count.bit_length() - 1))
+    batch = config.batch_size or _batch_of(count)
     if batch < size:
         raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {batch}")
     if batch > count:
         say(f"batch size {count} instead of {batch}: there are so many {what} to train on")
         batch = count
     elif not config.batch_size and batch < 1024:
-        say(f"batch size {batch}: the largest power of two among {count} {what} to train on (--batch-size)")
+        say(f"batch size {batch}, for {count} {what} to train on (--batch-size)")
     return replace(config, batch_size=batch)
+
+
+def _batch_of(count: int) -> int:
+    """Return the largest power of two up to 1024 and a quarter of the rows; of few rows up to 64 and all of them.
+
+    >>> [_batch_of(count) for count in (9000, 1613, 300, 100, 34)]
+    [1024, 256, 64, 64, 32]
+    """
+    return min(1024, 1 << (min(count, max(64, count // 4)).bit_length() - 1))

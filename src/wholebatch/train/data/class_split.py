@@ -14,7 +14,7 @@ from .pairs import Pairs
 from .randomness import seeded
 from .sides import Chosen, Side
 
-_HELD_OUT = 2  # images of a text in a file that are held out for the test, if it has more
+_HELD_OUT, _PART = 2, 10  # images of a text that are held out for the test, if it has more; or a tenth of many
 
 
 def with_split(
@@ -61,14 +61,15 @@ def with_split(
 
 
 def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool = False) -> LabeledImages:
-    """Make each text a class; the last two images of a text that has three or more are for the test.
+    """Make each text a class; of three images of a text or more the last two, or the last tenth, are for the test.
 
     An image that the data have twice is never held out.
     """
     counts = pairs.first.diff()
     text = torch.repeat_interleave(torch.arange(len(pairs)), counts)
     place = torch.arange(len(text)) - pairs.first[text]
-    for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - _HELD_OUT)
+    held_out = (counts // _PART).clamp(min=_HELD_OUT)[text]
+    for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - held_out)
     once = None
     if "image" in pairs.numbers:
         equal = torch.unique(pairs.numbers["image"][pairs.order], return_inverse=True)[1]

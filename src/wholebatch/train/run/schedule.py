@@ -21,7 +21,7 @@ class Schedule(NamedTuple):
 
     Args:
         planned_steps: the steps of the run's configuration.
-        warmup_steps: steps of linear warm-up, at the start and after each extension.
+        warmup_steps: steps of linear warm-up, at the start and after each extension, there at most half of its steps.
         extensions: the extensions of the run, in order.
     """
 
@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
         """Return the learning rate of a step, counted from 0, whose largest value is `peak`.
 
         An extension at step A to N steps takes the cosine of N steps from there on, and reaches it from the rate that
-        the run would have had at A, along a line of `warmup_steps` steps.
+        the run would have had at A, along a line of `warmup_steps` steps, or of half the steps that are left.
 
         >>> [round(Schedule(4, 2).rate(1.0, step), 3) for step in range(4)]
         [0.5, 0.854, 0.5, 0.146]
@@ -54,7 +54,8 @@ class Schedule(NamedTuple):
         if step < at:
             return earlier.rate(peak, step)
         before, after = earlier.rate(peak, at), Schedule(steps, self.warmup_steps).rate(peak, step)
-        return before + min(1.0, (step - at + 1) / max(1, self.warmup_steps)) * (after - before)
+        line = _steps_of_line(at, steps, self.warmup_steps)
+        return before + min(1.0, (step - at + 1) / line) * (after - before)
 
     def extended(self, at: int, steps: int) -> Schedule:
         """Return the schedule of the run if, after `at` steps, it is to train until step `steps`.
@@ -73,7 +74,13 @@ def describe_extension(at: int, steps: int, warmup_steps: int) -> str:
     >>> describe_extension(300, 600, 20)
     'extended at step 300 to 600: the learning rate goes on along the cosine of 600 steps, reached over 20 steps'
     """
+    line = _steps_of_line(at, steps, warmup_steps)
     return (
         f"extended at step {at} to {steps}: the learning rate goes on along the cosine of {steps} steps, reached over "
-        f"{max(1, warmup_steps)} step{'s' if warmup_steps > 1 else ''}"
+        f"{line} step{'s' if line > 1 else ''}"
     )
+
+
+def _steps_of_line(at: int, steps: int, warmup_steps: int) -> int:
+    """Return over how many steps an extended run reaches its cosine: so few that it is reached before the end."""
+    return max(1, min(warmup_steps, (steps - at) // 2))
