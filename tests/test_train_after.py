@@ -385,6 +385,22 @@ def test_figures_count_repeated_texts_and_pictures_once_and_stated_pairs_as_righ
     assert "nDCG@10" in capsys.readouterr().out
 
 
+def test_the_columns_of_the_run_are_found_in_data_without_negatives_and_groups(tmp_path, capsys):
+    (tmp_path / "of_run.csv").write_text("q,p,n,g\n" + "".join(f"q {i},p {i},n {i},{i // 2}\n" for i in range(40)))
+    columns = ["--columns", "query=q,positive=p,negatives=n,group=g", "--steps", "1", "--batch-size", "4", "--no-audit"]
+    small = ["--validation-texts", "2", "--test-texts", "2", "--model.text-width", "32", "--model.text-buckets", "64"]
+    succeeds("train", "--data", tmp_path / "of_run.csv", "--run-folder", tmp_path / "run", *columns, *small)
+    for names, right in (("q,p,x", 1), ("q,p,g", 2)):
+        rows = "".join(f"other q {i},other p {i},{i // 2}\n" for i in range(6))
+        (tmp_path / "new.csv").write_text(f"{names}\n{rows}")
+        succeeds("evaluate", tmp_path / "run", tmp_path / "new.csv", "--out", tmp_path / "e.json")
+        found = json.loads((tmp_path / "e.json").read_text())["query_to_document"]
+        assert found["queries"] == 6
+        assert found["chance"]["recall@1"] == pytest.approx(right / 6)
+    (tmp_path / "new.csv").write_text("q,y\na,b\n")
+    assert "--columns" in mistake(capsys, "evaluate", tmp_path / "run", tmp_path / "new.csv")
+
+
 def test_data_of_the_run_are_said_to_be_no_test(run, data, capsys):
     succeeds("evaluate", run, data)
     assert "trained on most of these rows" in capsys.readouterr().out

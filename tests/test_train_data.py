@@ -4,6 +4,7 @@ import csv
 import gc
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from data_sets import FORMS, TEXTS, picture, png, shard, write_pictures
@@ -310,6 +313,10 @@ def test_ids_join_texts_and_pictures_and_are_of_retrieval(tmp_path):
     lines = [{"query": "a", "positive": "b", "id": ["x"]}, {"query": "c", "positive": "d", "id": ["y"]}]
     with pytest.raises(UserError, match=r"the column 'id' must hold texts or numbers to be the group; got list<"):
         pairs_of(write_queries(tmp_path, lines), columns="group=id")
+    numbers = pa.table({"query": [*"acegi"], "positive": [*"bdfhj"], "id": [1.0, math.nan, 1.0, math.nan, None]})
+    pq.write_table(numbers, tmp_path / "numbers.parquet")
+    pairs = pairs_of(tmp_path / "numbers.parquet", columns="group=id")
+    assert pairs.group_of.tolist() == [0, 1, 0, 2, 3], "some writers put a number that is none for a missing one"
 
 
 # Batches.

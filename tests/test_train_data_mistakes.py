@@ -8,6 +8,7 @@ import shutil
 import tarfile
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_sets import FORMS, TEXTS, add, picture, png, shard, write_pictures
+from PIL import Image
 from train_runs import TRAIN, finish
 
 from wholebatch.__main__ import main
@@ -444,6 +446,36 @@ def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypa
         said.count("--skip-bad reads all pictures at each start: the cache cannot be written (Read-only file system)")
         == 2
     )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_system_is_tried_again_at_the_next_start(tmp_path, monkeypatch, workers):
+    """Such as a lost server of files, which changes no size and no time of any file when it comes back."""
+    path, original = with_bad_pictures(tmp_path), Image.open
+
+    def fails(file, *args, **named):
+        if Path(getattr(file, "name", file)).name in ("4.png", "5.png"):
+            raise OSError(5, "Input/output error", str(file))
+        return original(file, *args, **named)
+
+    def lines():
+        pairs = table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True, workers=workers))
+        return [int(each.place.rpartition(" ")[2]) for each in pairs.left_out]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Image, "open", fails)
+        assert lines() == [5, 6, 7, 9, 13]
+        assert lines() == [5, 6, 7, 9, 13]
+    assert lines() == [5, 9, 13]
+
+
+def test_another_pillow_reads_all_pictures_again(tmp_path, monkeypatch, pictures_read):
+    path = with_bad_pictures(tmp_path)
+    for version, reads in (("1", 20), ("1", 0), ("2", 20)):
+        monkeypatch.setattr("PIL.__version__", version)
+        pictures_read.clear()
+        table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True))
+        assert len(pictures_read) == reads
 
 
 def test_a_long_list_of_bad_pictures_is_cut_short(tmp_path):

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from glyph_files import SMALL, write_pairs
 
 from wholebatch.__main__ import main
+from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import loop
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
 from wholebatch.train.ranks import waiting
+from wholebatch.train.ranks.all_ranks import on_all_ranks
 from wholebatch.train.ranks.waiting import WaitForFirstRank
 from wholebatch.train.run import metrics_file
 from wholebatch.train.run.checkpoint import first_lines
@@ -152,8 +154,29 @@ def test_every_rank_waits_after_what_the_first_does_alone(data, tmp_path, monkey
     options = ["--steps", "5", "--validate-every", "2", "--checkpoint-every", "2", "--keep-best", "--no-audit"]
     assert main(["train", "--data", data, "--run-folder", str(tmp_path / "run"), *SMALL, *options]) == 0
     assert {*events} == {*ALONE, "add_gradients", "keep_best", "write_page", "wait"}
+    assert events[0] == "wait", "for ranks that load the data for longer, for instance on the machine without a cache"
     for event, after in zip(events, [*events[1:], "end"], strict=True):
         assert event in ("add_gradients", "wait") or after == "wait", events
+
+
+def test_a_patient_action_is_waited_for_also_where_it_fails(monkeypatch):
+    events = []
+    monkeypatch.setattr(WaitForFirstRank, "__call__", lambda _: events.append("wait"))
+
+    def facts(_):
+        events.append("facts")
+        return {}
+
+    def fails():
+        events.append("act")
+        raise UserError("a picture")
+
+    on_all_ranks("set-up", lambda: events.append("act"), facts, patient=True)
+    assert events == ["act", "wait", "facts"]
+    events.clear()
+    with pytest.raises(UserError, match=r"^a picture$"):
+        on_all_ranks("set-up", fails, facts, patient=True)
+    assert events == ["act", "wait"], "else the others would wait for it until their connection is closed"
 
 
 def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):

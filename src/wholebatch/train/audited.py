@@ -94,7 +94,7 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
             )
         return error
 
-    _, of_ranks = on_all_ranks("audit", compare, lambda error: {"error": error})
+    _, of_ranks = on_all_ranks("audit", compare, lambda error: {"error": error}, patient=True)
     return Outcome(examples, size, of_ranks[0 if is_sharded else rank]["error"])
 
 

@@ -210,7 +210,7 @@ def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_P
         folder = str(prepared.folder.path)
         return {"data": prepared.digest, "folder": folder, "step": prepared.step, "extensions": extensions}
 
-    prepared, everyone = on_all_ranks("set-up", prepare, facts)
+    prepared, everyone = on_all_ranks("set-up", prepare, facts, patient=True)
     first = everyone[0]
     differing = [rank for rank, of_rank in enumerate(everyone) if of_rank["data"] != first["data"]]
     if differing:

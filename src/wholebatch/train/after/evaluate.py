@@ -35,6 +35,8 @@ from .options import EvaluateConfig, renamed
 from .output import say, table_of
 
 _TOP = 5
+_OPTIONAL = ("negatives", "group")
+"""Roles without which data can be evaluated: a test set seldom has negatives."""
 
 
 def evaluate(options: EvaluateConfig) -> None:
@@ -79,11 +81,15 @@ def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:
 
 
 def _columns(config: TrainConfig, table: Table, options: EvaluateConfig) -> str:
-    """Return `--columns`, or else that of the run if the data have these columns."""
+    """Return `--columns`, or else that of the run if the data have these columns; those of _OPTIONAL may be missing."""
     if options.columns:
         return options.columns
-    needed = [name for names in asked_roles(config.columns).values() for name in names]
-    return config.columns if all(name in table.names for name in needed) else ""
+    there = {
+        role: [name for name in names if name in table.names] for role, names in asked_roles(config.columns).items()
+    }
+    if any(not names for role, names in there.items() if role not in _OPTIONAL):
+        return ""
+    return ",".join(f"{role}={'+'.join(names)}" for role, names in there.items() if names)
 
 
 def _features(run: OpenRun, name: str, side: Side, rows: Tensor, work: Work) -> Tensor:

@@ -156,6 +156,8 @@ def group_numbers(table: Table, name: str) -> Tensor:
         raise UserError(
             f"{table.source}: the column {name!r} must hold texts or numbers to be the group; got {column.type}"
         )
+    if pa.types.is_floating(column.type):  # not a number is what some writers make of a missing one
+        column = pc.if_else(pc.is_nan(column), None, column)
     texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
     numbers = numbers_of_texts(pc.if_else(pc.equal(texts, ""), None, texts))
     alone = int(numbers.max()) + 1 + torch.arange(len(numbers))

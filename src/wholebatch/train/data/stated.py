@@ -55,8 +55,8 @@ def stated_of_groups(pairs: Pairs, groups: Tensor) -> Stated:
 
 def other_items(pairs: Pairs, rows: Tensor) -> Tensor:
     """Return a row of each distinct item of the second side that none of these rows has, in the order of the data."""
-    everything = stated_pairs(pairs, pairs.order).rows[1]
-    numbers = pairs.numbers[pairs.names[1]]
+    numbers, of_order = pairs.numbers[pairs.names[1]], pairs.order.sort().values
+    everything = of_order[_distinct(numbers, of_order)[0]]
     return everything[~torch.isin(numbers[everything], numbers[rows])]
 
 

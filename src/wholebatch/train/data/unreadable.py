@@ -1,4 +1,8 @@
-"""`--skip-bad`: rows whose picture cannot be read, found by reading all of them once, in worker processes."""
+"""`--skip-bad`: rows whose picture cannot be read, found by reading all of them once, in worker processes.
+
+What the files hold decides for good, until one changes, or Pillow does. What the system refuses, such as a file without
+permission or a disk that is not there, may pass without a change of any file, so these rows are tried at each start.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,18 @@ _MOST_WORKERS = 32
 _MOST_BYTES = 2**30  # of a result
 _ENDING = ".unreadable.json"
 
-Bad = list[tuple[int, str]]
-"""Rows, in order, and why they cannot be read."""
+
+class _BadRow(NamedTuple):
+    """A row whose picture cannot be read."""
+
+    row: int
+    reason: str
+    may_pass: bool
+    """Whether it is the system's error, not that of the file."""
+
+
+Bad = list[_BadRow]
+"""In the order of the rows."""
 
 
 class Readable(NamedTuple):
@@ -48,20 +62,24 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
     Raises:
         UserError: if none can be read.
     """
+    import PIL
+
     workers = workers if workers >= 0 else min(_MOST_WORKERS, cpus_of_a_rank(1))
     count = len(side.table)
 
     def find() -> Bad:
         say(f"--skip-bad: reading all {count:,} pictures, once")
-        return _find(side, workers)
+        return _find(side, torch.arange(count), workers)
 
     def not_kept(error: OSError) -> None:
         say(f"--skip-bad reads all pictures at each start: the cache cannot be written ({error.strerror or error})")
 
     bad = kept(
-        side, "", _ENDING, read=lambda file: _read(file, count), find=find, write=_writer(count), not_kept=not_kept
-    )
-    left_out = tuple(LeftOut(side.table.where(row), reason) for row, reason in bad)
+        side, f"Pillow {PIL.__version__}", _ENDING,
+        read=lambda file: _read(file, count), find=find, write=_writer(count), not_kept=not_kept,
+    )  # fmt: skip
+    bad = _tried_again(side, bad, workers)
+    left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
     if len(bad) == count:
         raise UserError(f"none of the {count} pictures of --data can be read; the first: {left_out[0]}")
     if bad:
@@ -71,7 +89,7 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
         if len(bad) > _SHOWN:
             say(f"  and {len(bad) - _SHOWN:,} more")
     is_readable = torch.ones(count, dtype=torch.bool)
-    is_readable[[row for row, _ in bad]] = False
+    is_readable[[each.row for each in bad]] = False
     return Readable(is_readable.nonzero()[:, 0], left_out)
 
 
@@ -88,18 +106,26 @@ def _read(file: Path, rows: int) -> Bad | None:
         value = check_fields(
             parse_json(read_bounded(file, _MOST_BYTES), str(file)), str(file), {"rows": int, "bad": list}
         )
-        bad = [(row, reason) for row, reason in value["bad"]]
+        bad = [_BadRow(*each) for each in value["bad"]]
     except (OSError, ValueError, TypeError):
         return None
-    numbers = [row for row, _ in bad]
-    if not all(type(row) is int and type(reason) is str for row, reason in bad):
+    if not all((type(each.row), type(each.reason), type(each.may_pass)) == (int, str, bool) for each in bad):
         return None
+    numbers = [each.row for each in bad]
     is_whole = value["rows"] == rows and numbers == sorted({*numbers}) and all(0 <= row < rows for row in numbers)
     return bad if is_whole else None
 
 
-def _find(side: FilePictures, workers: int) -> Bad:
-    parts = prepared(_Mistakes(side), [*torch.arange(len(side.table)).split(_ROWS)], workers=workers)
+def _tried_again(side: FilePictures, bad: Bad, workers: int) -> Bad:
+    """Return the bad rows once those that may pass have been read again."""
+    passing = [each.row for each in bad if each.may_pass]
+    if not passing:
+        return bad
+    return sorted([*(each for each in bad if not each.may_pass), *_find(side, torch.tensor(passing), workers)])
+
+
+def _find(side: FilePictures, rows: Tensor, workers: int) -> Bad:
+    parts = prepared(_Mistakes(side), [*rows.split(_ROWS)], workers=workers)
     try:
         return [each for part in parts for each in part]
     except WorkerDiedError as error:
@@ -118,5 +144,14 @@ class _Mistakes:
             try:
                 self._side.read(row)
             except UserError as error:
-                found.append((row, str(error).removeprefix(f"{self._side.table.where(row)}: ")))
+                reason = str(error).removeprefix(f"{self._side.table.where(row)}: ")
+                found.append(_BadRow(row, reason, _is_of_system(error)))
         return found
+
+
+def _is_of_system(error: BaseException) -> bool:
+    """Return whether an error comes from one of the system, which has a number. A file that is not there may come."""
+    cause = error.__cause__
+    if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None):
+        return not isinstance(cause, FileNotFoundError)  # whose coming changes the stamp of the pictures
+    return cause is not None and _is_of_system(cause)

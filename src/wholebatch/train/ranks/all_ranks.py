@@ -11,24 +11,38 @@ import torch.distributed as dist
 import wholebatch as wb
 
 from ..._user_error import UserError
+from .waiting import WaitForFirstRank
 
 _R = TypeVar("_R")
 
 
 def on_all_ranks(
-    caller: str, act: Callable[[], _R], facts: Callable[[_R], dict[str, Any]] = lambda _: {}
+    caller: str,
+    act: Callable[[], _R],
+    facts: Callable[[_R], dict[str, Any]] = lambda _: {},
+    *,
+    patient: bool = False,
 ) -> tuple[_R, list[dict[str, Any]]]:
     """Return the local result of `act`, once it has succeeded on all ranks, and each rank's `facts` of its result.
 
-    Collective: one handshake.
+    Collective: one handshake. With `patient`, `act` may take longer on one rank than the timeout of a collective, such
+    as on the one machine whose cache is empty; before the handshake all ranks then wait for each other.
 
     Raises:
         UserError: on every rank, if `act` raises one on any.
     """
     results: list[_R] = []
+    wait = WaitForFirstRank() if patient else None
 
     def state() -> dict[str, Any]:
-        results.append(act())
+        try:
+            results.append(act())
+        except Exception:  # the handshake passes it on
+            if wait is not None:
+                wait()
+            raise
+        if wait is not None:
+            wait()
         return facts(results[0])
 
     try:

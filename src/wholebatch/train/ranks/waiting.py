@@ -1,4 +1,7 @@
-"""Waiting for the first rank while it works alone: at the figures of a search, checkpoints, pictures and the report."""
+"""Waiting for the first rank while it works alone: at the figures of a search, checkpoints, pictures and the report.
+
+At the start all wait so for the slowest rank.
+"""
 
 from __future__ import annotations
 
