@@ -5,7 +5,7 @@
     python benchmarks/own_data.py code OUT                                # docstrings with function bodies: a .jsonl
     python benchmarks/own_data.py digits OUT --package MNIST              # a folder of pictures, one subfolder a class
 
-It prints what it has written, and the command to train on it. The figures are in docs/training.md.
+It prints what it has written, and the command to train on it. The figures are in docs/own_data.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ import pytest
 import torch
 from data_sets import write_pictures
 
+from wholebatch._user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
+from wholebatch.train.data.ids import pairs_of_ids
 from wholebatch.train.data.load import load_data, table_pairs
 from wholebatch.train.data.negatives import FalseNegatives
 from wholebatch.train.data.open_table import open_table
@@ -305,3 +307,9 @@ def test_chance_of_one_right_answer_each():
     assert chance(2, torch.tensor([1, 1]))["mrr"] == 0.75
     assert chance(40, torch.ones(7, dtype=torch.int64))["recall@10"] == pytest.approx(0.25)
     assert same_places(3).T.tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_ids_of_classes_are_refused_before_their_pairs_fill_the_memory():
+    assert len(pairs_of_ids(torch.arange(4) // 2, 4)[0]) == 8
+    with pytest.raises(UserError, match=r"--columns group: 11,000 rows have one value, .* classes\)$"):
+        pairs_of_ids(torch.cat([torch.zeros(11_000, dtype=torch.int64), 1 + torch.arange(9)]), 11_009)

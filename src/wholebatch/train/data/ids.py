@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._user_error import UserError
+
+_MOST = 10**8  # pairs, of two numbers each
+
 
 def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     """Return the places of all pairs of rows with one id, a row with itself among them, in two tensors.
@@ -13,6 +17,9 @@ def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         ids: a number for each of `count` rows. None: each row has an id of its own.
         count: number of rows.
 
+    Raises:
+        UserError: so many rows have one id that their pairs would not fit into memory.
+
     >>> pairs_of_ids(torch.tensor([7, 5, 7]), 3)
     (tensor([1, 0, 0, 2, 2]), tensor([1, 0, 2, 0, 2]))
     """
@@ -20,6 +27,11 @@ def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         return torch.arange(count), torch.arange(count)
     order = ids.argsort(stable=True)
     _, sizes = torch.unique(ids, return_counts=True)
+    if int(sizes.double().square().sum()) > _MOST:
+        raise UserError(
+            f"--columns group: {int(sizes.max()):,} rows have one value, and all would be right answers of each other; "
+            "expected the ids of single things, not of classes (--task identify learns classes)"
+        )
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # in `order`: of each row, where its id begins
     many = sizes.repeat_interleave(sizes)
     within = torch.arange(int(many.sum())) - (many.cumsum(0) - many).repeat_interleave(many)
