@@ -8,10 +8,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-from glyph_files import write_pairs
+from glyph_files import SMALL, write_pairs
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
 from wholebatch.__main__ import main
+from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.load import load_data
 from wholebatch.train.run.resume import read_config
 from wholebatch.train.run.run_folder import RunFolder
@@ -22,6 +23,27 @@ QUICK = ["--no-audit", "--no-tensorboard"]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("data"))
+
+
+def test_a_picture_of_the_test_that_cannot_be_read_loses_no_step(data, tmp_path, capsys):
+    """It is first read after the last step. Mended, the run continues: with the test."""
+    folder = shutil.copytree(data.parent, tmp_path / "data")
+    run = tmp_path / "run"
+    argv = ["train", "--data", str(folder / data.name), "--run-folder", str(run), *SMALL, "--steps", "3", "--no-audit"]
+    config = replace(TrainConfig(), data=str(folder / data.name), workers=0)
+    config, (pairs, split) = load_data(config, 1)
+    alone = next(group for group in split.test.tolist() if pairs.first[group + 1] == pairs.first[group] + 1)
+    picture = pairs.sides["image"].place(int(pairs.order[pairs.first[alone]]))
+    content = picture.read_bytes()
+    picture.write_bytes(b"x" * len(content))
+    assert main([*argv, "--workers", "0", "--image-size", "32", "--image-channels", "1"]) == 2  # not of a sample
+    assert f"{picture.name}' cannot be read as an image" in capsys.readouterr().err
+    assert not (run / "report.json").exists()
+    picture.write_bytes(content)
+    assert main(["train", "--resume", str(run)]) == 0
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    assert [start["step"] for start in json.loads((run / "starts.json").read_text())] == [0, 3]
+    assert (run / "report.json").exists()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig
 from .progress import Progress
 from .ranks.all_ranks import from_first_rank, on_all_ranks
+from .ranks.sharding import local_parts
 from .ranks.signals import Asked, Requests, Stopped, name
 from .ranks.waiting import WaitForFirstRank
 from .report.of_run import report_of_run
@@ -138,6 +139,9 @@ def train(
                 f"ended after step {done}: no validation of the last {config.patience} was better than that of step "
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
             )
+        if saved_at < done and _are_finite(task):  # before the test, which may meet a picture that cannot be read
+            save(task.pass_state(), done)
+            saved_at = done
         report = task.test()
         wait()
         if saved_at < done:
@@ -184,6 +188,17 @@ def _begin(
     if schedule.extensions:
         progress.show_note(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
     return trackers
+
+
+def _are_finite(task: Task) -> bool:
+    """Return whether all weights that are trained are finite, on all ranks."""
+
+    def here() -> bool:
+        groups = [group["params"] for optimizer in task.optimizers for group in optimizer.param_groups]
+        return all(bool(part.isfinite().all()) for some in groups for part in local_parts(x.detach() for x in some))
+
+    _, everyone = on_all_ranks("weights", here, lambda are_finite: {"are_finite": are_finite})
+    return all(facts["are_finite"] for facts in everyone)
 
 
 def _flush(trackers: Sequence[Tracker]) -> None:
