@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from ..._files import replacing
 from ..._user_error import UserError
 from ..data.sides import FilePictures
 from ..data.unreadable import readable_rows
@@ -31,25 +25,18 @@ def kept_features(run: OpenRun, items: Items, work: Work, argument: str, *, skip
         items: all rows of the data.
         work: how to compute.
         argument: the name of the data on the command line, for errors.
-        skip_bad: leave out rows whose picture cannot be read; which these are is kept beside the features.
+        skip_bad: leave out rows whose picture cannot be read.
     """
-    skips = skip_bad and isinstance(items.side, FilePictures)
-    name = f"{items.name}-{items.digest()[:16]}-{run.weights[:16]}{'-readable' if skips else ''}"
-    path = run.folder / FOLDER / f"{name}.npy"
-    rows = path.with_suffix(".rows")
+    if skip_bad and isinstance(items.side, FilePictures):
+        items = replace(items, rows=readable_rows(items.side, say, workers=work.workers).rows)
+    path = run.folder / FOLDER / f"{items.name}-{items.digest()[:16]}-{run.weights[:16]}.npy"
     try:
         path.parent.mkdir(exist_ok=True)
         if not path.exists():
-            if skips:
-                assert isinstance(items.side, FilePictures)
-                items = replace(items, rows=readable_rows(items.side, say, workers=work.workers).rows)
-                _write_rows(rows, items.rows)
             say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
             again = Again(items.source, argument, items.column, items.name)
             tiles = with_progress(features_of(run, items, work, again), len(items))
             write_features(path, tiles, items, width=run.width, weights=run.weights)
-        elif skips:
-            items = replace(items, rows=torch.from_numpy(np.fromfile(rows, "<i8").astype(np.int64)))
     except OSError as error:
         raise UserError(
             f"{str(path.parent)!r} cannot be written or read ({error.strerror or error}); write the features elsewhere "
@@ -59,8 +46,3 @@ def kept_features(run: OpenRun, items: Items, work: Work, argument: str, *, skip
     if (found.count, found.width) != (len(items), run.width):
         raise UserError(f"{path} is damaged: it has {found.count} features, expected {len(items)}; remove it")
     return FeatureFile(path, found.count, found.width, items, run.weights)
-
-
-def _write_rows(path: Path, rows: Tensor) -> None:
-    with replacing(path) as file:
-        file.write(rows.numpy().astype("<i8").tobytes())
