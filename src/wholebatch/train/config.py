@@ -135,7 +135,7 @@ class TrainConfig:
     """1: gray, 3: color, 0: as the pictures are."""
     validation_texts: int = 0
     """Texts held out for validation during training; for --task identify, texts of which one image is held out.
-    0: one in twenty, at most 325."""
+    0: one in twenty, at most 325; of --task identify all, if they have twenty images each, on average."""
     test_texts: int = 0
     """Texts held out for the final report of --task retrieve. 0: one in ten, at most 650.
     --task identify holds out two faces, or of each text in a file that has three images or more the last two, or

@@ -13,6 +13,7 @@ from ..._user_error import UserError
 from ..config import TrainConfig
 from .pairs import Pairs
 
+_LARGE = 20  # images of a class, on average
 _SAMPLE = 64  # pictures that are looked at for the size and the colors
 _SIZES = (64, 48, 32)
 
@@ -73,6 +74,15 @@ def with_split_sizes(config: TrainConfig, count: int, say: Callable[[str], None]
         held = f"{validation} texts for validation, {test} for the test"
         say(f"{held}, which the run does not learn (--validation-texts, --test-texts)")
     return replace(config, validation_texts=validation, test_texts=test)
+
+
+def classes_for_validation(classes: int, images: int) -> int:
+    """Return of how many classes one image is for validation: one in twenty; of large classes all; at most 325.
+
+    >>> classes_for_validation(158, 790), classes_for_validation(10, 10_000), classes_for_validation(9, 27)
+    (7, 10, 1)
+    """
+    return min(325, classes if images >= _LARGE * classes else max(1, classes // 20))
 
 
 def with_batch(config: TrainConfig, count: int, size: int, what: str, say: Callable[[str], None]) -> TrainConfig:

@@ -9,7 +9,7 @@ import torch
 
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
-from .choices import with_batch, with_loss, with_pictures, with_split_sizes
+from .choices import classes_for_validation, with_batch, with_loss, with_pictures, with_split_sizes
 from .class_split import classes_of_texts
 from .glyphs import glyph_classes, glyph_pairs
 from .labeled import LabeledImages
@@ -62,7 +62,7 @@ def _without_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) ->
 def _classes(
     config: TrainConfig, pairs: Pairs, size: int, say: Callable[[str], None]
 ) -> tuple[TrainConfig, LabeledImages]:
-    validation = config.validation_texts or min(325, max(1, len(pairs) // 20))
+    validation = config.validation_texts or classes_for_validation(len(pairs), len(pairs.order))
     data = classes_of_texts(pairs, validation=validation, seed=config.seed, at_most=not config.validation_texts)
     if not config.validation_texts:
         config = replace(config, validation_texts=len(data.validation))
