@@ -209,9 +209,9 @@ def _saves_at_the_end_alone() -> None:
 
     save: Callable[..., None] = Retrieve.save
 
-    def sometimes(self: Any, folder: Path, memory: Any, *, step: int, seconds: float) -> None:
+    def sometimes(self: Any, folder: Path, state: Any, *, step: int, **more: Any) -> None:
         if step == STEPS:
-            save(self, folder, memory, step=step, seconds=seconds)
+            save(self, folder, state, step=step, **more)
 
     Retrieve.save = sometimes  # type: ignore[method-assign]
 
@@ -344,7 +344,9 @@ def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: 
     code = program.wait()
     what = f"{number.name} to {whom if rank is None else f'rank {rank}'} {when}, {_recorded(run)} steps"
     stderr = program.err.read_text()
-    if not any(reached) or code == 0:
+    if not any(reached) and code:
+        raise Wrong("wrong exit", f"{what}: the run had ended by itself with exit code {code}\n{program.output()}")
+    if code == 0 or not any(reached):
         return ""
     if "Traceback" in stderr:
         raise Wrong("wrong exit", f"{what}: a traceback\n{program.output()}")
