@@ -26,7 +26,7 @@ def data(tmp_path_factory):
 
 
 def test_a_picture_of_the_test_that_cannot_be_read_loses_no_step(data, tmp_path, capsys):
-    """It is first read after the last step. Mended, the run continues: with the test."""
+    """It is first read after the last step. Once it can be read, the run goes on with the test."""
     folder = shutil.copytree(data.parent, tmp_path / "data")
     run = tmp_path / "run"
     argv = ["train", "--data", str(folder / data.name), "--run-folder", str(run), *SMALL, "--steps", "3", "--no-audit"]
