@@ -6,6 +6,7 @@ Its row of a text is the mean of the words' vectors, so an unknown word pulls th
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ..data.roles import text_column, usual_columns
 from ..data.table import Table
@@ -27,17 +28,18 @@ def unknown_words(run: OpenRun, query: str, side: str, found: Items, column: str
     if run.config.text_encoder != "small" or found.table is None:
         return []
     columns = [column] if column else [found.column] if found.side.kind == "text" else _columns(found.table, side)
-    words = dict.fromkeys(split_words(query))
-    return [word.lower() for word in words if columns and not any(_has(found.table, each, word) for each in columns)]
+    texts = [text_column(found.table, "text", each) for each in columns]
+    words = dict.fromkeys(split_words(query)) if texts else {}
+    return [word.lower() for word in words if not any(_has(each, word) for each in texts)]
 
 
 def _columns(table: Table, side: str) -> list[str]:
     return next((names for role in ROLES[side] if (names := usual_columns(table, role))), [])
 
 
-def _has(table: Table, column: str, word: str) -> bool:
+def _has(texts: Any, word: str) -> bool:
     import pyarrow.compute as pc
 
     end = r"[^\pL]" if word[0].isalpha() else ""
     pattern = f"(?i)(^|{end}){re.escape(word)}({end}|$)"
-    return bool(pc.any(pc.match_substring_regex(text_column(table, "text", column), pattern)).as_py())
+    return bool(pc.any(pc.match_substring_regex(texts, pattern)).as_py())

@@ -16,8 +16,7 @@ from ..encoders.encoder import Encoder
 from ..encoders.inputs import to_device
 from .batches import Reader, RowInputs
 
-ROWS = 512
-"""Rows that are encoded at a time, or fewer with a smaller `--chunk-size`."""
+_ROWS = 512  # that are encoded at a time, or fewer with a smaller `--chunk-size`
 
 
 @torch.no_grad()
@@ -29,9 +28,15 @@ def features_of_rows(
     device: torch.device,
     *,
     workers: int = 0,
-    size: int = ROWS,
+    chunk_size: int = 0,
+    ranks: int = 1,
 ) -> Tensor:
     """Return the unit features of these rows of a side, (n, d), on the CPU, without augmentation.
+
+    With several ranks each encodes a part, and only rank 0 gets the features; the others get (0, d). Rows are encoded
+    in the same parts on any number of ranks: part i by rank i mod W. After each turn the features go to rank 0, so that
+    no rank waits longer than for one part. In the last turn a rank without a part encodes the last one again, because
+    sharded weights need all ranks, and its features are dropped.
 
     Args:
         model: both encoders, or one.
@@ -40,30 +45,13 @@ def features_of_rows(
         rows: (n,).
         device: where the model is.
         workers: processes that read the rows.
-        size: rows that are encoded at a time.
+        chunk_size: the most rows that are encoded at a time. 0: 512.
+        ranks: W, the ranks that share the work; with 1 this one does all of it, whatever others do.
     """
-    return torch.cat([x.cpu() for x in _encoded(model, name, side, rows.split(size), device, workers)])
-
-
-@torch.no_grad()
-def features_on_first_rank(
-    model: DualEncoder | Encoder,
-    name: str,
-    side: Side,
-    rows: Tensor,
-    device: torch.device,
-    *,
-    workers: int = 0,
-    size: int = ROWS,
-) -> Tensor:
-    """Return `features_of_rows` on rank 0, and (0, d) on the others, of which each encodes a part. All ranks.
-
-    Rows are encoded in the same parts on any number of ranks: part i by rank i mod W. After each turn the features go
-    to rank 0, so that no rank waits longer than for one part. In the last turn a rank without a part encodes the last
-    one again, because sharded weights need all ranks, and its features are dropped.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    parts = rows.split(size)
+    parts = rows.split(min(_ROWS, chunk_size or _ROWS))
+    if ranks == 1:
+        return torch.cat([x.cpu() for x in _encoded(model, name, side, parts, device, workers)])
+    rank = dist.get_rank()
     turns = [[min(first + r, len(parts) - 1) for r in range(ranks)] for first in range(0, len(parts), ranks)]
     local = [parts[turn[rank]] for turn in turns]
     found: list[Tensor] = []

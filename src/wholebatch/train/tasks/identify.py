@@ -34,7 +34,7 @@ from ..report.look_alikes import Mistakes, draw_look_alikes, find_mistakes, sure
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import ImageBatches, Reader, rows_of_chunks
-from .evaluation import ROWS, features_of_rows, features_on_first_rank
+from .evaluation import features_of_rows
 from .head import folder_of_head, has_reference, make_head, remove
 from .precision import Precision
 from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
@@ -99,7 +99,7 @@ class Identify(Task):
             ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
         )
         self._step = 0
-        self._features_of_rows = features_on_first_rank if size > 1 else features_of_rows
+        self._ranks = size
         self._found: tuple[Tensor, Tensor, Tensor] | None = None
         self._mistakes: Mistakes | None = None
 
@@ -177,9 +177,11 @@ class Identify(Task):
         """Return unit embeddings of these images, on the CPU of rank 0, without augmentation. All ranks."""
         if not len(rows):
             return torch.empty(0, self._encoder.width)
-        of = (self._encoder, "image", self._data.pictures, rows, self._device)
         with self.precision.autocast():
-            return self._features_of_rows(*of, workers=self._workers, size=min(ROWS, self._config.chunk_size or ROWS))
+            return features_of_rows(
+                self._encoder, "image", self._data.pictures, rows, self._device,
+                workers=self._workers, chunk_size=self._config.chunk_size, ranks=self._ranks,
+            )  # fmt: skip
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"

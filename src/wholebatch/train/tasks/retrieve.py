@@ -32,7 +32,7 @@ from ..report.search import search_evidence
 from ..run.checkpoint import load_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import Chunk, PairBatches, Reader, rows_of_chunks
-from .evaluation import ROWS, features_of_rows, features_on_first_rank
+from .evaluation import features_of_rows
 from .objectives import make_objective
 from .pair_search import PLURAL, further_candidates, report_of_search, table, ways_of
 from .precision import Precision
@@ -67,7 +67,7 @@ class Retrieve(Task):
         self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         self._ways = ways_of(pairs)
-        self._features_of_rows = features_on_first_rank if size > 1 else features_of_rows
+        self._ranks = size
         self.curves = tuple(
             Curve(f"recall@{k}, {way.replace('_', ' ')}", (way, f"recall@{k}"), color, style, marker)
             for way, style, marker in zip(self._ways, ("-", "--"), ("o", "x"), strict=True)
@@ -206,9 +206,11 @@ class Retrieve(Task):
         return first, second
 
     def _features_of(self, name: str, rows: Tensor) -> Tensor:
-        of = (self._encoder, name, self._pairs.sides[name], rows, self._device)
         with self.precision.autocast():
-            return self._features_of_rows(*of, workers=self._workers, size=min(ROWS, self._config.chunk_size or ROWS))
+            return features_of_rows(
+                self._encoder, name, self._pairs.sides[name], rows, self._device,
+                workers=self._workers, chunk_size=self._config.chunk_size, ranks=self._ranks,
+            )  # fmt: skip
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._validated.rows[1])}"
