@@ -104,7 +104,10 @@ def _search(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
         _features(run, name, side, rows, work)
         for (name, side), rows in zip(pairs.sides.items(), stated.rows, strict=True)
     )
-    return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second, second[:0])}
+    return {
+        "groups": len(pairs),
+        **report_of_search(ways_of(pairs), stated, first, second, second[:0], device=device_of(work.device, 0, 1)),
+    }
 
 
 def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
@@ -126,7 +129,8 @@ def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
         found |= {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)}
         found["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    tar, threshold = accepted_at(features, torch.tensor([distinct[name] for name in names]), FAR)
+    device = device_of(work.device, 0, 1)
+    tar, threshold = accepted_at(features, torch.tensor([distinct[name] for name in names]), FAR, device=device)
     of_pairs = {"far": FAR, "tar": None, "threshold": None} if math.isnan(tar) else {
         "far": FAR, "tar": tar, "threshold": threshold
     }  # fmt: skip

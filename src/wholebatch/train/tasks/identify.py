@@ -242,7 +242,7 @@ class Identify(Task):
         self._found = embeddings, found.class_ids.cpu(), found.logits.cpu() / self._config.head.scale
         digests = PixelDigests(data.pictures, workers=self._workers)
         self._mistakes = find_mistakes(data, found.class_ids[:, 0].cpu(), digests)
-        tar, threshold = accepted_at(embeddings, data.labels[rows], FAR)
+        tar, threshold = accepted_at(embeddings, data.labels[rows], FAR, device=self._device)
         return {
             "classes": len(data),
             "test_images": len(rows),

@@ -33,19 +33,27 @@ def further_candidates(pairs: Pairs, stated: Stated) -> Tensor:
     return other_items(pairs, stated.rows[1])[: max(0, _MOST_DOCUMENTS - len(stated.rows[1]))]
 
 
-def figures_of_way(queries: Tensor, candidates: Tensor, right: Tensor) -> dict[str, Any]:
+def figures_of_way(
+    queries: Tensor, candidates: Tensor, right: Tensor, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """Return the figures of one direction, the numbers of queries and of candidates, and the figures of chance."""
     counts = torch.bincount(right[0], minlength=len(queries))
     return {
         "queries": len(queries),
         "candidates": len(candidates),
-        **figures(queries, candidates, right),
+        **figures(queries, candidates, right, device=device),
         "chance": chance(len(candidates), counts),
     }
 
 
 def report_of_search(
-    ways: Sequence[str], stated: Stated, first: Tensor, second: Tensor, further: Tensor
+    ways: Sequence[str],
+    stated: Stated,
+    first: Tensor,
+    second: Tensor,
+    further: Tensor,
+    *,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """Return the report on both directions.
 
@@ -55,9 +63,10 @@ def report_of_search(
         first: features of those of the first side, (n, d).
         second: the same of the second side.
         further: features of further candidates of the search for the second side.
+        device: where similarities are computed.
     """
-    there = figures_of_way(first, torch.cat([second, further]), stated.right)
-    return {ways[0]: there, ways[1]: figures_of_way(second, first, stated.back)}
+    there = figures_of_way(first, torch.cat([second, further]), stated.right, device)
+    return {ways[0]: there, ways[1]: figures_of_way(second, first, stated.back, device)}
 
 
 def table(report: Mapping[str, Any], ways: Sequence[str]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:

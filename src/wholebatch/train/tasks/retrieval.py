@@ -22,21 +22,24 @@ DEPTH = 10
 _TILE = 2**24  # similarities that are held at a time
 
 
-def figures(queries: Tensor, candidates: Tensor, right: Tensor | None = None) -> dict[str, float]:
+def figures(
+    queries: Tensor, candidates: Tensor, right: Tensor | None = None, *, device: torch.device | str = "cpu"
+) -> dict[str, float]:
     """Return recall@1, @5, @10, MRR and nDCG@10, means over the queries.
 
     Args:
-        queries: (n, d).
+        queries: (n, d), on the CPU.
         candidates: (m, d).
         right: int64, (2, p), pairs of a query and a candidate that is right for it: in ascending order, each once, and
             at least one of each query. None: candidate i is right for query i.
+        device: where similarities are computed. It holds all candidates, and the queries of a tile.
 
     Raises:
         ValueError: a query without a right candidate.
     """
     found = dict.fromkeys((*(f"recall@{k}" for k in KS), "mrr", f"ndcg@{DEPTH}"), 0.0)
     best = (1 / torch.log2(2 + torch.arange(DEPTH, dtype=torch.float64))).cumsum(0)
-    for ranks, count in _ranks(queries, candidates, right):
+    for ranks, count in _ranks(queries, candidates, right, device):
         first = ranks[:, 0]
         for k in KS:
             found[f"recall@{k}"] += (first < k).sum().item()
@@ -46,9 +49,12 @@ def figures(queries: Tensor, candidates: Tensor, right: Tensor | None = None) ->
     return {name: value / len(queries) for name, value in found.items()}
 
 
-def recall(queries: Tensor, candidates: Tensor, right: Tensor | None = None) -> dict[str, float]:
+def recall(
+    queries: Tensor, candidates: Tensor, right: Tensor | None = None, *, device: torch.device | str = "cpu"
+) -> dict[str, float]:
     """Return recall@1, @5 and @10 as `figures` does."""
-    return {name: value for name, value in figures(queries, candidates, right).items() if name.startswith("recall")}
+    found = figures(queries, candidates, right, device=device)
+    return {name: value for name, value in found.items() if name.startswith("recall")}
 
 
 def first_ranks(queries: Tensor, candidates: Tensor, right: Tensor | None = None) -> Tensor:
@@ -79,23 +85,27 @@ def same_places(count: int) -> Tensor:
     return torch.arange(count).expand(2, count)
 
 
-def _ranks(queries: Tensor, candidates: Tensor, right: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _ranks(
+    queries: Tensor, candidates: Tensor, right: Tensor | None, device: torch.device | str = "cpu"
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for some queries at a time the ranks, from 0, of their best right candidates, and the number of all.
 
     Yields:
-        (rows, r) float64, in ascending order, infinity where a query has fewer; and (rows,).
+        (rows, r) float64, in ascending order, infinity where a query has fewer; and (rows,); on the CPU.
     """
     right = same_places(len(queries)) if right is None else right
+    candidates = candidates.to(device)
     for rows in torch.arange(len(queries)).split(max(1, _TILE // max(1, len(candidates)))):
-        similarity = queries[rows] @ candidates.T
+        similarity = queries[rows].to(device) @ candidates.T
         mask = are_right(right, rows, len(candidates))
         count = mask.sum(1)
+        mask = mask.to(device)
         if not count.all():
             raise ValueError(f"query {rows[count == 0][0]} has no right candidate")
         most = min(DEPTH, int(count.max()))
         best = similarity.masked_fill(~mask, float("-inf")).topk(most, dim=1).values
         wrong = similarity.masked_fill_(mask, float("-inf"))
         before = torch.stack([(~(wrong < best[:, place, None])).sum(1) for place in range(most)], dim=1)
-        ranks = (before + torch.arange(most)).double()
+        ranks = (before.cpu() + torch.arange(most)).double()
         ranks[torch.arange(most) >= count[:, None]] = float("inf")
         yield ranks, count

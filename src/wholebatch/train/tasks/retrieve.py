@@ -189,7 +189,8 @@ class Retrieve(Task):
         first, second = self._features(stated)
         if self._rank:
             return {}
-        both = (recall(first, second, stated.right), recall(second, first, stated.back))
+        searches = ((first, second, stated.right), (second, first, stated.back))
+        both = (recall(*each, device=self._device) for each in searches)
         return dict(zip(self._ways, both, strict=True))
 
     @cached_property
@@ -242,7 +243,7 @@ class Retrieve(Task):
         if not all(x.isfinite().all() for x in self._found):
             raise not_finite(self._config.steps, "the features of the test set are not finite")
         held_out = {"test_texts": len(self._split.test)}
-        return held_out | report_of_search(self._ways, stated, first, second, further)
+        return held_out | report_of_search(self._ways, stated, first, second, further, device=self._device)
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         return table(report, self._ways)

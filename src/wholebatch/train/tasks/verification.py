@@ -13,13 +13,16 @@ FAR = 1e-3
 _ROWS = 512
 
 
-def accepted_at(features: Tensor, labels: Tensor, far: float) -> tuple[float, float]:
+def accepted_at(
+    features: Tensor, labels: Tensor, far: float, *, device: torch.device | str = "cpu"
+) -> tuple[float, float]:
     """Return (TAR, threshold): the fraction of same-class pairs above the threshold that `far` of other pairs pass.
 
     Args:
         features: (n, d), unit rows.
         labels: (n,).
         far: false accept rate, the fraction of all pairs of different classes.
+        device: where similarities are computed. It holds all features, and the similarities of pairs of one class.
 
     >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     >>> accepted_at(x, torch.tensor([0, 0, 1, 1]), 0.25)  # others: 0, 0, 0.6, 0.6; one of four may be accepted
@@ -31,10 +34,11 @@ def accepted_at(features: Tensor, labels: Tensor, far: float) -> tuple[float, fl
     allowed = int(far * other_pairs)
     if not same_pairs or not other_pairs:
         return float("nan"), float("nan")
-    same, others = [], torch.empty(0)
+    features, labels = features.to(device), labels.to(device)
+    same, others, places = [], features.new_empty(0), torch.arange(n, device=device)
     for start in range(0, n, _ROWS):
         similarity = features[start : start + _ROWS] @ features.T
-        later = torch.arange(n) > torch.arange(start, start + len(similarity))[:, None]
+        later = places > places[start : start + len(similarity), None]
         alike = labels[start : start + _ROWS, None] == labels
         same.append(similarity[later & alike])
         others = torch.cat([others, similarity[later & ~alike]])
