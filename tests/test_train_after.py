@@ -454,11 +454,14 @@ def printed_without_this_package(program, folder):
 
 
 def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
-    """Its Python prints the similarity that the package computes."""
+    """Its five lines print the similarity that the package computes, wherever the folder is."""
     readme = (run / "README.md").read_text()
-    program = block(readme).replace("a few words", "LATIN SMALL LETTER B")
+    assert len(block(readme).splitlines()) == 5
+    shutil.copytree(run, tmp_path / "moved")
+    program = block(readme).replace("a few words", "LATIN SMALL LETTER B").replace(str(run), str(tmp_path / "moved"))
+    assert str(run) not in program
     shutil.copyfile(data.parent / "images" / "62.png", tmp_path / "picture.png")
-    printed = printed_without_this_package(f"{program}\nprint(repr((image @ text.T).item()))", tmp_path)
+    printed = printed_without_this_package(f"{program}\nprint(repr((images @ texts.T).item()))", tmp_path)
     found = open_run(run)
     image = reference(run, data, "image", "image")[
         open_table(str(data)).arrow["image"].to_pylist().index("images/62.png")
@@ -470,7 +473,9 @@ def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
 def test_the_readme_of_a_classifier_names_a_class(classifier, tmp_path):
     run, data = classifier
     shutil.copyfile(data.parent / "images" / "DejaVuSans-41.png", tmp_path / "picture.png")
-    printed = printed_without_this_package(block((run / "README.md").read_text()), tmp_path)
+    program = block((run / "README.md").read_text())
+    assert len(program.splitlines()) <= 5
+    printed = printed_without_this_package(program, tmp_path)
     found = open_run(run)
     image = reference(run, data, "image", "image")[open_table(str(data)).arrow["image"].to_pylist().index(
         "images/DejaVuSans-41.png")]  # fmt: skip

@@ -52,7 +52,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
         "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
-        "model.safetensors", "encoders", "report.json", "report.html", "README.md", "lock", "curves.png",
+        "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py", "lock", "curves.png",
         "look_alikes.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))

@@ -61,8 +61,8 @@ def test_sentence_transformers_gives_the_same_features(run):
 def test_the_readme_gives_the_same_features(run):
     readme = (run / "run" / "README.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    program = program.replace("a few words", TEXTS[1])
-    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}\nprint(*query[0].tolist())"
+    program = program.replace("a question", TEXTS[1])
+    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}\nprint(*queries[0].tolist())"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

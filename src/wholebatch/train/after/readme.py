@@ -9,14 +9,15 @@ from pathlib import Path
 from ..._files import replacing
 from ..config import TrainConfig
 from ..run.resume import read_config
-from .plain import copy_sources, plain_program
+from .plain_module import FILE as MODULE
+from .plain_module import write_module
 
 FILE = "README.md"
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def write_readme(folder: Path, described: str, table: Table) -> None:
-    """Write the file, and the sources that its Python needs, at the end of a run.
+    """Write the file, and the module that its Python imports, at the end of a run.
 
     Args:
         folder: the run folder, with its final weights and encoders.
@@ -24,7 +25,6 @@ def write_readme(folder: Path, described: str, table: Table) -> None:
         table: the figures of the test: title, names of the columns, rows.
     """
     config = read_config(folder)
-    copy_sources(folder)
     path = folder.absolute()
     parts = [
         f"# {path.name}",
@@ -81,14 +81,15 @@ def _moved(path: Path) -> str:
 
 
 def _python(config: TrainConfig, folder: Path, path: Path) -> list[str]:
-    program, packages = plain_program(folder, config.task, path)
-    if not program:
+    used = write_module(folder, config.task, path)
+    if used is None:
         return [
             "The encoders are of a kind that takes more than a few lines to build without wholebatch; `wholebatch "
             "embed` writes their features for any program."
         ]
     return [
         "## Without wholebatch",
-        f"`pip install {' '.join(packages)}`; nothing is unpickled.",
-        f"```python\n{program}```",
+        f"`{MODULE}` in this folder builds the encoders in plain PyTorch (`pip install {' '.join(used.packages)}`); "
+        "nothing is unpickled:",
+        "```python\n" + "\n".join(used.lines) + "\n```",
     ]
