@@ -74,6 +74,33 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _settings_of_torch_are_left_as_found():
+    """Runs in the tests' process round as those in a process of their own, whatever has run before them.
+
+    A second thread, or denormal numbers that count as zero, change the last bits of a sum.
+    """
+    found = _settings_of_torch()
+    yield
+    left = _settings_of_torch()
+    if left != found:
+        torch.set_num_threads(found["threads"])
+        torch.set_flush_denormal(found["denormals"] == 0)
+        torch.set_default_dtype(found["dtype"])
+    assert left == found, "the test has changed these settings for those after it"
+
+
+def _settings_of_torch():
+    return {
+        "threads": torch.get_num_threads(),
+        "denormals": (torch.tensor([1e-40]) * 1).item(),
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "onednn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+    }
+
+
+@pytest.fixture(autouse=True)
 def _no_canaries_of_other_tests() -> None:
     """Tests that replace kernels leave numbers that the next call in this process would read, and refuse."""
     if (canaries := sys.modules.get("wholebatch.contract.canaries")) is not None:

@@ -218,7 +218,7 @@ def test_a_kernel_that_does_not_start(fresh, monkeypatch, error):
 def test_a_row_of_a_benchmark_has_the_choices(fresh, monkeypatch):
     automatic(monkeypatch)
     monkeypatch.setattr(bench, "check", lambda *_: None)  # slow in Triton's interpreter, and tested elsewhere
-    job = bench.Job("clip", [Configuration(), Configuration(kernel="torch")], 64, 32, 1, 2, {})
+    job = bench.Job("clip", [Configuration(), Configuration(kernel="torch")], 64, 32, 1, 1, {})
     chosen, named = bench.measure(wb.comm.LocalCommunicator(), job, torch.device("cpu"))
     assert chosen.choices == [*map(str, choice.choices())]
     assert "clip_loss" in chosen.choices[0]
