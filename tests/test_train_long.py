@@ -333,6 +333,13 @@ def validations(monkeypatch, figures):
     monkeypatch.setattr(Retrieve, "validate", validate)
 
 
+def steps_of(report):
+    (found,) = [setting.value for setting in report.settings if setting.name == "steps"]
+    (fact,) = [fact for fact in report.facts if fact.name == "steps"]
+    assert found == fact.value or fact.note.endswith(f"; {found}")
+    return found
+
+
 def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkeypatch, capsys):
     run, every = tmp_path / "run", ["--validate-every", "2", "--patience", "3"]
     figures = [0.1, 0.4, 0.3, 0.4, 0.2, 0.9, 0.9, 0.9]
@@ -345,7 +352,10 @@ def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkey
         return add_gradients(self, step)
 
     monkeypatch.setattr(Retrieve, "add_gradients", noting)
+    reports = []
+    monkeypatch.setattr("wholebatch.train.run.run_folder.render", lambda report: reports.append(report) or "")
     assert main(["train", *options(data, run, *QUICK, *every, steps=16)]) == 0
+    assert steps_of(reports[-1]) == "16 planned, ended after step 10 by --patience 3"
     assert recorded(run) == 10, "step 4 was the best; 6, 8 and 10 were not better, equal included"
     assert "ended after step 10: no validation of the last 3 was better than that of step 4" in capsys.readouterr().out
     with TensorFile(run / "best.safetensors") as file:
@@ -359,6 +369,7 @@ def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkey
     assert recorded(run) == 10, "a run that has ended early has ended"
     assert main(["train", "--resume", str(run), "--patience", "4"]) == 0
     assert recorded(run) == 16, "more patience goes on"
+    assert steps_of(reports[-1]) == "16"
 
 
 def test_a_resumed_run_ends_at_the_same_step(data, tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def _search(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
         _features(run, name, side, rows, work)
         for (name, side), rows in zip(pairs.sides.items(), stated.rows, strict=True)
     )
-    return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second, second[:0])}
+    return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second)}
 
 
 def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:

@@ -25,14 +25,15 @@ def search_evidence(
 
     Args:
         first: the queries: their name in the plural, unit features (n, d) on the CPU, and the item of a place.
-        second: the same of the candidates, (m, d).
+        second: the same of the candidates, (m, d): the items of `stated`, and behind them others that are right for no
+            query. These only are candidates: they do not ask, if `both_ways`.
         stated: which of them belong together.
         both_ways: search with the candidates for the queries, too.
     """
     galleries = _galleries(first, second, stated.right)
+    (_, x, _), (name, y, of_second) = first, second
     if both_ways:
-        galleries += _galleries(second, first, stated.back)
-    (_, x, _), (_, y, _) = first, second
+        galleries += _galleries((name, y[: len(stated.rows[1])], of_second), first, stated.back)
     negatives, number = negative_similarities(x, y, stated.right)
     one, other = stated.right
     note = (
@@ -93,7 +94,7 @@ def _galleries(
     worst = ranks.argsort(descending=True, stable=True)[: min(_SHOWN, missed)].tolist()
     if not worst:
         return [sheet]
-    note = f"The held-out {of} whose best right answer has the lowest rank among {len(y):,}."
+    note = f"The held-out {of} whose best right answer has the lowest rank among {len(y):,} {among}."
     mistakes = Gallery(f"Worst mistakes, {of} → {among}", note, search(x, y, right, worst, of_query, of_candidate))
     return [sheet, mistakes]
 

@@ -44,20 +44,17 @@ def figures_of_way(queries: Tensor, candidates: Tensor, right: Tensor) -> dict[s
     }
 
 
-def report_of_search(
-    ways: Sequence[str], stated: Stated, first: Tensor, second: Tensor, further: Tensor
-) -> dict[str, Any]:
+def report_of_search(ways: Sequence[str], stated: Stated, first: Tensor, second: Tensor) -> dict[str, Any]:
     """Return the report on both directions.
 
     Args:
         ways: their names.
         stated: the held-out items.
         first: features of those of the first side, (n, d).
-        second: the same of the second side.
-        further: features of further candidates of the search for the second side.
+        second: the same of the second side, (m, d); behind them those of further candidates of the search for it.
     """
-    there = figures_of_way(first, torch.cat([second, further]), stated.right)
-    return {ways[0]: there, ways[1]: figures_of_way(second, first, stated.back)}
+    there = figures_of_way(first, second, stated.right)
+    return {ways[0]: there, ways[1]: figures_of_way(second[: len(stated.rows[1])], first, stated.back)}
 
 
 def table(report: Mapping[str, Any], ways: Sequence[str]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
