@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -167,13 +167,21 @@ def _merged(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -
         return Numbered(numbers, sizes, said)
     known: dict[bytes, int] = {}
     changed = torch.arange(int(numbers.max()) + 1)
-    with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
-        for some in alike.split(_READERS * _ROWS):
-            parts = readers.map(lambda rows: [_digest(side, row) for row in rows.tolist()], some.split(_ROWS))
-            digests = (digest for part in parts for digest in part)
-            for number, digest in zip(numbers[some].tolist(), digests, strict=True):
-                changed[number] = known.setdefault(digest, number)
+    for number, digest in zip(numbers[alike].tolist(), digests_of(side, alike), strict=True):
+        changed[number] = known.setdefault(digest, number)
     return Numbered(torch.where(numbers < 0, numbers, changed[numbers.clamp(min=0)]), sizes, "")
+
+
+def digests_of(side: FilePictures, rows: Tensor) -> Iterator[bytes]:
+    """Yield a digest of the bytes of each of these pictures, in order.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
+        for some in rows.split(_READERS * _ROWS):
+            for part in readers.map(lambda each: [_digest(side, row) for row in each.tolist()], some.split(_ROWS)):
+                yield from part
 
 
 def _digest(side: FilePictures, row: int) -> bytes:

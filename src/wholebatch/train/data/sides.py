@@ -52,6 +52,15 @@ class Texts(Side):
         found = [self._texts[row] for row in rows.tolist()]
         return [each if isinstance(each, str) else each.as_py() for each in found]
 
+    def column(self, rows: Tensor) -> Any:
+        """Return the texts of these rows (n,) as a column of Arrow."""
+        import pyarrow as pa
+
+        texts: Any = self._texts
+        if not isinstance(texts, pa.ChunkedArray):
+            texts = pa.chunked_array([pa.array([*texts], pa.string())])
+        return texts.cast(pa.large_string()).take(pa.array(rows.numpy()))
+
 
 class DrawnPictures(Side):
     """Pictures that were drawn in memory, already as the built-in encoder reads them."""
@@ -129,13 +138,13 @@ class Chosen(Side):
     """Some rows of another side, with new numbers."""
 
     def __init__(self, side: Side, rows: Tensor) -> None:
-        self.kind, self._side, self._rows = side.kind, side, rows
+        self.kind, self.side, self.rows = side.kind, side, rows
 
     def items(self, rows: Tensor) -> list[Any]:
-        return self._side.items(self._rows[rows])
+        return self.side.items(self.rows[rows])
 
     def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
-        return self._side.inputs(self._rows[rows], prepare, channels=channels)
+        return self.side.inputs(self.rows[rows], prepare, channels=channels)
 
 
 def as_picture(pixels: Tensor) -> Image:

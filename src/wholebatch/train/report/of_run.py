@@ -85,7 +85,9 @@ def _facts(
 ) -> list[Fact]:
     last = metrics[-1]
     name, value, note = task.result(figures)
-    of_steps = f"of {config.batch_size:,} examples" + (f"; {steps}" if steps != str(last["step"]) else "")
+    of_steps = f"of {config.batch_size:,} examples" + (
+        f"; {config.steps:,} planned" if steps != str(last["step"]) else ""
+    )
     facts = [Fact(name, value, note), Fact("steps", f"{last['step']:,}", of_steps)]
     facts.append(Fact("loss", f"{last['loss']:.4g}", "of the last step"))
     if best is not None:
