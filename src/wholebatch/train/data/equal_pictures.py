@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from .pictures import bytes_of
-from .sides import FilePictures, no_image
+from .sides import FilePictures
 
 _READERS = 16  # threads
 _ROWS = 256  # that each of them gets at a time
@@ -126,9 +126,9 @@ def _size(side: FilePictures, row: int) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError as error:
-        raise UserError(f"{side.table.where(row)}: {no_image(path)}; --skip-bad leaves such rows out") from error
+        raise UserError(f"{side.missing(row)}; --skip-bad leaves such rows out") from error
     except OSError as error:
-        raise UserError(f"{side.table.where(row)}: {str(path)!r}: {error.strerror}") from error
+        raise side.refused(row, error) from error
 
 
 def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
@@ -189,5 +189,5 @@ def _digest(side: FilePictures, row: int) -> bytes:
     try:
         content = bytes_of(place)
     except OSError as error:
-        raise UserError(f"{side.table.where(row)}: {error.filename!r}: {error.strerror}") from error
+        raise side.refused(row, error) from error
     return hashlib.sha256(content).digest()
