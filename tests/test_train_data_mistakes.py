@@ -366,7 +366,9 @@ def test_a_place_is_one_path_and_is_said_once(tmp_path):
     place = f"{folder}/cats/2.png"
     with pytest.raises(UserError) as caught:
         side.read(2)
-    assert str(caught.value) == f"{place}: the picture cannot be read as an image (it is in no format that Pillow knows)"
+    assert (
+        str(caught.value) == f"{place}: the picture cannot be read as an image (it is in no format that Pillow knows)"
+    )
     (folder / "cats" / "2.png").unlink()
     with pytest.raises(UserError) as caught:
         side.read(2)

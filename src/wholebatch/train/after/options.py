@@ -13,7 +13,7 @@ import tyro
 
 from ..._user_error import UserError
 from ..data.folders import PICTURES
-from ..data.paths import check_path
+from ..data.paths import check_path, near_miss
 from ..run.resume import CONFIG
 
 FEATURES = (".parquet", ".npy")
@@ -195,7 +195,8 @@ class ExportConfig(_OfRun):
 def check_run(run: Path) -> None:
     """Raise UserError unless this is the folder of a run."""
     if not run.exists():
-        raise UserError(f"RUN: there is no folder {str(run)!r}; expected the folder of a run, such as runs/NAME")
+        hint = near_miss(run) or "; expected the folder of a run, such as runs/NAME"
+        raise UserError(f"RUN: there is no folder {str(run)!r}{hint}")
     if not (run / CONFIG).is_file():
         raise UserError(f"RUN: {str(run)!r} is no run folder, it has no {CONFIG}; `wholebatch train` writes one")
 
