@@ -237,6 +237,35 @@ def test_a_text_finds_pictures_and_the_features_are_kept(run, data, tmp_path, ca
     assert (run / "search.png").exists()
 
 
+def test_a_file_that_is_replaced_is_said(run, data, tmp_path, capsys, monkeypatch):
+    """Whichever file a command writes; one that fails in between leaves the earlier one."""
+    queries = tmp_path / "queries.csv"
+    queries.write_text("text\nGREEK SMALL LETTER ALPHA\n")
+    sheet, out = tmp_path / "sheet.png", tmp_path / "found.jsonl"
+    cases = [
+        (["search", run, "--queries", queries, "-k", "2", "--out", out, "--sheet", sheet], [out, sheet]),
+        (["embed", run, data, "--side", "text", "--out", tmp_path / "f.npy"], [tmp_path / "f.npy"]),
+        (["evaluate", run, data, "--out", tmp_path / "e.json"], [tmp_path / "e.json"]),
+    ]  # fmt: skip
+    for argv, files in cases:
+        for again in (False, True):
+            capsys.readouterr()
+            succeeds(*argv)
+            lines = capsys.readouterr().out.splitlines()
+            for file in files:
+                (line,) = [line for line in lines if line.startswith(f"{file}: ")]
+                assert line.endswith(", in place of an earlier file") == again, line
+
+    def fails(self, file, **_):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    before = sheet.read_bytes()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fails)
+    assert "--sheet" in mistake(capsys, *cases[0][0])
+    assert sheet.read_bytes() == before
+
+
 def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, capsys):
     copy = shutil.copytree(data.parent, tmp_path / "copy") / "pairs.csv"
     wanted = tmp_path / "copy" / "images" / "41.png"

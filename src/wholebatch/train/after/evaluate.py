@@ -32,7 +32,7 @@ from .encode import Work, features_of
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
 from .options import EvaluateConfig, renamed
-from .output import say, table_of
+from .output import announced, say, table_of
 from .seen import seen_in_training
 
 _TOP = 5
@@ -61,11 +61,10 @@ def evaluate(options: EvaluateConfig) -> None:
     _show(run, found)
     if options.out is not None:
         try:
-            with replacing(options.out) as file:
+            with announced(options.out, "the figures"), replacing(options.out) as file:
                 file.write(json.dumps(found, indent=2).encode() + b"\n")
         except OSError as error:
             raise UserError(f"--out: {str(options.out)!r} cannot be written: {error.strerror or error}") from error
-        say(f"{options.out}: the figures")
 
 
 def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:

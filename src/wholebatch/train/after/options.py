@@ -108,7 +108,8 @@ class SearchConfig(_OnRanks):
     out: Path | None = None
     """FILE.jsonl: a line for each query. None: the results are printed."""
     sheet: Path | None = None
-    """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run."""
+    """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run.
+    As all outputs, it replaces an earlier file of this name."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
