@@ -112,6 +112,23 @@ MISTAKES = [
     ("embed", "Missing from wholebatch embed"),
     ("embed nowhere pairs.csv", "RUN: there is no folder 'nowhere'; expected the folder of a run, such as runs/NAME"),
     ("embed folder.csv pairs.csv", "RUN: 'folder.csv' is no run folder, it has no config.json"),
+    ("embed runs pairs.csv", "RUN: there is no folder 'runs'; did you mean 'run'?"),
+    ("embed --run run folder.csv", "RUN is given by its position: wholebatch embed RUN DATA"),
+    (
+        "evaluate run --data=folder.csv",
+        "--data is no option of this command, DATA is given by its position: wholebatch",
+    ),
+    (
+        "search --run run text",
+        "--run is no option of this command, RUN is given by its position: wholebatch search RUN",
+    ),
+    (
+        "search run text --data d",
+        "--data is no option of this command, it is --in: wholebatch search RUN QUERY --in DATA",
+    ),
+    ("export --run run --folder x", "RUN is given by its position: wholebatch export RUN FOLDER"),
+    ("train --data flder.csv", "folder.csv'?"),
+    ("embed run flder.cvs", "DATA: there is no file or folder 'flder.cvs'; did you mean 'folder.csv'?"),
     ("embed run none.csv", "DATA: there is no file or folder 'none.csv'"),
     ("embed run folder.csv --out features.txt", "--out must be a .parquet or .npy file, got 'features.txt'"),
     ("embed run folder.csv --out none/f.npy", "--out: there is no folder"),

@@ -24,8 +24,12 @@ from wholebatch._user_error import UserError
 from wholebatch.train.after.encode import Work, features_of
 from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
+from wholebatch.train.after.seen import _number_in, _Rows
 from wholebatch.train.after.top import most_similar
+from wholebatch.train.data.load import load_data
 from wholebatch.train.data.open_table import open_table
+from wholebatch.train.data.sides import DrawnPictures, Texts
+from wholebatch.train.run.resume import read_config
 from wholebatch.train.tasks.chance import chance
 from wholebatch.train.tasks.evaluation import features_of_rows
 
@@ -233,6 +237,35 @@ def test_a_text_finds_pictures_and_the_features_are_kept(run, data, tmp_path, ca
     assert (run / "search.png").exists()
 
 
+def test_a_file_that_is_replaced_is_said(run, data, tmp_path, capsys, monkeypatch):
+    """Whichever file a command writes; one that fails in between leaves the earlier one."""
+    queries = tmp_path / "queries.csv"
+    queries.write_text("text\nGREEK SMALL LETTER ALPHA\n")
+    sheet, out = tmp_path / "sheet.png", tmp_path / "found.jsonl"
+    cases = [
+        (["search", run, "--queries", queries, "-k", "2", "--out", out, "--sheet", sheet], [out, sheet]),
+        (["embed", run, data, "--side", "text", "--out", tmp_path / "f.npy"], [tmp_path / "f.npy"]),
+        (["evaluate", run, data, "--out", tmp_path / "e.json"], [tmp_path / "e.json"]),
+    ]  # fmt: skip
+    for argv, files in cases:
+        for again in (False, True):
+            capsys.readouterr()
+            succeeds(*argv)
+            lines = capsys.readouterr().out.splitlines()
+            for file in files:
+                (line,) = [line for line in lines if line.startswith(f"{file}: ")]
+                assert line.endswith(", in place of an earlier file") == again, line
+
+    def fails(self, file, **_):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    before = sheet.read_bytes()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fails)
+    assert "--sheet" in mistake(capsys, *cases[0][0])
+    assert sheet.read_bytes() == before
+
+
 def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, capsys):
     copy = shutil.copytree(data.parent, tmp_path / "copy") / "pairs.csv"
     wanted = tmp_path / "copy" / "images" / "41.png"
@@ -403,9 +436,83 @@ def test_the_columns_of_the_run_are_found_in_data_without_negatives_and_groups(t
     assert "--columns" in mistake(capsys, "evaluate", tmp_path / "run", tmp_path / "new.csv")
 
 
-def test_data_of_the_run_are_said_to_be_no_test(run, data, capsys):
-    succeeds("evaluate", run, data)
-    assert "trained on most of these rows" in capsys.readouterr().out
+def note(capsys):
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    return line
+
+
+def split_of(run):
+    """Return the texts and the pictures of training, and of all rows, as bytes."""
+    config = read_config(run)
+    _, (pairs, split) = load_data(config, 1)
+    trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
+    found = []
+    for rows in (trained, pairs.order):
+        pictures = {pairs.sides["image"].place(row).read_bytes() for row in rows.tolist()}
+        found += [{*pairs.sides["text"].items(rows)}, pictures]
+    return found
+
+
+def test_items_that_the_run_was_trained_on_are_counted_wherever_they_are(run, data, tmp_path, capsys):
+    """A copy of a picture under another name counts, and a text under another picture; what was held out does not."""
+    texts, pictures, all_texts, all_pictures = split_of(run)
+    assert len(texts) < len(all_texts)
+    assert len(pictures) < len(all_pictures)
+    succeeds("evaluate", run, data, "--out", tmp_path / "e.json")
+    counts = f"{len(pictures)} of the {len(all_pictures)} images and {len(texts)} of the {len(all_texts)} texts"
+    assert note(capsys).startswith(f"note: the run was trained on {counts}; these are the data of the run")
+    assert json.loads((tmp_path / "e.json").read_text())["trained_on"] == {"image": len(pictures), "text": len(texts)}
+
+    for number, content in enumerate(sorted(all_pictures)):
+        (tmp_path / f"{number}.png").write_bytes(content)
+    held_out, trained = sorted(all_texts - texts), sorted(texts)
+    captions = [*held_out, *trained[:7], *(f"new {number}" for number in range(200))][: len(all_pictures)]
+    rows = "".join(f"{number}.png,{caption}\n" for number, caption in enumerate(captions))
+    (tmp_path / "renamed.csv").write_text(f"image,text\n{rows}")
+    succeeds("evaluate", run, tmp_path / "renamed.csv")
+    n = len(all_pictures)
+    assert note(capsys) == f"note: the run was trained on {len(pictures)} of the {n} images and 7 of the {n} texts"
+
+    Image.new("L", (16, 16), 7).save(tmp_path / "other.png")
+    (tmp_path / "other.csv").write_text("image,text\nother.png,a text\n")
+    succeeds("evaluate", run, tmp_path / "other.csv")
+    assert note(capsys) == "note: the run was trained on 0 of the 1 images and 0 of the 1 texts"
+
+
+def test_without_the_data_of_the_run_nothing_is_guessed(tmp_path, capsys):
+    data = write_pairs(tmp_path / "data")
+    shutil.copytree(data.parent, tmp_path / "copy")
+    small = ["--steps", "2", "--no-audit", "--workers", "0", "--data", str(data), "--run-folder", str(tmp_path / "run")]
+    assert main(["train", *SMALL, *small]) == 0
+    unknown = "note: whether the run was trained on some of these rows is not known: "
+    data.write_text(data.read_text().replace("GREEK", "greek"))
+    capsys.readouterr()
+    succeeds("evaluate", tmp_path / "run", tmp_path / "copy" / "pairs.csv", "--out", tmp_path / "e.json")
+    assert note(capsys) == f"{unknown}{str(data)!r} has changed since the run was started"
+    assert json.loads((tmp_path / "e.json").read_text())["trained_on"] == {"image": None, "text": None}
+    shutil.rmtree(data.parent)
+    succeeds("evaluate", tmp_path / "run", tmp_path / "copy" / "pairs.csv")
+    assert note(capsys) == f"{unknown}the data of the run: there is no file or folder {str(data)!r}"
+
+
+def test_negatives_and_drawn_pictures_count_as_seen(tmp_path, capsys):
+    lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": [f"n{i}"]} for i in range(100)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    small = ["--steps", "2", "--no-audit", "--workers", "0", "--run-folder", str(tmp_path / "run")]
+    assert main(["train", *SMALL, *small, "--data", str(tmp_path / "pairs.jsonl")]) == 0
+    new = [{"query": f"new {i}", "positive": f"n{i}"} for i in range(100)]
+    (tmp_path / "new.jsonl").write_text("\n".join(map(json.dumps, new)))
+    capsys.readouterr()
+    succeeds("evaluate", tmp_path / "run", tmp_path / "new.jsonl")
+    assert "trained on 0 of the 100 queries and 60 of the 100 documents" in note(capsys), (
+        "not those of 40 held-out rows"
+    )
+
+    drawn = DrawnPictures(torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 1, 2, 2).contiguous())
+    rows = torch.arange(6)
+    ours, theirs = _Rows(drawn, rows[2:], rows), _Rows(drawn, rows[:3], rows)
+    assert _number_in(ours, [theirs]) == 1
+    assert _number_in(ours, [_Rows(Texts(["a"]), rows[:1], rows[:1])]) is None, "not compared"
 
 
 # --task identify
@@ -417,6 +524,10 @@ def test_a_classifier_is_evaluated_and_searched(classifier, tmp_path, capsys):
     more.write_text(data.read_text() + "images/DejaVuSans-41.png,UNKNOWN CLASS\n")
     succeeds("evaluate", run, more, "--out", tmp_path / "e.json")
     report = json.loads((tmp_path / "e.json").read_text())
+    _, images = load_data(read_config(run), 1)
+    trained = {images.pictures.side.place(int(images.pictures.rows[row])).read_bytes() for row in images.train}
+    assert report["trained_on"] == {"image": len(trained)}
+    assert len(trained) < report["rows"] / 2
     found = open_run(run)
     rows = open_table(str(data)).arrow
     features = reference(run, data, "image", "image")

@@ -188,9 +188,9 @@ def test_the_copy_of_pictures_is_announced_once(tmp_path):
         for _ in range(2):
             open_table(str(path), said.append)
         assert len(said) == says, form
-    gib = sum(len(png(i)) for i in range(6)) / 2**30
-    line = re.fullmatch(rf"the pictures inside of {path} are copied into {cache_folder()}, once: (\S+) GiB", said[0])
-    assert gib < float(line[1]) < 1.5 * gib
+    size = sum(len(png(i)) for i in range(6)) / 1000
+    line = re.fullmatch(rf"the pictures inside of {path} are copied into {cache_folder()}, once: (\S+) kB", said[0])
+    assert size < float(line[1]) < 1.5 * size
 
 
 # Which pictures are equal.

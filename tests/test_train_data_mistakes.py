@@ -356,6 +356,39 @@ def test_bad_pictures_are_left_out_counted_and_listed(tmp_path, workers):
     assert again.digest != pairs.digest, "a picture that has become readable makes other data"
 
 
+def test_a_place_is_one_path_and_is_said_once(tmp_path):
+    folder = tmp_path / "photos"
+    (folder / "cats").mkdir(parents=True)
+    for number in range(4):
+        (folder / "cats" / f"{number}.png").write_bytes(png(number))
+    (folder / "cats" / "2.png").write_bytes(b"not a picture")
+    side = FilePictures(open_table(str(folder)), "image")
+    place = f"{folder}/cats/2.png"
+    with pytest.raises(UserError) as caught:
+        side.read(2)
+    assert (
+        str(caught.value) == f"{place}: the picture cannot be read as an image (it is in no format that Pillow knows)"
+    )
+    (folder / "cats" / "2.png").unlink()
+    with pytest.raises(UserError) as caught:
+        side.read(2)
+    assert str(caught.value) == f"{place}: there is no image"
+    (folder / "cats" / "1.txt").write_text("a cat")
+    assert error_of(folder).startswith(f"{folder}/cats/0.png: there is no text beside it")
+
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    shard(shards / "000.tar", range(2))
+    for data in (shards, shards / "000.tar", shards / "{000..000}.tar"):
+        assert open_table(str(data)).where(1) == f"{shards}/000.tar, part/000001.png"
+
+    table = with_bad_pictures(tmp_path)
+    with pytest.raises(UserError) as caught:
+        FilePictures(open_table(str(table)), "image").read(7)
+    assert str(caught.value).count("7.png") == 1
+    assert str(caught.value).startswith(f"{table}, line 9: '{tmp_path}/images/7.png' cannot be read as an image (")
+
+
 @pytest.fixture
 def pictures_read(monkeypatch):
     """Return a list that gets the row of each picture that is read."""

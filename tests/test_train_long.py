@@ -98,7 +98,8 @@ def test_metrics_and_lines_have_the_figures_of_speed_and_memory(data, tmp_path, 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert (tmp_path / "run" / "report.html").read_text() == "retrieve · pairs.csv"
     for word in ("loss", "grad norm", "logit scale", "examples/s", "B, ", "left", "validation recall@1"):
-        assert word in lines[0], word
+        assert word in lines[1], word
+    assert lines[0].startswith("step    3/12")
     assert "left" not in lines[-1], "nothing is left after the last step"
 
 
@@ -115,6 +116,31 @@ def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
     assert "loss 1.2500, grad norm 0.51, logit scale 14.3, 3,810 examples/s, 7 GB on the GPU, 800 MB, 75 s, " in shown
     assert "validation recall@1 0.610 among 325" in shown
     assert "1/300" in shown
+
+
+def lines_of(*, done, steps, to):
+    """Return the plain lines of a start whose first step takes 50 s, and each other one 2 s."""
+    now, printed = 0.0, io.StringIO()
+    progress = ConsoleProgress(lambda: now)
+    progress._console = Console(file=printed, width=200, soft_wrap=True, color_system=None)
+    task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
+    progress.start(TrainConfig(), task, size=1, done=done, steps=steps)
+    for step in range(done + 1, to + 1):
+        now += 50.0 if step == done + 1 else 2.0
+        progress.step({"step": step, "loss": 1.0, "grad_norm": 1.0, "examples_per_second": 9.0, "seconds": now})
+    return printed.getvalue().splitlines()[2:]
+
+
+def test_a_log_file_has_an_estimate_of_the_time_left_after_three_steps():
+    first, early, tenth = lines_of(done=0, steps=103, to=10)
+    assert first == "the first step took 50.0 s, loss 1.0000"
+    assert early.startswith("step    3/103  loss")
+    assert early.endswith(", 3.33 min left"), "without the first step, which would make it 30 min"
+    assert tenth.startswith("step   10/103  loss")
+    assert tenth.endswith(", 3.1 min left")
+    resumed = lines_of(done=7, steps=103, to=10)
+    assert [line[:12] for line in resumed] == ["the first st", "step   10/10"], "the third step of this start"
+    assert len(lines_of(done=0, steps=3, to=3)) == 2, "nothing is left after the last step"
 
 
 def test_the_rate_is_that_of_the_last_steps():
@@ -333,6 +359,13 @@ def validations(monkeypatch, figures):
     monkeypatch.setattr(Retrieve, "validate", validate)
 
 
+def steps_of(report):
+    (found,) = [setting.value for setting in report.settings if setting.name == "steps"]
+    (fact,) = [fact for fact in report.facts if fact.name == "steps"]
+    assert found == fact.value or fact.note.endswith("; 16 planned")
+    return found
+
+
 def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkeypatch, capsys):
     run, every = tmp_path / "run", ["--validate-every", "2", "--patience", "3"]
     figures = [0.1, 0.4, 0.3, 0.4, 0.2, 0.9, 0.9, 0.9]
@@ -345,7 +378,10 @@ def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkey
         return add_gradients(self, step)
 
     monkeypatch.setattr(Retrieve, "add_gradients", noting)
+    reports = []
+    monkeypatch.setattr("wholebatch.train.run.run_folder.render", lambda report: reports.append(report) or "")
     assert main(["train", *options(data, run, *QUICK, *every, steps=16)]) == 0
+    assert steps_of(reports[-1]) == "16 planned, ended after step 10 by --patience 3"
     assert recorded(run) == 10, "step 4 was the best; 6, 8 and 10 were not better, equal included"
     assert "ended after step 10: no validation of the last 3 was better than that of step 4" in capsys.readouterr().out
     with TensorFile(run / "best.safetensors") as file:
@@ -359,6 +395,7 @@ def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkey
     assert recorded(run) == 10, "a run that has ended early has ended"
     assert main(["train", "--resume", str(run), "--patience", "4"]) == 0
     assert recorded(run) == 16, "more patience goes on"
+    assert steps_of(reports[-1]) == "16"
 
 
 def test_a_resumed_run_ends_at_the_same_step(data, tmp_path, monkeypatch):

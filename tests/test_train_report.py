@@ -294,6 +294,9 @@ def test_the_report_of_a_search_has_its_figures(tmp_path):
     later = Page((run / "report.html").read_text())
     assert any(text.startswith("audit: on 1 process the gradient") for text in later.texts), "that of the first start"
     assert "14" in later.texts
+    assert "12" in page.texts, "steps as they were planned"
+    assert "12 planned, extended after step 12 to 14" in later.texts, "in the configuration"
+    assert "of 40 examples; 12 planned" in later.texts, "beside the number of steps"
 
 
 def test_the_report_of_a_classifier_has_its_look_alikes(tmp_path):

@@ -111,6 +111,33 @@ def features(task, name, texts):
         return task._encoder.encode(name, prepare(texts))
 
 
+def check_examples(task, rows, held_out):
+    """Examples and mistakes are those of the search of the figures: among all documents, and back among queries."""
+    galleries = {gallery.title: gallery for gallery in task.evidence().galleries}
+    there, back = galleries["Queries → documents"], galleries["Documents → queries"]
+    assert "12 of 15 held-out queries" in there.note
+    assert "5 most similar of 45 documents" in there.note
+    assert "12 of 15 held-out documents" in back.note
+    assert "5 most similar of 15 queries" in back.note
+    everything = [*dict.fromkeys(row["positive"] for row in rows)]
+    documents = [*dict.fromkeys(row["positive"] for row in held_out)]
+    stated = {(row["query"], row["positive"]) for row in held_out}
+    y = features(task, "document", everything)
+    among_held_out = 0
+    for query in (*there.queries, *galleries["Worst mistakes, queries → documents"].queries):
+        asked = query.item.text
+        similarity = dict(zip(everything, (features(task, "query", [asked]) @ y.T)[0].tolist(), strict=True))
+        best = max(value for text, value in similarity.items() if (asked, text) in stated)
+        above = [text for text, value in similarity.items() if value >= best and (asked, text) not in stated]
+        assert query.rank == 1 + len(above), asked
+        among_held_out += query.rank == 1 + len({*above} & {*documents})
+        assert {similarity[each.item.text] for each in query.candidates} == {*sorted(similarity.values())[-5:]}
+    shown = {each.item.text for query in there.queries for each in query.candidates}
+    assert shown - {*documents}, "documents of training are candidates"
+    assert among_held_out < len(there.queries), "a search among held-out documents alone would have other ranks"
+    assert {query.item.text for query in back.queries} <= {*documents}, "documents of training do not ask"
+
+
 def test_queries_with_documents_are_tested_by_the_pairs_of_the_table(tmp_path):
     """A chain q0-d0, q0-d1, q1-d1, ... is one group of the split, but q0 has two right answers, not all."""
     rows, group_of = chained(9)
@@ -149,9 +176,7 @@ def test_queries_with_documents_are_tested_by_the_pairs_of_the_table(tmp_path):
     assert "15 queries among 45 documents, and 15 documents among 15 queries" in title
     assert [line[0] for line in lines] == ["query -> document", "chance", "document -> query", "chance"]
     assert all(len(line) == len(columns) for line in lines)
-    galleries = task.evidence().galleries
-    assert galleries[0].title == "Queries → documents"
-    assert all(query.rank >= 1 for query in galleries[0].queries)
+    check_examples(task, rows, [row for row in rows if group_of[row["query"]] in split.test.tolist()])
     assert "among 10" in task.headline(validation)
 
 

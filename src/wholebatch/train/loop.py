@@ -153,8 +153,9 @@ def train(
             rows = folder.metrics()
             of_best = rows[best.step - 1] if keeps_best and best.step else None
             page = report_of_run(
-                config, DEFAULTS[config.task], task, report, rows, folder.starts, folder=folder.path, best=of_best
-            )
+                config, DEFAULTS[config.task], task, report, rows, folder.starts,
+                folder=folder.path, schedule=schedule, best=of_best,
+            )  # fmt: skip
             folder.write_page(page)
             for tracker in trackers:
                 tracker.log(done, figures_of(report, "test/"))

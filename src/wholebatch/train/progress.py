@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .run.run_folder import RunFolder
 from .tasks.task import Task
 
 _LINE_EVERY = 10  # steps between two plain lines
+_EARLY = 2  # steps after the first one of a start, by which the time left can be estimated
 
 
 class Progress:
@@ -71,13 +72,18 @@ class _BarAndFigures(Bar):
 
 
 class ConsoleProgress(Progress):
-    """A bar while training in a terminal; otherwise a line every few steps."""
+    """A bar while training in a terminal; otherwise a line every few steps.
 
-    def __init__(self) -> None:
+    Args:
+        clock: the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # a path is shown as it is
         self._bar: _BarAndFigures | None = None
         self._validation = ""
-        self._began = 0.0
+        self._began, self._first_ended = 0.0, 0.0
         self._first, self._last = 0, 0  # steps
 
     def start(self, config: TrainConfig, task: Task, *, size: int, done: int, steps: int) -> None:
@@ -95,27 +101,31 @@ class ConsoleProgress(Progress):
             )  # fmt: skip
             self._bar.add_task("", total=steps, completed=done)
             self._bar.start()
-        self._first, self._last, self._began = done + 1, steps, time.monotonic()
+        self._first, self._last, self._began = done + 1, steps, self._clock()
 
     def step(self, metrics: dict[str, Any]) -> None:
         step, loss = metrics["step"], f"loss {metrics['loss']:.4f}"
         validation = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
         if step == self._first:
-            self._console.print(f"the first step took {time.monotonic() - self._began:.1f} s, {loss}")
+            self._first_ended = self._clock()
+            self._console.print(f"the first step took {self._first_ended - self._began:.1f} s, {loss}")
         figures, left = f"{loss}, {_figures(metrics)}", self._left(step)
         if self._bar is not None:
             self._validation = validation or self._validation  # the bar keeps the last one in sight
             self._bar.figures = figures + self._validation
             self._bar.update(self._bar.task_ids[0], completed=step, description=left)
-        elif step == self._last or step % _LINE_EVERY == 0 or validation:
+        elif step in (self._last, self._first + _EARLY) or step % _LINE_EVERY == 0 or validation:
             self._console.print(f"step {step:4d}/{self._last}  {figures}{left and f', {left}'}{validation}")
 
     def _left(self, step: int) -> str:
-        """Return the time left, if the rest of the steps is as fast as those of this start; "" after the last."""
+        """Return the time left, if the rest of the steps is as fast as those of this start; "" after the last.
+
+        The first step, which is mostly slower, counts as long as it is the only one.
+        """
         if step == self._last:
             return ""
-        passed = time.monotonic() - self._began
-        return f"{duration(passed / (step - self._first + 1) * (self._last - step))} left"
+        began, steps = (self._began, 1) if step == self._first else (self._first_ended, step - self._first)
+        return f"{duration((self._clock() - began) / steps * (self._last - step))} left"
 
     def stop(self) -> None:
         if self._bar is not None:

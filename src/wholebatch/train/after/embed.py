@@ -13,7 +13,7 @@ from .feature_files import write_features
 from .items import Items, open_items
 from .open_run import OpenRun, device_of, open_run
 from .options import EmbedConfig
-from .output import say
+from .output import announced, say
 
 _LINE_EVERY_S = 10
 
@@ -46,9 +46,10 @@ def embed(options: EmbedConfig) -> None:
     )  # fmt: skip
     again = Again(options.data, "DATA", items.column, items.name)
     tiles = with_progress(features_of(run, items, work, again), len(items))
-    count = write_features(options.out, tiles, items, width=run.width, weights=run.weights)
     of = f"column {items.column!r} of {items.source}" if items.column else items.source
-    say(f"{options.out}: {count:,} features of {run.width}, {of}, by the encoder of the {items.name}")
+    content = f"{len(items):,} features of {run.width}, {of}, by the encoder of the {items.name}"
+    with announced(options.out, content):
+        write_features(options.out, tiles, items, width=run.width, weights=run.weights)
 
 
 def with_progress(tiles: Iterable[Tensor], count: int) -> Iterator[Tensor]:

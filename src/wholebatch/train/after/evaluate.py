@@ -32,7 +32,8 @@ from .encode import Work, features_of
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
 from .options import EvaluateConfig, renamed
-from .output import say, table_of
+from .output import announced, say, table_of
+from .seen import seen_in_training
 
 _TOP = 5
 _OPTIONAL = ("negatives", "group")
@@ -49,15 +50,21 @@ def evaluate(options: EvaluateConfig) -> None:
     pairs = _pairs(run, options)
     work = Work.of(options)
     found = _classification(run, pairs, work) if run.config.task == "identify" else _search(run, pairs, work)
-    found = {"data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), **found}
-    _show(run, options, found)
+    seen, line = seen_in_training(run, pairs)
+    trained = {name: each.trained for name, each in seen.items()}
+    found = {
+        "data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), "trained_on": trained, **found,
+    }  # fmt: skip
+    if options.data == run.config.data or Path(options.data).absolute() == Path(run.config.data).absolute():
+        line = f"{line}; these are the data of the run, whose report.json has the figures of items held out"
+    say(line)
+    _show(run, found)
     if options.out is not None:
         try:
-            with replacing(options.out) as file:
+            with announced(options.out, "the figures"), replacing(options.out) as file:
                 file.write(json.dumps(found, indent=2).encode() + b"\n")
         except OSError as error:
             raise UserError(f"--out: {str(options.out)!r} cannot be written: {error.strerror or error}") from error
-        say(f"{options.out}: the figures")
 
 
 def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:
@@ -104,10 +111,8 @@ def _search(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
         _features(run, name, side, rows, work)
         for (name, side), rows in zip(pairs.sides.items(), stated.rows, strict=True)
     )
-    return {
-        "groups": len(pairs),
-        **report_of_search(ways_of(pairs), stated, first, second, second[:0], device=device_of(work.device, 0, 1)),
-    }
+    device = device_of(work.device, 0, 1)
+    return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second, device=device)}
 
 
 def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
@@ -147,9 +152,7 @@ def _top_classes(run: OpenRun, features: Tensor) -> Tensor:
     return head.top_classes(features, min(_TOP, len(run.classes))).class_ids
 
 
-def _show(run: OpenRun, options: EvaluateConfig, found: dict[str, Any]) -> None:
-    if Path(options.data).absolute() == Path(run.config.data).absolute() or options.data == run.config.data:
-        say("note: the run was trained on most of these rows; its report.json has the figures of those held out")
+def _show(run: OpenRun, found: dict[str, Any]) -> None:
     if run.config.task == "identify":
         rows = [[f"top-{k} accuracy", f"{found[f'top_{k}']:.4f}", f"{found['chance'][f'top_{k}']:.4f}"]
                 for k in (1, _TOP) if f"top_{k}" in found]  # fmt: skip

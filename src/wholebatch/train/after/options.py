@@ -13,7 +13,7 @@ import tyro
 
 from ..._user_error import UserError
 from ..data.folders import PICTURES
-from ..data.paths import check_path
+from ..data.paths import check_path, near_miss
 from ..run.resume import CONFIG
 
 FEATURES = (".parquet", ".npy")
@@ -108,7 +108,8 @@ class SearchConfig(_OnRanks):
     out: Path | None = None
     """FILE.jsonl: a line for each query. None: the results are printed."""
     sheet: Path | None = None
-    """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run."""
+    """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run.
+    As all outputs, it replaces an earlier file of this name."""
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -195,7 +196,8 @@ class ExportConfig(_OfRun):
 def check_run(run: Path) -> None:
     """Raise UserError unless this is the folder of a run."""
     if not run.exists():
-        raise UserError(f"RUN: there is no folder {str(run)!r}; expected the folder of a run, such as runs/NAME")
+        hint = near_miss(run) or "; expected the folder of a run, such as runs/NAME"
+        raise UserError(f"RUN: there is no folder {str(run)!r}{hint}")
     if not (run / CONFIG).is_file():
         raise UserError(f"RUN: {str(run)!r} is no run folder, it has no {CONFIG}; `wholebatch train` writes one")
 

@@ -1,13 +1,23 @@
-"""Lines and tables of output."""
+"""Lines and tables of output, and the line about a file that was written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def say(line: str) -> None:
     """Print a line at once."""
     print(line, flush=True)
+
+
+@contextmanager
+def announced(path: Path, content: str) -> Iterator[None]:
+    """Print a line about a file once it is written, which says if it has replaced an earlier one."""
+    was_there = path.exists()
+    yield
+    say(f"{path}: {content}" + (", in place of an earlier file" if was_there else ""))
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -21,7 +21,7 @@ from .feature_files import FeatureFile, has_features, open_features
 from .items import Items, check_side, distinct, open_items
 from .open_run import OpenRun, device_of, open_run
 from .options import SearchConfig
-from .output import say
+from .output import announced, say
 from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
 from .unknown_words import unknown_words
@@ -79,8 +79,9 @@ def search(options: SearchConfig) -> None:
             say(f"note: no text of the data has {listed}; the built-in encoder only knows the words of your texts")
     if found.items is not None and found.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"
-        draw_sheet([_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])], path)
-        say(f"{path}: the pictures")
+        lines = [_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])]
+        with announced(path, "the pictures"):
+            draw_sheet(lines, path)
     elif options.sheet is not None:
         raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
 
@@ -174,14 +175,13 @@ def _one_line(text: str) -> str:
 
 def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
     try:
-        with replacing(path) as file:
+        with announced(path, f"{len(hits):,} queries with {len(hits[0])} results each"), replacing(path) as file:
             for number, each in enumerate(hits):
                 results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
                 line = {"query": _asked(queries, number), "results": results}
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise UserError(f"--out: {str(path)!r} cannot be written: {error.strerror or error}") from error
-    say(f"{path}: {len(hits):,} queries with {len(hits[0])} results each")
 
 
 def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._files import replacing
 from ..._user_error import UserError
 
 _PIXELS = 160  # of a side of a picture
@@ -51,7 +52,8 @@ def draw_sheet(lines: Sequence[Line], path: Path) -> None:
         # Characters of a user's text that the figure's font lacks become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         try:
-            figure.savefig(path, dpi=120, format="png")
+            with replacing(path) as file:
+                figure.savefig(file, dpi=120, format="png")
         except OSError as error:
             raise UserError(f"--sheet: {str(path)!r} cannot be written: {error.strerror or error}") from error
 

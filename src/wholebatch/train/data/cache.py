@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from wholebatch.planning.units import amount
+
 from ..._user_error import UserError
 from .cache_files import CannotWriteError, alone, cache_folder, written
 from .table import need_pyarrow
@@ -103,8 +105,7 @@ def _in_memory(batches: Batches, size: int, error: OSError) -> tuple[Any, tuple[
     reason = error.strerror or str(error)
     if size > _MOST_BYTES:
         raise UserError(
-            f"{where} cannot be written: {reason}; set XDG_CACHE_HOME to a folder with about {size / 2**30:.1f} GiB of "
-            "space"
+            f"{where} cannot be written: {reason}; set XDG_CACHE_HOME to a folder with about {amount(size)} of space"
         ) from error
     table = need_pyarrow().Table.from_batches(list(batches()))
     return table, (f"the table is in the memory of each rank: {where} cannot be written ({reason})",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from .pictures import bytes_of
-from .sides import FilePictures, no_image
+from .sides import FilePictures
 
 _READERS = 16  # threads
 _ROWS = 256  # that each of them gets at a time
@@ -126,9 +126,9 @@ def _size(side: FilePictures, row: int) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError as error:
-        raise UserError(f"{side.table.where(row)}: {no_image(path)}; --skip-bad leaves such rows out") from error
+        raise UserError(f"{side.missing(row)}; --skip-bad leaves such rows out") from error
     except OSError as error:
-        raise UserError(f"{side.table.where(row)}: {str(path)!r}: {error.strerror}") from error
+        raise side.refused(row, error) from error
 
 
 def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
@@ -167,13 +167,21 @@ def _merged(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -
         return Numbered(numbers, sizes, said)
     known: dict[bytes, int] = {}
     changed = torch.arange(int(numbers.max()) + 1)
-    with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
-        for some in alike.split(_READERS * _ROWS):
-            parts = readers.map(lambda rows: [_digest(side, row) for row in rows.tolist()], some.split(_ROWS))
-            digests = (digest for part in parts for digest in part)
-            for number, digest in zip(numbers[some].tolist(), digests, strict=True):
-                changed[number] = known.setdefault(digest, number)
+    for number, digest in zip(numbers[alike].tolist(), digests_of(side, alike), strict=True):
+        changed[number] = known.setdefault(digest, number)
     return Numbered(torch.where(numbers < 0, numbers, changed[numbers.clamp(min=0)]), sizes, "")
+
+
+def digests_of(side: FilePictures, rows: Tensor) -> Iterator[bytes]:
+    """Yield a digest of the bytes of each of these pictures, in order.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
+        for some in rows.split(_READERS * _ROWS):
+            for part in readers.map(lambda each: [_digest(side, row) for row in each.tolist()], some.split(_ROWS)):
+                yield from part
 
 
 def _digest(side: FilePictures, row: int) -> bytes:
@@ -181,5 +189,5 @@ def _digest(side: FilePictures, row: int) -> bytes:
     try:
         content = bytes_of(place)
     except OSError as error:
-        raise UserError(f"{side.table.where(row)}: {error.filename!r}: {error.strerror}") from error
+        raise side.refused(row, error) from error
     return hashlib.sha256(content).digest()

@@ -99,7 +99,7 @@ def _text(path: Path, name: str, facts: FolderFacts) -> str:
     if facts.kind == "name":
         return in_words(stem.rpartition("/")[2])
     if stem not in facts.texts:
-        raise UserError(f"{path}, {name}: there is no text beside it, {stem + '.txt'!r}; other pictures have one")
+        raise UserError(f"{path / name}: there is no text beside it, {stem + '.txt'!r}; other pictures have one")
     file = path / f"{stem}.txt"
     if file.stat().st_size > _MOST_TEXT_BYTES:
         raise UserError(f"{file} has {file.stat().st_size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")

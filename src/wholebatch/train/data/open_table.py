@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from wholebatch.planning.units import amount
+
 from ..._user_error import UserError
 from .cache import cached, uncached
 from .folders import folder_batches, folder_facts, is_saved_dataset
@@ -74,7 +76,7 @@ def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
     size = sum(group.column(place).total_uncompressed_size for group in groups for place in places)
     if size:
-        say(f"the pictures inside of {path} are copied into {folder}, once: {size / 2**30:.3g} GiB")
+        say(f"the pictures inside of {path} are copied into {folder}, once: {amount(size)}")
 
 
 def _holds_bytes(column: Any) -> bool:

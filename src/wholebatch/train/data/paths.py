@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
+from contextlib import suppress
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from ..._user_error import UserError
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 _SHOWN = 200  # characters of a path in a message
+_MOST_NAMES = 10_000  # of a folder that are compared with a name
 FILES = (".csv", ".tsv", ".jsonl", ".parquet", ".tar")
 
 
@@ -24,7 +29,9 @@ def check_path(data: str) -> None:
         expand_shards(data)
         return
     if not is_there:
-        ending = "" if path.suffix in FILES else f"; it must be 'glyphs', a folder or a {', '.join(FILES)} file"
+        ending = near_miss(path, FILES)
+        if not ending and path.suffix not in FILES:
+            ending = f"; it must be 'glyphs', a folder or a {', '.join(FILES)} file"
         raise UserError(f"--data: there is no file or folder {data!r}{ending}")
     if path.is_dir():
         return
@@ -33,6 +40,22 @@ def check_path(data: str) -> None:
     _refuse_compressed([path])
     if path.suffix not in FILES:
         raise UserError(f"--data must be 'glyphs', a folder or a {', '.join(FILES)} file, got {data!r}")
+
+
+def near_miss(path: Path, endings: tuple[str, ...] = ()) -> str:
+    """Return "; did you mean ...?" if beside a path that is not there is a similar one, else "".
+
+    Args:
+        path: the path.
+        endings: those of files that may be meant; a folder may be.
+    """
+    similar: list[str] = []
+    with suppress(OSError), os.scandir(path.parent) as entries:  # no such folder, or none that can be read
+        some = islice(entries, _MOST_NAMES)
+        similar = get_close_matches(
+            path.name, [x.name for x in some if x.name.endswith(endings) or x.is_dir()], 1, 0.75
+        )
+    return f"; did you mean {str(path.with_name(similar[0]))!r}?" if similar else ""
 
 
 def _cut(text: str) -> str:

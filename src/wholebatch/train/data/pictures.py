@@ -23,7 +23,7 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
         FileNotFoundError: if there is no such file.
         ValueError: with the reason, if it cannot be read.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -35,8 +35,11 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
         return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
     except FileNotFoundError:
         raise
+    except UnidentifiedImageError as error:  # whose words are the path, which the caller names, or that of an object
+        raise ValueError("it is in no format that Pillow knows") from error
     except Exception as error:  # decoders raise exceptions of any type for damaged files
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+        reason = error.strerror if isinstance(error, OSError) else None  # without the path
+        raise ValueError(reason or " ".join(str(error).split()) or type(error).__name__) from error
 
 
 def bytes_of(place: Path | bytes | tuple[str, int, int]) -> bytes:

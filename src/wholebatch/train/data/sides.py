@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -51,6 +52,15 @@ class Texts(Side):
     def items(self, rows: Tensor) -> list[str]:
         found = [self._texts[row] for row in rows.tolist()]
         return [each if isinstance(each, str) else each.as_py() for each in found]
+
+    def column(self, rows: Tensor) -> Any:
+        """Return the texts of these rows (n,) as a column of Arrow."""
+        import pyarrow as pa
+
+        texts: Any = self._texts
+        if not isinstance(texts, pa.ChunkedArray):
+            texts = pa.chunked_array([pa.array([*texts], pa.string())])
+        return texts.cast(pa.large_string()).take(pa.array(rows.numpy()))
 
 
 class DrawnPictures(Side):
@@ -113,29 +123,41 @@ class FilePictures(Side):
         try:
             return open_picture(place)
         except FileNotFoundError as error:
-            missing = f"there is no shard {place[0]!r} any more" if isinstance(place, tuple) else no_image(place)
-            raise UserError(f"{self.table.where(row)}: {missing}") from error
+            if isinstance(place, tuple):
+                raise UserError(f"{self.table.where(row)}: there is no shard {place[0]!r} any more") from error
+            raise self.missing(row) from error
         except ValueError as error:
-            of = "the picture" if isinstance(place, bytes | tuple) else repr(str(place))
+            of = self._named(row) or "the picture"
             raise UserError(f"{self.table.where(row)}: {of} cannot be read as an image ({error})") from error
 
+    def missing(self, row: int) -> UserError:
+        """Return the error about a row whose file is not there."""
+        return UserError(f"{self.table.where(row)}: there is no image {self._named(row)}".rstrip())
 
-def no_image(path: object) -> str:
-    """Return the message about a path without a file."""
-    return f"there is no image {str(path)!r}"
+    def refused(self, row: int, error: OSError) -> UserError:
+        """Return the error about a row whose file the system refuses to read."""
+        reason = ": ".join(filter(None, (self._named(row), error.strerror or str(error))))
+        return UserError(f"{self.table.where(row)}: {reason}")
+
+    def _named(self, row: int) -> str:
+        """Return the path of a row's picture in quotes; "" if it has none, or if the place of the row is this path."""
+        place = self.place(row)
+        if not isinstance(place, Path) or str(place).endswith(self.table.where(row)):
+            return ""
+        return repr(str(place))
 
 
 class Chosen(Side):
     """Some rows of another side, with new numbers."""
 
     def __init__(self, side: Side, rows: Tensor) -> None:
-        self.kind, self._side, self._rows = side.kind, side, rows
+        self.kind, self.side, self.rows = side.kind, side, rows
 
     def items(self, rows: Tensor) -> list[Any]:
-        return self._side.items(self._rows[rows])
+        return self.side.items(self.rows[rows])
 
     def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
-        return self._side.inputs(self._rows[rows], prepare, channels=channels)
+        return self.side.inputs(self.rows[rows], prepare, channels=channels)
 
 
 def as_picture(pixels: Tensor) -> Image:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LINE = "\0line"
 """The column with the line of a text file that a row was read from. No column of a user's has this name."""
 MEMBER = "\0member"
-"""The column with the name of a row's picture in a folder or in a tar file."""
+"""The column with the name of a row's picture in a folder, or with that of a tar file and of a member of it."""
 UNUSABLE = b"unusable"
 """The key of a field's metadata under which stands why the column has no role."""
 
@@ -43,10 +43,12 @@ class Table:
         return [name for name in self.arrow.column_names if not name.startswith("\0")]
 
     def where(self, row: int) -> str:
-        """Return the place of a row in words, such as "pairs.csv, line 17"."""
-        for hidden, word in ((LINE, "line "), (MEMBER, "")):
-            if hidden in self.arrow.column_names:
-                return f"{self.source}, {word}{self.arrow[hidden][row].as_py()}"
+        """Return the place of a row in words: "pairs.csv, line 17", "photos/7.png", "shards/000.tar, 7.png"."""
+        if LINE in self.arrow.column_names:
+            return f"{self.source}, line {self.arrow[LINE][row].as_py()}"
+        if MEMBER in self.arrow.column_names:  # in a folder of pictures or of shards, or beside the shard that is named
+            folder = self.source.parent if self.source.suffix == ".tar" else self.source
+            return str(folder / self.arrow[MEMBER][row].as_py())
         return f"{self.source}, row {row + 1}"
 
     def check_usable(self, name: str) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 from wholebatch.planning.units import amount, duration
 
 from ..config import GLYPHS, TrainConfig, names_of, value_of
+from ..run.schedule import Schedule
 from ..run.starts import Start
 from ..tasks.task import Task
 from .content import Chart, Fact, Line, Report, Setting, Table
+from .steps import steps_in_words
 
 Metrics = Sequence[Mapping[str, Any]]
 _RUN_ONLY = ("run_folder", "resume", "until_step")  # of a start, not of the numbers
@@ -30,6 +32,7 @@ def report_of_run(
     starts: Sequence[Start],
     *,
     folder: Path,
+    schedule: Schedule,
     best: Mapping[str, Any] | None = None,
 ) -> Report:
     """Return the contents of the report.
@@ -42,14 +45,16 @@ def report_of_run(
         metrics: the lines of metrics.jsonl.
         starts: the starts of the run, in order.
         folder: the run folder.
+        schedule: the steps that were planned, and where that was changed.
         best: the metrics of the step with the best validation, if its weights were kept.
     """
     title, columns, rows = task.table(figures)
     last = starts[-1] if starts else None
+    steps = steps_in_words(schedule, metrics[-1]["step"], config.patience)
     return Report(
         title=f"{config.task} · {'glyphs' if config.data == 'glyphs' else Path(config.data).name}",
         subtitle=f"{folder.name}: {task.describe()}",
-        facts=_facts(config, task, figures, metrics, last, best),
+        facts=_facts(config, task, figures, metrics, steps, last, best),
         table=Table(title, columns, rows),
         curves=_charts(task, metrics, [start.step for start in starts if start.step]),
         evidence=task.evidence(),
@@ -57,7 +62,11 @@ def report_of_run(
         audit=next((start.audit for start in reversed(starts) if start.audit), ""),
         starts=_starts(starts),
         settings=[
-            Setting(name.replace("_", "-"), _shown(value_of(config, name)), _default(config, defaults, name))
+            Setting(
+                name.replace("_", "-"),
+                steps if name == "steps" else _shown(value_of(config, name)),
+                _default(config, defaults, name),
+            )
             for name in names_of(config)
             if name not in _RUN_ONLY
         ],
@@ -70,12 +79,16 @@ def _facts(
     task: Task,
     figures: Mapping[str, Any],
     metrics: Metrics,
+    steps: str,
     start: Start | None,
     best: Mapping[str, Any] | None,
 ) -> list[Fact]:
     last = metrics[-1]
     name, value, note = task.result(figures)
-    facts = [Fact(name, value, note), Fact("steps", f"{last['step']:,}", f"of {config.batch_size:,} examples")]
+    of_steps = f"of {config.batch_size:,} examples" + (
+        f"; {config.steps:,} planned" if steps != str(last["step"]) else ""
+    )
+    facts = [Fact(name, value, note), Fact("steps", f"{last['step']:,}", of_steps)]
     facts.append(Fact("loss", f"{last['loss']:.4g}", "of the last step"))
     if best is not None:
         facts.append(Fact("best validation", f"step {best['step']:,}", task.headline(best["validation"])))

@@ -19,20 +19,27 @@ Items = Callable[[int], Item]
 
 
 def search_evidence(
-    first: tuple[str, Tensor, Items], second: tuple[str, Tensor, Items], stated: Stated, *, both_ways: bool = True
+    first: tuple[str, Tensor, Items],
+    second: tuple[str, Tensor, Items],
+    stated: Stated,
+    *,
+    both_ways: bool = True,
+    device: torch.device | str = "cpu",
 ) -> Evidence:
     """Return the evidence of a search among the items of two sides.
 
     Args:
         first: the queries: their name in the plural, unit features (n, d) on the CPU, and the item of a place.
-        second: the same of the candidates, (m, d).
+        second: the same of the candidates, (m, d): the items of `stated`, and behind them others that are right for no
+            query. These only are candidates: they do not ask, if `both_ways`.
         stated: which of them belong together.
         both_ways: search with the candidates for the queries, too.
+        device: where the similarities of all pairs are computed.
     """
-    galleries = _galleries(first, second, stated.right)
+    galleries = _galleries(first, second, stated.right, device)
+    (_, x, _), (name, y, of_second) = first, second
     if both_ways:
-        galleries += _galleries(second, first, stated.back)
-    (_, x, _), (_, y, _) = first, second
+        galleries += _galleries((name, y[: len(stated.rows[1])], of_second), first, stated.back, device)
     negatives, number = negative_similarities(x, y, stated.right)
     one, other = stated.right
     note = (
@@ -73,7 +80,10 @@ def search(
 
 
 def _galleries(
-    queries: tuple[str, Tensor, Items], candidates: tuple[str, Tensor, Items], right: Tensor
+    queries: tuple[str, Tensor, Items],
+    candidates: tuple[str, Tensor, Items],
+    right: Tensor,
+    device: torch.device | str,
 ) -> list[Gallery]:
     """Return a sheet of random queries, and one of those whose right answer has the lowest rank."""
     (of, x, of_query), (among, y, of_candidate) = queries, candidates
@@ -88,12 +98,12 @@ def _galleries(
         f"A right one comes first for {first}, and is among them for {hits}.",
         found,
     )
-    ranks = first_ranks(x, y, right)
+    ranks = first_ranks(x, y, right, device=device)
     missed = int((ranks >= best).sum())
     worst = ranks.argsort(descending=True, stable=True)[: min(_SHOWN, missed)].tolist()
     if not worst:
         return [sheet]
-    note = f"The held-out {of} whose best right answer has the lowest rank among {len(y):,}."
+    note = f"The held-out {of} whose best right answer has the lowest rank among {len(y):,} {among}."
     mistakes = Gallery(f"Worst mistakes, {of} → {among}", note, search(x, y, right, worst, of_query, of_candidate))
     return [sheet, mistakes]
 

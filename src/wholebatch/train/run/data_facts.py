@@ -60,21 +60,34 @@ def check_same_data(folder: Path, now: DataFacts, *, has_checkpoint: bool) -> No
         if not has_checkpoint and not file.exists() and not file.is_symlink():
             write_data_facts(folder, now)
             return
-        values = unsealed(read_bounded(file, _MOST_BYTES), str(file))
-        before = DataFacts(**check_fields(values, str(file), {"source": str, "what": str, "digest": str}))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"there is no {str(file)!r}, with the hash of the data that the run was started with; was it removed?"
-        ) from error
     except OSError as error:
-        raise UserError(f"{str(file)!r} cannot be read or written: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{str(file)!r} cannot be written: {error.strerror or error}") from error
+    before = read_data_facts(folder)
     if before.digest != now.digest:
         raise UserError(
             f"--resume continues with the data of the run: {before.source!r} held {before}, and holds {now} now. "
             "Restore the data, or start a new run"
         )
+
+
+def read_data_facts(folder: Path) -> DataFacts:
+    """Return the facts about the data that the run in the folder was started with.
+
+    Raises:
+        UserError: there is no such file, or a damaged one.
+    """
+    file = folder / FILE
+    try:
+        values = unsealed(read_bounded(file, _MOST_BYTES), str(file))
+        return DataFacts(**check_fields(values, str(file), {"source": str, "what": str, "digest": str}))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"there is no {str(file)!r}, with the hash of the data that the run was started with; was it removed?"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def digest_of_data_facts(folder: Path) -> str | None:

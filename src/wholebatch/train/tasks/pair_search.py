@@ -47,13 +47,7 @@ def figures_of_way(
 
 
 def report_of_search(
-    ways: Sequence[str],
-    stated: Stated,
-    first: Tensor,
-    second: Tensor,
-    further: Tensor,
-    *,
-    device: torch.device | str = "cpu",
+    ways: Sequence[str], stated: Stated, first: Tensor, second: Tensor, *, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
     """Return the report on both directions.
 
@@ -61,12 +55,12 @@ def report_of_search(
         ways: their names.
         stated: the held-out items.
         first: features of those of the first side, (n, d).
-        second: the same of the second side.
-        further: features of further candidates of the search for the second side.
+        second: the same of the second side, (m, d); behind them those of further candidates of the search for it.
         device: where similarities are computed.
     """
-    there = figures_of_way(first, torch.cat([second, further]), stated.right, device)
-    return {ways[0]: there, ways[1]: figures_of_way(second, first, stated.back, device)}
+    there = figures_of_way(first, second, stated.right, device)
+    back = figures_of_way(second[: len(stated.rows[1])], first, stated.back, device)
+    return {ways[0]: there, ways[1]: back}
 
 
 def table(report: Mapping[str, Any], ways: Sequence[str]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:

@@ -57,12 +57,14 @@ def recall(
     return {name: value for name, value in found.items() if name.startswith("recall")}
 
 
-def first_ranks(queries: Tensor, candidates: Tensor, right: Tensor | None = None) -> Tensor:
+def first_ranks(
+    queries: Tensor, candidates: Tensor, right: Tensor | None = None, *, device: torch.device | str = "cpu"
+) -> Tensor:
     """Return how many wrong candidates are at least as similar to each query as its best right one, (n,).
 
     The arguments are those of `figures`.
     """
-    return torch.cat([ranks[:, 0].long() for ranks, _ in _ranks(queries, candidates, right)])
+    return torch.cat([ranks[:, 0].long() for ranks, _ in _ranks(queries, candidates, right, device)])
 
 
 def are_right(right: Tensor, rows: Tensor, candidates: int) -> Tensor:
@@ -86,7 +88,7 @@ def same_places(count: int) -> Tensor:
 
 
 def _ranks(
-    queries: Tensor, candidates: Tensor, right: Tensor | None, device: torch.device | str = "cpu"
+    queries: Tensor, candidates: Tensor, right: Tensor | None, device: torch.device | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for some queries at a time the ranks, from 0, of their best right candidates, and the number of all.
 

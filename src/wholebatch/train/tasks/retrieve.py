@@ -107,7 +107,7 @@ class Retrieve(Task):
             stop=config.steps,
             workers=self._workers,
         )
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._found: Evidence | None = None
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
@@ -236,14 +236,16 @@ class Retrieve(Task):
     def test(self) -> dict[str, Any]:
         stated, other = self._tested, self._pairs.names[1]
         rows = further_candidates(self._pairs, stated)
-        self._found = first, second = self._features(stated)
+        first, second = self._features(stated)
         further = self._features_of(other, rows) if len(rows) else second[:0]
         if self._rank:
             return {}
-        if not all(x.isfinite().all() for x in self._found):
+        if not all(x.isfinite().all() for x in (first, second)):
             raise not_finite(self._config.steps, "the features of the test set are not finite")
+        second = torch.cat([second, further])
+        self._found = self._evidence(first, second, torch.cat([stated.rows[1], rows]))
         held_out = {"test_texts": len(self._split.test)}
-        return held_out | report_of_search(self._ways, stated, first, second, further, device=self._device)
+        return held_out | report_of_search(self._ways, stated, first, second, device=self._device)
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         return table(report, self._ways)
@@ -261,6 +263,10 @@ class Retrieve(Task):
 
     def evidence(self) -> Evidence:
         assert self._found is not None
+        return self._found
+
+    def _evidence(self, first: Tensor, second: Tensor, rows: Tensor) -> Evidence:
+        """Return the evidence of the search whose figures the test reports; `rows` are those of all candidates."""
 
         def item(side: Side, rows: Tensor) -> Callable[[int], Item]:
             def of(place: int) -> Item:
@@ -269,13 +275,9 @@ class Retrieve(Task):
 
             return of
 
-        first, second = (
-            (PLURAL[name], features, item(side, rows))
-            for (name, side), features, rows in zip(
-                self._pairs.sides.items(), self._found, self._tested.rows, strict=True
-            )
-        )
-        return search_evidence(first, second, self._tested)
+        of_sides = zip(self._pairs.sides.items(), (first, second), (self._tested.rows[0], rows), strict=True)
+        one, other = ((PLURAL[name], features, item(side, rows)) for (name, side), features, rows in of_sides)
+        return search_evidence(one, other, self._tested, device=self._device)
 
     def draw(self, folder: Path) -> None:
         draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")

@@ -1,0 +1,127 @@
+"""How many of the items that are evaluated a run was trained on.
+
+The run folder keeps no single item, only the hash of the data, so the run's data are loaded and split again. If they
+are not there any more, or others, the answer is not known. Texts are compared letter by letter, pictures byte by byte,
+of which only those of equal sizes are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._user_error import UserError
+from ..data.equal_pictures import MOST, digests_of, first_of_each, numbers_in_common
+from ..data.kept_numbers import kept_numbers
+from ..data.load import load_data
+from ..data.pairs import Pairs
+from ..data.sides import Chosen, DrawnPictures, FilePictures, Side, Texts
+from ..run.data_facts import read_data_facts
+from ..tasks.pair_search import PLURAL
+from .open_run import OpenRun
+from .options import renamed
+
+
+class Seen(NamedTuple):
+    """The number of distinct items of a side, and how many of them are in training rows; None: not known."""
+
+    items: int
+    trained: int | None
+
+
+class _Rows(NamedTuple):
+    """Rows of a side, one of each distinct item, and all rows that count in its table."""
+
+    side: Side
+    rows: Tensor
+    everything: Tensor
+
+
+def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, Seen], str]:
+    """Return by side how many items of these data are in the rows that the run was trained on, and a line about it."""
+    ours = {name: _distinct(pairs, name, pairs.order) for name in run.sides}
+    try:
+        theirs = dict(_training_rows(run))
+    except UserError as error:
+        return {name: Seen(len(each.rows), None) for name, each in ours.items()}, _not_known(
+            str(renamed(error, "the data of the run"))
+        )
+    seen = {name: Seen(len(each.rows), _number_in(each, theirs[name])) for name, each in ours.items()}
+    return seen, _said(seen)
+
+
+def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
+    """Yield by side the rows that the run was trained on; UserError if its data are not there, or have changed."""
+    facts = read_data_facts(run.folder)
+    _, data = load_data(run.config, 1)
+    if (data[0] if isinstance(data, tuple) else data).digest != facts.digest:
+        raise UserError(f"{run.config.data!r} has changed since the run was started")
+    if not isinstance(data, tuple):
+        pictures, rows = data.pictures, data.train
+        if isinstance(pictures, Chosen):
+            yield "image", [_Rows(pictures.side, pictures.rows[rows], pictures.rows.sort().values)]
+        else:
+            yield "image", [_Rows(pictures, rows, rows)]
+        return
+    pairs, split = data
+    trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
+    for name in pairs.names:
+        found = [_distinct(pairs, name, trained)]
+        if name == "document" and pairs.negatives is not None:
+            texts = Texts(pairs.negatives.texts)
+            owner = torch.repeat_interleave(torch.arange(len(pairs.negatives.first) - 1), pairs.negatives.first.diff())
+            of_trained = torch.isin(owner, trained).nonzero()[:, 0]
+            found.append(_Rows(texts, of_trained, of_trained))
+        yield name, found
+
+
+def _distinct(pairs: Pairs, name: str, rows: Tensor) -> _Rows:
+    rows, everything = rows.sort().values, pairs.order.sort().values
+    if name in pairs.numbers and len(rows):
+        rows = rows[first_of_each(torch.unique(pairs.numbers[name][rows], return_inverse=True)[1])]
+    return _Rows(pairs.sides[name], rows, everything)
+
+
+def _number_in(ours: _Rows, theirs: list[_Rows]) -> int | None:
+    """Return how many of our items are among theirs; None if they cannot be compared."""
+    sides = [each.side for each in theirs]
+    if isinstance(ours.side, Texts) and all(isinstance(side, Texts) for side in sides):
+        columns = [each.side.column(each.rows) for each in (ours, *theirs) if isinstance(each.side, Texts)]
+        mine, *others = numbers_in_common(columns)
+        return int(torch.isin(mine, torch.cat(others)).sum())
+    if isinstance(ours.side, FilePictures) and isinstance(sides[0], FilePictures):
+        return _pictures_in(ours, ours.side, theirs[0], sides[0])
+    if isinstance(ours.side, DrawnPictures) and isinstance(sides[0], DrawnPictures):
+        known = {each.numpy().tobytes() for each in sides[0].pixels[theirs[0].rows]}
+        return sum(each.numpy().tobytes() in known for each in ours.side.pixels[ours.rows])
+    return None
+
+
+def _pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePictures) -> int | None:
+    my_sizes, their_sizes = (
+        kept_numbers(side, each.everything).sizes[each.rows] for side, each in ((mine, ours), (others, theirs))
+    )
+    if (my_sizes < 0).any() or (their_sizes < 0).any():  # so many that nothing was asked about their files
+        return None
+    rows = ours.rows[torch.isin(my_sizes, their_sizes)]
+    alike = theirs.rows[torch.isin(their_sizes, my_sizes)]
+    if len(rows) + len(alike) > MOST:
+        return None
+    known = {*digests_of(others, alike)}
+    return sum(digest in known for digest in digests_of(mine, rows))
+
+
+def _said(seen: Mapping[str, Seen]) -> str:
+    known = {name: each for name, each in seen.items() if each.trained is not None}
+    if not known:
+        return _not_known("the pictures were not compared")
+    counts = " and ".join(f"{each.trained:,} of the {each.items:,} {PLURAL[name]}" for name, each in known.items())
+    others = "".join(f" ({PLURAL[name]} were not compared)" for name in seen if name not in known)
+    return f"note: the run was trained on {counts}{others}"
+
+
+def _not_known(reason: str) -> str:
+    return f"note: whether the run was trained on some of these rows is not known: {reason}"
