@@ -13,7 +13,7 @@ class PlainEncoder(NamedTuple):
     imports: list[str]
     load: list[str]
     use: list[str]
-    """They compute `features`, a row for each of `items`."""
+    """They compute `features`, a row for each of `paths`, or `texts`."""
     packages: tuple[str, ...]
 
 
@@ -52,7 +52,7 @@ def _small_image(values: dict[str, Any], _: Path, name: str, prefix: str) -> Pla
         ],
         [f"{name}_encoder = ImageNetwork({arguments})", _weights(f"{name}_encoder", prefix)],
         [
-            f"pictures = [open_picture(Path(name)).convert({mode!r}) for name in items]",
+            f"pictures = [open_picture(Path(name)).convert({mode!r}) for name in paths]",
             f"pixels = numpy.stack([ImageOps.pad(picture, ({size}, {size})) for picture in pictures])",
             f"pixels = torch.from_numpy(pixels).view(-1, {size}, {size}, {channels}).permute(0, 3, 1, 2)",
             f"features = {name}_encoder(pixels)",
@@ -71,7 +71,7 @@ def _small_text(values: dict[str, Any], _: Path, name: str, prefix: str) -> Plai
     return PlainEncoder(
         ["from networks import TextNetwork", "from words import tokenize"],
         [f"{name}_encoder = TextNetwork({arguments})", _weights(f"{name}_encoder", prefix)],
-        [f"features = {name}_encoder(tokenize(items, {tokens}))"],
+        [f"features = {name}_encoder(tokenize(texts, {tokens}))"],
         (),
     )
 
@@ -94,7 +94,7 @@ def _transformers_text(values: dict[str, Any], folder: Path, name: str, prefix: 
             _weights(f"{name}_encoder", prefix + "model."),
         ],
         [
-            f"inputs = {name}_tokenizer([*items], padding=True, truncation=True, "
+            f"inputs = {name}_tokenizer([*texts], padding=True, truncation=True, "
             f'max_length={values["max_tokens"]}, return_tensors="pt")',
             f'tokens, mask = {name}_encoder(**inputs).last_hidden_state, inputs["attention_mask"][..., None]',
             pooled,
@@ -115,7 +115,7 @@ def _timm_image(values: dict[str, Any], _: Path, name: str, prefix: str) -> Plai
             f"{name}_transform = timm.data.create_transform(**{data!r})",
         ],
         [
-            f"pixels = [{name}_transform(open_picture(Path(name)).convert({mode!r})) for name in items]",
+            f"pixels = [{name}_transform(open_picture(Path(name)).convert({mode!r})) for name in paths]",
             f"features = {name}_encoder(torch.stack(pixels))",
         ],
         ("timm", "numpy", "pillow"),

@@ -92,9 +92,9 @@ def _module(
     lines += [*imports, "", f'weights = load_file(run / "{_WEIGHTS}")']
     lines += [line for side in sides.values() for line in side.load]
     for side, found in sides.items():
-        lines += ["", "", "@torch.no_grad()", f"def embed_{side}(items):"]
-        what = "pictures (paths)" if side == "image" else "texts"
-        lines += [f'    """Return the unit features of these {what}, a row for each."""']
+        of, name = ("pictures", "paths") if side == "image" else ("texts", "texts")
+        lines += ["", "", "@torch.no_grad()", f"def embed_{side}({name}):"]
+        lines += [f'    """Return the unit features of these {of}, a row for each."""']
         lines += [f"    {line}" for line in found.use]
         projection = f"projections.{names[side]}.weight"
         if projection in tensors:
@@ -110,9 +110,9 @@ classes = json.loads(safe_open(run / "{_WEIGHTS}", "pt").metadata()["classes"])
 
 
 @torch.no_grad()
-def classify(items):
-    """Return the class of each of these pictures (paths)."""
-    features = embed_image(items)
+def classify(paths):
+    """Return the class of each of these pictures."""
+    features = embed_image(paths)
     centers = weights["centers"].view(len(classes), -1, features.shape[1])  # a class may have several
     best = (torch.nn.functional.normalize(centers, dim=-1) @ features.T).amax(1).argmax(0)
     return [classes[number] for number in best.tolist()]'''.splitlines()
