@@ -240,7 +240,7 @@ class Retrieve(Task):
         if self._rank:
             return {}
         if not all(x.isfinite().all() for x in self._found):
-            raise not_finite(self._config.steps, "the features of the test set are not finite")
+            raise not_finite(self._config.steps - 1, "the features of the test set are not finite")
         held_out = {"test_texts": len(self._split.test)}
         return held_out | report_of_search(self._ways, stated, first, second, further)
 
