@@ -104,8 +104,8 @@ class TrainConfig:
     steps: int = 300
     """Optimizer steps in all; the default of --task identify is 450."""
     batch_size: int = 0
-    """Examples in the global batch, over all ranks. 0: 1024, or for few
-    data a power of two that is at most a quarter of them."""
+    """Examples in the global batch, over all ranks. 0: 1024, or of fewer than 4096 to train on a power of two: at most
+    a quarter of them, or at most 64."""
     chunk_size: ChunkSize = 0
     """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all.
     "auto": the largest power of two whose measured memory is at most half of the free memory, or all."""

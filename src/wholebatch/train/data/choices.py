@@ -90,11 +90,11 @@ def with_batch(config: TrainConfig, count: int, size: int, what: str, say: Calla
     smallest = max(2, size) if config.task == "retrieve" else max(1, size)
     if count < smallest:
         raise UserError(f"--data has {count} {what} to train on; expected at least {smallest} for {size} ranks")
-    batch = config.batch_size or _batch_of(count)
+    batch = config.batch_size or max(size, _batch_of(count))
     if batch < size:
         raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {batch}")
     if batch > count:
-        say(f"batch size {count} instead of {batch}: there are so many {what} to train on")
+        say(f"batch size {count} instead of {batch}: there are no more {what} to train on")
         batch = count
     elif not config.batch_size and batch < 1024:
         say(f"batch size {batch}, for {count} {what} to train on (--batch-size)")
