@@ -136,9 +136,11 @@ def train(
                 break
 
         if is_over:
+            more = "" if done == schedule.steps else "; --resume with --patience 0, or with a larger one, trains on"
             progress.show_note(
                 f"ended after step {done}: no validation of the last {config.patience} was better than that of step "
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
+                + more
             )
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
             _check_finite(task, done)
