@@ -134,12 +134,13 @@ class TrainConfig:
     image_channels: Literal[0, 1, 3] = 0
     """1: gray, 3: color, 0: as the pictures are."""
     validation_texts: int = 0
-    """Texts held out for validation during training; for --task identify, texts of which one image is held out.
-    0: one in twenty, at most 325; of --task identify all, if they have twenty images each, on average."""
+    """Texts held out for validation during training; for --task identify images, of each text one before any other.
+    0: one in twenty, at most 325; of --task identify one image in twenty, or, if a text has fewer than ten on average,
+    one of one text in twenty."""
     test_texts: int = 0
     """Texts held out for the final report of --task retrieve. 0: one in ten, at most 650.
     --task identify holds out two faces, or of each text in a file that has three images or more the last two, or
-    the last tenth."""
+    the last tenth; of many fewer, so that all are about 10,000."""
     validate_every: int = 50
     """Steps between two validations."""
     checkpoint_every: int = 50
