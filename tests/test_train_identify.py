@@ -248,7 +248,7 @@ def of_sizes(*sizes):
     [(1, [0, 0, 0, 1]), (3, [1, 1, 0, 1]), (4, [2, 1, 0, 1]), (9, [7, 1, 0, 1]), (23, [21, 1, 0, 1])],
 )
 def test_validation_takes_a_further_image_of_a_class_once_all_have_one(validation, counts):
-    """Of 3 classes of 1,000 images, 3 images would tell nothing. A class keeps half of its images or more."""
+    """One image of each of three large classes would tell nothing. A class keeps half of its images or more."""
     pairs = of_sizes(48, 2, 1, 5)  # to train on: 44, 2, 1 and 3
     data = classes_of_texts(pairs, validation=validation, seed=0)
     found = torch.bincount(data.labels[data.validation], minlength=4).tolist()
