@@ -306,6 +306,9 @@ def test_words_that_no_text_has_are_named(run, data, tmp_path, capsys):
     succeeds("embed", run, data, "--out", tmp_path / "f.npy")
     succeeds("search", run, "bird", "--in", tmp_path / "f.npy", "-k", "1")
     assert "note: no text" not in capsys.readouterr().out, "the file has features alone"
+    (tmp_path / "other.csv").write_text(f"image,text\n{data.parent / 'images' / '41.png'},\n")
+    succeeds("search", run, "small letter a", "--in", tmp_path / "other.csv", "-k", "1")
+    assert "note: no text" not in capsys.readouterr().out, "the encoder has not learned the texts of other data"
 
 
 def test_a_picture_finds_texts_once_each(run, data, tmp_path, capsys):

@@ -15,6 +15,7 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
+from wholebatch.train.data.choices import images_for_validation
 from wholebatch.train.data.class_split import classes_of_texts, with_split
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
 from wholebatch.train.data.labeled import LabeledImages
@@ -25,7 +26,7 @@ from wholebatch.train.encoders.small import Pad
 from wholebatch.train.option_checks import check_options
 from wholebatch.train.report.look_alikes import find_mistakes, surest_mistakes
 from wholebatch.train.tasks.batches import ImageBatches, Reader
-from wholebatch.train.tasks.verification import accepted_at, best_possible
+from wholebatch.train.tasks.verification import accepted_at, best_possible, rows_to_verify
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
 QUICK = ["--no-audit", "--no-tensorboard"]
@@ -138,8 +139,12 @@ def test_each_task_has_its_defaults(monkeypatch):
 def test_mistakes_give_one_line(data, tmp_path, capfd):
     pairs = write_pairs(tmp_path / "once")
     for where, more, message in (
-        (pairs, [], "--validation-texts 16 needs as many texts with two images to train on, got 0"),
-        (pairs, ["--validation-texts", "1"], "needs as many texts with two images"),
+        (
+            pairs,
+            [],
+            "--validation-texts 16 needs as many images, at most half of those that a text has to train on; got 0",
+        ),
+        (pairs, ["--validation-texts", "0"], "--data has no image for the validation: expected a text with two images"),
         (data, ["--batch-size", "1", "--ranks", "2"], "--batch-size must be at least the number of ranks, 2; got 1"),
     ):
         assert main(["train", *options(where, tmp_path / "run", "--task", "identify", *more)]) == 2
@@ -226,8 +231,66 @@ def test_validation_takes_one_image_of_some_classes():
     assert data.test.tolist() == [0], "classes that are not in training are left out"
     fewer = with_split(images, names, for_test, validation=5, at_most=True, seed=0)
     assert torch.equal(fewer.validation, data.validation), "as many as there are"
-    with pytest.raises(UserError, match="--validation-texts 5 needs as many texts with two images to train on, got 2"):
+    with pytest.raises(UserError, match=r"--validation-texts 5 needs as many images, .*; got 2$"):
         with_split(images, names, for_test, validation=5, seed=0)
+
+
+def of_sizes(*sizes):
+    """Return pairs of so many images of each text."""
+    names = [f"text {number:02}" for number, size in enumerate(sizes) for _ in range(size)]
+    group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    images = DrawnPictures(torch.zeros(1, 1, 8, 8, dtype=torch.uint8).expand(len(names), 1, 8, 8))
+    return Pairs.grouped({"image": images, "text": Texts(names)}, group)
+
+
+@pytest.mark.parametrize(
+    ("validation", "counts"),
+    [(1, [0, 0, 0, 1]), (3, [1, 1, 0, 1]), (4, [2, 1, 0, 1]), (9, [7, 1, 0, 1]), (23, [21, 1, 0, 1])],
+)
+def test_validation_takes_a_further_image_of_a_class_once_all_have_one(validation, counts):
+    """One image of each of three large classes would tell nothing. A class keeps half of its images or more."""
+    pairs = of_sizes(48, 2, 1, 5)  # to train on: 44, 2, 1 and 3
+    data = classes_of_texts(pairs, validation=validation, seed=0)
+    found = torch.bincount(data.labels[data.validation], minlength=4).tolist()
+    assert sorted(found) == sorted(counts)
+    assert found[2] == 0, "its only image is to train on"
+    assert len(torch.cat([data.train, data.validation, data.test]).unique()) == 56
+    fewer = classes_of_texts(pairs, validation=max(1, validation - 1), seed=0).validation
+    assert torch.isin(fewer, data.validation).all(), "one more image leaves the others"
+
+
+def test_half_of_a_class_is_the_most_for_validation():
+    assert len(classes_of_texts(of_sizes(48, 2, 1, 5), validation=24, seed=0).validation) == 24
+    with pytest.raises(UserError, match=r"--validation-texts 25 needs as many images, .*; got 24$"):
+        classes_of_texts(of_sizes(48, 2, 1, 5), validation=25, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "validation", "test"), [([1000] * 3, 150, 300), ([19] * 10, 9, 20), ([5] * 158, 7, 316)]
+)
+def test_large_classes_have_one_in_twenty_images_for_validation(sizes, validation, test):
+    pairs = of_sizes(*sizes)
+    data = classes_of_texts(pairs, validation=images_for_validation(len(sizes), sum(sizes)), seed=0)
+    assert (len(data.validation), len(data.test)) == (validation, test)
+    counts = torch.bincount(data.labels[data.validation], minlength=len(sizes))
+    assert counts.max() - counts.min() <= 1, "as many of each class, or one more"
+
+
+def test_the_test_of_large_classes_is_of_about_ten_thousand_images():
+    data = classes_of_texts(of_sizes(80_000, 80_000, 30), validation=1, seed=0)
+    assert torch.bincount(data.labels[data.test]).tolist() == [3333, 3333, 3]
+
+
+def test_of_many_images_the_pairs_of_some_classes_are_verified():
+    assert rows_to_verify(torch.zeros(10_000)).tolist() == [*range(10_000)]
+    labels = (torch.arange(30_000) * 7) % 15_000  # two images of each class, far from each other
+    rows = rows_to_verify(labels)
+    assert len(rows.unique()) == 10_000
+    assert rows.tolist() == sorted(rows.tolist())
+    assert (torch.bincount(labels[rows]).unique()).tolist() == [0, 2], "whole classes"
+    assert 2000 < (labels[rows] < 7500).sum() / 2 < 3000, "of all parts"
+    two = torch.arange(30_000) % 2
+    assert torch.bincount(two[rows_to_verify(two)]).tolist() == [5000, 5000]
 
 
 def test_the_test_has_two_images_of_few_and_a_tenth_of_many():

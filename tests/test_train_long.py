@@ -391,11 +391,14 @@ def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkey
     assert not all(torch.equal(x, kept[9][name]) for name, x in best.items())
     assert checkpoint.last_step(run, recorded=10, checkpoint_every=5) == 10
 
-    assert main(["train", "--resume", str(run)]) == 0
-    assert recorded(run) == 10, "a run that has ended early has ended"
+    for more in ([], ["--until-step", "16"]):  # which is no extension: the run was planned for 16 steps
+        assert main(["train", "--resume", str(run), *more]) == 0
+        assert recorded(run) == 10, "a run that has ended early has ended"
+        assert "; --resume with --patience 0, or with a larger one, trains on" in capsys.readouterr().out
     assert main(["train", "--resume", str(run), "--patience", "4"]) == 0
     assert recorded(run) == 16, "more patience goes on"
     assert steps_of(reports[-1]) == "16"
+    assert "trains on" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_ends_at_the_same_step(data, tmp_path, monkeypatch):

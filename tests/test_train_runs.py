@@ -13,9 +13,12 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 
 from wholebatch.__main__ import main
 from wholebatch.train.config import TrainConfig
+from wholebatch.train.data.choices import with_batch
 from wholebatch.train.data.load import load_data
+from wholebatch.train.run.checkpoint import last_step
 from wholebatch.train.run.resume import read_config
 from wholebatch.train.run.run_folder import RunFolder
+from wholebatch.train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
 
@@ -181,8 +184,18 @@ def test_what_the_data_choose_is_said_and_saved(capsys, data, tmp_path):
 
 def test_a_batch_larger_than_the_data_is_lowered(capsys, data, tmp_path):
     assert main(["train", *options(data, tmp_path / "run", "--batch-size", "4096", steps=1), "--no-audit"]) == 0
-    assert "data: batch size 87 instead of 4096: there are so many texts to train on" in capsys.readouterr().out
+    assert "data: batch size 87 instead of 4096: there are no more texts to train on" in capsys.readouterr().out
     assert read_config(tmp_path / "run").batch_size == 87
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "batch"),
+    [(2, 1, 2), (3, 1, 2), (3, 3, 3), (5, 5, 5), (7, 4, 4), (63, 1, 32), (255, 2, 64), (256, 2, 64), (512, 3, 128),
+     (4095, 1, 512), (4096, 1, 1024), (10**6, 8, 1024), (10**6, 1500, 1500)],
+)  # fmt: skip
+def test_the_batch_that_is_left_to_the_data_has_a_row_for_each_rank(count, size, batch):
+    """Nobody has asked for a smaller one, so no option is to blame."""
+    assert with_batch(TrainConfig(), count, size, "texts", lambda _: None).batch_size == batch
 
 
 def test_a_mistake_found_by_a_started_rank_gives_one_line(capfd, data, tmp_path):
@@ -247,12 +260,31 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkp
 
     from safetensors.torch import load_file
 
-    from wholebatch.train.run.checkpoint import last_step
-
     recorded = len(metrics(run))
     assert last_step(run, recorded=recorded, checkpoint_every=1) == recorded - 1 == stopped - 2
     assert all(value.isfinite().all() for value in load_file(run / "checkpoint.safetensors").values())
     assert f"stopped in step {stopped}" in one_line(capsys, 2, "--resume", str(run)), "it continues from there"
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_weights_that_are_not_finite_replace_no_checkpoint(capsys, monkeypatch, data, tmp_path, asks):
+    """The features of the test do not depend on the scale of the similarities, and no other pass shows the last step.
+
+    Nor does one before a checkpoint that a signal has asked for.
+    """
+    run, steps = tmp_path / "run", 6
+
+    def spoil(task):
+        if recorded(run) == steps - 1:
+            task.module.log_logit_scale.detach().fill_(float("nan"))
+            if asks:
+                signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(Retrieve, "after_step", spoil)
+    line = one_line(capsys, 2, *options(data, run, "--no-audit", steps=steps + asks))
+    assert "training stopped in step 6: weights are not finite after it" in line
+    assert last_step(run, recorded=recorded(run), checkpoint_every=5) == 5, "the checkpoint before is kept"
+    assert not (run / "model.safetensors").exists()
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(capsys, data, tmp_path):

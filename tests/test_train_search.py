@@ -338,3 +338,16 @@ def test_ids_of_classes_are_refused_before_their_pairs_fill_the_memory():
     assert len(pairs_of_ids(torch.arange(4) // 2, 4)[0]) == 8
     with pytest.raises(UserError, match=r"--columns group: 11,000 rows have one value, .* classes\)$"):
         pairs_of_ids(torch.cat([torch.zeros(11_000, dtype=torch.int64), 1 + torch.arange(9)]), 11_009)
+
+
+@pytest.mark.parametrize("held_out", ["validation", "test"])
+def test_ids_of_classes_are_refused_before_anything_is_trained(tmp_path, monkeypatch, held_out):
+    """In the first validation it would be late, and in the test all would be lost."""
+    monkeypatch.setattr("wholebatch.train.data.ids._MOST", 20)
+    path = tmp_path / "rows.csv"
+    path.write_text("query,positive,id\n" + "".join(f"q{i},p{i},{i % 10}\n" for i in range(40)))
+    config = TrainConfig(data=str(path), columns="group=id", validation_texts=1, test_texts=1)
+    load_data(config, 1)
+    more = {f"{held_out}_texts": 2}  # ids of four rows: 32 pairs
+    with pytest.raises(UserError, match=r"--columns group: 4 rows have one value"):
+        load_data(replace(config, **more), 1)

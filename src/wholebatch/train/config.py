@@ -104,8 +104,8 @@ class TrainConfig:
     steps: int = 300
     """Optimizer steps in all; the default of --task identify is 450."""
     batch_size: int = 0
-    """Examples in the global batch, over all ranks. 0: 1024, or for few
-    data a power of two that is at most a quarter of them."""
+    """Examples in the global batch, over all ranks. 0: 1024, or of fewer than 4096 to train on a power of two: at most
+    a quarter of them, or at most 64."""
     chunk_size: ChunkSize = 0
     """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all.
     "auto": the largest power of two whose measured memory is at most half of the free memory, or all."""
@@ -134,12 +134,13 @@ class TrainConfig:
     image_channels: Literal[0, 1, 3] = 0
     """1: gray, 3: color, 0: as the pictures are."""
     validation_texts: int = 0
-    """Texts held out for validation during training; for --task identify, texts of which one image is held out.
-    0: one in twenty, at most 325; of --task identify all, if they have twenty images each, on average."""
+    """Texts held out for validation during training; for --task identify images, of each text one before any other.
+    0: one in twenty, at most 325; of --task identify one image in twenty, or, if a text has fewer than ten on average,
+    one of one text in twenty."""
     test_texts: int = 0
     """Texts held out for the final report of --task retrieve. 0: one in ten, at most 650.
     --task identify holds out two faces, or of each text in a file that has three images or more the last two, or
-    the last tenth."""
+    the last tenth; of many fewer, so that all are about 10,000."""
     validate_every: int = 50
     """Steps between two validations."""
     checkpoint_every: int = 50

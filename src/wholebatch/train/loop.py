@@ -125,6 +125,7 @@ def train(
                 is_over = from_first_rank(best.is_over, device)
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
+                _check_finite(task, done)
                 save(task.pass_state(), done)
                 saved_at = done
             if asked.stop:
@@ -135,17 +136,17 @@ def train(
                 break
 
         if is_over:
+            more = "" if done == schedule.steps else "; --resume with --patience 0, or with a larger one, trains on"
             progress.show_note(
                 f"ended after step {done}: no validation of the last {config.patience} was better than that of step "
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
+                + more
             )
-        if saved_at < done and _are_finite(task):  # before the test, which may meet a picture that cannot be read
+        if saved_at < done:  # before the test, which may meet a picture that cannot be read
+            _check_finite(task, done)
             save(task.pass_state(), done)
-            saved_at = done
         report = task.test()
         wait()
-        if saved_at < done:
-            save(task.pass_state(), done)
         weights = task.weights()
         if folder is not None:
             choices = [asdict(choice) for choice in kernels.choices()]
@@ -191,15 +192,18 @@ def _begin(
     return trackers
 
 
-def _are_finite(task: Task) -> bool:
-    """Return whether all weights that are trained are finite, on all ranks."""
+def _check_finite(task: Task, done: int) -> None:
+    """Raise UserError on all ranks unless all weights that are trained are finite after `done` steps.
 
-    def here() -> bool:
+    Without another pass only this shows what the last step has made of them, and a checkpoint replaces the one before.
+    """
+
+    def check() -> None:
         groups = [group["params"] for optimizer in task.optimizers for group in optimizer.param_groups]
-        return all(bool(part.isfinite().all()) for some in groups for part in local_parts(x.detach() for x in some))
+        if not all(bool(x.isfinite().all()) for some in groups for x in local_parts(p.detach() for p in some)):
+            raise not_finite(done - 1, "weights are not finite after it")
 
-    _, everyone = on_all_ranks("weights", here, lambda are_finite: {"are_finite": are_finite})
-    return all(facts["are_finite"] for facts in everyone)
+    on_all_ranks("weights", check)
 
 
 def _flush(trackers: Sequence[Tracker]) -> None:

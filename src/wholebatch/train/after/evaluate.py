@@ -26,7 +26,7 @@ from ..data.table import Table
 from ..data.table_pairs import table_pairs
 from ..tasks.head import make_head
 from ..tasks.pair_search import report_of_search, table, ways_of
-from ..tasks.verification import FAR, accepted_at
+from ..tasks.verification import FAR, accepted_at, rows_to_verify
 from .embed import with_progress
 from .encode import Work, features_of
 from .items import Items
@@ -134,10 +134,11 @@ def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
         found |= {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)}
         found["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    device = device_of(work.device, 0, 1)
-    tar, threshold = accepted_at(features, torch.tensor([distinct[name] for name in names]), FAR, device=device)
-    of_pairs = {"far": FAR, "tar": None, "threshold": None} if math.isnan(tar) else {
-        "far": FAR, "tar": tar, "threshold": threshold
+    of_texts = torch.tensor([distinct[name] for name in names])
+    verified, device = rows_to_verify(of_texts), device_of(work.device, 0, 1)
+    tar, threshold = accepted_at(features[verified], of_texts[verified], FAR, device=device)
+    of_pairs = {"images": len(verified), "far": FAR, "tar": None, "threshold": None} if math.isnan(tar) else {
+        "images": len(verified), "far": FAR, "tar": tar, "threshold": threshold
     }  # fmt: skip
     return found | {"texts": len(distinct), "verification": of_pairs}
 
@@ -158,7 +159,9 @@ def _show(run: OpenRun, found: dict[str, Any]) -> None:
                 for k in (1, _TOP) if f"top_{k}" in found]  # fmt: skip
         tar = found["verification"]["tar"]
         of_pairs = "no pairs" if tar is None else f"{tar:.4f}"
-        rows.append([f"verification: TAR at FAR {FAR:g}", of_pairs, f"{FAR:.4f}"])
+        verified = found["verification"]["images"]
+        of = "" if verified == found["rows"] else f", {verified:,} of the images"
+        rows.append([f"verification: TAR at FAR {FAR:g}{of}", of_pairs, f"{FAR:.4f}"])
         say(
             f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of "
             f"the run's {found['classes']:,} classes"

@@ -72,10 +72,11 @@ def search(options: SearchConfig) -> None:
             _print(_asked(queries, number), each, is_one=len(queries) == 1)
     else:
         _write(options.out, queries, hits)
-    if found.items is not None and isinstance(queries.side, Given) and queries.side.kind == "text":
-        column = "" if options.data else _column_of_run(run, queries.name)
-        if unknown := unknown_words(run, options.query, queries.name, found.items, column):
-            listed = ", ".join(f'"{word}"' for word in unknown)
+    if found.items is not None and not options.data and options.query and not options.is_picture:
+        # Of other data nobody knows whether they have the words that the encoder has learned.
+        unknown = unknown_words(run, options.query, queries.name, found.items.table)
+        listed = ", ".join(f'"{word}"' for word in unknown)
+        if unknown:
             say(f"note: no text of the data has {listed}; the built-in encoder only knows the words of your texts")
     if found.items is not None and found.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"

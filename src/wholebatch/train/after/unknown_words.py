@@ -1,45 +1,60 @@
-"""Words of a query that no text of the data has: the built-in encoder of texts has not learned them.
+"""Words of a query that no text of a run's data has: the built-in encoder of texts has not learned them.
 
-Its row of a text is the mean of the words' vectors, so an unknown word pulls the row to where chance has put it.
+It only knows pieces of such a word, if any, so the query's row is partly where chance has put it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from ..data.roles import text_column, usual_columns
+from ..data.roles import find_roles, text_column
 from ..data.table import Table
 from ..encoders.words import split_words
-from .items import ROLES, Items
 from .open_run import OpenRun
 
+_ROWS = 8192  # texts that are searched at a time
+_LETTER = r"[^\W\d_]"
+# Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
+_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
-def unknown_words(run: OpenRun, query: str, side: str, found: Items, column: str = "") -> list[str]:
-    """Return the words, in lower case, that no text beside the searched items has; [] if another encoder reads them.
+
+def unknown_words(run: OpenRun, query: str, side: str, table: Table | None) -> list[str]:
+    """Return the words, in lower case, that no text which the encoder has read has; [] for another encoder's texts.
 
     Args:
         run: the run.
         query: a text.
         side: the side that reads it.
-        found: the searched items.
-        column: the column of texts; "": the usual ones.
+        table: the data of the run. None: the embedded characters.
     """
-    if run.config.text_encoder != "small" or found.table is None:
+    if run.config.text_encoder != "small" or table is None:
         return []
-    columns = [column] if column else [found.column] if found.side.kind == "text" else _columns(found.table, side)
-    texts = [text_column(found.table, "text", each) for each in columns]
-    words = dict.fromkeys(split_words(query)) if texts else {}
-    return [word.lower() for word in words if not any(_has(each, word) for each in texts)]
+    roles = [*find_roles(table, run.config.columns, task=run.config.task).items()][:2]
+    columns = [
+        text_column(table, role, names[0])
+        for name, (role, names) in zip(run.sides, roles, strict=True)
+        if run.encoder(name) is run.encoder(side)
+    ]
+    left = dict.fromkeys(split_words(query))
+    for texts in (some for column in columns for some in _in_parts(column)):
+        left = {word: None for word in left if not _has(texts, word)}
+        if not left:
+            break
+    return [word.lower() for word in left]
 
 
-def _columns(table: Table, side: str) -> list[str]:
-    return next((names for role in ROLES[side] if (names := usual_columns(table, role))), [])
+def _in_parts(column: Any) -> Iterator[str]:
+    """Yield the texts in upper case, many at a time, a line each."""
+    for start in range(0, len(column), _ROWS):
+        yield "\n".join(column.slice(start, _ROWS).to_pylist()).upper()
 
 
-def _has(texts: Any, word: str) -> bool:
-    import pyarrow.compute as pc
-
-    end = r"[^\pL]" if word[0].isalpha() else ""
-    pattern = f"(?i)(^|{end}){re.escape(word)}({end}|$)"
-    return bool(pc.any(pc.match_substring_regex(texts, pattern)).as_py())
+def _has(texts: str, word: str) -> bool:
+    """Return whether a word in upper case is among the words of texts in upper case."""
+    if word not in texts:  # which is found out much faster
+        return False
+    if re.match(_LETTER, word) is None or _WITHOUT_SPACES.search(word):
+        return True
+    return re.search(f"(?<!{_LETTER}){re.escape(word)}(?!{_LETTER})", texts) is not None

@@ -13,7 +13,7 @@ from ..._user_error import UserError
 from ..config import TrainConfig
 from .pairs import Pairs
 
-_LARGE = 20  # images of a class, on average
+_LARGE = 10  # images of a class, on average
 _SAMPLE = 64  # pictures that are looked at for the size and the colors
 _SIZES = (64, 48, 32)
 
@@ -76,13 +76,15 @@ def with_split_sizes(config: TrainConfig, count: int, say: Callable[[str], None]
     return replace(config, validation_texts=validation, test_texts=test)
 
 
-def classes_for_validation(classes: int, images: int) -> int:
-    """Return of how many classes one image is for validation: one in twenty; of large classes all; at most 325.
+def images_for_validation(classes: int, images: int) -> int:
+    """Return how many images of classes are for validation: one in twenty, or of small classes one of one in twenty.
 
-    >>> classes_for_validation(158, 790), classes_for_validation(10, 10_000), classes_for_validation(9, 27)
-    (7, 10, 1)
+    At most 325.
+
+    >>> images_for_validation(158, 790), images_for_validation(3, 3000), images_for_validation(9, 27)
+    (7, 150, 1)
     """
-    return min(325, classes if images >= _LARGE * classes else max(1, classes // 20))
+    return min(325, max(1, (images if images >= _LARGE * classes else classes) // 20))
 
 
 def with_batch(config: TrainConfig, count: int, size: int, what: str, say: Callable[[str], None]) -> TrainConfig:
@@ -90,11 +92,11 @@ def with_batch(config: TrainConfig, count: int, size: int, what: str, say: Calla
     smallest = max(2, size) if config.task == "retrieve" else max(1, size)
     if count < smallest:
         raise UserError(f"--data has {count} {what} to train on; expected at least {smallest} for {size} ranks")
-    batch = config.batch_size or _batch_of(count)
+    batch = config.batch_size or max(size, _batch_of(count))
     if batch < size:
         raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {batch}")
     if batch > count:
-        say(f"batch size {count} instead of {batch}: there are so many {what} to train on")
+        say(f"batch size {count} instead of {batch}: there are no more {what} to train on")
         batch = count
     elif not config.batch_size and batch < 1024:
         say(f"batch size {batch}, for {count} {what} to train on (--batch-size)")

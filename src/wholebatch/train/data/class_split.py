@@ -15,6 +15,7 @@ from .randomness import seeded
 from .sides import Chosen, Side
 
 _HELD_OUT, _PART = 2, 10  # images of a text that are held out for the test, if it has more; or a tenth of many
+_MOST_TEST = 10_000  # images of the test, unless two of each text are more
 
 
 def with_split(
@@ -31,8 +32,9 @@ def with_split(
 ) -> LabeledImages:
     """Split images whose classes are the names of those that are not `for_test`, a mask of (n,).
 
-    For the validation, one such image of each of `validation` classes is held out; with `at_most`, of fewer classes if
-    there are not so many with two images. Test images of other names are left out.
+    For the validation, `validation` such images are held out: one of each class in a random order, then a second one of
+    each, and so on, but at most half of a class's; with `at_most`, fewer if there are not so many. Test images of other
+    names are left out.
     `once`, a mask of (n,), says which images the data have once; only these are held out for the validation.
     """
     known = {name: index for index, name in enumerate(sorted({names[i] for i in (~for_test).nonzero()[:, 0].tolist()}))}
@@ -41,16 +43,26 @@ def with_split(
     count = torch.bincount(labels[train], minlength=len(known))
     alone = train if once is None else train[once[train]]
     of_alone = torch.bincount(labels[alone], minlength=len(known))
-    able = ((count > 1) & (of_alone > 0)).nonzero()[:, 0]
-    validation = min(validation, len(able)) if at_most and len(able) else validation
-    if len(able) < validation:
+    most = torch.minimum(of_alone, count // 2)
+    able, total = (most > 0).nonzero()[:, 0], int(most.sum())
+    if not total and at_most:
         raise UserError(
-            f"--validation-texts {validation} needs as many texts with two images to train on, got {len(able)}"
+            "--data has no image for the validation: expected a text with two images to train on, beside two for the "
+            "test; add images"
         )
-    chosen = able[torch.randperm(len(able), generator=seeded(seed, "validation"))[:validation]]
+    if total < validation and not at_most:
+        raise UserError(
+            f"--validation-texts {validation} needs as many images, at most half of those that a text has to train on; "
+            f"got {total}"
+        )
+    turn = torch.empty(len(known), dtype=torch.int64)
+    turn[able[torch.randperm(len(able), generator=seeded(seed, "validation"))]] = torch.arange(len(able))
     order = alone[torch.randperm(len(alone), generator=seeded(seed, "validation images"))]
-    by_class = order[labels[order].argsort(stable=True)]
-    held = by_class[(of_alone.cumsum(0) - of_alone)[chosen]].sort().values  # a random image of each chosen class
+    by_class = order[labels[order].argsort(stable=True)]  # a class's images at random
+    place = torch.arange(len(by_class)) - (of_alone.cumsum(0) - of_alone)[labels[by_class]]
+    left = place < most[labels[by_class]]
+    by_class, place = by_class[left], place[left]
+    held = by_class[(place * len(able) + turn[labels[by_class]]).argsort()[:validation]].sort().values
     test = (for_test & (labels >= 0)).nonzero()[:, 0]
     if not len(test):
         raise UserError(
@@ -63,12 +75,13 @@ def with_split(
 def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool = False) -> LabeledImages:
     """Make each text a class; of three images of a text or more the last two, or the last tenth, are for the test.
 
+    Of large classes fewer are, if all these would be more than 10,000 images: pictures of the test are not trained on.
     An image that the data have twice is never held out.
     """
     counts = pairs.first.diff()
     text = torch.repeat_interleave(torch.arange(len(pairs)), counts)
     place = torch.arange(len(text)) - pairs.first[text]
-    held_out = (counts // _PART).clamp(min=_HELD_OUT)[text]
+    held_out = (counts // _PART).clamp(_HELD_OUT, max(_HELD_OUT, _MOST_TEST // max(1, len(pairs))))[text]
     for_test = (counts[text] > _HELD_OUT) & (place >= counts[text] - held_out)
     once = None
     if "image" in pairs.numbers:

@@ -9,9 +9,10 @@ import torch
 
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
-from .choices import classes_for_validation, with_batch, with_loss, with_pictures, with_split_sizes
+from .choices import images_for_validation, with_batch, with_loss, with_pictures, with_split_sizes
 from .class_split import classes_of_texts
 from .glyphs import glyph_classes, glyph_pairs
+from .ids import check_ids
 from .labeled import LabeledImages
 from .open_table import open_table
 from .pairs import Pairs, Split, split_groups
@@ -44,8 +45,17 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
         return _classes(config, pairs, size, say)
     config = with_split_sizes(config, len(pairs), say)
     split = split_groups(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
+    _check_held_out_ids(pairs, split)
     pairs = _without_held_out(pairs, split, say)
     return with_batch(config, len(split.train), size, "texts", say), (pairs, split)
+
+
+def _check_held_out_ids(pairs: Pairs, split: Split) -> None:
+    """Refuse ids of classes now, not in the first validation, after many steps."""
+    if pairs.ids is None:
+        return
+    for groups in (split.validation, split.test):
+        check_ids(pairs.ids[torch.isin(pairs.group_of, groups).nonzero()[:, 0]])
 
 
 def _without_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) -> Pairs:
@@ -62,11 +72,12 @@ def _without_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) ->
 def _classes(
     config: TrainConfig, pairs: Pairs, size: int, say: Callable[[str], None]
 ) -> tuple[TrainConfig, LabeledImages]:
-    validation = config.validation_texts or classes_for_validation(len(pairs), len(pairs.order))
+    validation = config.validation_texts or images_for_validation(len(pairs), len(pairs.order))
     data = classes_of_texts(pairs, validation=validation, seed=config.seed, at_most=not config.validation_texts)
     if not config.validation_texts:
         config = replace(config, validation_texts=len(data.validation))
-        say(f"{config.validation_texts} texts of which one picture is for validation (--validation-texts)")
+        many = "pictures" if config.validation_texts > 1 else "picture"
+        say(f"{config.validation_texts} {many} for validation, which the run does not learn (--validation-texts)")
     if len(data) < max(2, size):
         raise UserError(
             f"--data has {len(data)} texts to be classes; expected at least {max(2, size)}: each of the {size} ranks "

@@ -38,7 +38,7 @@ from .evaluation import features_of_rows
 from .head import folder_of_head, has_reference, make_head, remove
 from .precision import Precision
 from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
-from .verification import FAR, accepted_at, best_possible
+from .verification import FAR, accepted_at, best_possible, rows_to_verify
 
 _TOP = 5
 
@@ -242,13 +242,15 @@ class Identify(Task):
         self._found = embeddings, found.class_ids.cpu(), found.logits.cpu() / self._config.head.scale
         digests = PixelDigests(data.pictures, workers=self._workers)
         self._mistakes = find_mistakes(data, found.class_ids[:, 0].cpu(), digests)
-        tar, threshold = accepted_at(embeddings, data.labels[rows], FAR, device=self._device)
+        verified = rows_to_verify(data.labels[rows])
+        tar, threshold = accepted_at(embeddings[verified], data.labels[rows[verified]], FAR, device=self._device)
         return {
             "classes": len(data),
             "test_images": len(rows),
             **figures,
             "top_1_at_most": best_possible(digests.of(rows), data.labels[rows]),
             "chance": 1 / len(data),
+            "verified_images": len(verified),
             "far": FAR,
             "tar": None if math.isnan(tar) else tar,
             "threshold": None if math.isnan(threshold) else threshold,
@@ -256,13 +258,14 @@ class Identify(Task):
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
-        tar = report["tar"]
+        tar, verified = report["tar"], report["verified_images"]
+        of = "" if verified == report["test_images"] else f", {verified:,} of the images"
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],
             [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
             ["best possible top-1: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
             ["top-1 by chance", f"{report['chance']:.4f}"],
-            [f"verification: TAR at FAR {report['far']:g}", "no pairs" if tar is None else f"{tar:.4f}"],
+            [f"verification: TAR at FAR {report['far']:g}{of}", "no pairs" if tar is None else f"{tar:.4f}"],
         ]
         return title, ["", ""], rows
 

@@ -241,7 +241,7 @@ class Retrieve(Task):
         if self._rank:
             return {}
         if not all(x.isfinite().all() for x in (first, second)):
-            raise not_finite(self._config.steps, "the features of the test set are not finite")
+            raise not_finite(self._config.steps - 1, "the features of the test set are not finite")
         second = torch.cat([second, further])
         self._found = self._evidence(first, second, torch.cat([stated.rows[1], rows]))
         held_out = {"test_texts": len(self._split.test)}

@@ -8,9 +8,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..data.randomness import seeded
+
 FAR = 1e-3
 """The false accept rate of the reports."""
 _ROWS = 512
+_MOST = 10_000
+"""Images whose pairs are compared: the time grows with their square."""
+
+
+def rows_to_verify(labels: Tensor) -> Tensor:
+    """Return the rows (m,), in order, whose pairs are to be compared: all (n,), or about 10,000 of more.
+
+    These are all rows of random classes, so that there are pairs of one class; of few large classes random rows.
+    """
+    if len(labels) <= _MOST:
+        return torch.arange(len(labels))
+    _, of_class, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+    order = torch.randperm(len(labels), generator=seeded("rows to verify"))
+    order = order[of_class[order].argsort(stable=True)]
+    place = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[of_class[order]]
+    order = order[place < max(2, _MOST // len(sizes))]
+    turn = torch.randperm(len(sizes), generator=seeded("classes to verify"))
+    return order[turn[of_class[order]].argsort(stable=True)][:_MOST].sort().values
 
 
 def accepted_at(
