@@ -73,6 +73,79 @@ def test_every_form_gives_the_same_pairs(tmp_path, monkeypatch, form):
     assert not (tmp_path / "executed").exists(), "the pickles of a shard are not loaded"
 
 
+def padded(content, size):
+    return content + bytes(size - len(content))
+
+
+_PNGS = [padded(png(number), 600) for number in range(len(TEXTS))]
+_PATHS = pa.array([f"{number}.png" for number in range(len(TEXTS))], pa.string_view())
+IMAGES = {
+    "binary": pa.array(_PNGS, pa.binary()),
+    "large": pa.array(_PNGS, pa.large_binary()),
+    "view": pa.array(_PNGS, pa.binary_view()),
+    "fixed size": pa.array(_PNGS, pa.binary(600)),
+    "dictionary": pa.array(_PNGS, pa.binary()).dictionary_encode(),
+    "dictionary of a fixed size": pa.array(_PNGS, pa.binary(600)).dictionary_encode(),
+    "struct of views": pa.StructArray.from_arrays([pa.array(_PNGS, pa.binary_view()), _PATHS], ["bytes", "path"]),
+}
+WORDS = {
+    "string": pa.array(TEXTS, pa.string()),
+    "large": pa.array(TEXTS, pa.large_string()),
+    "view": pa.array(TEXTS, pa.string_view()),
+    "dictionary": pa.array(TEXTS, pa.string()).dictionary_encode(),
+    "large dictionary": pa.array(TEXTS, pa.large_string()).dictionary_encode(),
+    "bytes": pa.array([text.encode() for text in TEXTS], pa.binary()),
+    "a view of bytes": pa.array([text.encode() for text in TEXTS], pa.binary_view()),
+}
+
+
+@pytest.mark.parametrize(
+    ("images", "texts"), [(name, "string") for name in IMAGES] + [("binary", name) for name in WORDS], ids=str
+)
+def test_texts_and_bytes_of_every_type_of_arrow(tmp_path, images, texts):
+    """A group by each of these types is the same, too; and a second start, from the cache."""
+    path = tmp_path / "pairs.parquet"
+    table = {"image": IMAGES[images], "text": WORDS[texts], "number": range(6), "by_image": IMAGES["view"]}
+    pq.write_table(pa.table(table | {"by_text": WORDS[texts]}), path)
+    for columns in ("", "", "group=by_image", "group=by_text"):
+        pairs = pairs_of(path, columns=columns)
+        rows = torch.arange(6)
+        assert pixels(pairs.sides["image"], rows) == [picture(number).tobytes() for number in range(6)]
+        assert pairs.sides["text"].items(rows) == [*TEXTS]
+        assert len(pairs) == 6
+    stored = open_table(str(path)).arrow.schema
+    assert {str(field.type).removeprefix("large_") for field in stored} <= {
+        "binary", "string", "int64", "struct<bytes: large_binary, path: string>",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string_view()), pa.large_list(pa.large_string()), pa.string_view()])
+def test_negatives_of_every_type_of_arrow(tmp_path, kind):
+    values = [f"n{number}" for number in range(6)]
+    values = values if kind == pa.string_view() else [[value] for value in values]
+    table = {"query": WORDS["view"], "positive": [f"d{number}" for number in range(6)]}
+    pq.write_table(pa.table(table | {"negatives": pa.array(values, kind)}), tmp_path / "pairs.parquet")
+    found = pairs_of(tmp_path / "pairs.parquet", loss="info_nce").negatives
+    assert found.of(torch.arange(6))[0] == [f"n{number}" for number in range(6)]
+
+
+def test_bytes_that_are_no_texts(tmp_path):
+    pq.write_table(pa.table({"query": [b"a", b"\xff"], "positive": ["b", "c"]}), tmp_path / "pairs.parquet")
+    with pytest.raises(UserError, match=r"'query' must hold texts to be the query; its bytes are not UTF-8"):
+        pairs_of(tmp_path / "pairs.parquet")
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets")
+def test_a_saved_data_set_with_other_types_of_arrow(tmp_path):
+    import datasets
+
+    table = pa.table({"query": WORDS["view"], "positive": pa.array(TEXTS[::-1]).dictionary_encode()})
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    pairs = pairs_of(tmp_path / "saved")
+    assert pairs.sides["query"].items(torch.arange(6)) == [*TEXTS]
+    assert pairs.sides["document"].items(torch.arange(6)) == [*TEXTS[::-1]]
+
+
 def test_the_digest_is_that_of_the_contents(tmp_path):
     """The form of a file does not change it, and neither does its time; a text, an order or a picture does."""
     digests = {pairs_of(FORMS[form](tmp_path)).digest for form in ("csv", "tsv", "jsonl", "parquet of paths")}

@@ -18,7 +18,7 @@ from .cache_files import CannotWriteError, alone, cache_folder, written
 from .table import need_pyarrow
 from .table_file import Batches, checksum_of, mapped, write_table
 
-_VERSION = 3  # of the cached files
+_VERSION = 4  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
 
 

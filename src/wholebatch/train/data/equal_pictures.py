@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from .pictures import bytes_of
+from .plain_types import is_bytes, is_text
 from .sides import FilePictures, no_image
 
 _READERS = 16  # threads
@@ -63,13 +64,6 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
         sizes = torch.full_like(numbers, -1)
         sizes[rows] = torch.tensor(_sizes(side, column, rows), dtype=torch.int64)
     return _merged(side, numbers, first, sizes)
-
-
-def is_text(kind: Any) -> bool:
-    """Return whether an Arrow type is one of texts."""
-    import pyarrow as pa
-
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def numbers_of_texts(column: Any) -> Tensor:
@@ -142,7 +136,7 @@ def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
     elif "bytes" in names:
         content = pc.struct_field(column, "bytes")
         lengths = [None] * len(column) if pa.types.is_null(content.type) else pc.binary_length(content)
-    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    elif is_bytes(kind):
         lengths = pc.binary_length(column)
     else:
         raise UserError(
