@@ -375,6 +375,20 @@ def test_rows_of_one_id_are_never_apart_nor_in_one_batch(tmp_path, form):
         assert len(found) == len(set(found))
 
 
+@pytest.mark.parametrize(
+    ("columns", "common"), [("group=id", "a text or a value of the column for group"), ("", "a text")]
+)
+def test_the_line_about_the_data_says_what_groups_do_not_share(tmp_path, columns, common):
+    (tmp_path / "pairs.csv").write_text("query,positive,id\n" + "".join(f"q{i},d{i},{i}\n" for i in range(9)))
+    config = TrainConfig(data=str(tmp_path / "pairs.csv"), columns=columns, model=SMALL_MODEL, workers=0)
+    config, data = load_data(config, 1)
+    line = make_task(config, data, torch.device("cpu"), rank=0, size=1).describe().splitlines()[0]
+    assert line == (
+        f"9 pairs of queries and documents in 9 groups that do not share {common}: 7 for training, 1 for validation, "
+        "1 for test"
+    )
+
+
 def test_ids_join_texts_and_pictures_and_are_of_retrieval(tmp_path):
     (tmp_path / "pairs.csv").write_text("query,positive,id\na,b,1\nc,d,2\ne,f,1\nc,g, \nh,i,\n")
     pairs = pairs_of(tmp_path / "pairs.csv", columns="group=id")

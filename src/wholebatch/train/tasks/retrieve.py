@@ -114,8 +114,8 @@ class Retrieve(Task):
         pairs, split = self._pairs, self._split
         one, other = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or "
-            f"picture: {len(split.train):,} for training, {len(split.validation):,} for validation, "
+            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups that do not share "
+            f"{pairs.common}: {len(split.train):,} for training, {len(split.validation):,} for validation, "
             f"{len(split.test):,} for test"
             + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
         )
