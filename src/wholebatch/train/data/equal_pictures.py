@@ -17,6 +17,7 @@ from ..._user_error import UserError
 from .pictures import bytes_of
 from .plain_types import is_bytes, is_text
 from .sides import FilePictures, no_image
+from .text_codes import text_codes
 
 _READERS = 16  # threads
 _ROWS = 256  # that each of them gets at a time
@@ -68,9 +69,7 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
 
 def numbers_of_texts(column: Any) -> Tensor:
     """Return a number for each row of a column of texts, int64 (n,), equal for equal texts; -1 for null."""
-    codes = column.dictionary_encode()  # chunks share one dictionary
-    parts = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype("int64") for chunk in codes.chunks]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.from_numpy(part) for part in parts)])
+    return text_codes(column)[1]
 
 
 def numbers_in_common(columns: Sequence[Any]) -> list[Tensor]:
