@@ -73,6 +73,79 @@ def test_every_form_gives_the_same_pairs(tmp_path, monkeypatch, form):
     assert not (tmp_path / "executed").exists(), "the pickles of a shard are not loaded"
 
 
+def padded(content, size):
+    return content + bytes(size - len(content))
+
+
+_PNGS = [padded(png(number), 600) for number in range(len(TEXTS))]
+_PATHS = pa.array([f"{number}.png" for number in range(len(TEXTS))], pa.string_view())
+IMAGES = {
+    "binary": pa.array(_PNGS, pa.binary()),
+    "large": pa.array(_PNGS, pa.large_binary()),
+    "view": pa.array(_PNGS, pa.binary_view()),
+    "fixed size": pa.array(_PNGS, pa.binary(600)),
+    "dictionary": pa.array(_PNGS, pa.binary()).dictionary_encode(),
+    "dictionary of a fixed size": pa.array(_PNGS, pa.binary(600)).dictionary_encode(),
+    "struct of views": pa.StructArray.from_arrays([pa.array(_PNGS, pa.binary_view()), _PATHS], ["bytes", "path"]),
+}
+WORDS = {
+    "string": pa.array(TEXTS, pa.string()),
+    "large": pa.array(TEXTS, pa.large_string()),
+    "view": pa.array(TEXTS, pa.string_view()),
+    "dictionary": pa.array(TEXTS, pa.string()).dictionary_encode(),
+    "large dictionary": pa.array(TEXTS, pa.large_string()).dictionary_encode(),
+    "bytes": pa.array([text.encode() for text in TEXTS], pa.binary()),
+    "a view of bytes": pa.array([text.encode() for text in TEXTS], pa.binary_view()),
+}
+
+
+@pytest.mark.parametrize(
+    ("images", "texts"), [(name, "string") for name in IMAGES] + [("binary", name) for name in WORDS], ids=str
+)
+def test_texts_and_bytes_of_every_type_of_arrow(tmp_path, images, texts):
+    """A group by each of these types is the same, too; and a second start, from the cache."""
+    path = tmp_path / "pairs.parquet"
+    table = {"image": IMAGES[images], "text": WORDS[texts], "number": range(6), "by_image": IMAGES["view"]}
+    pq.write_table(pa.table(table | {"by_text": WORDS[texts]}), path)
+    for columns in ("", "", "group=by_image", "group=by_text"):
+        pairs = pairs_of(path, columns=columns)
+        rows = torch.arange(6)
+        assert pixels(pairs.sides["image"], rows) == [picture(number).tobytes() for number in range(6)]
+        assert pairs.sides["text"].items(rows) == [*TEXTS]
+        assert len(pairs) == 6
+    stored = open_table(str(path)).arrow.schema
+    assert {str(field.type).removeprefix("large_") for field in stored} <= {
+        "binary", "string", "int64", "struct<bytes: large_binary, path: string>",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string_view()), pa.large_list(pa.large_string()), pa.string_view()])
+def test_negatives_of_every_type_of_arrow(tmp_path, kind):
+    values = [f"n{number}" for number in range(6)]
+    values = values if kind == pa.string_view() else [[value] for value in values]
+    table = {"query": WORDS["view"], "positive": [f"d{number}" for number in range(6)]}
+    pq.write_table(pa.table(table | {"negatives": pa.array(values, kind)}), tmp_path / "pairs.parquet")
+    found = pairs_of(tmp_path / "pairs.parquet", loss="info_nce").negatives
+    assert found.of(torch.arange(6))[0] == [f"n{number}" for number in range(6)]
+
+
+def test_bytes_that_are_no_texts(tmp_path):
+    pq.write_table(pa.table({"query": [b"a", b"\xff"], "positive": ["b", "c"]}), tmp_path / "pairs.parquet")
+    with pytest.raises(UserError, match=r"'query' must hold texts to be the query; its bytes are not UTF-8"):
+        pairs_of(tmp_path / "pairs.parquet")
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets")
+def test_a_saved_data_set_with_other_types_of_arrow(tmp_path):
+    import datasets
+
+    table = pa.table({"query": WORDS["view"], "positive": pa.array(TEXTS[::-1]).dictionary_encode()})
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    pairs = pairs_of(tmp_path / "saved")
+    assert pairs.sides["query"].items(torch.arange(6)) == [*TEXTS]
+    assert pairs.sides["document"].items(torch.arange(6)) == [*TEXTS[::-1]]
+
+
 def test_the_digest_is_that_of_the_contents(tmp_path):
     """The form of a file does not change it, and neither does its time; a text, an order or a picture does."""
     digests = {pairs_of(FORMS[form](tmp_path)).digest for form in ("csv", "tsv", "jsonl", "parquet of paths")}
@@ -300,6 +373,20 @@ def test_rows_of_one_id_are_never_apart_nor_in_one_batch(tmp_path, form):
         rows = batch_of_step(order, pairs, step=step, seed=0)[0].tolist()
         found = [ids[row] for row in rows if ids[row] is not None]
         assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(
+    ("columns", "common"), [("group=id", "a text or a value of the column for group"), ("", "a text")]
+)
+def test_the_line_about_the_data_says_what_groups_do_not_share(tmp_path, columns, common):
+    (tmp_path / "pairs.csv").write_text("query,positive,id\n" + "".join(f"q{i},d{i},{i}\n" for i in range(9)))
+    config = TrainConfig(data=str(tmp_path / "pairs.csv"), columns=columns, model=SMALL_MODEL, workers=0)
+    config, data = load_data(config, 1)
+    line = make_task(config, data, torch.device("cpu"), rank=0, size=1).describe().splitlines()[0]
+    assert line == (
+        f"9 pairs of queries and documents in 9 groups that do not share {common}: 7 for training, 1 for validation, "
+        "1 for test"
+    )
 
 
 def test_ids_join_texts_and_pictures_and_are_of_retrieval(tmp_path):

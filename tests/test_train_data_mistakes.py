@@ -72,7 +72,7 @@ SEPARATED = [
     ("image,text\nimages/0.png,A\n", r"--data has 1 different text, less 1 for validation and 1 for test "
      r"\(--validation-texts, --test-texts\); expected at least two to train on"),
     ("image,text\n" + "".join(f"images/{i}.png,A\n" for i in range(6)), "--data has 1 different text, less"),
-    ("image,text\n" + "".join(f"images/0.png,t{i}\n" for i in range(6)), "pictures that share a text, count once"),
+    ("image,text\n" + "".join(f"images/0.png,t{i}\n" for i in range(6)), "share a text or a picture count once$"),
 ]  # fmt: skip
 
 
@@ -81,6 +81,24 @@ def test_tables(tmp_path, content, message):
     write_pictures(tmp_path)
     (tmp_path / "pairs.csv").write_text(content, newline="")
     assert re.search(message, error_of(tmp_path / "pairs.csv"))
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "common"),
+    [
+        ("image,text,id\n" + "".join(f"images/{i}.png,t{i},7\n" for i in range(6)), "group=id",
+         "a text, a picture or a value of the column for group"),
+        ("query,positive,id\n" + "".join(f"q{i},d{i},7\n" for i in range(6)), "group=id",
+         "a text or a value of the column for group"),
+        ("query,positive,id\n" + "".join(f"q,d{i},7\n" for i in range(6)), "", "a text"),
+    ],
+)  # fmt: skip
+def test_too_few_groups_are_explained_by_the_columns_that_join_them(tmp_path, content, columns, common):
+    write_pictures(tmp_path)
+    path = tmp_path / "pairs.csv"
+    path.write_text(content)
+    with pytest.raises(UserError, match=f"--data has 1 different text, .* on: rows that share {common} count once$"):
+        load_data(replace(CONFIG, data=str(path), columns=columns), 1)
 
 
 def test_tables_that_are_not_utf8(tmp_path):

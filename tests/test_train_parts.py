@@ -10,13 +10,13 @@ from compare import assert_same
 from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.config_json import from_json, to_json
+from wholebatch.train.config_json import from_values, to_json
 from wholebatch.train.data.glyphs import glyph_pairs
 from wholebatch.train.data.pairs import Order, batch_of_step, split_groups
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import tokenize
 from wholebatch.train.option_checks import check_options
-from wholebatch.train.run.checkpoint import FILE, load_checkpoint, save_checkpoint
+from wholebatch.train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
 from wholebatch.train.run.resume import check_same_run
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.augment import affine_maps, apply_maps
@@ -128,12 +128,12 @@ def test_recall_matches_a_computation_by_hand():
 
 def test_configuration_survives_json_and_differences_are_named(tmp_path):
     config = TrainConfig(run_folder=tmp_path, steps=7, model=ModelConfig(text_layers=2))
-    assert from_json(to_json(config), tmp_path) == config
+    assert from_values(json.loads(to_json(config)), tmp_path) == config
     check_same_run(config, TrainConfig(run_folder=None, ranks=3, steps=7, model=ModelConfig(text_layers=2)))
     with pytest.raises(UserError, match=r"steps was 7, got 8; model.text_layers was 2, got 0"):
         check_same_run(config, TrainConfig(steps=8))
     for broken in (
-        "",
+        "null",
         "[]",
         '{"model": {}}',
         to_json(config).replace('"steps"', '"strides"'),
@@ -141,7 +141,7 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
         to_json(config).replace('"auto"', '"quantum"'),
     ):
         with pytest.raises(UserError, match="not the configuration"):
-            from_json(broken, tmp_path / "config.json")
+            from_values(json.loads(broken), tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,9 @@ def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
     expected = torch.rand(3)
     other = torch.nn.Linear(3, 2)
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
-    facts = load_checkpoint(tmp_path, other, other_optimizer, steps=5).facts
+    found = read_checkpoint(tmp_path, other, other_optimizer, steps=5)
+    found.restore(other, other_optimizer)
+    facts = found.facts
     assert (facts["step"], facts["seconds"]) == (5, 1.5)
     assert torch.equal(torch.rand(3), expected)
     assert other_optimizer.param_groups[0]["lr"] == 0.5
@@ -210,27 +212,28 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 def test_damaged_checkpoints_are_refused(tmp_path):
     model, optimizer = stepped(0)
     with pytest.raises(UserError, match="there is no checkpoint"):
-        load_checkpoint(tmp_path, model, optimizer, steps=1)
+        read_checkpoint(tmp_path, model, optimizer, steps=1)
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
     whole = (tmp_path / FILE).read_bytes()
     torch.save({"a pickle": 1}, tmp_path / "pickle.pt")
     for damaged in (whole[: len(whole) // 2], b"", (tmp_path / "pickle.pt").read_bytes()):
         (tmp_path / FILE).write_bytes(damaged)
         with pytest.raises(UserError, match="damaged or incomplete"):
-            load_checkpoint(tmp_path, model, optimizer, steps=1)
+            read_checkpoint(tmp_path, model, optimizer, steps=1)
     (tmp_path / FILE).write_bytes(whole)
     with pytest.raises(UserError, match=r"does not fit this configuration's model: .* model.weight among them"):
-        load_checkpoint(tmp_path, *stepped(0, width=4), steps=1)
+        read_checkpoint(tmp_path, *stepped(0, width=4), steps=1)
     with TensorFile(tmp_path / FILE) as file:
         metadata, tensors = file.metadata, {name: file.read(name) for name in file.entries}
     model_alone = {name: x for name, x in tensors.items() if not name.startswith("optimizer.")}
     write_tensors(tmp_path / FILE, model_alone, metadata)
     with pytest.raises(UserError, match=r"does not fit .* optimizer.0.exp_avg among them"):
-        load_checkpoint(tmp_path, model, optimizer, steps=1)
+        read_checkpoint(tmp_path, model, optimizer, steps=1)
     facts = json.loads(metadata["facts"])
     for broken, message in (
         ({}, "is not a checkpoint of this program"),
         ({"format": "another"}, "is not a checkpoint of this program"),
+        ({"format": "wholebatch-train-3"}, "an earlier version: its format is 'wholebatch-train-3', .*start a new run"),
         (metadata | {"facts": "{}"}, "must have the fields"),
         (metadata | {"facts": "[" * 100_000 + "]" * 100_000}, "nested more than 16 deep"),
         *(
@@ -249,7 +252,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     ):
         write_tensors(tmp_path / FILE, tensors, broken)
         with pytest.raises(UserError, match=message):
-            load_checkpoint(tmp_path, model, optimizer, steps=1)
+            read_checkpoint(tmp_path, model, optimizer, steps=1)
 
 
 def test_an_invalid_random_state_changes_nothing(tmp_path):
@@ -263,7 +266,7 @@ def test_an_invalid_random_state_changes_nothing(tmp_path):
     random, weights = torch.get_rng_state(), [p.detach().clone() for p in other.parameters()]
     write_tensors(tmp_path / FILE, tensors | {"rng.cpu": torch.full_like(tensors["rng.cpu"], 255)}, metadata)
     with pytest.raises(UserError, match=r"checkpoint\.safetensors has no state of torch's random generator"):
-        load_checkpoint(tmp_path, other, other_optimizer, steps=1)
+        read_checkpoint(tmp_path, other, other_optimizer, steps=1)
     assert torch.equal(torch.get_rng_state(), random)
     assert not other_optimizer.state
     for p, before in zip(other.parameters(), weights, strict=True):

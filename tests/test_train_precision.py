@@ -14,7 +14,7 @@ from wholebatch._user_error import UserError
 from wholebatch.train import launch
 from wholebatch.train.config import HeadConfig, ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
-from wholebatch.train.run.checkpoint import FILE, load_checkpoint, save_checkpoint
+from wholebatch.train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
 from wholebatch.train.tasks import identify, retrieve
 from wholebatch.train.tasks.make import make_task
 from wholebatch.train.tasks.precision import Precision
@@ -166,6 +166,21 @@ def test_a_resumed_run_continues_with_the_scale_of_its_checkpoint(data, tmp_path
     assert theirs["scaler.scale"] == 2 * LARGEST, "it has grown since, and overflowed between"
 
 
+def test_a_checkpoint_of_before_the_scale_was_kept_is_called_one_of_an_earlier_version(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scaler = {"scale": torch.tensor(4.0), "growth_tracker": torch.tensor(1)}
+    save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
+    with pytest.raises(UserError, match=r"an earlier version, which did not keep the loss scale .*; start a new run"):
+        read_checkpoint(tmp_path, model, optimizer, steps=1, scaler=scaler)
+    half = {"scale": torch.tensor(4.0)}  # which no version has written
+    save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0, scaler=half)
+    with pytest.raises(UserError, match=r"1 tensors are missing, .* scaler.growth_tracker among them; was the run"):
+        read_checkpoint(tmp_path, model, optimizer, steps=1, scaler=scaler)
+
+
 def test_a_checkpoint_with_an_impossible_scale_changes_nothing(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -173,10 +188,10 @@ def test_a_checkpoint_with_an_impossible_scale_changes_nothing(tmp_path):
     optimizer.step()
     right = {"scale": torch.tensor(4.0), "growth_tracker": torch.tensor(1)}
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0, scaler=right)
-    found = load_checkpoint(tmp_path, model, optimizer, steps=1, scaler=right)
+    found = read_checkpoint(tmp_path, model, optimizer, steps=1, scaler=right)
     assert {name: x.item() for name, x in found.scaler.items()} == {"scale": 4.0, "growth_tracker": 1}
     with pytest.raises(UserError, match="does not fit this configuration's model: 2 tensors are missing, unknown"):
-        load_checkpoint(tmp_path, model, optimizer, steps=1)
+        read_checkpoint(tmp_path, model, optimizer, steps=1)
     for wrong in (
         {"scale": torch.tensor(0.0)},
         {"scale": torch.tensor(float("nan"))},
@@ -184,4 +199,4 @@ def test_a_checkpoint_with_an_impossible_scale_changes_nothing(tmp_path):
     ):
         save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0, scaler=right | wrong)
         with pytest.raises(UserError, match="has no state of a loss scale"):
-            load_checkpoint(tmp_path, model, optimizer, steps=1, scaler=right)
+            read_checkpoint(tmp_path, model, optimizer, steps=1, scaler=right)

@@ -9,8 +9,9 @@ Each rank compares its final gradient with that of the dense reference implement
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,7 @@ from .data.sides import DrawnPictures
 from .encoders.make import make_dual_encoder, make_encoder
 from .encoders.networks import as_float
 from .ranks.all_ranks import on_all_ranks
+from .rounding import MOVED, moved_and_multiplied
 from .tasks.head import make_head
 from .tasks.make import make_task
 from .tasks.objectives import make_objective
@@ -46,14 +48,22 @@ class Outcome:
         examples: number of examples compared.
         ranks: W, the number of ranks.
         error: |gradient - reference| / |reference|, over all parameters.
+        is_rounding: whether the reference is so small that this error is no larger than rounding can be.
     """
 
     examples: int
     ranks: int
     error: float
+    is_rounding: bool = False
 
     def __str__(self) -> str:
         on = f"{self.ranks} process{'es' if self.ranks > 1 else ''}"
+        if self.is_rounding:
+            return (
+                f"audit: on {on} the gradient of {self.examples} examples is that of the dense loss on one up to "
+                f"rounding; that one is so small that its rounding is {self.error:.0e} of it: are many inputs equal to "
+                "the encoder, such as texts of words that its tokenizer does not know?"
+            )
         return (
             f"audit: on {on} the gradient of {self.examples} examples is that of the dense loss on one, relative error "
             f"{self.error:.0e}"
@@ -81,21 +91,23 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
     is_sharded = config.fsdp and size > 1
     whole = replace(smaller, chunk_size=0, precision="fp32" if is_sharded else precision)
 
-    def compare() -> float:
+    def compare() -> Outcome:
         if is_sharded and rank:
-            return 0.0
+            return Outcome(examples, size, 0.0)
         where = torch.device("cpu") if is_sharded else device
         expected = _gradients(make_task(whole, data, where, rank=0, size=1, dense=True))
         error = _relative_error(found, expected)
-        if not error < _WRONG:
-            raise UserError(
-                f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: "
-                f"relative error {error:.2g}. Nothing was trained; --no-audit trains without this check"
-            )
-        return error
+        if error < _WRONG:
+            return Outcome(examples, size, error)
+        if _distance(found, expected) <= _rounding(whole, data, where):
+            return Outcome(examples, size, error, is_rounding=True)
+        raise UserError(
+            f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: "
+            f"relative error {error:.2g}. Nothing was trained; --no-audit trains without this check"
+        )
 
-    _, of_ranks = on_all_ranks("audit", compare, lambda error: {"error": error}, patient=True)
-    return Outcome(examples, size, of_ranks[0 if is_sharded else rank]["error"])
+    _, of_ranks = on_all_ranks("audit", compare, asdict, patient=True)
+    return Outcome(**of_ranks[0 if is_sharded else rank])
 
 
 def _gradients(task: Task) -> dict[str, Tensor]:
@@ -104,14 +116,29 @@ def _gradients(task: Task) -> dict[str, Tensor]:
 
 
 def _relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return |found - expected| / |expected|, over all parameters."""
+    """Return |found - expected| / |expected|, over all parameters; 0 / 0 is 0."""
     if found.keys() != expected.keys():
         raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ found.keys()))}")
-    error, norm = (
-        torch.stack([x.double().square().sum().cpu() for x in tensors]).sum().sqrt().item()
-        for tensors in ([found[name].to(x) - x for name, x in expected.items()], expected.values())
-    )
-    return error / norm if norm else error
+    error, norm = _distance(found, expected), _norm(expected)
+    return error / norm if norm else math.inf if error else error
+
+
+def _rounding(config: TrainConfig, data: Data, device: torch.device) -> float:
+    """Return sqrt(n) E, which the rounding of the dense loss's gradient does not exceed, as `rounding` defines it."""
+    gradients, moved = [], MOVED[config.precision]
+    for by in (0.0, moved):
+        task = make_task(replace(config, compile=False), data, device, rank=0, size=1, dense=True)
+        task.module.register_forward_hook(moved_and_multiplied(by))
+        gradients.append(_gradients(task))
+    return math.sqrt(config.batch_size) * (_distance(*gradients) + moved * _norm(gradients[0]))
+
+
+def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    return _norm({name: one[name].to(x) - x for name, x in other.items()})
+
+
+def _norm(gradients: Mapping[str, Tensor]) -> float:
+    return torch.stack([x.double().square().sum().cpu() for x in gradients.values()]).sum().sqrt().item()
 
 
 @cache

@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._bounded_json import parse_json
 from .._settings import shown
 from .._user_error import UserError
 from .config import PARTS, PATHS, HeadConfig, ModelConfig, TrainConfig
@@ -19,17 +18,8 @@ from .option_checks import check_options
 
 
 def to_json(config: TrainConfig) -> str:
-    """Return the configuration as JSON; `from_json` is the inverse."""
+    """Return the configuration as JSON; `from_values` reads it, once it is parsed."""
     return json.dumps(dataclasses.asdict(config), indent=2, default=str)
-
-
-def from_json(text: str, source: Path) -> TrainConfig:
-    """Read the text that `to_json` wrote; errors name its `source`."""
-    try:
-        values = parse_json(text.encode(), "its text")
-    except ValueError as error:
-        raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
-    return from_values(values, source)
 
 
 def from_values(given: Any, source: Path) -> TrainConfig:

@@ -19,6 +19,7 @@ from ..data.folders import PICTURES
 from ..data.glyphs import glyph_pairs
 from ..data.open_table import open_table
 from ..data.picture_stamps import stamp_of_pictures
+from ..data.plain_types import is_bytes, is_text
 from ..data.roles import USUAL, text_column, usual_columns
 from ..data.sides import FilePictures, Side, Texts
 from ..data.table import Table
@@ -197,9 +198,9 @@ def _holds_pictures(table: Table, column: str) -> bool:
     import pyarrow as pa
 
     values = table.arrow[column]
-    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+    if is_text(values.type):
         return os.path.splitext(values[0].as_py() or "")[1].lower() in PICTURES
-    return pa.types.is_struct(values.type) or pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
+    return pa.types.is_struct(values.type) or is_bytes(values.type)
 
 
 def _check_pictures(table: Table, column: str) -> None:
@@ -207,9 +208,7 @@ def _check_pictures(table: Table, column: str) -> None:
     import pyarrow.compute as pc
 
     values = table.arrow[column]
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_struct, pa.types.is_binary,
-             pa.types.is_large_binary)  # fmt: skip
-    if not any(is_of(values.type) for is_of in kinds):
+    if not (is_text(values.type) or is_bytes(values.type) or pa.types.is_struct(values.type)):
         raise UserError(
             f"{table.source}: the column {column!r} must hold paths or bytes of pictures to be the image; got "
             f"{values.type}"

@@ -7,9 +7,7 @@ again, and a start takes as long with large pictures as with small ones.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,18 @@ from wholebatch.planning.units import amount
 
 from ..._user_error import UserError
 from .cache_files import CannotWriteError, alone, cache_folder, written
+from .cache_names import hash_of_paths, remove_file, remove_without_table, short_hash
 from .table import need_pyarrow
 from .table_file import Batches, checksum_of, mapped, write_table
 
-_VERSION = 3  # of the cached files
+_VERSION = 4  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
 
 
 def stamp_of(sources: list[Path]) -> tuple[str, str]:
     """Return a hash of the files' paths, and one of their sizes and times of change."""
     facts = [(path.stat().st_mtime_ns, path.stat().st_size) for path in sources]
-    of_paths = hashlib.sha256(repr([str(path.absolute()) for path in sources]).encode()).hexdigest()[:24]
-    return of_paths, hashlib.sha256(repr((_VERSION, facts)).encode()).hexdigest()[:16]
+    return hash_of_paths(sources), short_hash(repr((_VERSION, facts)), 16)
 
 
 def cached(
@@ -64,8 +62,8 @@ def cached(
                 file = _renamed(partial, folder / f"{of_paths}-{of_facts}-{checksum_of(partial)}.arrow")
                 for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
                     if old != file:  # without locks another process may have written it as well
-                        with suppress(OSError):
-                            old.unlink()
+                        remove_file(old)
+                remove_without_table(folder)
         except CannotWriteError as error:
             return _in_memory(batches, size, error.reason)
         return mapped(file), ()

@@ -60,15 +60,16 @@ def with_loss(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> 
     return replace(config, loss="info_nce")
 
 
-def with_split_sizes(config: TrainConfig, count: int, say: Callable[[str], None]) -> TrainConfig:
+def with_split_sizes(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:
     """Choose how many texts are held out; at least two must be left to train on."""
+    count = len(pairs)
     test = config.test_texts or min(650, max(1, count // 10))
     validation = config.validation_texts or min(325, max(1, count // 20))
     if count - test - validation < 2:
         held = f"{validation} for validation and {test} for test (--validation-texts, --test-texts)"
         raise UserError(
             f"--data has {count} different text{'' if count == 1 else 's'}, less {held}; expected at least two to "
-            "train on: texts that share a picture, and pictures that share a text, count once"
+            f"train on: rows that share {pairs.common} count once"
         )
     if not (config.test_texts and config.validation_texts):
         held = f"{validation} texts for validation, {test} for the test"

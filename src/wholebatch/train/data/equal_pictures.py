@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from .pictures import bytes_of
+from .plain_types import is_bytes, is_text
 from .sides import FilePictures
+from .text_codes import text_codes
 
 _READERS = 16  # threads
 _ROWS = 256  # that each of them gets at a time
@@ -65,18 +67,9 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
     return _merged(side, numbers, first, sizes)
 
 
-def is_text(kind: Any) -> bool:
-    """Return whether an Arrow type is one of texts."""
-    import pyarrow as pa
-
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
 def numbers_of_texts(column: Any) -> Tensor:
     """Return a number for each row of a column of texts, int64 (n,), equal for equal texts; -1 for null."""
-    codes = column.dictionary_encode()  # chunks share one dictionary
-    parts = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype("int64") for chunk in codes.chunks]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.from_numpy(part) for part in parts)])
+    return text_codes(column)[1]
 
 
 def numbers_in_common(columns: Sequence[Any]) -> list[Tensor]:
@@ -142,7 +135,7 @@ def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
     elif "bytes" in names:
         content = pc.struct_field(column, "bytes")
         lengths = [None] * len(column) if pa.types.is_null(content.type) else pc.binary_length(content)
-    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    elif is_bytes(kind):
         lengths = pc.binary_length(column)
     else:
         raise UserError(

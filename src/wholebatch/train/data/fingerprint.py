@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .text_codes import text_codes
+
 
 def digest_of(*parts: str | Tensor | Any) -> str:
     """Return a hash of these parts, in order: words, tensors, and Arrow arrays of texts.
@@ -30,16 +32,14 @@ def _update(found: Any, texts: Any) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([texts])
-    codes = column.dictionary_encode()  # chunks share one dictionary
-    distinct = codes.chunk(0).dictionary if codes.num_chunks else pa.array([], pa.string())
+    distinct, codes = text_codes(texts)
     lengths = pc.binary_length(distinct).cast(pa.int64()).to_numpy(zero_copy_only=False)
     found.update(f"{len(codes)} {len(distinct)}".encode())
     found.update(lengths.tobytes())
     _, ends, letters = distinct.buffers()
     if letters is not None:
-        ends = np.frombuffer(ends, np.int64 if pa.types.is_large_string(distinct.type) else np.int32)
+        is_large = pa.types.is_large_string(distinct.type) or pa.types.is_large_binary(distinct.type)
+        ends = np.frombuffer(ends, np.int64 if is_large else np.int32)
         first = int(ends[distinct.offset])
         found.update(letters.slice(first, int(lengths.sum())))
-    for chunk in codes.chunks:
-        found.update(chunk.indices.cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
+    found.update(codes.numpy().tobytes())

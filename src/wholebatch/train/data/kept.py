@@ -1,18 +1,18 @@
 """Results about a table's pictures, kept in the cache until one of the pictures' files changes.
 
-One process of a machine computes a result, while the others wait.
+One process of a machine computes a result, while the others wait. A result is removed with its table, or when one of
+the pictures has changed.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..._files import replacing
 from .cache_files import alone, cache_folder
+from .cache_names import name_beside_table, remove_file, remove_without_table, short_hash
 from .picture_stamps import stamp_of_pictures
 from .sides import FilePictures
 
@@ -40,14 +40,14 @@ def kept(
         write: writes it into an open file.
         not_kept: called with the error where the cache cannot be written.
     """
-    source = f"{side.table.source.absolute()} {side.column} {key}".encode(errors="surrogateescape")
-    name = hashlib.sha256(source).hexdigest()[:24]
     try:
         folder = cache_folder()
+        name = f"{name_beside_table(folder, side.table.files or (side.table.source,))}-{short_hash(side.column, 12)}"
     except OSError as error:
         not_kept(error)
         return find()
-    file = folder / f"{name}-{stamp_of_pictures(side)[:24]}{ending}"
+    current = f"{name}-{stamp_of_pictures(side)[:24]}-"
+    file = folder / f"{current}{short_hash(key, 12)}{ending}"
     if (found := read(file)) is not None:
         return found
     with alone(folder / f"{name}.lock"):
@@ -59,8 +59,8 @@ def kept(
                 write(content, found)
         except OSError as error:
             not_kept(error)
-        for old in folder.glob(f"{name}-*{ending}"):
-            if old != file:
-                with suppress(OSError):  # removed by another process
-                    old.unlink()
+        for old in folder.glob(f"{name}-*"):
+            if not old.name.startswith(current):
+                remove_file(old)
+        remove_without_table(folder)
     return found

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .equal_pictures import MOST, Numbered, is_text, numbers_of_pictures
+from .equal_pictures import MOST, Numbered, numbers_of_pictures
 from .fingerprint import digest_of
 from .kept import kept
+from .plain_types import is_text
 from .sides import FilePictures
 from .table import need_pyarrow
 

@@ -43,7 +43,7 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
     config = with_loss(with_pictures(config, pairs, say), pairs, say)
     if config.task == "identify":
         return _classes(config, pairs, size, say)
-    config = with_split_sizes(config, len(pairs), say)
+    config = with_split_sizes(config, pairs, say)
     split = split_groups(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
     _check_held_out_ids(pairs, split)
     pairs = _without_held_out(pairs, split, say)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..._user_error import UserError
-from .equal_pictures import is_text, numbers_in_common
+from .equal_pictures import numbers_in_common
 from .ids import pairs_of_ids
+from .plain_types import is_text
 from .table import Table
 
 

@@ -7,7 +7,7 @@ would have to be decompressed, so their first use on a machine copies them into 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..._user_error import UserError
 from .cache import cached, uncached
 from .folders import folder_batches, folder_facts, is_saved_dataset
 from .paths import check_path, expand_shards
+from .plain_types import plain_schema
 from .shards import shard_batches
 from .table import Table, need_pyarrow
 from .text_files import read_json_lines, read_separated
@@ -81,7 +82,7 @@ def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
 
 def _holds_bytes(column: Any) -> bool:
     """Return whether a column of a parquet file holds bytes that are no texts."""
-    return bool(column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE")
+    return bool(column.physical_type.endswith("BYTE_ARRAY") and column.logical_type.type == "NONE")
 
 
 @contextmanager
@@ -93,21 +94,23 @@ def _parquet_file(path: Path) -> Iterator[Any]:
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             yield file
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise UserError(f"{path} cannot be read as a parquet file: {' '.join(str(error).split())}") from error
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    """Yield the record batches of a parquet file, with texts instead of Arrow's dictionaries of texts."""
-    pa = need_pyarrow()
+    """Yield the record batches of a parquet file, with plain types."""
     with _parquet_file(path) as file:
-        schema = file.schema_arrow
-        for place, field in enumerate(schema):
-            if pa.types.is_dictionary(field.type):
-                schema = schema.set(place, field.with_type(field.type.value_type))
-        yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
-        for batch in file.iter_batches(batch_size=_ROWS):
-            yield batch.cast(schema)
+        schema = plain_schema(file.schema_arrow)
+        yield from _cast(file.iter_batches(batch_size=_ROWS), schema)
+
+
+def _cast(batches: Iterable[Any], schema: Any) -> Iterator[Any]:
+    """Yield the batches with another schema, behind an empty one: a table without rows has a schema, too."""
+    pa = need_pyarrow()
+    yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
+    for batch in batches:
+        yield batch.cast(schema)
 
 
 def _with_class_names(arrow: Any) -> Any:
@@ -160,6 +163,11 @@ def _saved_dataset(path: Path) -> Table:
     arrow = found.data.table
     arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(found)})
     files = tuple(Path(each["filename"]) for each in found.cache_files)
+    plain = plain_schema(arrow.schema)
+    if plain != arrow.schema:
+        batches = found.data.table.to_batches(max_chunksize=_ROWS)
+        arrow, more = uncached(lambda: _cast(batches, plain))
+        said += more
     return Table(path, _with_class_names(arrow), path, said, files)
 
 

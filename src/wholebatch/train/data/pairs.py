@@ -45,6 +45,18 @@ class Pairs:
     left_out: tuple[LeftOut, ...] = ()
     """The rows that `--skip-bad` has left out."""
 
+    @property
+    def common(self) -> str:
+        """The values of which rows of a group have an equal one, in words.
+
+        >>> Pairs.grouped({"image": None, "text": None}, torch.tensor([0, 1])).common
+        'a text or a picture'
+        """
+        found = ["a text", *["a picture"] * ("image" in self.sides)]
+        found += [] if self.ids is None else ["a value of the column for group"]
+        *most, last = found
+        return f"{', '.join(most)} or {last}" if most else last
+
     @classmethod
     def grouped(
         cls,

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from .equal_pictures import is_text
 from .fingerprint import digest_of
+from .plain_types import is_text
 from .sides import FilePictures
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from .equal_pictures import numbers_of_texts
+from .plain_types import is_bytes, is_number, is_text
 from .table import Table
 
 USUAL = {
@@ -143,29 +144,28 @@ def group_numbers(table: Table, name: str) -> Tensor:
     """Return a number for each row, int64 (n,), equal for equal values of a column; a row without one is alone.
 
     Raises:
-        UserError: values of another type than texts and numbers.
+        UserError: values of another type than texts, bytes and numbers.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     table.check_usable(name)
     column = table.arrow[name]
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    is_value = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
-    if not any(is_of(kind) for is_of in is_value):
+    if not (is_bytes(column.type) or is_text(column.type) or is_number(column.type)):
         raise UserError(
             f"{table.source}: the column {name!r} must hold texts or numbers to be the group; got {column.type}"
         )
     if pa.types.is_floating(column.type):  # not a number is what some writers make of a missing one
         column = pc.if_else(pc.is_nan(column), None, column)
-    texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
-    numbers = numbers_of_texts(pc.if_else(pc.equal(texts, ""), None, texts))
+    if not is_bytes(column.type):
+        column = pc.utf8_trim_whitespace(column if is_text(column.type) else column.cast(pa.string()))
+    numbers = numbers_of_texts(pc.if_else(pc.equal(pc.binary_length(column), 0), None, column))
     alone = int(numbers.max()) + 1 + torch.arange(len(numbers))
     return torch.where(numbers < 0, alone, numbers)
 
 
 def text_column(table: Table, role: str, name: str) -> Any:
-    """Return a column of texts without space at their ends; numbers become texts.
+    """Return a column of texts without space at their ends; numbers, and bytes in UTF-8, become texts.
 
     Raises:
         UserError: values of another type, or an empty one, with its place.
@@ -176,11 +176,16 @@ def text_column(table: Table, role: str, name: str) -> Any:
     table.check_usable(name)
     column = table.arrow[name]
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         column = column.cast(pa.string())
-    elif not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    elif is_bytes(kind):
+        try:
+            column = column.cast(pa.string() if pa.types.is_binary(kind) else pa.large_string())
+        except pa.ArrowInvalid as error:
+            raise UserError(
+                f"{table.source}: the column {name!r} must hold texts to be the {role}; its bytes are not UTF-8"
+            ) from error
+    elif not is_text(kind):
         raise UserError(f"{table.source}: the column {name!r} must hold texts to be the {role}; got {kind}")
     trimmed = pc.utf8_trim_whitespace(column)
     column = column if trimmed.equals(column) else trimmed  # a mapped column has no memory of its own

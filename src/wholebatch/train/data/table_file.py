@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .plain_types import is_bytes
 from .table import need_pyarrow
 
 _INTEGER = 8  # bytes; the places are pairs of an offset and a size, followed by the number of pairs
@@ -102,7 +103,7 @@ def _bytes_of(array: Any) -> Iterator[Any]:
     import pyarrow.types as is_type
 
     kind = array.type
-    if is_type.is_binary(kind) or is_type.is_large_binary(kind):
+    if is_bytes(kind):
         yield from filter(None, array.buffers()[2:])
     elif is_type.is_struct(kind):
         for place in range(kind.num_fields):

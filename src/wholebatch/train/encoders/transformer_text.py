@@ -20,7 +20,6 @@ from .pretrained import FixedEncoder, used_parameters
 
 _UNBOUNDED = 10**6  # a tokenizer without a limit has 10 ** 30
 _USUAL = 512
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from ..._files import read_bounded, sync_file
 from ..._settings import shown
 from ..._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from ..._user_error import UserError
-from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import as_in, optimizer_state_as_in, whole_state
 from .data_facts import FILE as DATA
 from .data_facts import digest_of_data_facts
@@ -39,6 +38,8 @@ METRICS = "metrics.jsonl"
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _MOST_METRICS_BYTES = 2**30
 _FORMAT = "wholebatch-train-4"
+_EARLIER = tuple(f"wholebatch-train-{number}" for number in (1, 2, 3))
+_START_ANEW = "start a new run, or resume this one with the version that began it"
 _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
     "metrics": (str, type(None)), "extensions": (str, type(None)),
@@ -124,20 +125,6 @@ class Checkpoint:
         torch.set_rng_state(self.tensors["rng.cpu"])
 
 
-def load_checkpoint(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    steps: int,
-    scaler: Mapping[str, Tensor] = _NOTHING,
-) -> Checkpoint:
-    """Restore the model, optimizer and random state that `save_checkpoint` saved; return the checkpoint. All ranks."""
-    found, _ = on_all_ranks("resume", lambda: read_checkpoint(folder, model, optimizer, steps=steps, scaler=scaler))
-    found.restore(model, optimizer)
-    return found
-
-
 def read_checkpoint(
     folder: Path,
     model: nn.Module,
@@ -165,6 +152,11 @@ def read_checkpoint(
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         expected = _expected(model, optimizer, scaler)
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
+        if found != expected and found == {name: x for name, x in expected.items() if not name.startswith("scaler.")}:
+            raise UserError(
+                f"{path} was written by an earlier version, which did not keep the loss scale of --precision fp16, so "
+                f"the run cannot go on as it was; {_START_ANEW}"
+            )
         if found != expected:
             differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
             raise UserError(
@@ -236,6 +228,11 @@ def _facts(file: TensorFile) -> dict[str, Any]:
     """Return the facts that a checkpoint holds beside its tensors, once they are checked."""
     if file.metadata.get("format") != _FORMAT:
         found = shown(file.metadata.get("format"))
+        if file.metadata.get("format") in _EARLIER:
+            raise UserError(
+                f"{str(file.path)!r} was written by an earlier version: its format is {found}, expected {_FORMAT!r}; "
+                f"{_START_ANEW}"
+            )
         raise UserError(f"{str(file.path)!r} is not a checkpoint of this program: its format is {found}")
     what = f"the facts of the checkpoint {file.path}"
     facts = check_fields(parse_json(file.metadata.get("facts", "").encode(), what), what, _FACTS)

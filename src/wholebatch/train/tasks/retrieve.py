@@ -25,11 +25,12 @@ from ..encoders.encoder import Encoder
 from ..encoders.inputs import Inputs, number_of_rows, to_device
 from ..encoders.make import make_dual_encoder
 from ..encoders.saved import save_dual_encoder
+from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import shard_weights, whole, whole_state
 from ..report.content import Evidence, Item
 from ..report.pictures import draw_retrieval
 from ..report.search import search_evidence
-from ..run.checkpoint import load_checkpoint, save_checkpoint
+from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import Chunk, PairBatches, Reader, rows_of_chunks
 from .evaluation import features_of_rows
@@ -113,8 +114,8 @@ class Retrieve(Task):
         pairs, split = self._pairs, self._split
         one, other = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups without a common text or "
-            f"picture: {len(split.train):,} for training, {len(split.validation):,} for validation, "
+            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups that do not share "
+            f"{pairs.common}: {len(split.train):,} for training, {len(split.validation):,} for validation, "
             f"{len(split.test):,} for test"
             + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
         )
@@ -228,8 +229,12 @@ class Retrieve(Task):
             )  # fmt: skip
 
     def load(self, folder: Path) -> dict[str, Any]:
-        of = (folder, self._state, self._optimizer)
-        found = load_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
+        def read() -> Checkpoint:
+            of = (folder, self._state, self._optimizer)
+            return read_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
+
+        found, _ = on_all_ranks("resume", read)
+        found.restore(self._state, self._optimizer)
         self.precision.restore(found.scaler)
         return found.facts
 
