@@ -41,7 +41,7 @@ import wholebatch as wb  # noqa: E402
 from wholebatch.bench.records import keep  # noqa: E402
 from wholebatch.train.config import TrainConfig  # noqa: E402
 from wholebatch.train.data.load import load_data  # noqa: E402
-from wholebatch.train.data.open_table import open_table  # noqa: E402
+from wholebatch.train.data.tables.open_table import open_table  # noqa: E402
 from wholebatch.train.tasks.make import make_task  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "million_rows.json"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wholebatch.train.data.load import load_data
-from wholebatch.train.data.pairs import Pairs
+from wholebatch.train.data.pairs.pairs import Pairs
 from wholebatch.train.encoders.dual import DualEncoder
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import split_words

@@ -27,8 +27,8 @@ from wholebatch.train.after.open_run import open_run
 from wholebatch.train.after.seen import _number_in, _Rows
 from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.load import load_data
-from wholebatch.train.data.open_table import open_table
 from wholebatch.train.data.sides import DrawnPictures, Texts
+from wholebatch.train.data.tables.open_table import open_table
 from wholebatch.train.run.resume import read_config
 from wholebatch.train.tasks.chance import chance
 from wholebatch.train.tasks.evaluation import features_of_rows

@@ -28,13 +28,13 @@ from wholebatch.train.after.encode import Work
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
 from wholebatch.train.data.load import load_data
-from wholebatch.train.data.negatives import FalseNegatives
-from wholebatch.train.data.open_table import open_table
-from wholebatch.train.data.pairs import Order, batch_of_step, joined, split_groups
-from wholebatch.train.data.roles import asked_roles, find_roles
+from wholebatch.train.data.pairs.negatives import FalseNegatives
+from wholebatch.train.data.pairs.of_table import table_pairs
+from wholebatch.train.data.pairs.pairs import Order, batch_of_step, joined, split_groups
+from wholebatch.train.data.pairs.stated import stated_pairs
 from wholebatch.train.data.sides import Texts
-from wholebatch.train.data.stated import stated_pairs
-from wholebatch.train.data.table_pairs import table_pairs
+from wholebatch.train.data.tables.open_table import open_table
+from wholebatch.train.data.tables.roles import asked_roles, find_roles
 from wholebatch.train.encoders.inputs import map_tensors
 from wholebatch.train.encoders.small import Pad, Words
 from wholebatch.train.tasks.batches import PairBatches, Reader, rows_of_chunks

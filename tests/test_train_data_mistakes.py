@@ -24,12 +24,12 @@ from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.data.cache_files import cache_folder
+from wholebatch.train.data.cache.files import cache_folder
 from wholebatch.train.data.load import load_data
-from wholebatch.train.data.open_table import open_table
-from wholebatch.train.data.roles import asked_roles
+from wholebatch.train.data.pairs.of_table import table_pairs
 from wholebatch.train.data.sides import FilePictures
-from wholebatch.train.data.table_pairs import table_pairs
+from wholebatch.train.data.tables.open_table import open_table
+from wholebatch.train.data.tables.roles import asked_roles
 from wholebatch.train.run.data_facts import DataFacts, write_data_facts
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
@@ -148,7 +148,7 @@ def test_values_that_no_role_needs_may_be_anything(tmp_path):
 
 def test_a_type_that_changes_far_down(tmp_path, monkeypatch):
     """The rows before are already written."""
-    monkeypatch.setattr("wholebatch.train.data.text_files._ROWS", 2)
+    monkeypatch.setattr("wholebatch.train.data.tables.text_files._ROWS", 2)
     rows = [{"query": f"q{i}", "positive": f"p{i}", "negatives": ["n"]} for i in range(4)]
     for last, message in (
         ({"negatives": "n"}, r"lines 5 to 5: 'negatives' is not of the type of the lines before them; expected a text"),
@@ -489,7 +489,7 @@ def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypa
         raise OSError(30, "Read-only file system")
 
     path, said = with_bad_pictures(tmp_path), []
-    monkeypatch.setattr("wholebatch.train.data.kept.replacing", fails)
+    monkeypatch.setattr("wholebatch.train.data.cache.kept.replacing", fails)
     for _ in range(2):
         table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
     assert len(pictures_read) == 40

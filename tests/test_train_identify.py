@@ -16,11 +16,11 @@ from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
 from wholebatch.train.data.choices import images_for_validation
-from wholebatch.train.data.class_split import classes_of_texts, with_split
+from wholebatch.train.data.classes.labeled import LabeledImages
+from wholebatch.train.data.classes.split import classes_of_texts, with_split
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
-from wholebatch.train.data.labeled import LabeledImages
-from wholebatch.train.data.pairs import Order, Pairs
-from wholebatch.train.data.pixel_digests import PixelDigests
+from wholebatch.train.data.pairs.pairs import Order, Pairs
+from wholebatch.train.data.pictures.pixel_digests import PixelDigests
 from wholebatch.train.data.sides import DrawnPictures, Side, Texts
 from wholebatch.train.encoders.small import Pad
 from wholebatch.train.option_checks import check_options

@@ -12,7 +12,7 @@ from wholebatch._user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.config_json import from_values, to_json
 from wholebatch.train.data.glyphs import glyph_pairs
-from wholebatch.train.data.pairs import Order, batch_of_step, split_groups
+from wholebatch.train.data.pairs.pairs import Order, batch_of_step, split_groups
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import tokenize
 from wholebatch.train.option_checks import check_options

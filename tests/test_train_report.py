@@ -13,7 +13,7 @@ from PIL import Image
 from train_runs import options
 
 from wholebatch.__main__ import main
-from wholebatch.train.data.stated import Stated
+from wholebatch.train.data.pairs.stated import Stated
 from wholebatch.train.report.charts import draw_chart, draw_histogram
 from wholebatch.train.report.classes import classes_evidence
 from wholebatch.train.report.content import (

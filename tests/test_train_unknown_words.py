@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wholebatch.train.after import unknown_words as module
 from wholebatch.train.after.unknown_words import unknown_words
-from wholebatch.train.data.table import Table
+from wholebatch.train.data.tables.table import Table
 from wholebatch.train.encoders.words import split_words
 
 AWKWARD = "aéßſıİςσΣﬁŉ²5_-. \n"  # noqa: RUF001

@@ -24,7 +24,7 @@ from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig, for_glyphs
 from .data.glyphs import FACES, glyph_pairs
 from .data.load import Data
-from .data.pairs import Pairs
+from .data.pairs.pairs import Pairs
 from .data.sides import DrawnPictures
 from .encoders.make import make_dual_encoder, make_encoder
 from .encoders.networks import as_float

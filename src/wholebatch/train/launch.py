@@ -21,9 +21,9 @@ from .._user_error import UserError
 from .audited import audit_start
 from .config import TrainConfig
 from .data.feed import WorkerDiedError
-from .data.left_out import FILE as LEFT_OUT
-from .data.left_out import LeftOut
 from .data.load import Data, load_data
+from .data.pictures.left_out import FILE as LEFT_OUT
+from .data.pictures.left_out import LeftOut
 from .loop import train
 from .planned import plan_start
 from .progress import ConsoleProgress, Progress

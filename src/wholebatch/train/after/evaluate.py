@@ -17,13 +17,13 @@ from ..._files import replacing
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from ..data.glyphs import glyph_pairs
-from ..data.open_table import open_table
-from ..data.pairs import Pairs
-from ..data.roles import asked_roles
+from ..data.pairs.of_table import table_pairs
+from ..data.pairs.pairs import Pairs
+from ..data.pairs.stated import stated_pairs
 from ..data.sides import Side
-from ..data.stated import stated_pairs
-from ..data.table import Table
-from ..data.table_pairs import table_pairs
+from ..data.tables.open_table import open_table
+from ..data.tables.roles import asked_roles
+from ..data.tables.table import Table
 from ..tasks.head import make_head
 from ..tasks.pair_search import report_of_search, table, ways_of
 from ..tasks.verification import FAR, accepted_at, rows_to_verify

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..._user_error import UserError
+from ..data.pictures.unreadable import readable_rows
 from ..data.sides import FilePictures
-from ..data.unreadable import readable_rows
 from .embed import Again, with_progress
 from .encode import Work, features_of
 from .feature_files import FeatureFile, open_features, write_features

@@ -15,7 +15,7 @@ from ..._bounded_json import parse_json
 from ..._files import replacing
 from ..._user_error import UserError
 from ..data.sides import FilePictures, Texts
-from ..data.table import LINE, MEMBER, Table
+from ..data.tables.table import LINE, MEMBER, Table
 from .items import Items
 from .reading import reading
 

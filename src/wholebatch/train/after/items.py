@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ..._user_error import UserError
 from ..config import for_glyphs
-from ..data.fingerprint import digest_of
-from ..data.folders import PICTURES
+from ..data.cache.picture_stamps import stamp_of_pictures
 from ..data.glyphs import glyph_pairs
-from ..data.open_table import open_table
-from ..data.picture_stamps import stamp_of_pictures
-from ..data.plain_types import is_bytes, is_text
-from ..data.roles import USUAL, text_column, usual_columns
+from ..data.pictures.unreadable import readable_rows
 from ..data.sides import FilePictures, Side, Texts
-from ..data.table import Table
-from ..data.unreadable import readable_rows
+from ..data.tables.fingerprint import digest_of
+from ..data.tables.folders import PICTURES
+from ..data.tables.open_table import open_table
+from ..data.tables.plain_types import is_bytes, is_text
+from ..data.tables.roles import USUAL, text_column, usual_columns
+from ..data.tables.table import Table
 from .open_run import OpenRun
 from .options import renamed
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import tyro
 
 from ..._user_error import UserError
-from ..data.folders import PICTURES
 from ..data.paths import check_path, near_miss
+from ..data.tables.folders import PICTURES
 from ..run.resume import CONFIG
 
 FEATURES = (".parquet", ".npy")

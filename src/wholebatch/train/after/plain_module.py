@@ -19,7 +19,11 @@ from ..tasks.pair_search import PLURAL
 from .plain_encoders import PlainEncoder, plain_encoder
 
 FILE = "model.py"
-_SOURCES = ("encoders/networks.py", "encoders/words.py", "data/pictures.py")
+_SOURCES = {
+    "networks.py": "encoders/networks.py",
+    "words.py": "encoders/words.py",
+    "pictures.py": "data/pictures/reading.py",
+}
 
 
 class Plain(NamedTuple):
@@ -69,8 +73,8 @@ _EXAMPLES = {"image": '"picture.png"', "text": '"a few words"', "query": '"a que
 def _copy_sources(run: Path) -> None:
     """Copy the files that need torch, numpy and Pillow alone into the folder of the encoders."""
     package = Path(__file__).parents[1]
-    for source in _SOURCES:
-        shutil.copyfile(package / source, run / FOLDER / Path(source).name)
+    for name, source in _SOURCES.items():
+        shutil.copyfile(package / source, run / FOLDER / name)
 
 
 def _module(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._files import replacing
 from ..._user_error import UserError
-from ..data.pictures import open_picture
+from ..data.pictures.reading import open_picture
 from ..data.sides import Side
 from .encode import Work, features_of
 from .feature_cache import kept_features
@@ -141,7 +141,7 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
 
 def _column_of_run(run: OpenRun, side: str) -> str:
     """Return the column that `--columns` of the run names for a side; "" if it names none."""
-    from ..data.roles import asked_roles
+    from ..data.tables.roles import asked_roles
 
     roles = asked_roles(run.config.columns)
     names = {"text": ("text", "label"), "document": ("positive",)}.get(side, (side,))

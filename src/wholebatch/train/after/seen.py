@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..._user_error import UserError
-from ..data.equal_pictures import MOST, digests_of, first_of_each, numbers_in_common
-from ..data.kept_numbers import kept_numbers
+from ..data.cache.kept_numbers import kept_numbers
 from ..data.load import load_data
-from ..data.pairs import Pairs
+from ..data.pairs.pairs import Pairs
+from ..data.pictures.equal import MOST, digests_of, first_of_each, numbers_in_common
 from ..data.sides import Chosen, DrawnPictures, FilePictures, Side, Texts
 from ..run.data_facts import read_data_facts
 from ..tasks.pair_search import PLURAL

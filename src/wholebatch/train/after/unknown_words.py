@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..data.roles import find_roles, text_column
-from ..data.table import Table
+from ..data.tables.roles import find_roles, text_column
+from ..data.tables.table import Table
 from ..encoders.words import split_words
 from .open_run import OpenRun
 

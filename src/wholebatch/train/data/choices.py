@@ -11,7 +11,7 @@ import torch
 
 from ..._user_error import UserError
 from ..config import TrainConfig
-from .pairs import Pairs
+from .pairs.pairs import Pairs
 
 _LARGE = 10  # images of a class, on average
 _SAMPLE = 64  # pictures that are looked at for the size and the colors

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .class_split import with_split
-from .fingerprint import digest_of
-from .labeled import LabeledImages
-from .pairs import Pairs
+from .classes.labeled import LabeledImages
+from .classes.split import with_split
+from .pairs.pairs import Pairs
 from .sides import DrawnPictures, Texts
+from .tables.fingerprint import digest_of
 
 # The upright sans face first: it has the most characters, and the first image of a character is its test image.
 # (LastResort, also shipped, draws 135,962 boxes that stand for no character.)

@@ -10,13 +10,13 @@ import torch
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from .choices import images_for_validation, with_batch, with_loss, with_pictures, with_split_sizes
-from .class_split import classes_of_texts
+from .classes.labeled import LabeledImages
+from .classes.split import classes_of_texts
 from .glyphs import glyph_classes, glyph_pairs
-from .ids import check_ids
-from .labeled import LabeledImages
-from .open_table import open_table
-from .pairs import Pairs, Split, split_groups
-from .table_pairs import table_pairs
+from .pairs.ids import check_ids
+from .pairs.of_table import table_pairs
+from .pairs.pairs import Pairs, Split, split_groups
+from .tables.open_table import open_table
 
 Data = tuple[Pairs, Split] | LabeledImages
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from ..._user_error import UserError
-from .pictures import open_picture
-from .table import Table
+from .pictures.reading import open_picture
+from .tables.table import Table
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.labeled import LabeledImages
-from ..data.pixel_digests import PixelDigests
+from ..data.classes.labeled import LabeledImages
+from ..data.pictures.pixel_digests import PixelDigests
 
 _IN_MATRIX, _IN_LIST = 24, 12
 _PIXELS = 128  # of a thumbnail

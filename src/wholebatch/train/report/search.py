@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..data.pairs.stated import Stated
 from ..data.randomness import seeded
-from ..data.stated import Stated
 from ..tasks.retrieval import are_right, first_ranks
 from .content import Candidate, Evidence, Gallery, Item, Query
 

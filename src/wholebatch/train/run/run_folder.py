@@ -39,7 +39,7 @@ from ..._user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
 from ..config_json import to_json
-from ..data.left_out import LeftOut, write_left_out
+from ..data.pictures.left_out import LeftOut, write_left_out
 from ..report.content import Report
 from ..report.page import render
 from ..report.pictures import draw_curves

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..config import TrainConfig
-from ..data.labeled import LabeledImages
-from ..data.negatives import FalseNegatives
-from ..data.pairs import Order, Pairs, batch_of_step
+from ..data.classes.labeled import LabeledImages
+from ..data.pairs.negatives import FalseNegatives
+from ..data.pairs.pairs import Order, Pairs, batch_of_step
 from ..data.sides import Side
 from ..encoders.encoder import Encoder, Prepare
 from ..encoders.inputs import Inputs

@@ -19,9 +19,9 @@ import wholebatch as wb
 
 from ..._user_error import UserError
 from ..config import TrainConfig
+from ..data.classes.labeled import LabeledImages
 from ..data.feed import Feed, workers_of_a_rank
-from ..data.labeled import LabeledImages
-from ..data.pixel_digests import PixelDigests
+from ..data.pictures.pixel_digests import PixelDigests
 from ..encoders.adapters import merged_state
 from ..encoders.inputs import Inputs, rows_of, to_device
 from ..encoders.make import make_encoder

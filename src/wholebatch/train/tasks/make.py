@@ -6,7 +6,7 @@ import torch
 
 from ..._user_error import UserError
 from ..config import TrainConfig
-from ..data.labeled import LabeledImages
+from ..data.classes.labeled import LabeledImages
 from ..data.load import Data
 from ..encoders.make import Kind, make_encoder
 from .identify import Identify

@@ -16,9 +16,9 @@ import wholebatch as wb
 
 from ..config import TrainConfig
 from ..data.feed import Feed, workers_of_a_rank
-from ..data.pairs import Pairs, Split
+from ..data.pairs.pairs import Pairs, Split
+from ..data.pairs.stated import Stated, stated_of_groups
 from ..data.sides import Side
-from ..data.stated import Stated, stated_of_groups
 from ..encoders.adapters import merged_state
 from ..encoders.dual import Unused
 from ..encoders.encoder import Encoder

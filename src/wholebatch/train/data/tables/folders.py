@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._user_error import UserError
+from ...._user_error import UserError
 from .table import MEMBER, need_pyarrow
 
 PICTURES = frozenset(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .cache_files import remove_lock
+from .files import remove_lock
 
 _DIGITS = 24
 _OF_TABLE = re.compile(rf"([0-9a-f]{{{_DIGITS}}})[-.]")

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import TrainConfig
-from .equal_pictures import numbers_in_common
-from .fingerprint import digest_of
-from .kept_numbers import kept_numbers
-from .left_out import LeftOut
+from ...config import TrainConfig
+from ..cache.kept_numbers import kept_numbers
+from ..pictures.equal import numbers_in_common
+from ..pictures.left_out import LeftOut
+from ..pictures.unreadable import readable_rows
+from ..sides import FilePictures, Side, Texts
+from ..tables.fingerprint import digest_of
+from ..tables.roles import find_roles, group_numbers, text_column
+from ..tables.table import Table
 from .negatives import find_negatives
 from .pairs import Pairs, joined, joined_across
-from .roles import find_roles, group_numbers, text_column
-from .sides import FilePictures, Side, Texts
-from .table import Table
-from .unreadable import readable_rows
 
 
 def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> Pairs:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from .fingerprint import digest_of
-from .plain_types import is_text
-from .sides import FilePictures
+from ..sides import FilePictures
+from ..tables.fingerprint import digest_of
+from ..tables.plain_types import is_text
 
 
 def stamp_of_pictures(side: FilePictures) -> str:

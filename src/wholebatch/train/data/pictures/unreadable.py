@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._bounded_json import check_fields, parse_json
-from ..._cpus import cpus_of_a_rank
-from ..._files import read_bounded
-from ..._user_error import UserError
-from .feed import WorkerDiedError, prepared
-from .kept import kept
+from ...._bounded_json import check_fields, parse_json
+from ...._cpus import cpus_of_a_rank
+from ...._files import read_bounded
+from ...._user_error import UserError
+from ..cache.kept import kept
+from ..feed import WorkerDiedError, prepared
+from ..sides import FilePictures
 from .left_out import LeftOut
-from .sides import FilePictures
 
 _ROWS = 256  # that a worker reads at a time
 _SHOWN = 5

@@ -14,10 +14,10 @@ from typing import Any
 
 from wholebatch.planning.units import amount
 
-from ..._user_error import UserError
-from .cache import cached, uncached
+from ...._user_error import UserError
+from ..cache.tables import cached, uncached
+from ..paths import check_path, expand_shards
 from .folders import folder_batches, folder_facts, is_saved_dataset
-from .paths import check_path, expand_shards
 from .plain_types import plain_schema
 from .shards import shard_batches
 from .table import Table, need_pyarrow

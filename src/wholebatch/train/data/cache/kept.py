@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..._files import replacing
-from .cache_files import alone, cache_folder
-from .cache_names import name_beside_table, remove_file, remove_without_table, short_hash
+from ...._files import replacing
+from ..sides import FilePictures
+from .files import alone, cache_folder
+from .names import name_beside_table, remove_file, remove_without_table, short_hash
 from .picture_stamps import stamp_of_pictures
-from .sides import FilePictures
 
 _R = TypeVar("_R")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._user_error import UserError
+from ...._user_error import UserError
 
 if TYPE_CHECKING:
     import pyarrow

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._user_error import UserError
-from .pictures import bytes_of
-from .plain_types import is_bytes, is_text
-from .sides import FilePictures
-from .text_codes import text_codes
+from ...._user_error import UserError
+from ..sides import FilePictures
+from ..tables.plain_types import is_bytes, is_text
+from ..tables.text_codes import text_codes
+from .reading import bytes_of
 
 _READERS = 16  # threads
 _ROWS = 256  # that each of them gets at a time

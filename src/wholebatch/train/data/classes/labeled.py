@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .left_out import LeftOut
-from .sides import Side
+from ..pictures.left_out import LeftOut
+from ..sides import Side
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._user_error import UserError
-from .equal_pictures import numbers_in_common
+from ...._user_error import UserError
+from ..pictures.equal import numbers_in_common
+from ..tables.plain_types import is_text
+from ..tables.table import Table
 from .ids import pairs_of_ids
-from .plain_types import is_text
-from .table import Table
 
 
 class Negatives:

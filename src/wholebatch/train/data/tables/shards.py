@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..._cpus import cpus_of_a_rank
-from ..._user_error import UserError
-from .feed import WorkerDiedError, prepared
+from ...._cpus import cpus_of_a_rank
+from ...._user_error import UserError
+from ..feed import WorkerDiedError, prepared
 from .folders import PICTURES, is_utf8
 from .table import MEMBER, need_pyarrow
 

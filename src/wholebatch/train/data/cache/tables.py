@@ -13,10 +13,10 @@ from typing import Any
 
 from wholebatch.planning.units import amount
 
-from ..._user_error import UserError
-from .cache_files import CannotWriteError, alone, cache_folder, written
-from .cache_names import hash_of_paths, remove_file, remove_without_table, short_hash
-from .table import need_pyarrow
+from ...._user_error import UserError
+from ..tables.table import need_pyarrow
+from .files import CannotWriteError, alone, cache_folder, written
+from .names import hash_of_paths, remove_file, remove_without_table, short_hash
 from .table_file import Batches, checksum_of, mapped, write_table
 
 _VERSION = 4  # of the cached files

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .feed import prepared
-from .sides import Side
+from ..feed import prepared
+from ..sides import Side
 
 _READ = 256  # pictures that are read at a time
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .equal_pictures import MOST, Numbered, numbers_of_pictures
-from .fingerprint import digest_of
+from ..pictures.equal import MOST, Numbered, numbers_of_pictures
+from ..sides import FilePictures
+from ..tables.fingerprint import digest_of
+from ..tables.plain_types import is_text
+from ..tables.table import need_pyarrow
 from .kept import kept
-from .plain_types import is_text
-from .sides import FilePictures
-from .table import need_pyarrow
 
 _SAID = b"wholebatch said"
 

@@ -15,10 +15,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .left_out import LeftOut
+from ..pictures.left_out import LeftOut
+from ..randomness import seeded
+from ..sides import Side
 from .negatives import Negatives
-from .randomness import seeded
-from .sides import Side
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..._settings import shown
-from ..._user_error import UserError
+from ...._settings import shown
+from ...._user_error import UserError
 from .table import LINE, UNUSABLE, need_pyarrow
 
 _ROWS = 65536  # of a record batch

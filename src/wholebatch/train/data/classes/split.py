@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..._user_error import UserError
+from ...._user_error import UserError
+from ..pairs.pairs import Pairs
+from ..randomness import seeded
+from ..sides import Chosen, Side
 from .labeled import LabeledImages
-from .pairs import Pairs
-from .randomness import seeded
-from .sides import Chosen, Side
 
 _HELD_OUT, _PART = 2, 10  # images of a text that are held out for the test, if it has more; or a tenth of many
 _MOST_TEST = 10_000  # images of the test, unless two of each text are more

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..._files import replacing
+from ...._files import replacing
 
 FILE = "left_out.csv"
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .plain_types import is_bytes
-from .table import need_pyarrow
+from ..tables.plain_types import is_bytes
+from ..tables.table import need_pyarrow
 
 _INTEGER = 8  # bytes; the places are pairs of an offset and a size, followed by the number of pairs
 

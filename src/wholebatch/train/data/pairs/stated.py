@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .equal_pictures import first_of_each
+from ..pictures.equal import first_of_each
 from .ids import pairs_of_ids
 from .pairs import Pairs
 

@@ -1,0 +1,1 @@
+"""Pairs of two sides: their groups, right answers and mined negatives."""
