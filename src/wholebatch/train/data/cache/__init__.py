@@ -1,1 +1,1 @@
-"""What is kept between starts: tables as Arrow files, and what is known about their pictures."""
+"""The cache between starts: tables as Arrow files, and results about their pictures."""

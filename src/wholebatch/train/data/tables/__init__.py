@@ -1,1 +1,1 @@
-"""What `--data` names as a table: files of rows, folders of pictures and shards, and which column is what."""
+"""Tables of `--data`: files of rows, folders of pictures and shards, and which column is what."""
