@@ -1,10 +1,8 @@
-"""The classifier of `--task identify`: its margin from the options, and its folder in a checkpoint."""
+"""The classifier of `--task identify`, and its margin, from the options."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,16 +48,3 @@ def make_margin(head: HeadConfig) -> Any:
     }
     m = _COSFACE_M if head.m is None and head.margin == "cosface" else head.m
     return margins[head.margin](s=head.scale, **({} if m is None else {"m": m}))
-
-
-def folder_of_head(folder: Path, step: int | str) -> Path:
-    """Return the folder of the classifier after so many steps; a pattern for all of them with step "*"."""
-    return folder / f"head-{step}"
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a folder or a link, but not the target of a link."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
-from ..._user_error import UserError
 from ..config import TrainConfig
 from ..data.classes.labeled import LabeledImages
 from ..data.feed import Feed, workers_of_a_rank
@@ -35,7 +33,8 @@ from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import ImageBatches, Reader, rows_of_chunks
 from .evaluation import features_of_rows
-from .head import folder_of_head, has_reference, make_head, remove
+from .head import has_reference, make_head
+from .head_folder import check_head_folder, load_head, remove_other_heads, save_head
 from .precision import Precision
 from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
 from .verification import FAR, accepted_at, best_possible, rows_to_verify
@@ -192,15 +191,7 @@ class Identify(Task):
     def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
         present = self.loss_state()
         self.head.load_state_dict(before.loss, strict=False)
-        head_folder = folder_of_head(folder, step)
-        if self._rank == 0:
-            with suppress(OSError):  # save_head reports whatever cannot be removed
-                remove(head_folder)  # left by a run that was killed while it wrote this folder
-        _barrier()
-        try:
-            save = wb.heads.save_head(head_folder, self.head, self._head_optimizer)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        save = save_head(folder, step, self.head, self._head_optimizer, rank=self._rank)
         self.head.load_state_dict(present, strict=False)
         if self._rank == 0 or self._is_sharded:
             save_checkpoint(
@@ -208,28 +199,17 @@ class Identify(Task):
                 metrics=metrics, scaler=before.scaler, writes=self._rank == 0,
             )  # fmt: skip
         if self._rank == 0:
-            for other in folder.glob(folder_of_head(folder, "*").name):
-                if other != head_folder:
-                    try:
-                        remove(other)
-                    except OSError as error:
-                        raise UserError(f"{other}, of an earlier checkpoint, cannot be removed: {error}") from error
+            remove_other_heads(folder, step)
 
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
             of = (folder, self._encoder, self._optimizer)
             found = read_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
-            head_folder = folder_of_head(folder, found.facts["step"])
-            if head_folder.is_symlink():
-                raise UserError(f"{head_folder} is a link; expected the folder itself: was the run folder edited?")
+            check_head_folder(folder, found.facts["step"])
             return found
 
         found, _ = on_all_ranks("resume", read)
-        step, save = found.facts["step"], found.facts["save"]
-        try:
-            wb.heads.load_head(folder_of_head(folder, step), self.head, self._head_optimizer, save_id=save)
-        except ValueError as error:
-            raise UserError(f"{error}; was the run folder edited?") from error
+        load_head(folder, found.facts["step"], found.facts["save"], self.head, self._head_optimizer)
         found.restore(self._encoder, self._optimizer)
         self.precision.restore(found.scaler)
         return found.facts
@@ -301,8 +281,3 @@ class Identify(Task):
         assert self._mistakes is not None
         _, found, cosines = self._found
         draw_look_alikes(self._data, found[:, 0], cosines[:, 0], self._mistakes, folder / "look_alikes.png")
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
