@@ -584,6 +584,25 @@ def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
     assert float(printed) == pytest.approx((image @ text).item(), abs=1e-6)
 
 
+def test_the_module_of_a_run_takes_one_item_or_many_and_names_a_picture_that_is_none(run, data, tmp_path):
+    (tmp_path / "none.png").write_text("a text")
+    picture = data.parent / "images" / "62.png"
+    program = f"""
+sys.path.insert(0, {str(run)!r})
+import model
+one, many = model.embed_text("A b"), model.embed_text(["A b", "C"] * 300)
+assert one.shape == (1, many.shape[1]) and many.shape[0] == 600
+assert (many[::2] - one).abs().max() < 1e-6 < (many[1] - one).abs().max()
+assert model.embed_image({str(picture)!r}).shape == one.shape
+try:
+    model.embed_image([{str(picture)!r}, "none.png"])
+except ValueError as error:
+    print(error)
+"""
+    printed = printed_without_this_package(program, tmp_path)
+    assert printed == "none.png: it is in no format that Pillow knows"
+
+
 def test_the_readme_of_a_classifier_names_a_class(classifier, tmp_path):
     run, data = classifier
     shutil.copyfile(data.parent / "images" / "DejaVuSans-41.png", tmp_path / "picture.png")

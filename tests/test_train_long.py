@@ -422,6 +422,19 @@ def test_an_extension_gives_patience_a_new_start():
     assert best(6, [0.5, 0.4, 0.3]).step == 2, "the best one is that of the whole run"
 
 
+def test_a_run_whose_last_third_made_nothing_better_says_so():
+    def remark(figures, **more):
+        task = SimpleNamespace(headline_figure=lambda validation: validation["x"])
+        rows = [{"step": 10 * i + 10, "validation": {"x": x}} for i, x in enumerate(figures)]
+        return Best(task, 0, 0, rows).remark(10 * len(figures), **more)
+
+    assert remark([0.1, 0.2, 0.3], is_kept=False) == ""
+    assert remark([0.1, 0.2, 0.3, 0.3], is_kept=False) == "", "a quarter of the steps"
+    assert "best validation was after step 20 of 30; --patience 3" in remark([0.1, 0.3, 0.3], is_kept=False)
+    assert "after step 10 of 30; its weights are in best" in remark([0.5, 0.3, 0.4], is_kept=True)
+    assert remark([], is_kept=False) == ""
+
+
 def test_patience_must_not_be_negative():
     with pytest.raises(UserError, match="--patience must be at least 0, got -1"):
         check_options(TrainConfig(patience=-1))

@@ -172,6 +172,7 @@ def test_what_the_data_choose_is_said_and_saved(capsys, data, tmp_path):
         "data: pictures are gray (--image-channels)",
         "data: 6 texts for validation, 12 for the test, which the run does not learn "
         "(--validation-texts, --test-texts)",
+        "data: so few texts for the test, 12, say little about others",
         "data: batch size 64, for 109 texts to train on (--batch-size)",
     ):
         assert line in printed

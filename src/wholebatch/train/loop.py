@@ -75,6 +75,8 @@ def train(
         best = Best(task, config.patience, since, [] if folder is None else folder.metrics()[:done])
         keeps_best = config.patience > 0 or config.keep_best
         is_over = from_first_rank(best.is_over, device)  # a run that ended early, and is resumed
+        if done == schedule.steps and not is_over:
+            progress.show_note("the run has made all its steps: only its test is made again (--until-step N trains on)")
         requests.begin()
         started, pace = time.monotonic() - seconds, Pace(config.batch_size)
         for step in range(done, done if is_over else schedule.steps):
@@ -115,8 +117,9 @@ def train(
                     for tracker in trackers:
                         tracker.log(done, figures_of_step(metrics))
                 progress.step(metrics)
+            is_better = best.is_beaten_by(metrics)
             if "validation" in metrics and keeps_best:
-                if from_first_rank(best.is_beaten_by(metrics), device):
+                if from_first_rank(is_better, device):
                     weights = task.weights()
                     if folder is not None:
                         with _naming_the_last_checkpoint(saved_at, requests):
@@ -142,6 +145,8 @@ def train(
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
                 + more
             )
+        elif folder is not None and (remark := best.remark(done, is_kept=keeps_best)):
+            progress.show_note(remark)
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
             _check_finite(task, done)
             save(task.pass_state(), done)

@@ -52,7 +52,7 @@ def _small_image(values: dict[str, Any], _: Path, name: str, prefix: str) -> Pla
         ],
         [f"{name}_encoder = ImageNetwork({arguments})", _weights(f"{name}_encoder", prefix)],
         [
-            f"pictures = [open_picture(Path(name)).convert({mode!r}) for name in paths]",
+            f"pictures = [opened(name, {mode!r}) for name in paths]",
             f"pixels = numpy.stack([ImageOps.pad(picture, ({size}, {size})) for picture in pictures])",
             f"pixels = torch.from_numpy(pixels).view(-1, {size}, {size}, {channels}).permute(0, 3, 1, 2)",
             f"features = {name}_encoder(pixels)",

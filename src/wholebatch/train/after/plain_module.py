@@ -95,9 +95,10 @@ def _module(
     lines += ['sys.path.insert(0, str(run / "encoders"))  # networks.py, pictures.py and words.py are there']
     lines += [*imports, "", f'weights = load_file(run / "{_WEIGHTS}")']
     lines += [line for side in sides.values() for line in side.load]
+    lines += _IN_PARTS + (_OPENED if "image" in sides else [])
     for side, found in sides.items():
         of, name = ("pictures", "paths") if side == "image" else ("texts", "texts")
-        lines += ["", "", "@torch.no_grad()", f"def embed_{side}({name}):"]
+        lines += ["", "", "@in_parts", f"def embed_{side}({name}):"]
         lines += [f'    """Return the unit features of these {of}, a row for each."""']
         lines += [f"    {line}" for line in found.use]
         projection = f"projections.{names[side]}.weight"
@@ -108,12 +109,31 @@ def _module(
 
 
 _WEIGHTS = "model.safetensors"
+_PART = 256  # items that are embedded at a time
+_IN_PARTS = f'''
+
+def in_parts(embed):
+    """Return a function that embeds {_PART} items at a time, or a single one."""
+
+    @torch.no_grad()
+    def embed_all(items):
+        items = [items] if isinstance(items, (str, Path)) else [*items]
+        return torch.cat([embed(items[at : at + {_PART}]) for at in range(0, len(items), {_PART})])
+
+    return embed_all'''.splitlines()
+_OPENED = '''
+
+def opened(path, mode):
+    """Read a picture; an error names it."""
+    try:
+        return open_picture(Path(path)).convert(mode)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error'''.splitlines()
 _CLASSES = f'''
 
 classes = json.loads(safe_open(run / "{_WEIGHTS}", "pt").metadata()["classes"])
 
 
-@torch.no_grad()
 def classify(paths):
     """Return the class of each of these pictures."""
     features = embed_image(paths)

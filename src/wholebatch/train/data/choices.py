@@ -15,6 +15,7 @@ from .pairs.pairs import Pairs
 
 _LARGE = 10  # images of a class, on average
 _SAMPLE = 64  # pictures that are looked at for the size and the colors
+_FEW = 20  # texts of a test
 _SIZES = (64, 48, 32)
 
 
@@ -72,8 +73,10 @@ def with_split_sizes(config: TrainConfig, pairs: Pairs, say: Callable[[str], Non
             f"train on: rows that share {pairs.common} count once"
         )
     if not (config.test_texts and config.validation_texts):
-        held = f"{validation} texts for validation, {test} for the test"
+        held = f"{validation} text{'' if validation == 1 else 's'} for validation, {test} for the test"
         say(f"{held}, which the run does not learn (--validation-texts, --test-texts)")
+    if test < _FEW:
+        say(f"so few texts for the test, {test}, say little about others: its figures are mostly luck")
     return replace(config, validation_texts=validation, test_texts=test)
 
 

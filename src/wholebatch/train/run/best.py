@@ -43,3 +43,15 @@ class Best:
     def is_over(self) -> bool:
         """Whether patience has ended."""
         return 0 < self._patience <= self._without
+
+    def remark(self, done: int, *, is_kept: bool) -> str:
+        """Return a line about a run of `done` steps that has not become better for a third of them, else "".
+
+        Args:
+            done: steps that were made.
+            is_kept: the best weights are in a file.
+        """
+        if not self.step or 3 * (done - self.step) < done:
+            return ""
+        advice = f"its weights are in {FILE}" if is_kept else "--patience 3 keeps its weights, and ends such a run"
+        return f"note: the best validation was after step {self.step:,} of {done:,}; {advice}"

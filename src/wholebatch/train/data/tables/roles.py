@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
     for role, names in asked.items():
         for name in names:
             if name not in table.names:
-                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_there(table)}")
+                meant = "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, table.names, 1))
+                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_there(table)}{meant}")
     taken = {name for names in asked.values() for name in names}
 
     def one(role: str, *, needed: bool = False) -> list[str]:
