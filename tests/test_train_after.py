@@ -301,6 +301,9 @@ def test_words_that_no_text_has_are_named(run, data, tmp_path, capsys):
     """The word A is in LATIN CAPITAL LETTER A, and LETT is in none but as a part of others."""
     succeeds("search", run, "a latin Bird, lett 7 letter", "-k", "1")
     assert '\nnote: no text of the data has "bird", ",", "lett", "7"; ' in capsys.readouterr().out
+    (tmp_path / "q.csv").write_text("text\na latin bird\nsmall letter a\nthe letter zzyzx\n")
+    succeeds("search", run, "--queries", tmp_path / "q.csv", "-k", "1")
+    assert capsys.readouterr().out.count('note: no text of the data has "bird", "the", "zzyzx"; ') == 1
     succeeds("search", run, "small letter a", "-k", "1")
     assert "note: no text" not in capsys.readouterr().out
     succeeds("embed", run, data, "--out", tmp_path / "f.npy")
