@@ -24,7 +24,7 @@ from wholebatch._user_error import UserError
 from wholebatch.train.after.encode import Work, features_of
 from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
-from wholebatch.train.after.seen import _number_in, _Rows
+from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
 from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.sides import DrawnPictures, Texts
@@ -483,6 +483,23 @@ def test_items_that_the_run_was_trained_on_are_counted_wherever_they_are(run, da
     (tmp_path / "other.csv").write_text("image,text\nother.png,a text\n")
     succeeds("evaluate", run, tmp_path / "other.csv")
     assert note(capsys) == "note: the run was trained on 0 of the 1 images and 0 of the 1 texts"
+
+
+def test_texts_are_compared_without_case_where_the_encoder_ignores_it(run, data, tmp_path, capsys):
+    texts, _, all_texts, _ = split_of(run)
+    (tmp_path / "images").symlink_to(data.parent / "images")
+    captions = [*(text.title() for text in sorted(texts)), *(text.lower() for text in sorted(all_texts - texts))]
+    names = open_table(str(data)).arrow["image"].to_pylist()
+    rows = "".join(f"{name},{caption}\n" for name, caption in zip(names, captions, strict=False))
+    (tmp_path / "lower.csv").write_text(f"image,text\n{rows}")
+    succeeds("evaluate", run, tmp_path / "lower.csv")
+    assert f"and {len(texts)} of the {len(captions)} texts" in note(capsys), "not those held out"
+    rows = torch.arange(3)
+    ours, theirs = (_Rows(Texts(texts), rows, rows) for texts in (["STRASSE", "a", "b"], ["Straße", "A", "c"]))
+    found = open_run(run)
+    assert [_number_in(ours, [theirs], change) for change in (str.upper, str.lower, None)] == [2, 1, 0]
+    assert case_ignored_by(found.encoder("text")) is str.upper
+    assert case_ignored_by(found.encoder("image")) is None
 
 
 def test_without_the_data_of_the_run_nothing_is_guessed(tmp_path, capsys):
