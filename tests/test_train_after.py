@@ -20,6 +20,7 @@ from glyph_files import SMALL, write_pairs
 from PIL import Image
 
 from wholebatch.__main__ import main
+from wholebatch._tensor_file import TensorFile
 from wholebatch._user_error import UserError
 from wholebatch.train.after.encode import Work, features_of
 from wholebatch.train.after.items import open_items
@@ -641,14 +642,44 @@ def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data,
         (unfinished, "b.npy", []),  # the last step has a checkpoint
         (run, "c.npy", ["--weights", "checkpoint"]),
     ):
+        capsys.readouterr()
         succeeds("embed", folder, data, "--out", tmp_path / out, *options)
+        is_final = "weights: the checkpoint after step 25 of 25\n" not in capsys.readouterr().out
+        assert is_final == (out == "a.npy")
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "b.npy"))
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "c.npy"))
     line = mistake(capsys, "embed", unfinished, data, "--weights", "final")
     assert "it has checkpoint" in line
     shutil.copyfile(run / "model.safetensors", unfinished / "best.safetensors")
+    capsys.readouterr()
     succeeds("embed", unfinished, data, "--out", tmp_path / "d.npy", "--weights", "best")
+    assert "weights: those of the best validation\n" in capsys.readouterr().out, "this file has no step"
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "d.npy"))
+
+
+def test_the_weights_that_are_not_final_are_named(data, tmp_path, capsys):
+    """Of a run that was extended, and whose best validation is not its last one."""
+    run = tmp_path / "run"
+    small = ["--steps", "2", "--no-audit", "--workers", "0", "--keep-best", "--validate-every", "2"]
+    succeeds("train", "--data", data, "--run-folder", run, *SMALL, *small)
+    succeeds("train", "--resume", run, "--until-step", "3")
+    with TensorFile(run / "best.safetensors") as file:
+        step = file.metadata["step"]
+    queries = tmp_path / "q.csv"
+    queries.write_text("text\nletter\n")
+    for argv in (["search", run, "letter"], ["search", run, "--queries", queries], ["evaluate", run, data]):
+        for weights, line in (
+            ("auto", ""), ("final", ""), ("checkpoint", "weights: the checkpoint after step 3 of 3"),
+            ("best", f"weights: those of the best validation after step {step} of 3"),
+        ):  # fmt: skip
+            capsys.readouterr()
+            succeeds(*argv, "--weights", weights)
+            lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("weights: ")]
+            assert lines == [line] * bool(line)
+    for name in ("model", "checkpoint", "best"):
+        (run / f"{name}.safetensors").unlink()
+    line = mistake(capsys, "search", run, "letter")
+    assert "no checkpoint yet; the first comes after step 2, or" in line
 
 
 # mistakes

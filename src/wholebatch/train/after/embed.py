@@ -39,6 +39,8 @@ def embed(options: EmbedConfig) -> None:
         UserError: for a mistake in the options, the run or the data.
     """
     run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    if run.weights_line:
+        say(run.weights_line)
     work = Work.of(options)
     items = open_items(
         run, options.data, "DATA", column=options.column, side=options.side, skip_bad=options.skip_bad, say=say,

@@ -57,6 +57,8 @@ def search(options: SearchConfig) -> None:
         UserError: for a mistake in the options, the run or the data.
     """
     run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    if run.weights_line:
+        say(run.weights_line)
     work = Work.of(options)
     queries = _queries(run, options)
     found = _candidates(run, options, work, queries.name)
