@@ -20,9 +20,10 @@ from glyph_files import SMALL, write_pairs
 from PIL import Image
 
 from wholebatch.__main__ import main
-from wholebatch._tensor_file import TensorFile
+from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.after.encode import Work, features_of
+from wholebatch.train.after.feature_files import open_features
 from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
 from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
@@ -279,6 +280,43 @@ def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, c
     (tmp_path / "copy" / "images" / "42.png").write_bytes((data.parent / "images" / "43.png").read_bytes())
     succeeds("search", run, query, *options)
     assert Path(printed_places(capsys)[0]).name == "41.png"
+
+
+def test_features_of_weights_that_the_run_does_not_have_any_more_are_removed(run, data, tmp_path, capsys):
+    """Those of other data, of weights that are still there, and one that is being written stay."""
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("features"))
+    with TensorFile(copy / "model.safetensors") as file:
+        tensors, metadata = {name: file.read(name) for name in file.entries}, file.metadata
+    facts = {name: each for name, each in metadata.items() if "sha256" not in name}
+    best = {name: x + 0.125 for name, x in tensors.items()}
+    write_tensors(copy / "best.safetensors", best, facts)
+
+    def searched(weights, *options):
+        succeeds("search", copy, "letter", "-k", "1", "--weights", weights, *options)
+        return {path.name for path in (copy / "features").iterdir()}
+
+    (of_final,) = searched("final")
+    both = searched("best")
+    (other,) = searched("final", "--in", data.parent / "images") - both
+    assert len(both) == 2
+    start, _, _ = of_final.rpartition("-")
+    old, written = f"{start}-{'0' * 16}.npy", f"{start}-{'1' * 16}.npy"
+    for name in (old, written, f"{written}.partial", "notes.npy"):
+        shutil.copyfile(copy / "features" / of_final, copy / "features" / name)
+    opened = open_features(copy / "features" / old)
+    before = npy(copy / "features" / old)
+    write_tensors(copy / "best.safetensors", {name: x + 0.25 for name, x in tensors.items()}, facts)
+    names = searched("best")
+    assert {of_final, other, written, f"{written}.partial", "notes.npy"} < names
+    assert len(names) == 6, "the features of the earlier best weights are gone, and those of none"
+    assert torch.equal(torch.cat([*opened.tiles(7)]), before), "a search that reads the file goes on"
+
+    (copy / "features" / of_final).rename(copy / "features" / old)
+    content = (copy / "best.safetensors").read_bytes()
+    (copy / "best.safetensors").write_bytes(content[:-1])
+    capsys.readouterr()
+    assert old in searched("final")
+    assert "note: features of earlier weights are left in" in capsys.readouterr().out
 
 
 def test_bad_pictures_are_left_out_of_a_search_if_asked(run, data, damaged, tmp_path, capsys):

@@ -104,15 +104,14 @@ class FeatureFile:
     """None: the file holds features alone."""
     weights: str = field(default="")
     """Hash of the weights of the model; "" if the file does not have it."""
+    values: Any = field(default=None, repr=False)
+    """The features of a .npy file, mapped into memory: they can be read even after the file is removed."""
 
     def tiles(self, rows: int = TILE) -> Iterator[Tensor]:
         """Yield the features, (at most `rows`, width), in order."""
-        if self.path.suffix == ".npy":
-            import numpy as np
-
-            values = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        if self.values is not None:
             for start in range(0, self.count, rows):
-                yield torch.from_numpy(np.array(values[start : start + rows]))
+                yield torch.from_numpy(self.values[start : start + rows].copy())
             return
         import pyarrow.parquet as pq
 
@@ -156,7 +155,8 @@ def _open_npy(path: Path) -> FeatureFile:
     values = np.load(path, mmap_mode="r", allow_pickle=False)
     if values.ndim != 2 or values.dtype != np.float32 or not values.size:
         raise ValueError(f"expected float32 of the shape (rows, width), got {values.dtype} {values.shape}")
-    return FeatureFile(path, *values.shape)
+    count, width = values.shape
+    return FeatureFile(path, count, width, values=values)
 
 
 def _open_parquet(path: Path) -> FeatureFile:
