@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -124,11 +125,33 @@ def test_the_side_is_that_of_the_column(run, data, tmp_path):
     assert (expected - reference(run, data, "image", "image")).abs().max() > 0.1
 
 
-def test_a_folder_of_pictures_is_embedded(run, data, tmp_path):
-    succeeds("embed", run, data.parent / "images", "--out", tmp_path / "f.parquet")
-    table = pq.read_table(tmp_path / "f.parquet")
+def test_a_folder_of_pictures_is_embedded(run, data, tmp_path, capsys):
+    folder, out = data.parent / "images", tmp_path / "f.parquet"
+    succeeds("embed", run, folder, "--out", out)
+    line = f"{out}: 158 rows of 32 numbers, of the column 'image' of {folder}, by the encoder of the image\n"
+    assert capsys.readouterr().out.endswith(line)
+    table = pq.read_table(out)
+    assert table.column_names == ["image", "text", "features"]
     assert table["image"].to_pylist() == sorted(path.name for path in (data.parent / "images").iterdir())
     assert table["text"][0].as_py() == table["image"][0].as_py().removesuffix(".png")
+    succeeds("embed", run, folder, "--side", "text", "--out", out)
+    succeeds("search", run, folder / "41.png", "--in", out, "-k", "3")
+    places = printed_places(capsys)
+    assert len(places) == 3
+    assert {Path(place).parent for place in places} == {folder}, "the places of the texts are those of their pictures"
+    (tmp_path / "one.csv").write_text("text\nletter\n")
+    succeeds("embed", run, tmp_path / "one.csv", "--out", tmp_path / "f.npy")
+    assert ": 1 row of 32 numbers, of the column 'text'" in capsys.readouterr().out
+
+
+def test_the_names_of_pictures_in_shards_are_kept_in_a_file_of_features(run, data, tmp_path, capsys):
+    (tmp_path / "shards").mkdir()
+    with tarfile.open(tmp_path / "shards" / "000.tar", "w") as tar:
+        for name in ("41.png", "42.png"):
+            tar.add(data.parent / "images" / name, name)
+    succeeds("embed", run, tmp_path / "shards", "--out", tmp_path / "f.parquet")
+    succeeds("search", run, "letter", "--in", tmp_path / "f.parquet", "-k", "1", "--sheet", tmp_path / "s.png")
+    assert re.search(r"shards/000\.tar, 4[12]\.png\n", capsys.readouterr().out)
 
 
 def test_several_ranks_give_the_same_features(run, data, tmp_path):
@@ -696,7 +719,7 @@ def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data,
 
 
 def test_the_weights_that_are_not_final_are_named(data, tmp_path, capsys):
-    """Of a run that was extended, and whose best validation is not its last one."""
+    """The run was extended, so that its steps are not those of its configuration."""
     run = tmp_path / "run"
     small = ["--steps", "2", "--no-audit", "--workers", "0", "--keep-best", "--validate-every", "2"]
     succeeds("train", "--data", data, "--run-folder", run, *SMALL, *small)

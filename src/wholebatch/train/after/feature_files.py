@@ -23,6 +23,7 @@ COLUMN = "features"
 TILE = 16384  # rows that are read at a time
 _KEY = b"wholebatch"
 _FORMAT = "wholebatch-features-1"
+_PICTURE = "image"  # the column of a folder of pictures
 _HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member"}  # names without the character of code 0
 
 
@@ -66,6 +67,7 @@ def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int,
     facts = {
         "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
         "folder": "" if items.table is None else str(items.table.folder.absolute()),
+        "member": _repeated_member(items.table),
     }  # fmt: skip
     columns = _columns(items)
     of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
@@ -89,8 +91,17 @@ def _columns(items: Items) -> Any:
     if items.table is None:
         return pa.table({"row": pa.array(range(int(items.rows.max()) + 1), pa.int64())})
     arrow = items.table.arrow
-    arrow = arrow.select([name for name in arrow.column_names if name != COLUMN])
+    left_out = {COLUMN, MEMBER} if _repeated_member(items.table) else {COLUMN}
+    arrow = arrow.select([name for name in arrow.column_names if name not in left_out])
     return arrow.rename_columns([_HIDDEN.get(name, name) for name in arrow.column_names])
+
+
+def _repeated_member(table: Table | None) -> str:
+    """Return the column whose values the names of the pictures of a folder repeat; "" for other data."""
+    if table is None or not {MEMBER, _PICTURE} <= {*table.arrow.column_names}:
+        return ""
+    pictures, names = table.arrow[_PICTURE], table.arrow[MEMBER]
+    return _PICTURE if pictures.type == names.type and pictures.equals(names) else ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,8 @@ def _open_parquet(path: Path) -> FeatureFile:
     arrow = pq.read_table(path, columns=others, memory_map=True)
     shown = {name: hidden for hidden, name in _HIDDEN.items()}
     arrow = arrow.rename_columns([shown.get(name, name) for name in arrow.column_names])
+    if facts.get("member") in others:
+        arrow = arrow.append_column(MEMBER, arrow[facts["member"]])
     table = Table(Path(facts["source"]), arrow, Path(facts["folder"]))
     name, column = facts["side"], facts["column"]
     rows = torch.arange(len(table))
