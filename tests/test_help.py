@@ -126,6 +126,12 @@ MISTAKES = [
         "search run text --data d",
         "--data is no option of this command, it is --in: wholebatch search RUN QUERY --in DATA",
     ),
+    (
+        "search -k 3 run red --skip-bad heart --side image",
+        'QUERY is one argument, got 2; put a text of several words in quotes: wholebatch search run "red heart"; ',
+    ),
+    (["search", "run", "red", "heart's", "$x"], """wholebatch search run 'red heart'"'"'s $x'; --queries FILE"""),
+    ("search run text --side=image -k 0", "-k must be from 1 to 10000, got 0"),
     ("export --run run --folder x", "RUN is given by its position: wholebatch export RUN FOLDER"),
     ("train --data flder.csv", "folder.csv'?"),
     ("embed run flder.cvs", "DATA: there is no file or folder 'flder.cvs'; did you mean 'folder.csv'?"),

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,13 @@ from glyph_files import SMALL, write_pairs
 from PIL import Image
 
 from wholebatch.__main__ import main
+from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.after.encode import Work, features_of
+from wholebatch.train.after.feature_files import open_features
 from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
-from wholebatch.train.after.seen import _number_in, _Rows
+from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
 from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.sides import DrawnPictures, Texts
@@ -122,11 +125,33 @@ def test_the_side_is_that_of_the_column(run, data, tmp_path):
     assert (expected - reference(run, data, "image", "image")).abs().max() > 0.1
 
 
-def test_a_folder_of_pictures_is_embedded(run, data, tmp_path):
-    succeeds("embed", run, data.parent / "images", "--out", tmp_path / "f.parquet")
-    table = pq.read_table(tmp_path / "f.parquet")
+def test_a_folder_of_pictures_is_embedded(run, data, tmp_path, capsys):
+    folder, out = data.parent / "images", tmp_path / "f.parquet"
+    succeeds("embed", run, folder, "--out", out)
+    line = f"{out}: 158 rows of 32 numbers, of the column 'image' of {folder}, by the encoder of the image\n"
+    assert capsys.readouterr().out.endswith(line)
+    table = pq.read_table(out)
+    assert table.column_names == ["image", "text", "features"]
     assert table["image"].to_pylist() == sorted(path.name for path in (data.parent / "images").iterdir())
     assert table["text"][0].as_py() == table["image"][0].as_py().removesuffix(".png")
+    succeeds("embed", run, folder, "--side", "text", "--out", out)
+    succeeds("search", run, folder / "41.png", "--in", out, "-k", "3")
+    places = printed_places(capsys)
+    assert len(places) == 3
+    assert {Path(place).parent for place in places} == {folder}, "the places of the texts are those of their pictures"
+    (tmp_path / "one.csv").write_text("text\nletter\n")
+    succeeds("embed", run, tmp_path / "one.csv", "--out", tmp_path / "f.npy")
+    assert ": 1 row of 32 numbers, of the column 'text'" in capsys.readouterr().out
+
+
+def test_the_names_of_pictures_in_shards_are_kept_in_a_file_of_features(run, data, tmp_path, capsys):
+    (tmp_path / "shards").mkdir()
+    with tarfile.open(tmp_path / "shards" / "000.tar", "w") as tar:
+        for name in ("41.png", "42.png"):
+            tar.add(data.parent / "images" / name, name)
+    succeeds("embed", run, tmp_path / "shards", "--out", tmp_path / "f.parquet")
+    succeeds("search", run, "letter", "--in", tmp_path / "f.parquet", "-k", "1", "--sheet", tmp_path / "s.png")
+    assert re.search(r"shards/000\.tar, 4[12]\.png\n", capsys.readouterr().out)
 
 
 def test_several_ranks_give_the_same_features(run, data, tmp_path):
@@ -280,6 +305,43 @@ def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, c
     assert Path(printed_places(capsys)[0]).name == "41.png"
 
 
+def test_features_of_weights_that_the_run_does_not_have_any_more_are_removed(run, data, tmp_path, capsys):
+    """Those of other data, of weights that are still there, and one that is being written stay."""
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("features"))
+    with TensorFile(copy / "model.safetensors") as file:
+        tensors, metadata = {name: file.read(name) for name in file.entries}, file.metadata
+    facts = {name: each for name, each in metadata.items() if "sha256" not in name}
+    best = {name: x + 0.125 for name, x in tensors.items()}
+    write_tensors(copy / "best.safetensors", best, facts)
+
+    def searched(weights, *options):
+        succeeds("search", copy, "letter", "-k", "1", "--weights", weights, *options)
+        return {path.name for path in (copy / "features").iterdir()}
+
+    (of_final,) = searched("final")
+    both = searched("best")
+    (other,) = searched("final", "--in", data.parent / "images") - both
+    assert len(both) == 2
+    start, _, _ = of_final.rpartition("-")
+    old, written = f"{start}-{'0' * 16}.npy", f"{start}-{'1' * 16}.npy"
+    for name in (old, written, f"{written}.partial", "notes.npy"):
+        shutil.copyfile(copy / "features" / of_final, copy / "features" / name)
+    opened = open_features(copy / "features" / old)
+    before = npy(copy / "features" / old)
+    write_tensors(copy / "best.safetensors", {name: x + 0.25 for name, x in tensors.items()}, facts)
+    names = searched("best")
+    assert {of_final, other, written, f"{written}.partial", "notes.npy"} < names
+    assert len(names) == 6, "the features of the earlier best weights are gone, and those of none"
+    assert torch.equal(torch.cat([*opened.tiles(7)]), before), "a search that reads the file goes on"
+
+    (copy / "features" / of_final).rename(copy / "features" / old)
+    content = (copy / "best.safetensors").read_bytes()
+    (copy / "best.safetensors").write_bytes(content[:-1])
+    capsys.readouterr()
+    assert old in searched("final")
+    assert "note: features of earlier weights are left in" in capsys.readouterr().out
+
+
 def test_bad_pictures_are_left_out_of_a_search_if_asked(run, data, damaged, tmp_path, capsys):
     """Rows keep their numbers, also when the features come from the folder of the run."""
     with damaged.open("a") as file:  # a good row after the bad one
@@ -301,6 +363,9 @@ def test_words_that_no_text_has_are_named(run, data, tmp_path, capsys):
     """The word A is in LATIN CAPITAL LETTER A, and LETT is in none but as a part of others."""
     succeeds("search", run, "a latin Bird, lett 7 letter", "-k", "1")
     assert '\nnote: no text of the data has "bird", ",", "lett", "7"; ' in capsys.readouterr().out
+    (tmp_path / "q.csv").write_text("text\na latin bird\nsmall letter a\nthe letter zzyzx\n")
+    succeeds("search", run, "--queries", tmp_path / "q.csv", "-k", "1")
+    assert capsys.readouterr().out.count('note: no text of the data has "bird", "the", "zzyzx"; ') == 1
     succeeds("search", run, "small letter a", "-k", "1")
     assert "note: no text" not in capsys.readouterr().out
     succeeds("embed", run, data, "--out", tmp_path / "f.npy")
@@ -482,6 +547,23 @@ def test_items_that_the_run_was_trained_on_are_counted_wherever_they_are(run, da
     assert note(capsys) == "note: the run was trained on 0 of the 1 images and 0 of the 1 texts"
 
 
+def test_texts_are_compared_without_case_where_the_encoder_ignores_it(run, data, tmp_path, capsys):
+    texts, _, all_texts, _ = split_of(run)
+    (tmp_path / "images").symlink_to(data.parent / "images")
+    captions = [*(text.title() for text in sorted(texts)), *(text.lower() for text in sorted(all_texts - texts))]
+    names = open_table(str(data)).arrow["image"].to_pylist()
+    rows = "".join(f"{name},{caption}\n" for name, caption in zip(names, captions, strict=False))
+    (tmp_path / "lower.csv").write_text(f"image,text\n{rows}")
+    succeeds("evaluate", run, tmp_path / "lower.csv")
+    assert f"and {len(texts)} of the {len(captions)} texts" in note(capsys), "not those held out"
+    rows = torch.arange(3)
+    ours, theirs = (_Rows(Texts(texts), rows, rows) for texts in (["STRASSE", "a", "b"], ["Straße", "A", "c"]))
+    found = open_run(run)
+    assert [_number_in(ours, [theirs], change) for change in (str.upper, str.lower, None)] == [2, 1, 0]
+    assert case_ignored_by(found.encoder("text")) is str.upper
+    assert case_ignored_by(found.encoder("image")) is None
+
+
 def test_without_the_data_of_the_run_nothing_is_guessed(tmp_path, capsys):
     data = write_pairs(tmp_path / "data")
     shutil.copytree(data.parent, tmp_path / "copy")
@@ -640,14 +722,44 @@ def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data,
         (unfinished, "b.npy", []),  # the last step has a checkpoint
         (run, "c.npy", ["--weights", "checkpoint"]),
     ):
+        capsys.readouterr()
         succeeds("embed", folder, data, "--out", tmp_path / out, *options)
+        is_final = "weights: the checkpoint after step 25 of 25\n" not in capsys.readouterr().out
+        assert is_final == (out == "a.npy")
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "b.npy"))
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "c.npy"))
     line = mistake(capsys, "embed", unfinished, data, "--weights", "final")
     assert "it has checkpoint" in line
     shutil.copyfile(run / "model.safetensors", unfinished / "best.safetensors")
+    capsys.readouterr()
     succeeds("embed", unfinished, data, "--out", tmp_path / "d.npy", "--weights", "best")
+    assert "weights: those of the best validation\n" in capsys.readouterr().out, "this file has no step"
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "d.npy"))
+
+
+def test_the_weights_that_are_not_final_are_named(data, tmp_path, capsys):
+    """The run was extended, so that its steps are not those of its configuration."""
+    run = tmp_path / "run"
+    small = ["--steps", "2", "--no-audit", "--workers", "0", "--keep-best", "--validate-every", "2"]
+    succeeds("train", "--data", data, "--run-folder", run, *SMALL, *small)
+    succeeds("train", "--resume", run, "--until-step", "3")
+    with TensorFile(run / "best.safetensors") as file:
+        step = file.metadata["step"]
+    queries = tmp_path / "q.csv"
+    queries.write_text("text\nletter\n")
+    for argv in (["search", run, "letter"], ["search", run, "--queries", queries], ["evaluate", run, data]):
+        for weights, line in (
+            ("auto", ""), ("final", ""), ("checkpoint", "weights: the checkpoint after step 3 of 3"),
+            ("best", f"weights: those of the best validation after step {step} of 3"),
+        ):  # fmt: skip
+            capsys.readouterr()
+            succeeds(*argv, "--weights", weights)
+            lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("weights: ")]
+            assert lines == [line] * bool(line)
+    for name in ("model", "checkpoint", "best"):
+        (run / f"{name}.safetensors").unlink()
+    line = mistake(capsys, "search", run, "letter")
+    assert "no checkpoint yet; the first comes after step 2, or" in line
 
 
 # mistakes

@@ -9,19 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wholebatch.train.after import unknown_words as module
-from wholebatch.train.after.unknown_words import unknown_words
+from wholebatch.train.after.unknown_words import note_of, unknown_words
 from wholebatch.train.data.tables.table import Table
 from wholebatch.train.encoders.words import split_words
 
 AWKWARD = "aéßſıİςσΣﬁŉ²5_-. \n"  # noqa: RUF001
 
 
-def asked(query, columns, *, by="text", encoders=None, text_encoder="small", named=""):
-    """Return the unknown words of a query, whose encoder has read the sides that have the same in `encoders`."""
+def asked(queries, columns, *, by="text", encoders=None, text_encoder="small", named=""):
+    """Return the unknown words of queries, whose encoder has read the sides that have the same in `encoders`."""
     encoders = encoders or {"image": "of images", "text": "of texts"}
     config = SimpleNamespace(text_encoder=text_encoder, columns=named, task="retrieve")
     run = SimpleNamespace(config=config, sides=tuple(encoders), encoder=encoders.get)
-    return unknown_words(run, query, by, Table(Path("rows.csv"), pa.table(columns), Path()))
+    queries = [queries] if isinstance(queries, str) else queries
+    return unknown_words(run, queries, by, Table(Path("rows.csv"), pa.table(columns), Path()))
 
 
 def of_texts(query, *texts, **options):
@@ -35,6 +36,9 @@ def test_words_are_those_that_the_encoder_reads(query, texts):
     known = {word for text in texts for word in split_words(text.strip())}
     expected = [word.lower() for word in dict.fromkeys(split_words(query)) if word not in known]
     assert of_texts(query, *texts) == expected
+    with pytest.MonkeyPatch.context() as patched:  # as for many words
+        patched.setattr(module, "_FEW", 0)
+        assert of_texts(query, *texts) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,8 @@ def test_the_case_of_a_query_does_not_matter(query, unknown):
 def test_words_of_scripts_without_spaces_are_where_their_characters_are(query):
     assert of_texts(query, "一双红色的鞋子") == []
     assert of_texts("蓝色", "一双红色的鞋子") == ["蓝色"]
+    many = [f"word{number}" for number in range(40)]
+    assert of_texts([query, "蓝色", *many], "一双红色的鞋子", *many) == ["蓝色"]
 
 
 def test_a_word_is_known_if_its_encoder_has_read_it_on_either_side():
@@ -67,3 +73,17 @@ def test_the_last_texts_of_many_count(monkeypatch):
 
 def test_the_tokens_of_a_pretrained_encoder_are_no_words():
     assert of_texts("unheard of", "a text", text_encoder="transformers:bert") == []
+
+
+def test_the_words_of_several_queries_are_found_in_one_reading(monkeypatch):
+    """Each word is named once, in the order of the queries; the texts are read once for all of them."""
+    readings = []
+    parts = module._in_parts
+    monkeypatch.setattr(module, "_in_parts", lambda column: readings.append(column) or parts(column))
+    queries = ["red bird", "blue Bird", "red whale", *(f"new{chr(97 + i)} bird" for i in range(12))]
+    found = of_texts(queries, "a red bird", "a newb")
+    assert found == ["blue", "whale", *(f"new{chr(97 + i)}" for i in range(12) if i != 1)]
+    assert len(readings) == 1
+    assert note_of(found).startswith('note: no text of the data has "blue", "whale", "newa", "newc", ')
+    assert '"newi" and 3 more; the built-in' in note_of(found)
+    assert note_of(found[:10]) == note_of(found).replace(" and 3 more", "")

@@ -39,6 +39,8 @@ def embed(options: EmbedConfig) -> None:
         UserError: for a mistake in the options, the run or the data.
     """
     run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    if run.weights_line:
+        say(run.weights_line)
     work = Work.of(options)
     items = open_items(
         run, options.data, "DATA", column=options.column, side=options.side, skip_bad=options.skip_bad, say=say,
@@ -46,8 +48,9 @@ def embed(options: EmbedConfig) -> None:
     )  # fmt: skip
     again = Again(options.data, "DATA", items.column, items.name)
     tiles = with_progress(features_of(run, items, work, again), len(items))
-    of = f"column {items.column!r} of {items.source}" if items.column else items.source
-    content = f"{len(items):,} features of {run.width}, {of}, by the encoder of the {items.name}"
+    of = f"the column {items.column!r} of {items.source}" if items.column else items.source
+    rows = "1 row" if len(items) == 1 else f"{len(items):,} rows"
+    content = f"{rows} of {run.width} numbers, of {of}, by the encoder of the {items.name}"
     with announced(options.out, content):
         write_features(options.out, tiles, items, width=run.width, weights=run.weights)
 

@@ -47,6 +47,8 @@ def evaluate(options: EvaluateConfig) -> None:
         UserError: for a mistake in the options, the run or the data.
     """
     run = open_run(options.run, device_of(options.device, 0, 1), options.weights)
+    if run.weights_line:
+        say(run.weights_line)
     pairs = _pairs(run, options)
     work = Work.of(options)
     found = _classification(run, pairs, work) if run.config.task == "identify" else _search(run, pairs, work)

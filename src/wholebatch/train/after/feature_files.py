@@ -23,6 +23,7 @@ COLUMN = "features"
 TILE = 16384  # rows that are read at a time
 _KEY = b"wholebatch"
 _FORMAT = "wholebatch-features-1"
+_PICTURE = "image"  # the column of a folder of pictures
 _HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member"}  # names without the character of code 0
 
 
@@ -66,6 +67,7 @@ def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int,
     facts = {
         "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
         "folder": "" if items.table is None else str(items.table.folder.absolute()),
+        "member": _repeated_member(items.table),
     }  # fmt: skip
     columns = _columns(items)
     of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
@@ -89,8 +91,17 @@ def _columns(items: Items) -> Any:
     if items.table is None:
         return pa.table({"row": pa.array(range(int(items.rows.max()) + 1), pa.int64())})
     arrow = items.table.arrow
-    arrow = arrow.select([name for name in arrow.column_names if name != COLUMN])
+    left_out = {COLUMN, MEMBER} if _repeated_member(items.table) else {COLUMN}
+    arrow = arrow.select([name for name in arrow.column_names if name not in left_out])
     return arrow.rename_columns([_HIDDEN.get(name, name) for name in arrow.column_names])
+
+
+def _repeated_member(table: Table | None) -> str:
+    """Return the column whose values the names of the pictures of a folder repeat; "" for other data."""
+    if table is None or not {MEMBER, _PICTURE} <= {*table.arrow.column_names}:
+        return ""
+    pictures, names = table.arrow[_PICTURE], table.arrow[MEMBER]
+    return _PICTURE if pictures.type == names.type and pictures.equals(names) else ""
 
 
 @dataclass(frozen=True)
@@ -104,15 +115,14 @@ class FeatureFile:
     """None: the file holds features alone."""
     weights: str = field(default="")
     """Hash of the weights of the model; "" if the file does not have it."""
+    values: Any = field(default=None, repr=False)
+    """The features of a .npy file, mapped into memory: they can be read even after the file is removed."""
 
     def tiles(self, rows: int = TILE) -> Iterator[Tensor]:
         """Yield the features, (at most `rows`, width), in order."""
-        if self.path.suffix == ".npy":
-            import numpy as np
-
-            values = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        if self.values is not None:
             for start in range(0, self.count, rows):
-                yield torch.from_numpy(np.array(values[start : start + rows]))
+                yield torch.from_numpy(self.values[start : start + rows].copy())
             return
         import pyarrow.parquet as pq
 
@@ -156,7 +166,8 @@ def _open_npy(path: Path) -> FeatureFile:
     values = np.load(path, mmap_mode="r", allow_pickle=False)
     if values.ndim != 2 or values.dtype != np.float32 or not values.size:
         raise ValueError(f"expected float32 of the shape (rows, width), got {values.dtype} {values.shape}")
-    return FeatureFile(path, *values.shape)
+    count, width = values.shape
+    return FeatureFile(path, count, width, values=values)
 
 
 def _open_parquet(path: Path) -> FeatureFile:
@@ -172,6 +183,8 @@ def _open_parquet(path: Path) -> FeatureFile:
     arrow = pq.read_table(path, columns=others, memory_map=True)
     shown = {name: hidden for hidden, name in _HIDDEN.items()}
     arrow = arrow.rename_columns([shown.get(name, name) for name in arrow.column_names])
+    if facts.get("member") in others:
+        arrow = arrow.append_column(MEMBER, arrow[facts["member"]])
     table = Table(Path(facts["source"]), arrow, Path(facts["folder"]))
     name, column = facts["side"], facts["column"]
     rows = torch.arange(len(table))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +28,7 @@ from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import open_dual_encoder, open_encoder
 from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
+from ..run.extensions import read_extensions
 from ..run.resume import read_config
 from .options import Weights
 from .reading import reading
@@ -47,6 +51,10 @@ class OpenRun:
     device: torch.device
     kind_of_weights: str
     """"final", "best" or "checkpoint"."""
+    step: int | None = None
+    """The step after which these weights were written. None: not known, or the final ones."""
+    steps: int = 0
+    """The steps of the run, extensions included."""
     classes: tuple[str, ...] = ()
     """Names of the classes of --task identify; () for a checkpoint, which does not have them."""
     centers: Tensor | None = None
@@ -69,6 +77,14 @@ class OpenRun:
     def kind(self, side: str) -> Kind:
         """Return the kind of the items of a side."""
         return self.encoder(side).kind
+
+    @property
+    def weights_line(self) -> str:
+        """A line about the weights; "" for the final ones."""
+        if self.kind_of_weights == "final":
+            return ""
+        which = "the checkpoint" if self.kind_of_weights == "checkpoint" else "those of the best validation"
+        return f"weights: {which}" + ("" if self.step is None else f" after step {self.step:,} of {self.steps:,}")
 
     @torch.no_grad()
     def features(self, side: str, inputs: Inputs) -> Tensor:
@@ -96,32 +112,76 @@ def open_run(folder: Path, device: torch.device | None = None, weights: Weights 
     except UserError as error:
         raise UserError(str(error).replace("--resume ", "RUN ")) from error
     device = device or torch.device("cpu")
-    path = _file(folder, weights)
+    path = _file(folder, weights, config)
     kind = _NAMES[path.name]
     is_checkpoint = kind == "checkpoint"
-    prefix = "" if not is_checkpoint else "model.encoder." if config.task == "retrieve" else "model."
-    of_file = reading(path, "weights", (OSError,), named=(ValueError,))
-    with of_file, TensorFile(path) as file:
+    prefix = _prefix(config, kind)
+    with _reading(path), TensorFile(path) as file:
         names = [name for name in file.entries if name.startswith(prefix)]
         model = _model(folder, config, {name.removeprefix(prefix) for name in names}, is_checkpoint=is_checkpoint)
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
         centers = tensors.pop(_CENTERS, None) if config.task == "identify" else None
         _check_fits(path, {name: x.shape for name, x in model.state_dict().items()}, tensors)
-        digest = hashlib.sha256(json.dumps({name: file.entries[name].digest for name in names}).encode()).hexdigest()
+        digest = _digest(file, prefix)
         classes = _classes(file) if centers is not None else ()
+        step = None if kind == "final" else _step(file)
+    extensions = read_extensions(folder)
+    steps = extensions[-1].steps if extensions else config.steps
     model.load_state_dict(tensors)
     model.to(device).eval().requires_grad_(False)
-    return OpenRun(folder, config, model, digest, device, kind, classes, centers)
+    return OpenRun(folder, config, model, digest, device, kind, step, steps, classes, centers)
 
 
-def _file(folder: Path, weights: Weights) -> Path:
+def weights_of(run: OpenRun) -> set[str]:
+    """Return the hashes of all weights that the folder of the run has now: final, best, and of the last checkpoint.
+
+    Raises:
+        UserError: one of the files is damaged.
+    """
+    found = set()
+    for name, kind in _NAMES.items():
+        path = run.folder / name
+        if path.exists():
+            with _reading(path), TensorFile(path) as file:
+                found.add(_digest(file, _prefix(run.config, kind)))
+    return found
+
+
+def _prefix(config: TrainConfig, kind: str) -> str:
+    """Return the start of the names of the encoders' tensors in a file of weights."""
+    return "" if kind != "checkpoint" else "model.encoder." if config.task == "retrieve" else "model."
+
+
+def _digest(file: TensorFile, prefix: str) -> str:
+    """Return the hash of all weights in a file, without reading them."""
+    digests = {name: entry.digest for name, entry in file.entries.items() if name.startswith(prefix)}
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return reading(path, "weights", (OSError,), named=(ValueError,))
+
+
+def _step(file: TensorFile) -> int | None:
+    """Return the step after which the best weights, or those of a checkpoint, were written; None if it is not there."""
+    found: Any = file.metadata.get("step")
+    if "facts" in file.metadata:
+        facts = parse_json(file.metadata["facts"].encode(), f"the facts of {file.path}")
+        found = facts.get("step") if isinstance(facts, dict) else None
+    return int(found) if re.fullmatch(r"[0-9]{1,12}", str(found)) else None
+
+
+def _file(folder: Path, weights: Weights, config: TrainConfig) -> Path:
     """Return the file with these weights."""
     files = {kind: folder / name for name, kind in _NAMES.items()}
     if weights == "auto":
         for kind in ("final", "checkpoint"):
             if files[kind].exists():
                 return files[kind]
-        raise UserError(f"RUN: {str(folder)!r} has neither {FINAL} nor {CHECKPOINT}: the run has had no checkpoint yet")
+        raise UserError(
+            f"RUN: {str(folder)!r} has neither {FINAL} nor {CHECKPOINT}: the run has had no checkpoint yet; the first "
+            f"comes after step {min(config.checkpoint_every, config.steps):,}, or when Ctrl-C stops the run"
+        )
     if not files[weights].exists():
         there = [kind for kind, path in files.items() if path.exists()]
         raise UserError(

@@ -24,7 +24,7 @@ from .options import SearchConfig
 from .output import announced, say
 from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
-from .unknown_words import unknown_words
+from .unknown_words import note_of, unknown_words
 
 _OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
 _CHARACTERS = 100  # of a text that are printed
@@ -57,6 +57,8 @@ def search(options: SearchConfig) -> None:
         UserError: for a mistake in the options, the run or the data.
     """
     run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    if run.weights_line:
+        say(run.weights_line)
     work = Work.of(options)
     queries = _queries(run, options)
     found = _candidates(run, options, work, queries.name)
@@ -72,12 +74,11 @@ def search(options: SearchConfig) -> None:
             _print(_asked(queries, number), each, is_one=len(queries) == 1)
     else:
         _write(options.out, queries, hits)
-    if found.items is not None and not options.data and options.query and not options.is_picture:
+    if found.items is not None and not options.data and queries.side.kind == "text":
         # Of other data nobody knows whether they have the words that the encoder has learned.
-        unknown = unknown_words(run, options.query, queries.name, found.items.table)
-        listed = ", ".join(f'"{word}"' for word in unknown)
+        unknown = unknown_words(run, queries.side.items(queries.rows), queries.name, found.items.table)
         if unknown:
-            say(f"note: no text of the data has {listed}; the built-in encoder only knows the words of your texts")
+            say(note_of(unknown))
     if found.items is not None and found.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"
         lines = [_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])]

@@ -1,14 +1,15 @@
 """How many of the items that are evaluated a run was trained on.
 
 The run folder keeps no single item, only the hash of the data, so the run's data are loaded and split again. If they
-are not there any more, or others, the answer is not known. Texts are compared letter by letter, pictures byte by byte,
-of which only those of equal sizes are read.
+are not there any more, or others, the answer is not known. Texts are compared as the encoder of their side reads them:
+without case if it ignores case, as the built-in one does and encoders that lower their texts, else letter by letter.
+Pictures are compared byte by byte, of which only those of equal sizes are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from ..data.load import load_data
 from ..data.pairs.pairs import Pairs
 from ..data.pictures.equal import MOST, digests_of, first_of_each, numbers_in_common
 from ..data.sides import Chosen, DrawnPictures, FilePictures, Side, Texts
+from ..encoders.encoder import Encoder
+from ..encoders.small import TextEncoder
 from ..run.data_facts import read_data_facts
 from ..tasks.pair_search import PLURAL
 from .open_run import OpenRun
@@ -49,7 +52,10 @@ def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, Seen], str]:
         return {name: Seen(len(each.rows), None) for name, each in ours.items()}, _not_known(
             str(renamed(error, "the data of the run"))
         )
-    seen = {name: Seen(len(each.rows), _number_in(each, theirs[name])) for name, each in ours.items()}
+    seen = {
+        name: Seen(len(each.rows), _number_in(each, theirs[name], case_ignored_by(run.encoder(name))))
+        for name, each in ours.items()
+    }
     return seen, _said(seen)
 
 
@@ -85,11 +91,29 @@ def _distinct(pairs: Pairs, name: str, rows: Tensor) -> _Rows:
     return _Rows(pairs.sides[name], rows, everything)
 
 
-def _number_in(ours: _Rows, theirs: list[_Rows]) -> int | None:
+def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:
+    """Return the function that removes the case of a text as this encoder does; None: it distinguishes case."""
+    if isinstance(encoder, TextEncoder):
+        return str.upper
+    prepare = getattr(encoder, "prepare", None)
+    tokenizer = getattr(prepare, "tokenizer", None)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = getattr(fast, "normalizer", None)
+    lowers = (
+        getattr(prepare, "lower", False)
+        or (normalizer is not None and normalizer.normalize_str("A") == normalizer.normalize_str("a"))
+        or (fast is None and getattr(tokenizer, "do_lower_case", False))
+    )
+    return str.lower if lowers else None
+
+
+def _number_in(ours: _Rows, theirs: list[_Rows], without_case: Callable[[str], str] | None = None) -> int | None:
     """Return how many of our items are among theirs; None if they cannot be compared."""
     sides = [each.side for each in theirs]
     if isinstance(ours.side, Texts) and all(isinstance(side, Texts) for side in sides):
         columns = [each.side.column(each.rows) for each in (ours, *theirs) if isinstance(each.side, Texts)]
+        if without_case is not None:
+            columns = [_mapped(column, without_case) for column in columns]
         mine, *others = numbers_in_common(columns)
         return int(torch.isin(mine, torch.cat(others)).sum())
     if isinstance(ours.side, FilePictures) and isinstance(sides[0], FilePictures):
@@ -98,6 +122,14 @@ def _number_in(ours: _Rows, theirs: list[_Rows]) -> int | None:
         known = {each.numpy().tobytes() for each in sides[0].pixels[theirs[0].rows]}
         return sum(each.numpy().tobytes() in known for each in ours.side.pixels[ours.rows])
     return None
+
+
+def _mapped(column: Any, change: Callable[[str], str]) -> Any:
+    """Return a column of texts with each text changed, as Python changes it: Arrow leaves ß as it is in upper case."""
+    import pyarrow as pa
+
+    chunks = [pa.array([change(text) for text in chunk.to_pylist()], pa.large_string()) for chunk in column.chunks]
+    return pa.chunked_array(chunks, pa.large_string())
 
 
 def _pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePictures) -> int | None:
