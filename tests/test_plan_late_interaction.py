@@ -44,9 +44,10 @@ def rises(settings):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_as_predicted(ranks):
-    shapes = shapes_of(64, 128, 32, 90, ranks)
+    shapes, several_tiles = shapes_of(64, 128, 32, 90, ranks), {1: 400_000, 2: 100_000}[ranks]
     settings = [
-        (shapes, "gather", 400_000),  # two by two tiles; on two ranks the reduce-scatter is the peak, not the sweep
+        # On two ranks the reduce-scatter is the peak, not the sweep, and more so if one rank is late with large tiles.
+        (shapes, "gather", several_tiles),
         (shapes, "gather", shapes.memory_for(0) + shapes.bytes_of_all_winners // 2),
         (shapes, "ring", shapes.memory_for(1)),
         (shapes_of(32, 128, 90, 32, ranks), "gather", "flat"),
@@ -58,7 +59,7 @@ def test_memory_is_as_predicted(ranks):
     peaks = [max(of_ranks) for of_ranks in zip(*run_processes(rises, ranks, settings, timeout_s=300), strict=True)]
     for setting, rise in zip(settings, peaks, strict=True):
         planned = work_of(*setting).loss
-        if abs(planned / rise - 1) > (0.03 if setting[2] != 400_000 or ranks == 1 else 0.1):
+        if abs(planned / rise - 1) > (0.03 if setting[2] != several_tiles or ranks == 1 else 0.1):
             wrong.append(f"{setting}: planned {planned}, measured {rise}")
     assert not wrong, "\n".join(wrong)
 
