@@ -70,6 +70,11 @@ def train(
             _flush(trackers)
         wait()
 
+    def save_last(step: int) -> None:
+        """Save what the step has made, which no later pass has shown to be finite."""
+        _check_finite(task, step)
+        save(task.pass_state(), step)
+
     try:
         since = schedule.extensions[-1].at if schedule.extensions else 0
         best = Best(task, config.patience, since, [] if folder is None else folder.metrics()[:done])
@@ -128,8 +133,7 @@ def train(
                 is_over = from_first_rank(best.is_over, device)
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
-                _check_finite(task, done)
-                save(task.pass_state(), done)
+                save_last(done)
                 saved_at = done
             if asked.stop:
                 raise _end(asked, requests, progress, step=done)
@@ -148,8 +152,7 @@ def train(
         elif folder is not None and (remark := best.remark(done, is_kept=keeps_best)):
             progress.show_note(remark)
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
-            _check_finite(task, done)
-            save(task.pass_state(), done)
+            save_last(done)
         report = task.test()
         wait()
         weights = task.weights()

@@ -113,8 +113,7 @@ def _search(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
         _features(run, name, side, rows, work)
         for (name, side), rows in zip(pairs.sides.items(), stated.rows, strict=True)
     )
-    device = device_of(work.device, 0, 1)
-    return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second, device=device)}
+    return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second, device=run.device)}
 
 
 def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
@@ -137,8 +136,8 @@ def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
         found["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
     of_texts = torch.tensor([distinct[name] for name in names])
-    verified, device = rows_to_verify(of_texts), device_of(work.device, 0, 1)
-    tar, threshold = accepted_at(features[verified], of_texts[verified], FAR, device=device)
+    verified = rows_to_verify(of_texts)
+    tar, threshold = accepted_at(features[verified], of_texts[verified], FAR, device=run.device)
     of_pairs = {"images": len(verified), "far": FAR, "tar": None, "threshold": None} if math.isnan(tar) else {
         "images": len(verified), "far": FAR, "tar": tar, "threshold": threshold
     }  # fmt: skip

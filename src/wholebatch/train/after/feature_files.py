@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ _PICTURE = "image"  # the column of a folder of pictures
 _HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member"}  # names without the character of code 0
 
 
-def write_features(path: Path, tiles: Iterable[Tensor], items: Items, *, width: int, weights: str) -> int:
-    """Write the features of the items, which come in tiles (m, width), and return their number.
+def write_features(path: Path, tiles: Iterable[Tensor], items: Items, *, width: int, weights: str) -> None:
+    """Write the features of the items, which come in tiles (m, width).
 
     The file appears under its name when it is complete.
 
@@ -42,12 +42,12 @@ def write_features(path: Path, tiles: Iterable[Tensor], items: Items, *, width: 
     try:
         with replacing(path) as file:
             write = _write_npy if path.suffix == ".npy" else _write_parquet
-            return write(file, tiles, items, width, weights)
+            write(file, tiles, items, width, weights)
     except OSError as error:
         raise UserError(f"--out: {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
-def _write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> int:
+def _write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> None:
     import numpy as np
 
     header = {"descr": "<f4", "fortran_order": False, "shape": (len(items), width)}
@@ -57,19 +57,20 @@ def _write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, wei
         file.write(tile.contiguous().numpy().astype("<f4", copy=False).tobytes())
         done += len(tile)
     assert done == len(items)
-    return done
 
 
-def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> int:
+def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    repeated = _repeated_member(items.table)
     facts = {
         "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
         "folder": "" if items.table is None else str(items.table.folder.absolute()),
-        "member": _repeated_member(items.table),
+        "member": repeated,
     }  # fmt: skip
-    columns = _columns(items)
+    # An older column of features is left out, too.
+    columns = _columns(items, {COLUMN, MEMBER} if repeated else {COLUMN})
     of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
     schema = columns.schema.append(of_features).with_metadata({_KEY: json.dumps(facts).encode()})
     done = 0
@@ -81,17 +82,15 @@ def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int,
             writer.write_table(pa.table([*part.columns, values], schema=schema))
             done += len(tile)
     assert done == len(items)
-    return done
 
 
-def _columns(items: Items) -> Any:
-    """Return the columns of the data, or for the embedded characters only a number; an older `features` is left out."""
+def _columns(items: Items, left_out: Collection[str]) -> Any:
+    """Return the columns of the data but for some, or for the embedded characters only a number."""
     import pyarrow as pa
 
     if items.table is None:
         return pa.table({"row": pa.array(range(int(items.rows.max()) + 1), pa.int64())})
     arrow = items.table.arrow
-    left_out = {COLUMN, MEMBER} if _repeated_member(items.table) else {COLUMN}
     arrow = arrow.select([name for name in arrow.column_names if name not in left_out])
     return arrow.rename_columns([_HIDDEN.get(name, name) for name in arrow.column_names])
 
