@@ -44,6 +44,8 @@ def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
         with ExitStack() as without_autocast:
             for device in device_types(args, kwargs) or {"cpu"}:
                 if torch.amp.is_autocast_available(

@@ -121,20 +121,20 @@ def _memory_bytes() -> int:
 def on_host(numbers: Mapping[_K, Tensor | float] | Mapping[_K, Tensor]) -> dict[_K, float]:
     """Copy tensors of one element to the host, as numbers; the host waits once for each device."""
     found = {name: x for name, x in numbers.items() if not isinstance(x, Tensor)}
-    tensors = {name: x.detach().reshape(()) for name, x in numbers.items() if isinstance(x, Tensor)}
-    for device in {x.device for x in tensors.values()}:
-        on_device = {name: x for name, x in tensors.items() if x.device == device}
-        alike = len({x.dtype for x in on_device.values()}) == 1
-        stacked = torch.stack([x if alike else x.to(wide_dtype(device)) for x in on_device.values()])
-        found.update(zip(on_device, map(float, stacked.tolist()), strict=True))
+    tensors = {name: x.reshape(()) if x.dim() else x for name, x in numbers.items() if isinstance(x, Tensor)}
+    devices = {x.device for x in tensors.values()}
+    for device in devices:
+        here = tensors if len(devices) == 1 else {name: x for name, x in tensors.items() if x.device == device}
+        found.update(zip(here, torch.stack([*here.values()]).tolist(), strict=True))  # in the widest of their dtypes
     return found
 
 
 def norm_bound(x: Tensor) -> Tensor:
     """Return the largest norm of x's rows, shape (); 0 without rows."""
-    if not len(x):
-        return x.new_zeros((), dtype=accumulation_dtype(x.dtype))
-    return torch.linalg.vector_norm(x.detach(), dim=1, dtype=accumulation_dtype(x.dtype)).amax()
+    dtype = accumulation_dtype(x.dtype)
+    if not x.shape[0]:
+        return x.new_zeros((), dtype=dtype)
+    return torch.linalg.vector_norm(x.detach(), dim=1, dtype=dtype).amax()
 
 
 def check_norm(name: str, x: Tensor, largest: float) -> float:

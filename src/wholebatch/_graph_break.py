@@ -5,29 +5,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback  # torch.compile sets it; it imports no Dynamo
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_DYNAMO = "torch._dynamo"
 
 
 def outside_graphs(function: Callable[_P, _R], reason: str) -> Callable[_P, _R]:
     """Wrap a function so that it breaks the graph of a compiled caller; `fullgraph=True` reports the `reason`.
 
-    `torch.compile` imports `torch._dynamo`. Before this import nothing compiles, and the function is called directly.
+    Outside of compiled calls the function is called directly.
     """
     skipped = _skipped(function, reason)
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         # When Dynamo traces this, it takes the first condition to be true, and does not read the second.
-        if torch.compiler.is_compiling() or _DYNAMO in sys.modules:
+        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback():
             return skipped(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -25,9 +25,10 @@ def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tens
     return total
 
 
-@torch.no_grad()
 def paired_products(x: Tensor, y: Tensor) -> Tensor:
-    """Return x_i . y_i of each row in the accumulation dtype, (rows,), a few rows at a time."""
-    dtype = accumulation_dtype(x.dtype)
-    parts = zip(x.split(rows_at_a_time(x.device)), y.split(rows_at_a_time(x.device)), strict=True)
+    """Return x_i . y_i of each row in the accumulation dtype, (rows,), without a gradient, a few rows at a time."""
+    x, y, dtype, most = x.detach(), y.detach(), accumulation_dtype(x.dtype), rows_at_a_time(x.device)
+    if x.shape[0] <= most:
+        return torch.linalg.vecdot(x.to(dtype), y.to(dtype))
+    parts = zip(x.split(most), y.split(most), strict=True)
     return torch.cat([torch.linalg.vecdot(a.to(dtype), b.to(dtype)) for a, b in parts])

@@ -27,7 +27,7 @@ class FactsByRank(Sequence[Facts]):
         records: Records | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        self._facts, self._records, self._columns = facts, records, dict(columns or {})
+        self._facts, self.records, self._columns = facts, records, dict(columns or {})
         self._alike = all_equal([*map(id, facts)])
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class FactsByRank(Sequence[Facts]):
 
     @cached_property
     def _filled(self) -> list[Facts]:
-        numbers = self._records.numbers if self._records is not None else lambda _: []
+        numbers = self.records.numbers if self.records is not None else lambda _: []
         return [
             {**fill(of_rank, numbers(rank)), **{name: column[rank] for name, column in self._columns.items()}}
             for rank, of_rank in enumerate(self._facts)
@@ -60,7 +60,7 @@ class FactsByRank(Sequence[Facts]):
 
     def plus(self, columns: Mapping[str, Sequence[Any]]) -> FactsByRank:
         """Return these facts and further ones: one value of each rank, by name."""
-        return FactsByRank(self._facts, self._records, {**self._columns, **columns})
+        return FactsByRank(self._facts, self.records, {**self._columns, **columns})
 
     def column(self, *path: str) -> list[Any]:
         """Return one fact of every rank, rank 0's first; further names lead into a fact that is a mapping."""
@@ -96,8 +96,8 @@ class FactsByRank(Sequence[Facts]):
         return None if same else values
 
     def _column(self, fact: Any) -> list[Any]:
-        if isinstance(fact, Slot) and self._records is not None:
-            return fact.column(self._records)
+        if isinstance(fact, Slot) and self.records is not None:
+            return fact.column(self.records)
         if isinstance(fact, list) and fact:
             return [list(row) for row in zip(*map(self._column, fact), strict=True)]
         if isinstance(fact, dict) and fact:

@@ -86,6 +86,18 @@ def handshake(
         text = str(error) if isinstance(error, ValueError | CallError) else f"{type(error).__name__}: {error}"
         kind = "call" if isinstance(error, CallError) else "value"
         local = _Local(caller, {_CALLER: caller, _COMPLAINT: text, _KIND: kind})
+    return _agreed(transport, local, caller, must_match, checked, cause)
+
+
+def _agreed(
+    transport: Transport,
+    local: _Local,
+    caller: str,
+    must_match: Sequence[str],
+    checked: Checked,
+    cause: Exception | None = None,
+) -> FactsByRank:
+    """Exchange statements; return the facts of all ranks, or raise on every rank."""
     everyone, records = ([local.statement], None) if transport.size == 1 else _exchange(transport, local, checked)
     mistake = _complaints(everyone)
     if mistake is None:
@@ -94,6 +106,32 @@ def handshake(
     if mistake is not None:
         raise on_all_ranks(mistake, transport) from cause
     return agreed
+
+
+class Statement:
+    """A rank's valid statement, which a later call of the same form sends with other numbers.
+
+    Args:
+        caller: as for `handshake`.
+        facts: of this rank; the first `varying` numbers on the host, and those on a device, change from call to call.
+        varying: how many numbers on the host change.
+    """
+
+    def __init__(self, caller: str, facts: Mapping[str, object], varying: int) -> None:
+        self._local, self._caller, self._varying = _stated(caller, facts), caller, varying
+
+    @eager
+    def exchange(self, transport: Transport, numbers: Sequence[float], on_device: Sequence[OnDevice]) -> FactsByRank:
+        """Return the facts of all ranks, as `handshake` does, which the other ranks may call instead."""
+        first = self._local
+        local = _Local(first.who, first.statement, [*numbers, *first.numbers[self._varying :]], on_device, first.text)
+        return _agreed(transport, local, self._caller, (), "of a loss")
+
+    def forms_of_ranks(self, by_rank: FactsByRank) -> bytes | None:
+        """Return all that the ranks have stated but for the numbers that change; None if their texts differ."""
+        if by_rank.records is None:
+            return b""
+        return by_rank.records.without_numbers(len(self._local.on_device) + self._varying)
 
 
 @dataclass(frozen=True)
@@ -150,9 +188,10 @@ class _Local:
     statement: Facts
     numbers: Sequence[float] = ()
     on_device: Sequence[OnDevice] = ()
+    text: bytes = b""
 
     def __post_init__(self) -> None:
-        self.text = encode(self.statement)  # raises for a fact that is no JSON value, such as an array for a number
+        self.text = self.text or encode(self.statement)  # raises for a fact that is no JSON value, such as an array
 
     def record(self, transport: Transport, *, reads: bool = True) -> Tensor:
         """Return the record, on the device where the numbers are, if it travels from there."""

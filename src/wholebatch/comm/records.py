@@ -189,6 +189,14 @@ class Records:
         first, second, lengths = (self._words(at) for at in (1, 2, 3))
         return None if all_equal(first) and all_equal(second) and all_equal(lengths) else lengths
 
+    def without_numbers(self, count: int) -> bytes | None:
+        """Return all records without the first `count` numbers of each; None if the ranks' texts differ."""
+        if self.different_lengths() is not None:
+            return None
+        words = self.words.clone()
+        words[:, _FIRST : _FIRST + count] = 0
+        return bytes(bytes_of(words))
+
     def numbers(self, rank: int) -> list[float]:
         """Return the numbers of one rank."""
         found: list[Any] = self._numbers[rank * WORDS + _FIRST : (rank + 1) * WORDS - 1].tolist()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._launcher import LAUNCHED_SIZES, launched_processes
 from .communicator import Communicator
-from .local import LocalCommunicator
+from .local import alone, stay_alone
 from .mpi import MPICommunicator
 from .torch_distributed import TorchCommunicator
 
@@ -48,6 +48,8 @@ def select_communicator(group: object) -> Communicator:
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return TorchCommunicator()
+        if (communicator := alone()) is not None:
+            return communicator
         for variable in LAUNCHED_SIZES:
             if launched_processes(variable) > 1:
                 raise ValueError(
@@ -56,7 +58,7 @@ def select_communicator(group: object) -> Communicator:
                     "torch.distributed.init_process_group(), or pass group=wholebatch.comm.MPICommunicator() under "
                     "mpiexec, or group=wholebatch.comm.LocalCommunicator()"
                 )
-        return LocalCommunicator()
+        return stay_alone()
     if isinstance(group, dist.ProcessGroup | DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return TorchCommunicator(group)
     check_group(group)

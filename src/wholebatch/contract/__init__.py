@@ -2,12 +2,11 @@
 
     entry       a call whose arguments do not fit its signature raises on every rank; autocast is off inside
     autocast    its dtype around the loss, from which the precision of products follows
-    options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel, precision,
-                even
+    options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel, precision
     inputs      a loss's declaration of its tensors and scalars, checked on the rank that has them
     agree       one handshake: every rank's arguments are valid and fit together, or every rank raises
     facts       the facts that every rank then knows about all ranks
-    even        with even=True: facts by promise, and what the host reads at the next call
+    forms       what the ranks have agreed on, kept for later calls with the same shapes and settings
     gradients   an input that requires a gradient on one rank requires it on all; the factor of `sync`
     reduction   from the losses of the local rows to the scalar that every rank returns
     canaries    sums that kernels compute in two ways, compared at the entry of the next call
@@ -20,9 +19,8 @@ from .agree import agree
 from .backward import CALL, check_earlier, differed, latest_call, number_call, together
 from .canaries import Canaries, canaries_of
 from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
-from .even import Late
 from .facts import Facts
-from .gradients import gradient_facts, join
+from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import REDUCTIONS, Options, Reduction
 from .reduction import finish, reduce_losses, reduce_total
@@ -35,13 +33,13 @@ __all__ = [
     "Checks",
     "Facts",
     "Inputs",
-    "Late",
     "Options",
     "Reduction",
     "agree",
     "bind_on_all_ranks",
     "canaries_of",
     "check_earlier",
+    "check_inference",
     "differed",
     "entry",
     "finish",

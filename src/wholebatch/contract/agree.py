@@ -4,8 +4,9 @@
 2. each rank computes the numbers that values need      norms, scalars: they stay on the device
 3. all ranks send facts and numbers in one handshake    the host waits once, for the numbers of all ranks
 4. each rank checks the numbers and facts of all ranks  the same numbers, hence the same decision, on all
-                                                        with even=True at the next call, see `even`
 5. the inputs enter the graph of the loss               see `gradients`
+
+A call of a form that was valid before looks up 1, and of 3 and 4 all but the numbers (see `forms`).
 
 If a number of any rank looks wrong in step 4 (NaN, an infinite norm, a negative weight), or ranks differ in a fact that
 must match, all ranks make a second handshake. For this each checks its own values, and reads whatever its error message
@@ -15,7 +16,7 @@ needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,25 +24,26 @@ import torch
 from torch import Tensor
 
 from .._checks import on_host
-from .._precision import accumulation_dtype
+from .._precision import accumulation_dtype, tf32_is_allowed
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
-from ..comm.handshake import GRAD_ENABLED, Unread, UnreadError, different_facts, handshake_unread, on_all_ranks
+from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
 from ..comm.records import OnDevice
 from ..kernels import check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .autocast import autocast_around
-from .backward import CALL, EARLIER, call_after, check_earlier, differed, latest_call, number_call
+from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call
 from .canaries import CANARIES, canaries_of
-from .even import NUMBERS, Late, Promise, StandIns, form_of, keep, limits_of, promised, read_late
 from .facts import Facts
-from .gradients import enter, gradient_facts, join
+from .forms import Agreement, Form, forms_of, keep
+from .gradients import check_inference, enter, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
 from .options import Options
 
-_ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
+NUMBERS = "numbers"  # the fact with the numbers of a rank
 PRECISION = "precision of products"  # the one that was chosen
+_ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
 _NO_KERNELS, _CHOOSES = "kernels are missing", "auto chooses kernels"  # why, or ""; on the device of this rank
 _CHOICES = "choices of kernels"  # a digest of them
 _MUST_MATCH = (
@@ -53,7 +55,6 @@ _MUST_MATCH = (
     "exchange",
     "reduction",
     "kernel",
-    "even",
     PRECISION,
 )
 _DERIVED = "derived"  # the fact that follows from the numbers of a rank
@@ -72,106 +73,52 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     Raises:
         ValueError: on every rank, whichever rank made the mistake.
     """
-    call = _Call(caller, options, inputs, checks or Checks(), select_communicator(options.group))
-    comm, checks = call.comm, call.checks
-    read_late(comm.transport)
-    promise = promised(comm.transport, caller) if options.even is True else None  # checked below
-    if promise is not None and (facts := _as_promised(call, promise)) is not None:
-        return facts
-    local: dict[str, Any] = {}
-
-    def facts_of_this_rank() -> dict[str, Any]:
-        local.update(call.local_facts())
-        return local
-
-    try:
-        by_rank = comm.handshake(facts_of_this_rank, caller=caller)
-    except UnreadError as error:
-        local = call.local_facts()  # raises this rank's own mistake, if there is one
-        if promise is None or _but_rows(form_of(local)) != _but_rows(promise.form):
-            raise
-        return _by_promise(call, promise, error.sent, local)
-    canaries_of(comm.transport).check(by_rank.columns_of_mapping(NUMBERS))
-    mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
-    values = None if mistake is not None else _values_of_all(by_rank, comm.rank, inputs, checks)
+    checks, comm = checks or Checks(), select_communicator(options.group)
+    transport = comm.transport
+    call = _Call(caller, options, inputs, checks, comm)
+    forms, key = forms_of(transport), call.form()
+    form = forms.get(key)
+    numbers = None if form is None else call.valid_numbers()
+    agreement = mistake = None
+    if form is None or numbers is None:
+        by_rank, form = call.first_handshake()
+    elif comm.size > 1:
+        by_rank = call.handshake_again(form, numbers)
+        agreement = form.agreements.get(form.statement.forms_of_ranks(by_rank))
+    else:
+        agreement = form.agreements[b""]
+        by_rank = agreement.by_rank
+        columns: dict[str, list[float]] | None = {name: [number] for name, number in on_host(numbers).items()}
+        latest = [latest_call()]
+    if agreement is None or comm.size > 1:
+        columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
+    if agreement is None:
+        canaries_of(transport).check(columns)
+        mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
+    values = None if mistake is not None else _values_of_all(columns, comm.rank, inputs, checks)
     if values is None:
         found = _numbers(comm, inputs, checks)
         checked = comm.handshake(lambda: _check_values(comm, found, inputs, checks), caller=caller)
         if mistake is not None:
-            raise on_all_ranks(mistake, comm.transport)
+            raise on_all_ranks(mistake, transport)
         values = _Values.of(checked, inputs)
-    check_earlier(comm.transport, {})
-    rows = _partitions({name: tuple(by_rank.column("rows", name)) for name in inputs.given_features})
-    if rows[inputs.first[0]].total == 0:
-        raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows; skip the step on all ranks")
+    check_earlier(transport, {})
+    if agreement is None:
+        agreement = call.agreement(by_rank)
+        ranks = form.statement.forms_of_ranks(by_rank)
+        if key is not None and ranks is not None:
+            form.agreements[ranks] = agreement
+            keep(forms, key, form)
     for name, of_ranks in values.scalars.items():
         _check_equal(caller, name, of_ranks)
-    if inputs.weights[0] is not None and not any(values.weights):
+    if values.weights is not None and not any(values.weights):
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
-    number = number_call(by_rank.column(CALL))
-    scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
-    norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
-    if options.even is True:
-        keep(comm.transport, caller, Promise(form_of(local), by_rank, rows, number, norms, scalars))
-    entered = call.entered(inputs.differentiable, by_rank)
-    least = min(values.min_pair_products)
-    return call.facts(by_rank.plus(values.derived), number, scalars, rows, norms, least, entered, inputs.given_ids)
+    return call.facts(agreement, number_call(latest), values)
 
 
-def _as_promised(call: _Call, promise: Promise) -> Facts | None:
-    """Return the facts of a call that is like the one before, without reading a device; None if it is not."""
-    try:
-        local = call.local_facts()
-    except ValueError:  # raised again, on all ranks, by the whole handshake
-        return None
-    if form_of(local) != promise.form or promise.assumed(call.inputs) is None:
-        return None
-    sent = handshake_unread(call.comm.transport, {**local, CALL: 0}, caller=call.caller)
-    canaries_of(call.comm.transport).clear()  # the records have taken them along
-    check_earlier(call.comm.transport, {})
-    return _by_promise(call, promise, sent, local)
-
-
-def _by_promise(call: _Call, promise: Promise, sent: Unread, local: Mapping[str, Any]) -> Facts:
-    """Return the facts of a call from the promise; features are 0 on the device where it is broken.
-
-    Args:
-        call: the call.
-        promise: of the caller.
-        sent: the records of all ranks.
-        local: this rank's facts. If it has other rows than promised, zeros stand in for them.
-    """
-    inputs, assumed = call.inputs, promise.assumed(call.inputs)
-    assert assumed is not None
-    norms, scale = assumed
-    numbers = {name: of.number if isinstance(of, OnDevice) else of for name, of in local[NUMBERS].items()}
-    on_device = [name for name in inputs.given_scalars if isinstance(numbers[name], Tensor)]
-    late = Late(call.caller, sent, limits_of(inputs, numbers, norms, scale), on_device, inputs.first[1].device)
-    given, ids = inputs.differentiable, inputs.given_ids
-    if local["rows"] != promise.form["rows"]:
-        stand_ins = StandIns(inputs, promise.form["rows"])
-        given, ids = stand_ins.differentiable(), stand_ins.ids()
-    entered = call.entered(given, promise.by_rank)
-    factor, scaled, scalars = None, "", dict(promise.scalars)
-    if inputs.scales and inputs.scales[0] in on_device:
-        name, scaled = inputs.scales
-        factor = entered[name]
-        scalars[name] = entered[name] = 1.0
-        norms = {**norms, scaled: scale * norms[scaled]}
-    for name in [*inputs.given_features, *(["weights"] if given["weights"] is not None else [])]:
-        entered[name] = late.admit(entered[name], factor if name == scaled else None)
-    promise.call = call_after(promise.call)
-    facts = call.facts(promise.by_rank, promise.call, scalars, dict(promise.rows), norms, -math.inf, entered, ids, late)
-    return facts.widened() if scaled else facts
-
-
-def _but_rows(form: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: of for name, of in form.items() if name != "rows"}
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Call:
     """The arguments of one call, and the ranks that make it."""
 
@@ -181,50 +128,104 @@ class _Call:
     checks: Checks
     comm: Communicator
 
-    def local_facts(self) -> dict[str, Any]:
-        """Return this rank's facts, if its arguments are valid."""
-        return _local_facts(self.comm, self.options, self.inputs, self.checks)
+    def form(self) -> Hashable | None:
+        """Return the form of this rank's call; None if it has to state all facts."""
+        options, settings, transport = self.options, self.checks.settings, self.comm.transport
+        if settings is None or canaries_of(transport).pending:
+            return None
+        device = self.inputs.device
+        cuda = None if device is None or device.type != "cuda" else (autocast_around(device), tf32_is_allowed())
+        key = (
+            self.caller, options.sync, options.exchange, options.memory, options.memory.__class__, options.reduction,
+            options.kernel, options.precision, settings, tuple(map(type, settings)), self.inputs.form(),
+            torch.is_grad_enabled(), cuda, choice.switched_off(), EARLIER in differed(transport),
+        )  # fmt: skip
+        try:
+            hash(key)
+        except TypeError:  # an argument of a wrong type, which the checks refuse
+            return None
+        return key
 
-    def entered(self, given: Mapping[str, Any], by_rank: FactsByRank) -> dict[str, Any]:
-        """Return the arguments in the graph of the loss, by name."""
-        joined = join([*given.values()], by_rank)
-        return enter(dict(zip(given, joined, strict=True)), self.inputs.replicated, self.comm, self.options)
+    def valid_numbers(self) -> dict[str, Tensor | float] | None:
+        """Return the numbers of this call; None if one on the host is wrong."""
+        try:
+            return _numbers(self.comm, self.inputs, self.checks)
+        except ValueError:  # raised again, on all ranks, by the first handshake of a form
+            return None
 
-    def facts(
-        self,
-        by_rank: FactsByRank,
-        number: int,
-        scalars: dict[str, float],
-        rows: dict[str, Partition],
-        norms: dict[str, float],
-        min_pair_product: float,
-        entered: dict[str, Any],
-        ids: dict[str, tuple[Any, str]],
-        late: Late | None = None,
-    ) -> Facts:
-        """Return the facts on which the ranks agree; the arguments are those of :class:`Facts`."""
-        first = self.inputs.first[1]
-        return Facts(
+    def first_handshake(self) -> tuple[FactsByRank, Form]:
+        """Return the facts of all ranks, and this rank's form; all of its arguments are checked."""
+        local: dict[str, Any] = {}
+
+        def facts_of_this_rank() -> dict[str, Any]:
+            local.update(_local_facts(self.comm, self.options, self.inputs, self.checks))
+            return local
+
+        by_rank = self.comm.handshake(facts_of_this_rank, caller=self.caller)
+        on_host = sum(not isinstance(number, OnDevice) for number in local[NUMBERS].values())
+        return by_rank, Form(Statement(self.caller, local, varying=2 + on_host))
+
+    def handshake_again(self, form: Form, numbers: Mapping[str, Tensor | float]) -> FactsByRank:
+        """Return the facts of all ranks, of which this rank states its numbers alone."""
+        transport = self.comm.transport
+        host = [number for number in numbers.values() if not isinstance(number, Tensor)]
+        varying = [latest_call(), choice.digest(transport.group_name), *host]
+        on_device = [OnDevice(number) for number in numbers.values() if isinstance(number, Tensor)]
+        by_rank = form.statement.exchange(transport, varying, on_device)
+        if by_rank.differing(_CHOICES) is not None:
+            choice.forget(transport.group_name)
+        return by_rank
+
+    def agreement(self, by_rank: FactsByRank) -> Agreement:
+        """Return what the ranks agree on.
+
+        Raises:
+            ValueError: on every rank, if no rank has rows, or the inputs of one cannot have gradients.
+        """
+        inputs, options = self.inputs, self.options
+        rows = _partitions({name: tuple(by_rank.column("rows", name)) for name in inputs.given_features})
+        if rows[inputs.first[0]].total == 0:
+            raise ValueError(
+                f"{self.caller}: the global batch is empty, every rank passed 0 rows; skip the step on all ranks"
+            )
+        check_inference(by_rank)
+        return Agreement(
+            by_rank,
+            rows,
+            [any(column) for column in by_rank.columns_of_list(NEEDS_GRAD)],
+            Products(by_rank.column(PRECISION)[0], named=options.precision != "auto"),
+            _may_use_kernels(self.comm, options, by_rank),
+        )
+
+    def facts(self, agreement: Agreement, number: int, values: _Values) -> Facts:
+        """Return the facts of the call; its inputs enter the graph of the loss."""
+        first, given = self.inputs.first[1], self.inputs.differentiable
+        entered = enter(join(given, agreement.needs_grad), self.inputs, self.comm, self.options)
+        dtype = accumulation_dtype(first.dtype)
+        norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
+        facts = Facts(
             caller=self.caller,
             call=number,
             options=self.options,
             comm=self.comm,
-            scalars=scalars,
-            rows=rows,
+            scalars={name: of_ranks[0] for name, of_ranks in values.scalars.items()},
+            rows=agreement.rows,
             norms=norms,
-            min_pair_product=min_pair_product,
+            min_pair_product=min(values.min_pair_products),
             inputs=entered,
-            vectors=ids,
-            by_rank=by_rank,
+            vectors=self.inputs.given_ids,
+            by_rank=agreement.by_rank.plus(values.derived) if values.derived else agreement.by_rank,
             embedding_size=first.shape[1],
             given_dtype=first.dtype,
             features_dtype=first.dtype,
-            products=Products(by_rank.column(PRECISION)[0], named=self.options.precision != "auto"),
-            dtype=accumulation_dtype(first.dtype),
+            products=agreement.products,
+            dtype=dtype,
             device=first.device,
-            kernels=_may_use_kernels(self.comm, self.options, by_rank),
-            late=late,
-        ).in_range()
+            kernels=agreement.kernels,
+            needs_grad=True in agreement.needs_grad,
+            plans=agreement.plans,
+        )
+        return facts.in_range()
 
 
 def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
@@ -244,6 +245,8 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     loss_facts = checks.check()
     inputs.check_rest()
     return {
+        CALL: latest_call(),  # this, the next and the numbers change from call to call, so they come first
+        _CHOICES: choice.digest(comm.transport.group_name),
         NUMBERS: {
             name: OnDevice(x) if isinstance(x, Tensor) else x for name, x in _numbers(comm, inputs, checks).items()
         },
@@ -257,12 +260,9 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "memory": options.memory,
         "reduction": options.reduction,
         "kernel": options.kernel,
-        "even": options.even,
         PRECISION: products.precision,
         _NO_KERNELS: _why_not(first.device) if options.kernel == "auto" else "",
         _CHOOSES: chooses(first.device),
-        _CHOICES: choice.digest(comm.transport.group_name),
-        CALL: latest_call(),
         **loss_facts,
         **gradient_facts([*inputs.differentiable.values()]),
     }
@@ -304,7 +304,7 @@ class _Values:
 
     norms: Mapping[str, Sequence[float]]
     scalars: Mapping[str, Sequence[float]]
-    weights: Sequence[float | None]
+    weights: Sequence[float] | None
     min_pair_products: Sequence[float]
     derived: Mapping[str, Sequence[Any]]
 
@@ -314,7 +314,7 @@ class _Values:
         return cls(
             {name: checked.column("norms", name) for name in inputs.given_features},
             {name: checked.column("scalars", name) for name in inputs.compared},
-            checked.column("weight"),
+            checked.column("weight") if inputs.weights[0] is not None else None,
             checked.column(MIN_PAIR_PRODUCT),
             _by_name(checked.column(_DERIVED)),
         )
@@ -329,31 +329,36 @@ def _check_values(
     return {**inputs.check_values(found), _DERIVED: checks.derive(found) if checks.derive is not None else {}}
 
 
-def _values_of_all(by_rank: FactsByRank, rank: int, inputs: Inputs, checks: Checks) -> _Values | None:
+def _values_of_all(
+    columns: Mapping[str, Sequence[float]] | None, rank: int, inputs: Inputs, checks: Checks
+) -> _Values | None:
     """Return the facts that follow from all ranks' numbers; None, on every rank, if a number may be wrong."""
-    columns = by_rank.columns_of_mapping(NUMBERS)
-    if columns is None or any(column[0] for name, column in columns.items() if name == EARLIER):
+    if columns is None or any(columns.get(EARLIER, ())):
         return None
-    finite = [column for name, column in columns.items() if name not in (MIN_PAIR_PRODUCT, *CANARIES)]
-    if not all(math.isfinite(sum(column)) for column in finite):
+    for name, column in columns.items():
+        if name != MIN_PAIR_PRODUCT and name not in CANARIES and not math.isfinite(sum(column)):
+            return None
+    if not inputs.accepts(columns):
         return None
-    try:
-        for extreme in (min, max):  # each check accepts an interval
-            inputs.check_values({name: extreme(column) for name, column in columns.items()})
-        derived: list[Mapping[str, Any]] = [{}] * len(by_rank)
-        if checks.derive is not None:
-            for at in sorted(range(len(by_rank)), key=lambda at: at == rank):  # this rank's last: it may keep numbers
+    derived: list[Mapping[str, Any]] = []
+    weights = columns.get(SUM_OF_WEIGHTS)
+    if checks.derive is not None:
+        derived = [{}] * len(columns[norm_of(inputs.first[0])])
+        try:
+            for at in sorted(range(len(derived)), key=lambda at: at == rank):  # this rank's last: it may keep numbers
                 derived[at] = checks.derive({name: column[at] for name, column in columns.items()})
-    except (ValueError, IndexError):  # raised again, with this rank's values in its message, by `_check_values`
-        return None
-    nothing = [float("-inf")] * len(by_rank)
+        except (ValueError, IndexError):  # raised again, with this rank's values in its message, by `_check_values`
+            return None
     return _Values(
         {name: columns[norm_of(name)] for name in inputs.given_features},
         {name: columns[name] for name in inputs.compared},
-        columns.get(SUM_OF_WEIGHTS, [None] * len(by_rank)),
-        columns.get(MIN_PAIR_PRODUCT, nothing),
-        _by_name(derived),
+        weights,
+        columns.get(MIN_PAIR_PRODUCT, _UNKNOWN),
+        _by_name(derived) if derived else {},
     )
+
+
+_UNKNOWN = (-math.inf,)  # smallest products
 
 
 def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -22,7 +22,7 @@ def remember_autocast(loss: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(loss)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if _around.get() is not None:
+        if not torch._C._is_any_autocast_enabled() or _around.get() is not None:
             return loss(*args, **kwargs)
         token = _around.set({device: _dtype(device) for device in device_types(args, kwargs)})
         try:

@@ -54,13 +54,6 @@ def number_call(latest: Sequence[int]) -> int:
     return _latest
 
 
-def call_after(earlier: int) -> int:
-    """Return the number of the call after one that all ranks have made, without asking the other ranks."""
-    global _latest  # noqa: PLW0603
-    _latest = max(_latest, earlier + 1)
-    return earlier + 1
-
-
 def together(loss: Tensor, comm: Communicator, caller: str, call: int, *, one_loss: bool = True) -> Tensor:
     """Return the loss, whose backward pass begins with a comparison between the ranks.
 

@@ -56,6 +56,11 @@ class Canaries:
         for name, number in ((_BY_ROWS, by_rows), (_BY_COLUMNS, _inner(*of_columns)[0]), (_SIZE, size)):
             self._numbers[name] = self._numbers[name] + number if name in self._numbers else number
 
+    @property
+    def pending(self) -> bool:
+        """Whether there are numbers for the next handshake."""
+        return bool(self._numbers)
+
     def numbers(self) -> Mapping[str, Tensor]:
         """Return the numbers, still on the device, for the next handshake."""
         return dict(self._numbers)
@@ -69,10 +74,6 @@ class Canaries:
         self._numbers.clear()
         if of_ranks is not None:
             self.judge(of_ranks)
-
-    def clear(self) -> None:
-        """Forget the numbers, which a handshake has taken along."""
-        self._numbers.clear()
 
     @staticmethod
     def judge(of_ranks: Mapping[str, Sequence[float]]) -> None:

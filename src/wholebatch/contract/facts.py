@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from ..comm import Communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..partition import Partition
 from ..sweep import Products
-from .even import Late
 from .options import Options
 
 _LONGEST_HALF = torch.finfo(torch.float16).max
 _SHORTEST_HALF = 2.0**-4  # of the longest row: numbers below 2^-14 lose bits in float16, up to 2^-25
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Facts:
     """The result of the handshake at the entry of a loss.
 
@@ -45,7 +45,8 @@ class Facts:
         dtype: dtype in which sums are computed.
         device: of the features.
         kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank.
-        late: the promise that stands for the handshake, with even=True; None: the facts have been read.
+        needs_grad: whether one of the inputs needs a gradient, on any rank.
+        plans: what layers above have made for calls of this form, by name.
     """
 
     caller: str
@@ -53,7 +54,7 @@ class Facts:
     options: Options
     comm: Communicator
     scalars: dict[str, float]
-    rows: dict[str, Partition]
+    rows: Mapping[str, Partition]
     norms: dict[str, float]
     min_pair_product: float
     inputs: dict[str, Any]
@@ -66,13 +67,13 @@ class Facts:
     dtype: torch.dtype
     device: torch.device
     kernels: bool = False
-    late: Late | None = None
+    needs_grad: bool = False
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def differentiable(self) -> bool:
         """Whether a backward pass may follow."""
-        inputs = self.inputs.values()
-        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        return torch.is_grad_enabled() and self.needs_grad
 
     @property
     def rank(self) -> int:

@@ -7,8 +7,8 @@ inputs that need a gradient, and these inputs join the graph on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from ..comm import Communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
 from ..sync import feature_factor, loss_parameters, scale_gradient
+from .inputs import Inputs
 from .options import Options
 
+_K = TypeVar("_K")
 _INFERENCE = "made in inference mode"
 
 
@@ -32,20 +34,22 @@ def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
     }
 
 
-def join(inputs: Sequence[Tensor | float | None], everyone: FactsByRank) -> list[Any]:
-    """Return the inputs; each one that needs a gradient on any rank needs it here as well.
-
-    Raises:
-        ValueError: on every rank, if gradients are needed but some rank's inputs were made in inference mode.
-    """
-    needed = [any(column) for column in everyone.columns_of_list(NEEDS_GRAD)]
+def check_inference(everyone: FactsByRank) -> None:
+    """Raise ValueError, on every rank, if gradients are needed but some rank's inputs were made in inference mode."""
     inference = [rank for rank, made in enumerate(everyone.column(_INFERENCE)) if made]
-    if any(needed) and torch.is_grad_enabled() and inference:
+    if inference and torch.is_grad_enabled() and any(map(any, everyone.columns_of_list(NEEDS_GRAD))):
         raise ValueError(
             f"tensors of rank {', '.join(map(str, inference))} were made under torch.inference_mode() and cannot take "
             "part in a backward pass, which others need; make them under torch.no_grad(), or pass x.clone()"
         )
-    return [_requiring_grad(x) if want else x for x, want in zip(inputs, needed, strict=True)]
+
+
+def join(inputs: Mapping[_K, Any], needed: Sequence[bool]) -> dict[_K, Any]:
+    """Return the inputs; each one that needs a gradient on any rank, as `needed` says, needs it here as well."""
+    return {
+        name: x if not want or (isinstance(x, Tensor) and x.requires_grad) else _requiring_grad(x)
+        for (name, x), want in zip(inputs.items(), needed, strict=True)
+    }
 
 
 def _requiring_grad(x: Tensor | float | None) -> Tensor:
@@ -54,7 +58,7 @@ def _requiring_grad(x: Tensor | float | None) -> Tensor:
     return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, requires_grad=True)
 
 
-def enter(inputs: dict[str, Any], scalars: Container[str], comm: Communicator, options: Options) -> dict[str, Any]:
+def enter(given: dict[str, Any], inputs: Inputs, comm: Communicator, options: Options) -> dict[str, Any]:
     """Return the inputs, whose gradients are multiplied by the factor of `sync`.
 
     Gradients of replicated inputs get this factor here and nowhere else. Learned scalars (`loss_parameters`) and
@@ -65,20 +69,23 @@ def enter(inputs: dict[str, Any], scalars: Container[str], comm: Communicator, o
 
     Scalars and weights are widened to float64: a loss is computed from statistics in float64, and the gradient by a
     weight is a small difference of two terms, from the sum and from the divisor of the mean.
+
+    Args:
+        given: the arguments that may need a gradient, by name.
+        inputs: of the call.
+        comm: the ranks.
+        options: of the call.
     """
-    inputs = {name: _widened(x) if name in scalars or name == "weights" else x for name, x in inputs.items()}
-    if options.reduction == "none":
-        return inputs
-    names = [name for name in inputs if name in scalars]
-    parameters = loss_parameters([inputs[name] for name in names], comm, options.sync)
+    names = [*inputs.scalars, *inputs.parameters]
+    for name in (*names, "weights"):
+        x = given[name]
+        if isinstance(x, Tensor):
+            given[name] = x.to(wide_dtype(x.device))
+    if options.reduction == "none" or comm.size == 1:
+        return given
+    given.update(zip(names, loss_parameters([given[name] for name in names], comm, options.sync), strict=True))
     factor = feature_factor(options.sync, comm.size)
-    entering = {
-        name: scale_gradient(x, factor) if isinstance(x, Tensor) and x.requires_grad else x
-        for name, x in inputs.items()
-        if name not in scalars
-    }
-    return dict(zip(names, parameters, strict=True)) | entering
-
-
-def _widened(scalar: Any) -> Any:
-    return scalar.to(wide_dtype(scalar.device)) if isinstance(scalar, Tensor) else scalar
+    for name, x in given.items():
+        if name not in names and isinstance(x, Tensor) and x.requires_grad:
+            given[name] = scale_gradient(x, factor)
+    return given

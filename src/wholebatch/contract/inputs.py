@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,12 +25,14 @@ from .._checks import (
 )
 from .._precision import wide_dtype
 from .._products import paired_products
+from .._settings import LARGEST, SMALLEST_DIVISOR
+from .forms import form_of_tensor
 
 MIN_PAIR_PRODUCT = "smallest product of a pair"
 SUM_OF_WEIGHTS, SMALLEST_WEIGHT = "sum of weights", "smallest weight"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Inputs:
     """The tensors and scalars of one call.
 
@@ -50,6 +52,11 @@ class Inputs:
         parameters: numbers, or tensors of any shape, that are equal on all ranks.
         items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
             are the rows of S.
+
+    Attributes:
+        given_features, given_scalars: those of the call: all but the optional ones that are None.
+        given_ids: the ids of the call, each with the name of its features.
+        first: the name and the value of the first features, to which all others are compared.
     """
 
     features: Mapping[str, Tensor | None]
@@ -66,20 +73,38 @@ class Inputs:
     parameters: Mapping[str, Tensor | float] = field(default_factory=dict)
     items: Mapping[str, int] = field(default_factory=dict)
 
-    @cached_property
-    def given_features(self) -> dict[str, Any]:
-        """The features of the call: all but the optional ones that are None."""
-        return {name: x for name, x in self.features.items() if x is not None or name not in self.optional}
+    def __post_init__(self) -> None:
+        optional = self.optional
+        self.given_features: dict[str, Any] = {
+            name: x for name, x in self.features.items() if x is not None or name not in optional
+        }
+        self.given_scalars: dict[str, Any] = {
+            name: x for name, x in self.scalars.items() if x is not None or name not in optional
+        }
+        self.given_ids: dict[str, tuple[Any, str]] = {
+            name: (x, of) for name, (x, of) in self.ids.items() if x is not None or name in self.required
+        }
+        self.first: tuple[str, Any] = next(iter(self.given_features.items()))
 
-    @cached_property
-    def given_scalars(self) -> dict[str, Any]:
-        """The scalars of the call: all but the optional ones that are None."""
-        return {name: x for name, x in self.scalars.items() if x is not None or name not in self.optional}
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the features; None if they are no tensors."""
+        x = self.first[1]
+        return x.device if isinstance(x, Tensor) else None
 
-    @cached_property
-    def given_ids(self) -> dict[str, tuple[Any, str]]:
-        """The ids of the call, each with the name of its features."""
-        return {name: (x, of) for name, (x, of) in self.ids.items() if x is not None or name in self.required}
+    def form(self) -> Hashable:
+        """Return what the checks of these arguments depend on but for the values of numbers."""
+        items = [(name, form_of_tensor(x)) for name, x in self.features.items()]
+        items += [(name, form_of_tensor(x)) for name, x in self.scalars.items()]
+        if self.ids:
+            items += [(name, form_of_tensor(x)) for name, (x, _) in self.ids.items()]
+        if self.weights[0] is not None:
+            items.append(("weights", form_of_tensor(self.weights[0])))
+        if self.data or self.parameters or self.items:
+            items += [(name, form_of_tensor(x)) for name, (x, _) in self.data.items()]
+            items += [(name, form_of_tensor(x)) for name, x in self.parameters.items()]
+            items += self.items.items()
+        return tuple(items)
 
     @property
     def names(self) -> list[str]:
@@ -111,11 +136,6 @@ class Inputs:
             found[f"the norm of {name}"] = torch.linalg.vector_norm(flat)
             found[f"a projection of {name}"] = torch.linalg.vector_norm(flat + ramp)
         return found
-
-    @property
-    def first(self) -> tuple[str, Any]:
-        """The name and the value of the first features, to which all others are compared."""
-        return next(iter(self.given_features.items()))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -161,6 +181,14 @@ class Inputs:
             numbers[MIN_PAIR_PRODUCT] = _smallest_product(x, y)
         return numbers
 
+    def accepts(self, columns: Mapping[str, Sequence[float]]) -> bool:
+        """Return whether scalars and weights of all ranks are as `check_values` wants them; norms may be anything."""
+        for name in self.compared:
+            least = SMALLEST_DIVISOR if name in self.positive else -LARGEST
+            if not (least <= min(columns[name]) and max(columns[name]) <= LARGEST):
+                return False
+        return self.weights[0] is None or min(columns[SMALLEST_WEIGHT]) >= 0
+
     def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
         """Return the facts about values, from the numbers that were read back.
 
@@ -184,7 +212,7 @@ class Inputs:
         return check_positive(name, number) if name in self.positive else number
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Checks:
     """The checks of one loss beside those of its :class:`Inputs`, on each rank.
 
@@ -196,12 +224,14 @@ class Checks:
             the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it
             read tensors, for the message of an error.
         must_match: names of the facts that must be equal on all ranks.
+        settings: all that `check` depends on beside the form of the inputs; None: it is called in each call.
     """
 
     check: Callable[[], Mapping[str, Any]] = dict
     read_back: Callable[[], Mapping[str, Tensor]] = dict
     derive: Callable[[Mapping[str, float]], Mapping[str, Any]] | None = None
     must_match: Sequence[str] = ()
+    settings: tuple[Hashable, ...] | None = None
 
 
 def norm_of(name: str) -> str:
@@ -210,6 +240,6 @@ def norm_of(name: str) -> str:
 
 def _smallest_product(x: Tensor, y: Tensor) -> Tensor:
     """Return min_i x_i . y_i over the rows that both have, shape (); infinity without rows."""
-    rows = min(len(x), len(y))
-    products = paired_products(x[:rows], y[:rows])
+    rows = min(x.shape[0], y.shape[0])
+    products = paired_products(x, y) if x.shape == y.shape else paired_products(x[:rows], y[:rows])
     return products.amin() if rows else products.new_full((), torch.inf)

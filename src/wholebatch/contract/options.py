@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .._checks import check_choice, check_flag, check_memory
+from .._checks import check_choice, check_memory
 from ..comm import Group
 from ..exchange import EXCHANGES, ExchangeName
 from ..kernels import KERNELS, Kernel
@@ -16,7 +16,7 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Options:
     """The options of one call; a loss without one of them leaves its default."""
 
@@ -27,7 +27,6 @@ class Options:
     reduction: Reduction = "mean"
     kernel: Kernel = "auto"
     precision: Precision = "auto"
-    even: bool = False
 
     def check(self) -> None:
         """Raise ValueError unless each option exists; `group` is checked when the loss is called."""
@@ -37,4 +36,3 @@ class Options:
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("kernel", self.kernel, KERNELS)
         check_choice("precision", self.precision, PRECISIONS)
-        check_flag("even", self.even)

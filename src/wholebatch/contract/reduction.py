@@ -44,6 +44,4 @@ def reduce_total(facts: Facts, share: Tensor, count: int | Tensor, counted: Tens
 
 def finish(facts: Facts, loss: Tensor, *, one_loss: bool = True) -> Tensor:
     """Return the loss in the caller's dtype; its backward pass begins by comparing the ranks, see `together`."""
-    if facts.late is not None:
-        loss = facts.late.finish(loss, facts.comm.transport)
     return together(loss.to(facts.loss_dtype), facts.comm, facts.caller, facts.call, one_loss=one_loss)

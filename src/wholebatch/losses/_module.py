@@ -36,7 +36,7 @@ else:
         return lambda cls: cls
 
 
-_OPTIONS = ("exchange", "memory", "reduction", "kernel", "precision", "even")
+_OPTIONS = ("exchange", "memory", "reduction", "kernel", "precision")
 _REQUIRED = inspect.Parameter.empty
 
 

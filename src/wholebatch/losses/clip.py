@@ -50,7 +50,6 @@ def clip_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
-    even: bool = False,
 ) -> Tensor:
     r"""Return the symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
@@ -92,11 +91,6 @@ def clip_loss(
             half precision or under autocast, with sums in float32, and TF32 where the program allows it; else
             float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
             Float64 features are multiplied in float64.
-        even: a promise that all ranks pass the same number of rows, and that each call is like the one before: as many
-            rows, the same options. Then the host reads nothing, and does not wait for the GPU. A mistake (a NaN, other
-            rows) raises at the next call, on all ranks; the loss of its step is NaN, and its gradients are 0. Calls
-            that are not like the one before, and those of rows that are not normalized whose logits may exceed 66,
-            read as usual. See docs/performance.md.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
@@ -149,7 +143,7 @@ def clip_loss(
     statistics = statistics_requested()
     facts = agree(
         "clip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, False if statistics else even),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -163,6 +157,7 @@ def clip_loss(
         Checks(
             check=lambda: {**_check(label_smoothing, equal_ids), "statistics": statistics},
             must_match=("label_smoothing", "equal_ids", "statistics"),
+            settings=(label_smoothing, equal_ids, statistics),
         ),
     )
     rows = facts.rows["image_features"]
@@ -224,13 +219,12 @@ class CLIPLoss(TakesLogitBias, KernelLoss):
         logit_scale, logit_bias: defaults for calls that leave them out; a number, a tensor, an `nn.Parameter`, or a
             :class:`wholebatch.Scale`, which is called once in each forward and stays positive. Each call needs a
             scale, from here or from its arguments.
-        group, sync, exchange, memory, kernel, precision, reduction, label_smoothing, equal_ids, even: as in
+        group, sync, exchange, memory, kernel, precision, reduction, label_smoothing, equal_ids: as in
             :func:`wholebatch.functional.clip_loss`.
     """
 
     label_smoothing: float = 0.0
     equal_ids: EqualIdsAre = "positive"
-    even: bool = False
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

@@ -34,10 +34,20 @@ from .._checks import (
 from .._graph import checked_loss, finite_value
 from ..comm import Communicator, Group, autograd, select_communicator
 from ..comm.call import Call
-from ..comm.handshake import GRAD_ENABLED
+from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
 from ..comm.maps import AllGather
 from ..comm.select import check_group
-from ..contract import CALL, check_earlier, differed, gradient_facts, join, latest_call, number_call, together
+from ..contract import (
+    CALL,
+    check_earlier,
+    check_inference,
+    differed,
+    gradient_facts,
+    join,
+    latest_call,
+    number_call,
+    together,
+)
 from ..nodes.root import LossState, loss_at_root
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
@@ -172,7 +182,10 @@ class WholeBatch(nn.Module):
             ]
             return self.loss_fn(*arguments, **{name: swap.get(id(x), x) for name, x in kwargs.items()})
 
-        inputs, call = join(inputs, everyone), number_call([facts[CALL] for facts in everyone])
+        check_inference(everyone)
+        needed = [any(column) for column in everyone.columns_of_list(NEEDS_GRAD)]
+        inputs = [*join(dict(enumerate(inputs)), needed).values()]
+        call = number_call([facts[CALL] for facts in everyone])
         if self.strategy == "root":
             loss = loss_at_root(
                 comm, self.root, self.sync, compute, inputs, partitions, LossState(passed, owned, buffers)

@@ -142,7 +142,6 @@ def row_statistics(
             in_kernels=in_kernels,
             dtype=dtype if operands.narrow else None,
             canaries=canaries_of(facts.comm.transport) if in_kernels else None,
-            late=facts.late,
         )
 
     plan = plan_of(facts)

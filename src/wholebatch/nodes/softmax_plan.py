@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._normalize import divisors
-from ..contract import Canaries, Late
+from ..contract import Canaries
 from ..sweep import Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep
 from .route import Route
 from .towers import Towers
@@ -70,7 +70,6 @@ class SoftmaxPlan:
         in_kernels: whether Triton kernels compute the tiles that they support.
         dtype: the dtype in which features are multiplied; None: that of the features.
         canaries: of the group, if kernels compute the tiles.
-        late: of the call, if the host reads nothing.
     """
 
     route: Route
@@ -86,7 +85,6 @@ class SoftmaxPlan:
     in_kernels: bool
     dtype: torch.dtype | None
     canaries: Canaries | None = None
-    late: Late | None = None
 
     @property
     def symmetric(self) -> bool:

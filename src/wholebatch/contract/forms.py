@@ -1,0 +1,81 @@
+"""Calls that were valid before: what the ranks agreed on is kept under the form of a call, and looked up afterward.
+
+The form of a call is what decides its checks but for the values of numbers: options, settings, and for each tensor its
+shape, dtype, device and whether it needs a gradient. A first call of a form makes a rank's statement for the handshake,
+and from the statements of all ranks an :class:`Agreement`. A later call computes its numbers, such as norms, and looks
+up both. On several ranks the agreement is that of all ranks' forms, which their records show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..comm.facts_by_rank import FactsByRank
+from ..comm.handshake import Statement
+from ..comm.transport import Transport
+from ..partition import Partition
+from ..sweep import Products
+
+_KEPT = "forms of calls"  # the name under which a group keeps them
+_MOST = 512  # forms of a group: a program whose batches all differ in size must not fill the memory
+
+
+@dataclass(eq=False)
+class Agreement:
+    """What the ranks agree on in every call of their forms.
+
+    Args:
+        by_rank: the facts of all ranks, with the numbers of the first call.
+        rows: for each matrix of features, the rows that each rank holds.
+        needs_grad: for each differentiable argument, whether it needs a gradient on any rank.
+        products: the precision of products.
+        kernels: whether kernels may compute tiles.
+        plans: what layers above have made for calls of this form, by name.
+    """
+
+    by_rank: FactsByRank
+    rows: Mapping[str, Partition]
+    needs_grad: Sequence[bool]
+    products: Products
+    kernels: bool
+    plans: dict[Hashable, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Form:
+    """This rank's form: its statement in the handshake, and the agreements with the other ranks' forms.
+
+    Args:
+        statement: of this rank.
+        agreements: by the forms of all ranks, as `Statement.forms_of_ranks` returns them.
+    """
+
+    statement: Statement
+    agreements: dict[bytes, Agreement] = field(default_factory=dict)
+
+
+def forms_of(transport: Transport) -> dict[Hashable, Form]:
+    """Return the forms of a group's calls on this rank."""
+    forms: dict[Hashable, Form] | None = transport.kept.get(_KEPT)
+    if forms is None:
+        forms = transport.kept[_KEPT] = {}
+    return forms
+
+
+def keep(forms: dict[Hashable, Form], key: Hashable, form: Form) -> None:
+    """Keep a form, in place of the oldest one if there are many."""
+    if len(forms) >= _MOST:
+        del forms[next(iter(forms))]
+    forms[key] = form
+
+
+def form_of_tensor(x: Any) -> Hashable:
+    """Return what checks of an argument depend on but for the values of numbers."""
+    if not isinstance(x, Tensor):
+        return x.__class__
+    shape = None if x.is_nested else x.shape
+    return x.__class__, shape, x.dtype, x.device, x.layout, x.requires_grad, x.is_inference()
