@@ -101,10 +101,10 @@ def _settings_of_torch():
 
 
 @pytest.fixture(autouse=True)
-def _no_canaries_of_other_tests() -> None:
-    """Tests that replace kernels leave numbers that the next call in this process would read, and refuse."""
-    if (canaries := sys.modules.get("wholebatch.contract.canaries")) is not None:
-        sys.modules["wholebatch.comm.local"]._KEPT.pop(canaries.KEPT, None)
+def _nothing_is_kept_of_other_tests() -> None:
+    """Tests that replace functions leave plans and numbers of calls, which the next call in this process would use."""
+    if (local := sys.modules.get("wholebatch.comm.local")) is not None:
+        local._KEPT.clear()
 
 
 @pytest.fixture

@@ -63,11 +63,11 @@ def test_python_makes_as_many_calls_on_2_ranks_as_on_512(entry_calls):
 
 def test_a_loop_over_ranks_would_be_seen(entry_calls, monkeypatch):
     agree = import_module("wholebatch.contract.agree")  # the package has a function of this name
-    (good, _), different_facts = entry_calls(512), agree.different_facts
+    (good, _), accepted = entry_calls(512), agree._values_of_all
 
-    def reading_all(caller, by_rank, names):
-        assert all(facts["rows"] for facts in by_rank)
-        return different_facts(caller, by_rank, names)
+    def reading_all(columns, *of_call):
+        assert all([isinstance(number, float) for number in column] for column in columns.values())
+        return accepted({name: [(lambda x: x)(x) for x in column] for name, column in columns.items()}, *of_call)
 
-    monkeypatch.setattr(agree, "different_facts", reading_all)
+    monkeypatch.setattr(agree, "_values_of_all", reading_all)
     assert entry_calls(512)[0] > 2 * good

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._normalize import known_norms
-from ._precision import accumulation_dtype, wide_dtype
+from ._precision import accumulation_dtype
 from ._settings import SMALLEST_DIVISOR, shown_with_type
 from ._settings import check_callable as check_callable
 from ._settings import check_choice as check_choice

@@ -84,9 +84,9 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         by_rank, form = call.first_handshake()
     elif comm.size > 1:
         by_rank = call.handshake_again(form, numbers)
-        agreement = form.agreements.get(form.statement.forms_of_ranks(by_rank))
+        agreement = form.agreement(by_rank)
     else:
-        agreement = form.agreements[b""]
+        agreement = form.alone
         by_rank = agreement.by_rank
         columns: dict[str, list[float]] | None = {name: [number] for name, number in on_host(numbers).items()}
         latest = [latest_call()]
@@ -105,12 +105,11 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     check_earlier(transport, {})
     if agreement is None:
         agreement = call.agreement(by_rank)
-        ranks = form.statement.forms_of_ranks(by_rank)
-        if key is not None and ranks is not None:
-            form.agreements[ranks] = agreement
+        if key is not None and form.agree(by_rank, agreement):
             keep(forms, key, form)
-    for name, of_ranks in values.scalars.items():
-        _check_equal(caller, name, of_ranks)
+    if comm.size > 1:
+        for name, of_ranks in values.scalars.items():
+            _check_equal(caller, name, of_ranks)
     if values.weights is not None and not any(values.weights):
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"

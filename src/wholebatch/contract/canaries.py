@@ -1,7 +1,7 @@
 """Canaries of kernels: numbers of a call that must be equal, compared on all ranks at the entry of the next call.
 
-A check at first use (see `nodes.kernel_check`) misses faults that only large tiles show, or only some steps. So each
-call in kernels computes a few sums twice, by different ways, on the device:
+A check at first use (see `nodes.kernel_check`) misses faults that only large tiles show, or only some steps. So every
+hundredth call in kernels computes a few sums twice, by different ways, on the device:
 
     sum_i (sum_j E_ij) = sum_j (sum_i E_ij)        of each launch that sums both rows and columns
     <X, U> = <Y, V>                                U = dS Y and V = dS^T X, summed over the ranks
@@ -33,11 +33,20 @@ _TOLERANCE = 1e-3  # of sums in float32, whose errors are below 1e-5 of their si
 Products: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # X, U, and the divisors of X's rows
 
 
+EVERY = 100  # calls in kernels, of which one computes them
+
+
 class Canaries:
     """The canaries of a group's ranks that no handshake has read yet."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, Tensor] = {}
+        self._calls = 0
+
+    def due(self) -> Canaries | None:
+        """Return these canaries in one call of `EVERY`; else None."""
+        self._calls += 1
+        return self if self._calls % EVERY == 0 else None
 
     def note_sums(self, difference: Tensor) -> None:
         """Note the largest relative difference between sums by rows and by columns, ()."""
@@ -110,5 +119,7 @@ def _raise(what: str) -> None:
 
 def canaries_of(transport: Transport) -> Canaries:
     """Return the canaries of a group's ranks."""
-    canaries: Canaries = transport.kept.setdefault(KEPT, Canaries())
+    canaries: Canaries | None = transport.kept.get(KEPT)
+    if canaries is None:
+        canaries = transport.kept[KEPT] = Canaries()
     return canaries

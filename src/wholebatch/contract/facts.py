@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..partition import Partition
 from ..sweep import Products
 from .options import Options
 
+_T = TypeVar("_T")
 _LONGEST_HALF = torch.finfo(torch.float16).max
 _SHORTEST_HALF = 2.0**-4  # of the longest row: numbers below 2^-14 lose bits in float16, up to 2^-25
 
@@ -96,11 +97,12 @@ class Facts:
         Raises:
             ValueError: for precision="float16" and rows that it cannot represent.
         """
-        wide, longest = wide_dtype(self.device), max([*self.norms.values(), *norms])
-        if self.dtype == wide:
-            return self
+        longest = max(*self.norms.values(), *norms, 0.0)
         if longest > LONGEST[self.dtype]:
-            return replace(self, features_dtype=wide, products=Products(), dtype=wide).widened()
+            wide = wide_dtype(self.device)
+            if self.dtype == wide:
+                return self
+            return self.with_(features_dtype=wide, products=Products(), dtype=wide).widened()
         if self.products.half != torch.float16 or longest <= _LONGEST_HALF or self.given_dtype == torch.float16:
             return self
         if self.products.named:
@@ -108,21 +110,36 @@ class Facts:
                 f"{self.caller}: precision='float16' needs rows of a norm up to {_LONGEST_HALF:g}, got {longest:.6g}; "
                 "normalize the features, or pass precision='bfloat16'"
             )
-        return replace(self, products=Products())
+        return self.with_(products=Products())
 
     def in_units(self) -> Facts:
         """Return the same facts for a node that scales dS by a unit: under bfloat16 it may then be in float16."""
-        short, long = min(self.norms.values()), max(self.norms.values())
-        if self.products.half != torch.bfloat16 or short < _SHORTEST_HALF or long > _LONGEST_HALF:
+        if self.products.half != torch.bfloat16:
             return self
-        return replace(self, products=replace(self.products, units=True))
+        norms = self.norms.values()
+        if min(norms) < _SHORTEST_HALF or max(norms) > _LONGEST_HALF:
+            return self
+        return self.with_(products=self.products.in_units)
+
+    def with_(self, **changes: Any) -> Facts:
+        """Return the same facts but for some fields."""
+        facts = object.__new__(Facts)
+        facts.__dict__.update(self.__dict__, **changes)
+        return facts
+
+    def once(self, name: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what `make` returned at the first call of this form; it depends on nothing else."""
+        made: _T | None = self.plans.get(name)
+        if made is None:
+            made = self.plans[name] = make()
+        return made
 
     def widened(self) -> Facts:
         """Return the same facts with features in the dtype of sums.
 
         If features are used several times, their gradients are then added first and rounded once.
         """
-        return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
+        return self.with_(inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
 
     def of_ranks(self, name: str) -> list[Any]:
         """Return one fact of every rank, rank 0's first."""

@@ -47,15 +47,33 @@ class Agreement:
 
 @dataclass(eq=False)
 class Form:
-    """This rank's form: its statement in the handshake, and the agreements with the other ranks' forms.
+    """The form of a rank's call: its statement in the handshake, and what it agreed on with the forms of other ranks.
 
     Args:
         statement: of this rank.
-        agreements: by the forms of all ranks, as `Statement.forms_of_ranks` returns them.
     """
 
     statement: Statement
-    agreements: dict[bytes, Agreement] = field(default_factory=dict)
+    _agreements: dict[bytes, Agreement] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> Agreement:
+        """The agreement of one process with itself."""
+        return self._agreements[b""]
+
+    def agreement(self, by_rank: FactsByRank) -> Agreement | None:
+        """Return the agreement of ranks that have stated the same forms before; None if they have not."""
+        return self._agreements.get(self.statement.forms_of_ranks(by_rank) or b"")
+
+    def agree(self, by_rank: FactsByRank, agreement: Agreement) -> bool:
+        """Keep an agreement of these ranks, if their statements differ in numbers alone; return whether they do."""
+        ranks = self.statement.forms_of_ranks(by_rank)
+        if ranks is None:
+            return False
+        if len(self._agreements) >= _MOST:
+            self._agreements.clear()
+        self._agreements[ranks] = agreement
+        return True
 
 
 def forms_of(transport: Transport) -> dict[Hashable, Form]:

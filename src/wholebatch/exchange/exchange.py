@@ -19,7 +19,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from ..comm import Communicator
 from ..partition import Partition, Ragged
 from ..sweep import Block
 from .schedule import Visit, full, half
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Combination(Protocol):
@@ -89,7 +93,13 @@ class Exchange(ABC):
         self.y_rows = columns if ragged is None else ragged.vectors
         self.visits: tuple[Visit, ...] = half(columns, comm.rank) if symmetric else full(rows, columns, comm.rank)
 
-    @property
+    def over(self, comm: Communicator) -> Self:
+        """Return an exchange of the same rows and columns, for another call of these ranks."""
+        made = object.__new__(self.__class__)
+        made.__dict__.update(self.__dict__, comm=comm)
+        return made
+
+    @cached_property
     def largest_block(self) -> tuple[int, int]:
         """The largest number of rows, and of columns, of a block."""
         rows, cols = (

@@ -12,6 +12,8 @@ GPUs, transfers run on a separate stream. On more ranks there is one chunk: a tr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,6 +23,9 @@ from ..partition import Partition, Ragged
 from ..sweep import Block
 from .exchange import ColumnData, Exchange, Op, VisitBlock
 from .schedule import Visit, chunks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _Pending = tuple[bool, Finish]  # whether the sums are for this rank, and the function that waits for them
 
@@ -48,16 +53,21 @@ class GatherExchange(Exchange):
         self._chunks = chunks(columns, chunk)
         self._arriving: list[Finish] = []  # one for each rank's rows, until the first pass has ended
 
-    @property
+    @cached_property
     def largest_block(self) -> tuple[int, int]:
         rows, cols = super().largest_block
         return rows, cols if self.symmetric else max(at.stop - at.start for at in map(self._columns, self._chunks))
 
-    @property
+    def over(self, comm: Communicator) -> Self:
+        made = super().over(comm)
+        made._arriving = []
+        return made
+
+    @cached_property
     def one_transfer(self) -> bool:
         return len(self._chunks) == 1 and not self.symmetric
 
-    @property
+    @cached_property
     def kept_local(self) -> slice:
         return self.columns.rows(self.comm.rank)
 

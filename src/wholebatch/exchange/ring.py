@@ -14,6 +14,7 @@ All messages of a step are one `swap`. On GPUs they run on a separate stream, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def _message(x: Tensor, rank: int, tag: int) -> Message:
 class RingExchange(Exchange):
     """Send each block of Y, with the numbers and the sums of its columns, to the next rank."""
 
-    @property
+    @cached_property
     def kept_local(self) -> slice:
         return slice(0, self.columns.counts[self.comm.rank])
 

@@ -37,6 +37,16 @@ class InfoNCETensors:
         return self.query_ids is not None or self.key_ids is not None
 
     @property
+    def has_values(self) -> bool:
+        """Whether there are ids or guides, whose values are checked."""
+        return self.has_ids or self.negative_ids is not None or self.query_guides is not None
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether all tensors are among `inputs`, in the shapes in which the caller passed them."""
+        return self.hard_negatives is None and self.query_guides is None and self.key_guides is None
+
+    @property
     def _ids(self) -> dict[str, tuple[Tensor | None, str]]:
         return {
             "query_ids": (self.query_ids, "queries"),
@@ -109,6 +119,8 @@ class InfoNCETensors:
 
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers on the device that the checks of values need."""
+        if not self.has_values:
+            return {}
         reserved = reserved_ids({name: x for name, (x, _) in self._ids.items()})
         return {**reserved, **{name: norm_bound(x) for name, x in self._guides.items()}}
 

@@ -71,7 +71,13 @@ def agree_labeled(
             required=("labels",),
             positive=tuple(scalars),
         ),
-        replace(checks, check=check_views),
+        replace(
+            checks,
+            check=check_views,
+            settings=None
+            if checks.settings is None
+            else (*checks.settings, shape, getattr(labels, "shape", None), getattr(weights, "shape", None)),
+        ),
     )
     return Labeled(facts, shape)
 

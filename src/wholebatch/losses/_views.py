@@ -7,7 +7,6 @@ S is symmetric: the tiles above its diagonal suffice, and the work is half of a 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,18 +18,20 @@ from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statist
 from ..partition import Diagonal, Partition
 from ..sweep import Diagonals, EqualIds, Pairs, Selection
 
+_TOWERS = Towers(stays=(0, 1), normalize=True)
+
 
 def two_views_inputs(
     z0: Tensor, z1: Tensor, *, temperature: Tensor | float, ids: Tensor | None = None, weights: Tensor | None
 ) -> Inputs:
     """Return the inputs of a loss of two views: "z0", "z1", "temperature", and if given "ids" and "weights"."""
-    inputs = two_view_features(z0, z1)
-    return replace(
-        inputs,
+    return Inputs(
+        features={"z0": z0, "z1": z1},
         scalars={"temperature": temperature},
         ids={"ids": (ids, "z0")},
         weights=(weights, "z0"),
         positive=("temperature",),
+        paired=("z0", "z1"),
     )
 
 
@@ -52,24 +53,27 @@ def two_views(
         narrow: as in :class:`wholebatch.nodes.Operands`.
     """
     examples = facts.rows["z0"]
-    rows = Partition(tuple(2 * count for count in examples.counts))
-    local, b = rows.rows(facts.rank), examples.counts[facts.rank]
-    matching = Diagonals(Diagonal(0, local.start + b, b), Diagonal(b, local.start, b))
-    itself = Diagonals(Diagonal(0, local.start, 2 * b))
-    excluded: Any = itself
-    if "ids" in facts.vectors:
-        ids = torch.cat([part.repeat(2) for part in facts.all_ids("ids").split(examples.counts)])
-        excluded = EqualIds(ids[local], ids, but=matching)
+    has_ids = "ids" in facts.vectors
+
+    def select() -> Selection:
+        local, b = layout.rows.rows(facts.rank), examples.counts[facts.rank]
+        matching = Diagonals(Diagonal(0, local.start + b, b), Diagonal(b, local.start, b))
+        excluded: Any = Diagonals(Diagonal(0, local.start, 2 * b))  # each row itself
+        if has_ids:
+            ids = torch.cat([part.repeat(2) for part in facts.all_ids("ids").split(examples.counts)])
+            excluded = EqualIds(ids[local], ids, but=matching)
+        return Selection(Pairs(matching, excluded))
+
+    def both_views() -> Layout:
+        rows = Partition(tuple(2 * count for count in examples.counts))
+        return Layout(rows, rows, symmetric=True)
+
+    layout = facts.once("layout", both_views)
     side, _ = row_statistics(
         facts,
         (sharper / facts.scalars["temperature"], sharper / facts.inputs["temperature"]),
-        Operands(
-            [facts.inputs["z0"], facts.inputs["z1"]],
-            Towers(stays=(0, 1), normalize=True),
-            Layout(rows, rows, symmetric=True),
-            narrow=narrow,
-        ),
-        Selection(Pairs(matching, excluded)),
+        Operands([facts.inputs["z0"], facts.inputs["z1"]], _TOWERS, layout, narrow=narrow),
+        select() if has_ids else facts.once("selection", select),
         Bounds(UNIT, add_positive=float(add_positive)),
         rows=statistics_fields(statistics=statistics),
     )

@@ -94,7 +94,7 @@ def alignment_uniformity_loss(
         "alignment_uniformity_loss",
         Options(group, sync, exchange, memory, kernel=kernel, precision=precision),
         two_view_features(z0, z1),
-        Checks(check=lambda: _check(alpha, t, uniformity), must_match=("settings",)),
+        Checks(check=lambda: _check(alpha, t, uniformity), must_match=("settings",), settings=(alpha, t, uniformity)),
     ).widened()
     x, y = (normalize_rows(facts.inputs[name]) for name in ("z0", "z1"))
     distances = torch.linalg.vector_norm(x - y, dim=1).to(wide_dtype(facts.device)) ** alpha

@@ -70,7 +70,7 @@ def barlow_twins_loss(
         "barlow_twins_loss",
         Options(group, sync),
         two_view_features(z0, z1),
-        Checks(check=lambda: _check(redundancy, epsilon), must_match=("settings",)),
+        Checks(check=lambda: _check(redundancy, epsilon), must_match=("settings",), settings=(redundancy, epsilon)),
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:

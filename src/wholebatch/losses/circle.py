@@ -121,7 +121,7 @@ def circle_loss(
         "circle_loss",
         Options(group, sync, exchange, memory, reduction, precision=precision),
         (features, labels, weights),
-        Checks(check=lambda: _check(m, gamma), must_match=("settings",)),
+        Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma)),
     ).widened()
     unit, fields = (1.0, 1.0), statistics_fields(target=False)
     of_negatives = data.statistics(unit, "negatives", fields, transform=_Negatives(gamma, m), bound=math.inf).logsumexp

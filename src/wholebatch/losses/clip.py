@@ -31,6 +31,8 @@ from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from .statistics import report_statistics
 
+_TOWERS = Towers(stays=(0,), travels=(1,))
+
 
 @entry
 def clip_loss(
@@ -161,19 +163,23 @@ def clip_loss(
         ),
     )
     rows = facts.rows["image_features"]
-    local = rows.rows(facts.rank)
+    local = facts.once("local rows", lambda: rows.rows(facts.rank))
     all_ids = None if ids is None else facts.all_ids("ids")
     several = all_ids is not None and equal_ids == "positive"
-    fields = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
+    fields = facts.once("fields", lambda: statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics))
+
+    def select() -> Selection:
+        return Selection(pairs_of_rows(local, all_ids, equal_ids), over="all" if several else "negatives")
+
     of_images, of_texts = row_statistics(
         facts,
         (facts.scalars["logit_scale"], facts.inputs["logit_scale"]),
         Operands(
             [facts.inputs["image_features"], facts.inputs["text_features"]],
-            Towers(stays=(0,), travels=(1,)),
-            Layout(rows, rows),
+            _TOWERS,
+            facts.once("layout", lambda: Layout(rows, rows)),
         ),
-        Selection(pairs_of_rows(local, all_ids, equal_ids), over="all" if several else "negatives"),
+        facts.once("selection", select) if all_ids is None else select(),
         Bounds(
             facts.norms["image_features"] * facts.norms["text_features"],
             min_pair_product=facts.min_pair_product,

@@ -95,7 +95,11 @@ def dcl_loss(
         "dcl_loss",
         Options(group, sync, exchange, memory, reduction, kernel, precision),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
-        Checks(check=lambda: {**_check(sigma), "statistics": statistics}, must_match=("sigma", "statistics")),
+        Checks(
+            check=lambda: {**_check(sigma), "statistics": statistics},
+            must_match=("sigma", "statistics"),
+            settings=(sigma, statistics),
+        ),
     )
     count = facts.rows["z0"].total
     side = two_views(facts, statistics=statistics, add_positive=False)

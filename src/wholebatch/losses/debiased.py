@@ -98,7 +98,7 @@ def debiased_loss(
         "debiased_loss",
         Options(group, sync, exchange, memory, reduction, kernel, precision),
         two_views_inputs(z0, z1, temperature=temperature, weights=weights),
-        Checks(check=lambda: _check(tau_plus, beta), must_match=("tau_plus", "beta")),
+        Checks(check=lambda: _check(tau_plus, beta), must_match=("tau_plus", "beta"), settings=(tau_plus, beta)),
     )
     facts = facts.widened() if beta else facts
     count = facts.rows["z0"].total

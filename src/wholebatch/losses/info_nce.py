@@ -195,7 +195,13 @@ def info_nce_loss(
         "info_nce_loss",
         Options(group, sync, exchange, memory, reduction, kernel, precision),
         tensors.inputs(logit_scale),
-        Checks(check, tensors.read_back, tensors.check_values, must_match=("settings", "guides", "statistics")),
+        Checks(
+            check,
+            tensors.read_back,
+            tensors.check_values if tensors.has_values else None,
+            must_match=("settings", "guides", "statistics"),
+            settings=(*vars(settings).values(), statistics) if tensors.is_simple else None,
+        ),
     )
     scale = facts.scalars["logit_scale"]
     if (exclude_above is not None or hardness or hard_negative_hardness) and scale <= 0:

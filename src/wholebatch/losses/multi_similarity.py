@@ -96,7 +96,11 @@ def multi_similarity_loss(
         "multi_similarity_loss",
         Options(group, sync, exchange, memory, reduction, precision=precision),
         (features, labels, weights),
-        Checks(check=lambda: _check(alpha, beta, base, epsilon), must_match=("settings",)),
+        Checks(
+            check=lambda: _check(alpha, beta, base, epsilon),
+            must_match=("settings",),
+            settings=(alpha, beta, base, epsilon),
+        ),
     ).widened()
     positive_floor = negative_floor = None
     if epsilon is not None:

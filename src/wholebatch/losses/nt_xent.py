@@ -92,7 +92,7 @@ def nt_xent_loss(
         "nt_xent_loss",
         Options(group, sync, exchange, memory, reduction, kernel, precision),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
-        Checks(check=lambda: {"statistics": statistics}, must_match=("statistics",)),
+        Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
     )
     side = two_views(facts, statistics=statistics)
     assert side.target is not None

@@ -18,7 +18,7 @@ from ..kernels import Kernel
 from ..nodes import Layout, choose_route
 from ..nodes.rehearsals import in_kernels_or_not
 from ..nodes.sigmoid import Sigmoid, SigmoidPlan
-from ..sweep import Memory, Precision
+from ..sweep import Memory, Pairs, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
@@ -107,14 +107,19 @@ def siglip_loss(
         Checks(
             check=lambda: {"equal_ids": check_choice("equal_ids", equal_ids, EQUAL_IDS)},
             must_match=("equal_ids",),
+            settings=(equal_ids,),
         ),
     )
     facts = facts.in_units()
     rows, inputs, per_row = facts.rows["image_features"], facts.inputs, reduction == "none"
-    layout = Layout(rows, rows)
+    layout = facts.once("layout", lambda: Layout(rows, rows))
+
+    def pairs() -> Pairs:
+        return pairs_of_rows(rows.rows(facts.rank), None if ids is None else facts.all_ids("ids"), equal_ids)
+
     plan = SigmoidPlan(
         choose_route(facts, layout, keep=False),
-        pairs_of_rows(rows.rows(facts.rank), None if ids is None else facts.all_ids("ids"), equal_ids),
+        facts.once("pairs", pairs) if ids is None else pairs(),
         facts.scalars["logit_scale"],
         facts.scalars["logit_bias"],
         facts.differentiable,

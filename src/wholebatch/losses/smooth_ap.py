@@ -92,6 +92,7 @@ def smooth_ap_loss(
         Checks(
             check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
             must_match=("temperature",),
+            settings=(temperature,),
         ),
     )
     facts = data.facts

@@ -93,7 +93,7 @@ def sup_con_loss(
         "sup_con_loss",
         Options(group, sync, exchange, memory, reduction, kernel, precision),
         (features, labels, weights),
-        Checks(check=lambda: {"statistics": statistics}, must_match=("statistics",)),
+        Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
         scalars={"temperature": temperature},
     )
     scale = 1 / data.facts.scalars["temperature"]

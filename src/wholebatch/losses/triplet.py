@@ -107,7 +107,11 @@ def triplet_loss(
         "triplet_loss",
         Options(group, sync, exchange, memory, reduction),
         (features, labels, weights),
-        Checks(check=lambda: _check(margin, smooth, distance, normalize), must_match=("settings",)),
+        Checks(
+            check=lambda: _check(margin, smooth, distance, normalize),
+            must_match=("settings",),
+            settings=(margin, smooth, distance, normalize),
+        ),
     )
     facts = data.facts
     normalized = normalize or distance == "cosine"

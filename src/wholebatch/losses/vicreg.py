@@ -77,7 +77,11 @@ def vicreg_loss(
         "vicreg_loss",
         Options(group, sync),
         two_view_features(z0, z1),
-        Checks(check=lambda: _check(invariance, variance, covariance, epsilon), must_match=("settings",)),
+        Checks(
+            check=lambda: _check(invariance, variance, covariance, epsilon),
+            must_match=("settings",),
+            settings=(invariance, variance, covariance, epsilon),
+        ),
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:

@@ -73,7 +73,7 @@ def w_mse_loss(
         "w_mse_loss",
         Options(group, sync),
         two_view_features(z0, z1),
-        Checks(check=lambda: _check(epsilon), must_match=("epsilon",)),
+        Checks(check=lambda: _check(epsilon), must_match=("epsilon",), settings=(epsilon,)),
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:

@@ -18,18 +18,18 @@ from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import inner
 from ..contract import Facts
-from ..logsumexp import log_sum_exp, shared_shift
-from ..partition import Diagonal
+from ..logsumexp import log_sum_exp
 from ..sweep import NONE, Diagonals
 from .route import Layout
 from .shifts import never_underflows
 from .softmax_plan import SoftmaxPlan
 
 ROWS, COLS = ("sum", "target"), (("sum",), ())  # the fields of rows, and of columns, that this node computes
+_UNCHANGED = (None,) * 7
 
 
-def shift_of_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> float | None:
-    """Return the shift of all logits if this node computes S, else None: the same on all ranks.
+def computes_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> bool:
+    """Return whether this node computes S: the same on all ranks.
 
     Args:
         facts: of the call.
@@ -37,19 +37,25 @@ def shift_of_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: to
         layout: of S.
         dtype: of the features.
     """
+    if plan.shift is None or plan.rows != ROWS or plan.cols not in COLS or plan.in_kernels:
+        return False
+    form = "one tile", layout.rows.counts, layout.cols.counts, plan.symmetric, dtype, facts.differentiable
+    if not facts.once(form, lambda: _may_be_one_tile(facts, plan, layout, dtype)):
+        return False
+    if not _is_plain(plan, layout.rows.offsets[facts.rank], layout.rows.counts[facts.rank]):
+        return False
+    return never_underflows(plan.bounds, plan.shift, dtype)
+
+
+def _may_be_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> bool:
+    """Return whether a call of this form may be one tile."""
     if facts.device.type != "cpu" or facts.products.precision != "float32":  # only the sweep rounds factors
-        return None
+        return False
     if dtype != accumulation_dtype(dtype):  # a sweep widens half precision tile by tile, this node would widen all rows
-        return None
-    counts = layout.rows.counts
-    if plan.rows != ROWS or plan.cols not in COLS or plan.symmetric or plan.in_kernels or plan.dtype is not None:
-        return None
-    if counts != layout.cols.counts or not plan.route.exchange.one_transfer or not _fits(facts, plan, counts, dtype):
-        return None
-    if not _is_plain(plan, Diagonal(0, layout.rows.offsets[facts.rank], counts[facts.rank])):
-        return None
-    shift = shared_shift(plan.bounds.largest, plan.bounds.terms, dtype)
-    return shift if shift is not None and never_underflows(plan.bounds, shift, dtype) else None
+        return False
+    if plan.symmetric or plan.dtype is not None or layout.rows.counts != layout.cols.counts:
+        return False
+    return plan.route.exchange.one_transfer and _fits(facts, plan, layout.rows.counts, dtype)
 
 
 def _fits(facts: Facts, plan: SoftmaxPlan, counts: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -60,7 +66,7 @@ def _fits(facts: Facts, plan: SoftmaxPlan, counts: tuple[int, ...], dtype: torch
     return set(facts.of_ranks("memory")) == {"auto"} and max(counts) * total <= budget.side**2
 
 
-def _is_plain(plan: SoftmaxPlan, diagonal: Diagonal) -> bool:
+def _is_plain(plan: SoftmaxPlan, start: int, count: int) -> bool:
     """Return whether the logits are scaled products, the positives are the diagonal, and all others are candidates."""
     of, towers, positive = plan.selection, plan.towers, plan.selection.pairs.positive
     changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, plan.guide, towers.stay_norms)
@@ -68,10 +74,10 @@ def _is_plain(plan: SoftmaxPlan, diagonal: Diagonal) -> bool:
         of.over == "negatives"
         and of.best_of == 1
         and of.pairs.excluded is NONE
-        and all(x is None for x in changed)
+        and changed == _UNCHANGED
         and (towers.stays, towers.travels, towers.normalize, towers.travel_norms) == ((0,), (1,), False, None)
         and isinstance(positive, Diagonals)
-        and positive.diagonals == (diagonal,)
+        and positive.places == ((0, start, count),)
     )
 
 
@@ -80,8 +86,9 @@ class OneTile(torch.autograd.Function):
 
     @staticmethod
     @no_autocast
-    def forward(ctx: Any, plan: SoftmaxPlan, shift: float, scale: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        wide = wide_dtype(x.device)
+    def forward(ctx: Any, plan: SoftmaxPlan, scale: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        wide, shift = wide_dtype(x.device), plan.shift
+        assert shift is not None
         exchange = plan.route.exchange
         fetched, local = exchange.fetch(y), exchange.kept_local
         # Scale after the product, as in `Driver.logits`.
@@ -107,7 +114,7 @@ class OneTile(torch.autograd.Function):
         plan: SoftmaxPlan = ctx.plan
         scale, x, y, fetched, exponentials, *sums = ctx.saved_tensors
         exchange = plan.route.exchange
-        _, _, want_scale, want_x, want_y = ctx.needs_input_grad
+        _, want_scale, want_x, want_y = ctx.needs_input_grad
         of_rows, of_target, *of_cols = grads
         dtype = exponentials.dtype
         weights = [
@@ -133,4 +140,4 @@ class OneTile(torch.autograd.Function):
         dx, dy = (
             z.mul_(factor).to(x.dtype) if z is not None and wanted else None for z, wanted in ((u, want_x), (v, want_y))
         )
-        return None, None, grad_scale, dx, dy
+        return None, grad_scale, dx, dy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from ..sweep import (
     smallest_token_budget,
 )
 
+_NOBODY: Any = None  # the ranks of a route that no call has yet
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -50,7 +53,7 @@ class Layout:
     replicated: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Route:
     """The ranks, the exchange between them, and the memory that this rank's sweep may allocate.
 
@@ -67,6 +70,10 @@ class Route:
     budget: Budget
     products: Products
     tokens_in_kernels: bool = False
+
+    def over(self, comm: Communicator) -> Route:
+        """Return the route of another call of the same form."""
+        return Route(comm, self.exchange.over(comm), self.budget, self.products, self.tokens_in_kernels)
 
     def driver(self, x: Tensor, scale: float, bias: float = 0.0, *, in_units: bool = False) -> Driver:
         """Return a driver of X's rows, in tiles of the budget.
@@ -99,9 +106,20 @@ def choose_route(
     Raises:
         ValueError: on every rank, if a rank's `memory` is too little for its part.
     """
-    side, dtype, products = default_side(facts.device), dtype or facts.dtype, facts.products
-    if dtype != facts.dtype:
-        products = Products()
+    dtype = dtype or facts.dtype
+    products = facts.products if dtype == facts.dtype else Products()
+    form = (
+        "route", layout.rows.counts, layout.cols.counts, layout.symmetric, layout.replicated,
+        keep, exact, dtype, times, facts.kernels, facts.features_dtype, products.precision, products.units,
+    )  # fmt: skip
+    route = facts.once(form, lambda: _choose(facts, layout, keep, exact, dtype, times, products))
+    return route.over(LocalCommunicator() if layout.replicated else facts.comm)
+
+
+def _choose(
+    facts: Facts, layout: Layout, keep: bool, exact: bool, dtype: torch.dtype, times: int, products: Products
+) -> Route:
+    side = default_side(facts.device)
     entry = times * bytes_of_an_entry(dtype, products)
     for rank, memory in enumerate(facts.of_ranks("memory")):
         needed = smallest_budget(layout.rows.counts[rank], layout.cols.total, entry)
@@ -123,7 +141,10 @@ def choose_route(
     )
     entries = num_entries(exchange.visits, side) if keep else 0
     budget = fit(facts.options.memory, entries=entries, side=side, dtype=dtype, bytes_of_entry=entry, exact=exact)
-    return Route(comm, exchange, budget, products)
+    assert exchange.largest_block is not None  # computed here, once, as the next
+    assert exchange.kept_local is not None
+    exchange.comm = _NOBODY  # the plans of a group must not keep it alive
+    return Route(_NOBODY, exchange, budget, products)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._precision import accumulation_dtype
 from ..contract import Facts, canaries_of
+from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .kernel_check import use_kernels
-from .one_tile import OneTile, shift_of_one_tile
+from .one_tile import OneTile, computes_one_tile
 from .rehearsals import SoftmaxRehearsal
 from .route import Layout, choose_route
 from .softmax import Softmax, output_names
@@ -26,7 +28,7 @@ from .towers import Towers
 Scale = tuple[float, Any]  # the factor of S as a number, and as a tensor that may need a gradient
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RowStatistics:
     """The statistics of this rank's rows or columns: each (n,), in float64; None for fields not requested.
 
@@ -67,7 +69,7 @@ def statistics_fields(*, target: bool = True, mean_logit: bool = False, statisti
     return (*names, *(["largest", "negatives", "squares"] if statistics else []))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Operands:
     """X and Y of one call.
 
@@ -116,47 +118,55 @@ def row_statistics(
     offsets = selection.offsets
     if offsets is not None:
         selection = replace(selection, offsets=offsets.detach())
-    requested = {*rows, *cols}
     dtype = facts.features_dtype if operands.narrow else features[0].dtype
-    keep = "logits" not in requested and selection.transform is None
-    size = (layout.rows if rows or layout.symmetric else layout.cols).total
+    keep = "logits" not in rows and "logits" not in cols and selection.transform is None
     limits = _of_logits(
-        _rounded(bounds, facts.products), scale[0], requested, max(layout.rows.total, layout.cols.total)
+        _rounded(bounds, facts.products),
+        scale[0],
+        "squares" not in rows and "squares" not in cols,
+        max(layout.rows.total, layout.cols.total),
     )
+    shift = shared_shift(limits.largest, limits.terms, accumulation_dtype(dtype))
 
     def plan_of(facts: Facts) -> SoftmaxPlan:
-        in_kernels = facts.kernels and requested <= KernelSoftmaxSweep.fields
+        in_kernels = facts.kernels and KernelSoftmaxSweep.fields.issuperset((*rows, *cols))
         # Kernels multiply bfloat16 rows as they are, and apply their norms afterward.
         per_tile = in_kernels and dtype == torch.bfloat16 and facts.products.half in (None, dtype)
         return SoftmaxPlan(
             choose_route(facts, layout, keep=keep, exact=selection.over != "negatives"),
-            replace(towers, normalize_per_tile=towers.normalize) if per_tile else towers,
+            replace(towers, normalize_per_tile=True) if per_tile and towers.normalize else towers,
             selection,
             operands.guide,
             scale[0],
-            bounds=limits,
-            size=size,
+            limits,
+            shift,
+            size=(layout.rows if rows or layout.symmetric else layout.cols).total,
             rows=rows,
             cols=cols,
             differentiable=facts.differentiable,
             in_kernels=in_kernels,
             dtype=dtype if operands.narrow else None,
-            canaries=canaries_of(facts.comm.transport) if in_kernels else None,
+            canaries=canaries_of(facts.comm.transport).due() if in_kernels else None,
         )
 
     plan = plan_of(facts)
     if plan.in_kernels:
-        keeps, learned = keep and _keeps(facts, layout, plan), offsets is not None and offsets.requires_grad
+        learned = offsets is not None and offsets.requires_grad
         form = (
             *selection.pairs.kinds, selection.over,
-            offsets is not None, learned, *rows, *cols, layout.symmetric, keeps,
+            offsets is not None, learned, *rows, *cols, layout.symmetric, keep,
             plan.towers.normalize_per_tile, plan.towers.stay_norms is not None, plan.towers.travel_norms is not None,
         )  # fmt: skip
-        if not use_kernels(facts, form, SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned)):
-            plan = plan_of(replace(facts, kernels=False))
-    shift = shift_of_one_tile(facts, plan, layout, dtype) if len(features) == 2 else None
-    if shift is not None:
-        of_rows, target, *of_cols = OneTile.apply(plan, shift, scale[1], *features)
+
+        def uses_kernels() -> bool:
+            keeps = keep and _keeps(facts, layout, plan)
+            return use_kernels(facts, (*form, keeps), SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned))
+
+        in_form = ("uses kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, dtype)
+        if not facts.once(in_form, uses_kernels):
+            plan = plan_of(facts.with_(kernels=False))
+    if len(features) == 2 and computes_one_tile(facts, plan, layout, dtype):
+        of_rows, target, *of_cols = OneTile.apply(plan, scale[1], *features)
         return RowStatistics(of_rows, target), RowStatistics(*of_cols) if of_cols else None
     # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so that
     # autograd finds the node when a gradient is differentiated again, and the node raises.
@@ -178,14 +188,15 @@ def _keeps(facts: Facts, layout: Layout, plan: SoftmaxPlan) -> bool:
 
 def _rounded(bounds: Bounds, products: Products) -> Bounds:
     """Return bounds of the similarities of rounded rows."""
+    if not products.error:
+        return bounds
     away = products.error * bounds.similarity
     least = None if bounds.min_pair_product is None else bounds.min_pair_product - away
     return replace(bounds, similarity=bounds.similarity + away, min_pair_product=least)
 
 
-def _of_logits(bounds: Bounds, scale: float, requested: set[str], terms: int) -> LogitBounds:
+def _of_logits(bounds: Bounds, scale: float, pairs_count: bool, terms: int) -> LogitBounds:
     """Return the bounds of logits, from the bounds of similarities."""
-    pairs_count = "squares" not in requested
     min_pair = None
     if pairs_count and scale >= 0 and bounds.min_pair_product is not None:
         min_pair = (bounds.add_positive or 1) * scale * bounds.min_pair_product

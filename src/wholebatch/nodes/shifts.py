@@ -15,7 +15,7 @@ from torch import Tensor
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
 from ..exchange import ColumnData
-from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check, shared_shift
+from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check
 from ..sweep import Block, KernelSoftmaxSweep, Sums
 from .softmax_plan import Data, LogitBounds, SoftmaxPlan
 
@@ -23,7 +23,7 @@ from .softmax_plan import Data, LogitBounds, SoftmaxPlan
 def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | None]:
     """Return the sums of this rank's rows and of its columns, and exp(S) where it is kept."""
     dtype = accumulation_dtype(data.x.dtype)
-    shift = shared_shift(plan.bounds.largest, plan.bounds.terms, dtype)
+    shift = plan.shift
     if shift is not None:
         budget = plan.route.budget
         kept = data.x.new_empty(budget.kept, dtype=budget.kept_dtype) if plan.keep else None

@@ -24,7 +24,7 @@ from ..sweep import LARGEST, Block, KernelSigmoidSweep, Pairs, SigmoidSweep
 from .route import Route
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SigmoidPlan:
     """The facts that the forward and the backward pass of one call share."""
 
@@ -45,7 +45,7 @@ class SigmoidPlan:
         return SigmoidSweep(driver, self.pairs, wide, weights)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Gradients:
     """G Y and G^T X of G = dL/dS, and this rank's share of dL/dscale and dL/dbias."""
 

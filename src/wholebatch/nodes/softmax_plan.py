@@ -14,7 +14,7 @@ from .route import Route
 from .towers import Towers
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Bounds:
     """Bounds of similarities that are known before any similarity is computed.
 
@@ -35,7 +35,7 @@ class Bounds:
     offset: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LogitBounds:
     """Bounds of logits that are known before any logit is computed.
 
@@ -52,7 +52,7 @@ class LogitBounds:
     terms: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SoftmaxPlan:
     """The facts that the forward and the backward pass of one call share.
 
@@ -63,6 +63,7 @@ class SoftmaxPlan:
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
         scale: of S.
         bounds: of logits.
+        shift: one for all logits; None: their bound is too large for that.
         size: N, the size of the batch.
         rows: the fields of rows that the loss needs (see `sweep.softmax`), "sum" first; empty for none.
         cols: the fields of columns, likewise. A symmetric S has no fields of rows: its columns are its rows.
@@ -78,6 +79,7 @@ class SoftmaxPlan:
     guide: Tensor | None
     scale: float
     bounds: LogitBounds
+    shift: float | None
     size: int
     rows: tuple[str, ...]
     cols: tuple[str, ...]
@@ -124,7 +126,7 @@ class SoftmaxPlan:
         return SoftmaxSweep(driver, self.selection, kept=memory)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Data:
     """The tensors from which passes over S start.
 

@@ -14,6 +14,7 @@ other; or by integer ids of rows and columns, if those with equal ids belong tog
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -48,6 +49,7 @@ class Diagonals:
 
     def __init__(self, *diagonals: Diagonal) -> None:
         self.diagonals = diagonals
+        self.places = tuple((at.row, at.col, at.length) for at in diagonals)
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
         parts = [diagonal.within(tile) for diagonal in self.diagonals]
@@ -135,7 +137,7 @@ class Pairs:
     positive: Entries = NONE
     excluded: Entries = NONE
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[str, str]:
         """The kinds of the two sets, the same on all ranks.
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -55,37 +55,42 @@ class Products:
     named: bool = False
     units: bool = False
 
-    @property
+    @cached_property
     def half(self) -> torch.dtype | None:
         """The dtype of a factor's parts, if it is a half precision."""
         return _HALF.get(self.precision)
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """The number of parts of a factor."""
         return 2 if self.precision == "bfloat16x3" else 1
 
-    @property
+    @cached_property
     def rounds_gradients(self) -> bool:
         """Whether dS is rounded to half precision, so that its largest entries are better multiplied apart."""
         return self.half is not None and self.parts == 1
 
-    @property
+    @cached_property
     def of_gradients(self) -> torch.dtype | None:
         """The dtype of dS, and of the rows that it is multiplied with, if it is rounded to half precision."""
         if not self.rounds_gradients:
             return None
         return torch.float16 if self.units else self.half
 
-    @property
+    @cached_property
     def bytes_of_gradients(self) -> int:
         """Bytes of an entry of dS in half precision, beside the tiles in the accumulation dtype."""
         return 0 if self.half is None else self.parts * self.half.itemsize
 
-    @property
+    @cached_property
     def error(self) -> float:
         """The largest relative error of a product of two rows by the rounding of both."""
         return (1 + _ERROR[self.precision]) ** 2 - 1
+
+    @cached_property
+    def in_units(self) -> Products:
+        """The products of dS / unit."""
+        return replace(self, units=True)
 
     @property
     def allows_tf32(self) -> bool:
