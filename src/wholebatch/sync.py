@@ -28,6 +28,7 @@ from ._autograd import once_differentiable
 from ._precision import wide_dtype
 from ._settings import shown
 from .comm import Communicator
+from .comm.inside import all_reduce
 
 Sync = Literal["mean", "sum"] | None
 
@@ -122,14 +123,14 @@ class _SumGradients(Function):
     def backward(ctx: Any, *shares: Tensor) -> tuple[Any, ...]:
         device = shares[0].device
         numbers = torch.cat([share.reshape(-1).to(device, wide_dtype(device)) for share in shares])
-        totals = ctx.comm.all_reduce(numbers, check=False).split([share.numel() for share in shares])
+        totals = all_reduce(ctx.comm, numbers).split([share.numel() for share in shares])
         return None, *(x.to(share).view_as(share) for x, share in zip(totals, shares, strict=True))
 
 
 class _Total(Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, share: Tensor) -> Tensor:
-        return comm.all_reduce(share, check=False)
+        return all_reduce(comm, share)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
@@ -141,9 +142,9 @@ class _SharedSum(Function):
     def forward(ctx: Any, comm: Communicator, x: Tensor) -> Tensor:
         ctx.comm = comm
         ctx.save_for_backward(x)
-        return comm.all_reduce(x, check=False)
+        return all_reduce(comm, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.comm.all_reduce(grad.contiguous(), check=False)
+        return None, all_reduce(ctx.comm, grad)

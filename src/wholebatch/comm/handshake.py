@@ -33,7 +33,7 @@ from .statement import FACTS, KINDS, NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
 
 GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
-DTYPE, SHAPE = "dtype", "shape"  # facts for the message when the callers differ
+DTYPE, SHAPE, NUMBER = "dtype", "shape", "number of the call"  # facts for the message when the callers differ
 _ON_ALL_RANKS = "raised on all ranks"
 _CALLER, _COMPLAINT, _KIND = "caller", "complaint", "kind of complaint"
 BACKWARD = "backward of "  # the beginning of the caller's name in a backward pass
@@ -261,7 +261,7 @@ def _kind(complaining: Sequence[Facts]) -> type[Exception]:
 def _other_callers(everyone: Sequence[Facts], agreed: FactsByRank) -> Exception | None:
     """Return the error that names the ranks' calls, if these differ."""
     callers = [of_rank[_CALLER] for of_rank in everyone]
-    if len(set(callers)) == 1:
+    if len(set(callers)) == 1 and agreed.differing(NUMBER) is None:
         return None
     signed = dict(enumerate(map(_signed, callers, agreed)))
     return ValueError(
@@ -293,8 +293,10 @@ def _hint(callers: Sequence[str]) -> str:
 
 
 def _signed(caller: str, facts: Mapping[str, Any]) -> str:
-    """Return a rank's caller, with the dtype and shape that it passed where the facts name both."""
+    """Return a rank's caller, with the number of its call or the dtype and shape that it passed, if facts name them."""
     dtype, shape = facts.get(DTYPE), facts.get(SHAPE)
+    if NUMBER in facts:
+        return f"{caller} #{facts[NUMBER]}"
     if not isinstance(dtype, str) or not isinstance(shape, list):
         return caller
     return f"{caller} of {dtype.removeprefix('torch.')}({', '.join(map(str, shape))})"

@@ -19,7 +19,6 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -161,7 +160,6 @@ def _number_on(device: torch.device, number: Tensor) -> Tensor:
     return number.to(device, torch.float64)
 
 
-@dataclass(frozen=True)
 class Records:
     """The records of all ranks, on the host.
 
@@ -169,7 +167,11 @@ class Records:
         words: (W, WORDS), int64, contiguous, on the CPU.
     """
 
-    words: Tensor
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
+        memory = bytes_of(words)
+        self._integers, self._numbers = memory.cast("q"), memory.cast("d")
+        self._has_one_text = all(all_equal(self._words(at)) for at in (1, 2, 3))
 
     def foreign(self) -> Iterator[int]:
         """Yield the ranks whose words are no record."""
@@ -186,12 +188,11 @@ class Records:
 
     def different_lengths(self) -> list[int] | None:
         """Return the length of each rank's text, or None if all ranks have the same text."""
-        first, second, lengths = (self._words(at) for at in (1, 2, 3))
-        return None if all_equal(first) and all_equal(second) and all_equal(lengths) else lengths
+        return None if self._has_one_text else self._words(3)
 
     def without_numbers(self, count: int) -> bytes | None:
         """Return all records without the first `count` numbers of each; None if the ranks' texts differ."""
-        if self.different_lengths() is not None:
+        if not self._has_one_text:
             return None
         words = self.words.clone()
         words[:, _FIRST : _FIRST + count] = 0
@@ -209,14 +210,6 @@ class Records:
 
     def _words(self, at: int) -> list[int]:
         return self._integers[at::WORDS].tolist()
-
-    @cached_property
-    def _integers(self) -> memoryview[int]:
-        return bytes_of(self.words).cast("q")
-
-    @cached_property
-    def _numbers(self) -> memoryview[float]:
-        return bytes_of(self.words).cast("d")
 
 
 def numbers_on_device(words: Tensor, count: int) -> tuple[Tensor, Tensor]:

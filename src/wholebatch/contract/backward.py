@@ -29,10 +29,11 @@ from torch.autograd import Function
 
 from .._precision import wide_dtype
 from ..comm import Communicator
-from ..comm.handshake import BACKWARD
+from ..comm.handshake import BACKWARD, NUMBER, Statement
 from ..comm.transport import Transport
 
 _GRADIENT = "incoming gradient"
+_STATEMENTS = "statements of backward passes"  # the name under which a group keeps them
 _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round differently
 EARLIER = "earlier backward passes that differed"  # the number of `differed`
 CALL = "call"  # the fact of a handshake that numbers the call
@@ -66,32 +67,37 @@ def together(loss: Tensor, comm: Communicator, caller: str, call: int, *, one_lo
     """
     if comm.size == 1 or not loss.requires_grad:
         return loss
-    return _Together.apply(loss, comm, f"{caller} #{call}", one_loss)
+    return _Together.apply(loss, comm, caller, call, one_loss)
 
 
 class _Together(Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, comm: Communicator, call: str, one_loss: bool) -> Tensor:
-        ctx.comm, ctx.call, ctx.one_loss = comm, call, one_loss
+    def forward(ctx: Any, loss: Tensor, comm: Communicator, caller: str, call: int, one_loss: bool) -> Tensor:
+        ctx.comm, ctx.caller, ctx.call, ctx.one_loss = comm, caller, call, one_loss
         return loss.clone()  # not a view, because `loss /= 2` cannot change a view in place
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         compare = _compare_on_device if ctx.comm.transport.stays_on_device(grad) else _compare
-        return compare(ctx.comm, ctx.call, grad, ctx.one_loss), None, None, None
+        return compare(ctx.comm, ctx.caller, ctx.call, grad, ctx.one_loss), None, None, None, None
 
 
-def _compare(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Tensor:
+def _compare(comm: Communicator, caller: str, call: int, grad: Tensor, one_loss: bool) -> Tensor:
     """Return the incoming gradient, if call and gradient are the same on all ranks. Collective: one handshake."""
-    facts = {_GRADIENT: grad.item()} if one_loss else {}
-    everyone = comm.handshake(lambda: facts, caller=BACKWARD + call)
+    numbers: list[float] = [call, grad.item()] if one_loss else [call]
+    statements = comm.transport.kept.setdefault(_STATEMENTS, {})
+    statement: Statement | None = statements.get((caller, one_loss))
+    if statement is None:
+        facts = dict(zip((NUMBER, _GRADIENT), numbers, strict=False))
+        statement = statements[caller, one_loss] = Statement(BACKWARD + caller, facts, varying=len(numbers))
+    everyone = statement.exchange(comm.transport, numbers, [])
     if one_loss:
         gradients = everyone.column(_GRADIENT)
         if not all(_close(value, gradients[0]) for value in gradients):
             raise ValueError(
-                f"{BACKWARD}{call}: the incoming gradient must be the same on all ranks, got {gradients}: the loss is "
-                "one number, the same on all of them. Multiply it by the same factors on all ranks; to weigh a rank's "
-                "examples, pass weights= to the loss"
+                f"{BACKWARD}{caller} #{call}: the incoming gradient must be the same on all ranks, got {gradients}: "
+                "the loss is one number, the same on all of them. Multiply it by the same factors on all ranks; to "
+                "weigh a rank's examples, pass weights= to the loss"
             )
     return grad
 
@@ -100,12 +106,14 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_TOLERANCE) or (math.isnan(a) and math.isnan(b))
 
 
-def _compare_on_device(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Tensor:
+def _compare_on_device(comm: Communicator, caller: str, call: int, grad: Tensor, one_loss: bool) -> Tensor:
     """Return the incoming gradient; NaN where ranks differ. Collective: one all-gather of two numbers, no wait."""
     dtype = wide_dtype(grad.device)
     with torch.no_grad():
         local = grad.detach().to(dtype).reshape(()) if one_loss else torch.zeros((), dtype=dtype, device=grad.device)
-        code = torch.full((), float(crc32(call.encode()) >> 8), dtype=dtype, device=grad.device)  # 24 bits: exact
+        code = torch.full(
+            (), float(crc32(f"{caller} #{call}".encode()) >> 8), dtype=dtype, device=grad.device
+        )  # 24 bits: exact
         codes, gradients = comm.transport.all_gather(torch.stack([code, local])[None], (1,) * comm.size)().unbind(1)
         same = torch.isclose(gradients, gradients[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         differ = ((codes != codes[0]) | ~same).any()

@@ -13,6 +13,7 @@ from .._normalize import LONGEST
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..comm.facts_by_rank import FactsByRank
+from ..comm.inside import all_gather
 from ..partition import Partition
 from ..sweep import Products
 from .options import Options
@@ -155,4 +156,4 @@ class Facts:
         """Return all ranks' numbers, without gradient: (n_r, ...) -> (n, ...). Collective: one all-gather."""
         if self.comm.size == 1:
             return numbers.detach()
-        return self.comm.all_gather(numbers, counts=rows.counts, check=False)
+        return all_gather(self.comm, numbers, rows.counts)

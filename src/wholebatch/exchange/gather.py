@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..comm import Communicator
+from ..comm.inside import all_gather, all_reduce, reduce_scatter
 from ..comm.transport import Finish, named
 from ..partition import Partition, Ragged
 from ..sweep import Block
@@ -75,7 +76,7 @@ class GatherExchange(Exchange):
         if self.comm.size == 1:
             return y_local
         if len(self._chunks) == 1:
-            return self.comm.all_gather(y_local, counts=self.y_rows.counts, check=False)
+            return all_gather(self.comm, y_local, self.y_rows.counts)
         transport, y = self.comm.transport, y_local.contiguous()
         out, self._arriving = named(
             transport, "gather exchange", "before", lambda: transport.all_gather_by_rank(y, self.y_rows.counts)
@@ -85,7 +86,7 @@ class GatherExchange(Exchange):
     def distribute(self, numbers: Tensor) -> Tensor:
         if self.comm.size == 1:
             return numbers
-        return self.comm.all_gather(numbers.T.contiguous(), counts=self.columns.counts, check=False).T
+        return all_gather(self.comm, numbers.T, self.columns.counts).T
 
     def accumulate(
         self,
@@ -118,17 +119,17 @@ class GatherExchange(Exchange):
         if not to_owner or accumulated is None or self.comm.size == 1:
             return accumulated
         del fetched, block, columns  # free Y before the reduce-scatter allocates its result
-        return self.comm.reduce_scatter(accumulated, counts=partition.counts, check=False)
+        return reduce_scatter(self.comm, accumulated, partition.counts)
 
     def reduce(self, accumulated: Tensor, op: Op) -> Tensor:
         if isinstance(op, str):
-            return self.comm.all_reduce(accumulated, op, check=False)
+            return all_reduce(self.comm, accumulated, op)
         if not isinstance(op, tuple):
             return op.over_ranks(self.comm, accumulated)
-        reduced = self.comm.all_reduce(accumulated, check=False)
+        reduced = all_reduce(self.comm, accumulated)
         largest = [column for column, column_op in enumerate(op) if column_op == "max"]
         if largest:
-            reduced[:, largest] = self.comm.all_reduce(accumulated[:, largest], "max", check=False)
+            reduced[:, largest] = all_reduce(self.comm, accumulated[:, largest], "max")
         return reduced
 
     def _start_reduce(self, accumulated: Tensor, rank: int) -> _Pending:

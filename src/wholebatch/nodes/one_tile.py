@@ -17,6 +17,7 @@ from torch import Tensor
 from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import inner
+from ..comm.inside import reduce_scatter
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
 from ..sweep import NONE, Diagonals
@@ -131,7 +132,7 @@ class OneTile(torch.autograd.Function):
         u = torch.mm(slope, fetched) if want_x or (want_scale and not want_y) else None
         v = torch.mm(slope.T, x) if want_y else None
         if v is not None and exchange.comm.size > 1:
-            v = exchange.comm.reduce_scatter(v, counts=exchange.columns.counts, check=False)
+            v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
         grad_scale = None
         if want_scale:
             share = inner(y, v) if v is not None else inner(x, u)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
+from ..comm.inside import all_reduce
 from ..exchange import ColumnData
 from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check
 from ..sweep import Block, KernelSoftmaxSweep, Sums
@@ -53,7 +54,7 @@ def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: 
 def count_underflows(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> Tensor:
     """Count the sums of all ranks that are not exact to rounding, (). Collective: one all-reduce of a number."""
     bad = torch.stack([count_underflowed(of_side, terms, dtype) for of_side in sums]).sum()
-    return comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False)
+    return all_reduce(comm, bad.to(wide_dtype(bad.device)))
 
 
 def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:

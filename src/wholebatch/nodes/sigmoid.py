@@ -19,6 +19,7 @@ from torch import Tensor
 from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import inner
+from ..comm.inside import all_reduce
 from ..exchange import ColumnData
 from ..sweep import LARGEST, Block, KernelSigmoidSweep, Pairs, SigmoidSweep
 from .route import Route
@@ -109,7 +110,7 @@ def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None
     largest = x.new_ones((), dtype=accumulation_dtype(x.dtype))
     if weights is not None:
         largest = weights.abs().amax().to(largest) if len(weights) else torch.zeros_like(largest)
-        largest = plan.route.comm.all_reduce(largest, "max", check=False)
+        largest = all_reduce(plan.route.comm, largest, "max")
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 

@@ -29,6 +29,7 @@ from .._autograd import no_autocast, once_differentiable
 from .._normalize import divisors
 from .._precision import accumulation_dtype
 from .._products import inner
+from ..comm.inside import all_gather, all_reduce
 from ..exchange import ColumnData
 from ..logsumexp import log_sum_exp
 from ..sweep import LARGEST, Block, Sums, Weights
@@ -55,7 +56,7 @@ class Softmax(torch.autograd.Function):
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         col_norms = plan.towers.travel_norms
         if plan.towers.normalize_per_tile and norms is not None:
-            col_norms = plan.route.comm.all_gather(norms, counts=plan.route.exchange.columns.counts, check=False)
+            col_norms = all_gather(plan.route.comm, norms, plan.route.exchange.columns.counts)
         data = Data.of(plan, x, plan.route.exchange.fetch(travels), norms, col_norms)
         rows, cols, kept = sums_of_sides(plan, data)
 
@@ -127,7 +128,7 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
     if not plan.route.products.needs_unit(dtype, in_kernels=plan.in_kernels):
         return None
     largest = torch.stack([grad.abs().amax() if len(grad) else grad.new_zeros(()) for grad in grads]).sum()
-    largest = plan.route.comm.all_reduce(largest * (plan.size * (2 if plan.symmetric else 1)), "max", check=False)
+    largest = all_reduce(plan.route.comm, largest * (plan.size * (2 if plan.symmetric else 1)), "max")
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
