@@ -154,6 +154,7 @@ def chunks_body(counts):
         for name, case in CORE.items():
             for side in (1, 10**6):
                 patch.setattr("wholebatch.nodes.route.columns_of_a_chunk", lambda *_, side=side: side)
+                comm.transport.kept.clear()  # the plan of the other size
                 events.clear()
                 whole = whole_batch(case, counts)
                 local = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]

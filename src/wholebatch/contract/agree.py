@@ -29,7 +29,7 @@ from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
 from ..comm.records import OnDevice
-from ..kernels import check_kernel, choice, chooses, interpreted, missing
+from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .autocast import autocast_around
@@ -78,7 +78,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     call = _Call(caller, options, inputs, checks, comm)
     forms, key = forms_of(transport), call.form()
     form = forms.get(key)
-    numbers = None if form is None else call.valid_numbers()
+    numbers, of_rows = (None, None) if form is None else call.valid_numbers(in_kernels=form.in_kernels)
     agreement = mistake = None
     if form is None or numbers is None:
         by_rank, form = call.first_handshake()
@@ -114,7 +114,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
-    return call.facts(agreement, number_call(latest), values)
+    return call.facts(agreement, number_call(latest), values, of_rows)
 
 
 @dataclass(eq=False)
@@ -145,12 +145,17 @@ class _Call:
             return None
         return key
 
-    def valid_numbers(self) -> dict[str, Tensor | float] | None:
-        """Return the numbers of this call; None if one on the host is wrong."""
+    def valid_numbers(self, *, in_kernels: bool) -> tuple[dict[str, Tensor | float] | None, RowNumbers | None]:
+        """Return the numbers of this call, and those of each row if kernels compute them; None if one is wrong."""
         try:
-            return _numbers(self.comm, self.inputs, self.checks)
+            if not (in_kernels and self.inputs.may_be_fused()):
+                return _numbers(self.comm, self.inputs, self.checks), None
+            others = _further_numbers(self.comm, self.checks)
+            alone = self.comm.size == 1 and not others and self.inputs.weights[0] is None
+            numbers, of_rows = self.inputs.fused_numbers(read=alone)
+            return {**numbers, **others}, of_rows
         except ValueError:  # raised again, on all ranks, by the first handshake of a form
-            return None
+            return None, None
 
     def first_handshake(self) -> tuple[FactsByRank, Form]:
         """Return the facts of all ranks, and this rank's form; all of its arguments are checked."""
@@ -196,7 +201,7 @@ class _Call:
             _may_use_kernels(self.comm, options, by_rank),
         )
 
-    def facts(self, agreement: Agreement, number: int, values: _Values) -> Facts:
+    def facts(self, agreement: Agreement, number: int, values: _Values, of_rows: RowNumbers | None) -> Facts:
         """Return the facts of the call; its inputs enter the graph of the loss."""
         first, given = self.inputs.first[1], self.inputs.differentiable
         entered = enter(join(given, agreement.needs_grad), self.inputs, self.comm, self.options)
@@ -223,6 +228,7 @@ class _Call:
             kernels=agreement.kernels,
             needs_grad=True in agreement.needs_grad,
             plans=agreement.plans,
+            of_rows=of_rows,
         )
         return facts.in_range()
 
@@ -289,12 +295,12 @@ def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank)
 
 def _numbers(comm: Communicator, inputs: Inputs, checks: Checks) -> dict[str, Tensor | float]:
     """Return the numbers that the checks of values need, those of tensors on their device."""
-    return {
-        **inputs.numbers(),
-        **checks.read_back(),
-        **differed(comm.transport),
-        **canaries_of(comm.transport).numbers(),
-    }
+    return {**inputs.numbers(), **_further_numbers(comm, checks)}
+
+
+def _further_numbers(comm: Communicator, checks: Checks) -> dict[str, Tensor]:
+    """Return the numbers on the device beside those of the inputs."""
+    return {**checks.read_back(), **differed(comm.transport), **canaries_of(comm.transport).numbers()}
 
 
 @dataclass(frozen=True)

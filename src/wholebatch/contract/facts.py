@@ -14,6 +14,7 @@ from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.inside import all_gather
+from ..kernels import RowNumbers
 from ..partition import Partition
 from ..sweep import Products
 from .options import Options
@@ -49,6 +50,7 @@ class Facts:
         kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank.
         needs_grad: whether one of the inputs needs a gradient, on any rank.
         plans: what layers above have made for calls of this form, by name.
+        of_rows: the numbers of each row of two features, if kernels have computed them.
     """
 
     caller: str
@@ -71,6 +73,7 @@ class Facts:
     kernels: bool = False
     needs_grad: bool = False
     plans: dict[Hashable, Any] = field(default_factory=dict)
+    of_rows: RowNumbers | None = None
 
     @property
     def differentiable(self) -> bool:

@@ -20,6 +20,7 @@ from ..comm.transport import Transport
 from ..partition import Partition
 from ..sweep import Products
 
+KERNELS = "kernels compute it"  # a plan of a form whose kernels have passed their check
 _KEPT = "forms of calls"  # the name under which a group keeps them
 _MOST = 512  # forms of a group: a program whose batches all differ in size must not fill the memory
 
@@ -55,6 +56,11 @@ class Form:
 
     statement: Statement
     _agreements: dict[bytes, Agreement] = field(default_factory=dict)
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether kernels computed calls of this form."""
+        return any(KERNELS in agreement.plans for agreement in self._agreements.values())
 
     @property
     def alone(self) -> Agreement:

@@ -26,6 +26,7 @@ from .._checks import (
 from .._precision import wide_dtype
 from .._products import paired_products
 from .._settings import LARGEST, SMALLEST_DIVISOR
+from ..kernels import READABLE, RowNumbers, row_numbers
 from .forms import form_of_tensor
 
 MIN_PAIR_PRODUCT = "smallest product of a pair"
@@ -173,13 +174,47 @@ class Inputs:
         for name, value in self.compared.items():
             numbers[name] = value if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
-            weights = self.weights[0].detach().to(wide_dtype(self.weights[0].device))
-            smallest = weights.amin() if len(weights) else weights.sum()
-            numbers |= {SUM_OF_WEIGHTS: weights.sum(), SMALLEST_WEIGHT: smallest}
+            numbers |= self._of_weights(self.weights[0])
         if self.matching is not None:
             x, y = (self.given_features[name] for name in self.matching)
             numbers[MIN_PAIR_PRODUCT] = _smallest_product(x, y)
         return numbers
+
+    @staticmethod
+    def _of_weights(weights: Tensor) -> dict[str, Tensor]:
+        weights = weights.detach().to(wide_dtype(weights.device))
+        smallest = weights.amin() if len(weights) else weights.sum()
+        return {SUM_OF_WEIGHTS: weights.sum(), SMALLEST_WEIGHT: smallest}
+
+    def may_be_fused(self) -> bool:
+        """Return whether one kernel computes the numbers of these inputs: those of two features, and scalars."""
+        features, scalars = [*self.given_features.values()], [*self.given_scalars.values()]
+        return (
+            len(features) == 2
+            and len(scalars) <= 2
+            and not self.parameters
+            and features[0].dtype in READABLE
+            and all(x.device == features[0].device for x in scalars if isinstance(x, Tensor))
+        )
+
+    def fused_numbers(self, *, read: bool) -> tuple[dict[str, Tensor | float], RowNumbers]:
+        """Return the same as `numbers`, by one kernel, and the numbers of each row.
+
+        Args:
+            read: whether the host reads the numbers now.
+        """
+        x, y = self.given_features.values()
+        of_rows = row_numbers(x, y, [x for x in self.given_scalars.values() if isinstance(x, Tensor)])
+        extremes: Sequence[Any] = of_rows.extremes.tolist() if read else of_rows.extremes.unbind()
+        found: dict[str, Tensor | float] = {norm_of(name): extremes[at] for at, name in enumerate(self.given_features)}
+        scalars = iter(extremes[3:])
+        for name, value in self.given_scalars.items():
+            found[name] = next(scalars) if isinstance(value, Tensor) else self._check_scalar(name, value)
+        if self.weights[0] is not None:
+            found |= self._of_weights(self.weights[0])
+        if self.matching is not None:
+            found[MIN_PAIR_PRODUCT] = -extremes[2]
+        return found, of_rows
 
     def accepts(self, columns: Mapping[str, Sequence[float]]) -> bool:
         """Return whether scalars and weights of all ranks are as `check_values` wants them; norms may be anything."""

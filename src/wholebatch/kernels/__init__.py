@@ -4,6 +4,7 @@ Triton is no dependency: it is imported when the first kernel starts.
 
     tiles/                      the kernels
     softmax, sigmoid, nested    their launchers: functions of a tile
+    rows                        those of kernels that pass over rows once
     tokens                      that of late interaction, whose rows and columns are tokens
     launch, blocks              the parts that all launchers share; the block of S that a program computes
     witness, verify             their results in plain PyTorch; a comparison of every launch with it
@@ -17,6 +18,7 @@ from .blocks import Blocks
 from .choice import Choice, choices
 from .launch import Entries, RowTerms, TileInputs, interpreted, using
 from .nested import Ends, NestedTile, NestedWeights
+from .rows import READABLE, RowNumbers, row_gradient, row_numbers, side_weights
 from .select import KERNELS, Kernel, check_kernel, chooses, missing
 from .tokens import TokenTile
 from .verify import (
@@ -32,6 +34,7 @@ from .verify import (
 
 __all__ = [
     "KERNELS",
+    "READABLE",
     "Blocks",
     "Choice",
     "Ends",
@@ -40,6 +43,7 @@ __all__ = [
     "KernelError",
     "NestedTile",
     "NestedWeights",
+    "RowNumbers",
     "RowTerms",
     "TileInputs",
     "TokenTile",
@@ -50,6 +54,9 @@ __all__ = [
     "missing",
     "nested_gradient",
     "nested_sums",
+    "row_gradient",
+    "row_numbers",
+    "side_weights",
     "tile_gradient",
     "tile_sigmoid",
     "tile_sums",

@@ -207,7 +207,7 @@ def start(
     for of in (tile.positive, tile.excluded):
         named, *ids = or_unread(tile, of.named, of.rows, of.cols)
         sets += [named, 0 if of.named is None else of.named.stride(0), *ids]
-    with _on(x.device):
+    with on(x.device):
         run(
             kernel, programs,
             x, y, *tensors, *sets,
@@ -234,7 +234,7 @@ def start_on_documents(
     """
     x, y, aligned = _aligned(tile)
     programs = ceil(len(x) / blocks.rows) * documents
-    with _on(x.device):
+    with on(x.device):
         run(
             kernel, programs, x, y, *tensors,
             len(x), documents, x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
@@ -258,7 +258,7 @@ def _single(x: float) -> float:
     return ctypes.c_float(x).value
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """Make the tensors' GPU the current one, on which Triton starts kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

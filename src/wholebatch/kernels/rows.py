@@ -1,0 +1,126 @@
+"""The launchers of the kernels that make one pass over rows: numbers of the entry, weights of sides, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import launch
+
+_ROWS, _FEATURES, _ENTRIES = 32, 128, 1024  # of a block
+_EPS = 1e-12  # as in `_normalize`
+READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
+
+
+@dataclass(eq=False)
+class RowNumbers:
+    """The numbers of the rows of two matrices.
+
+    Args:
+        extremes: (3 + scalars,), float64: the largest norms of x and of y, the largest -x_i . y_i, and the scalars.
+        products: (min(n, m),), float32, x_i . y_i.
+        norms: (n + m,), float32, those of x and then those of y.
+    """
+
+    extremes: Tensor
+    products: Tensor
+    norms: Tensor
+
+
+def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
+    """Return the numbers of rows in one pass.
+
+    Args:
+        x: (n, d).
+        y: (m, d).
+        scalars: up to two tensors of one number, which join the extremes.
+    """
+    from .tiles import rows
+
+    x, y = _in_order(x.detach()), _in_order(y.detach())
+    n, m = x.shape[0], y.shape[0]
+    blocks = max(1, -(-max(n, m) // _ROWS))
+    out = x.new_empty(blocks, 3 + len(scalars), dtype=torch.float64)
+    products, norms = (x.new_empty(count, dtype=torch.float32) for count in (min(n, m), n + m))
+    scale, bias = (*scalars, None, None)[:2]
+    with launch.on(x.device):
+        launch.run(
+            rows.row_numbers, blocks, x, y, scale, bias, products,
+            norms, norms[n:], out, n, m, x.shape[1], x.stride(0), y.stride(0),
+            SCALARS=len(scalars), BM=_ROWS, BK=_FEATURES,
+        )  # fmt: skip
+    return RowNumbers(out.amax(0), products, norms)
+
+
+def side_weights(
+    rows: tuple[Tensor, Tensor] | None, cols: tuple[Tensor, Tensor] | None, size: float
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return N a_i / R_i of rows and of columns, float32, and the largest N |a_i| of each side, (2,), float64.
+
+    Args:
+        rows: a_i and R_i, (n,), float64; None: there is no such side.
+        cols: likewise.
+        size: N.
+    """
+    from .tiles import rows as kernels
+
+    first = rows or cols
+    assert first is not None
+    n, m = (0 if side is None else side[0].shape[0] for side in (rows, cols))
+    (row_grads, row_sums), (col_grads, col_sums) = rows or first, cols or first
+    blocks = max(1, -(-n // _ENTRIES) + -(-m // _ENTRIES))
+    weights = [None if side is None else side[0].new_empty(side[0].shape, dtype=torch.float32) for side in (rows, cols)]
+    largest = row_grads.new_empty(2, blocks)
+    with launch.on(row_grads.device):
+        launch.run(
+            kernels.side_weights, blocks, row_grads, row_sums, col_grads, col_sums, *weights, largest,
+            n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES,
+        )  # fmt: skip
+    return weights[0], weights[1], largest.amax(1)
+
+
+def row_gradient(
+    products: Tensor,
+    x: Tensor,
+    pairs: tuple[Tensor, Tensor, float] | None,
+    norms: Tensor | None,
+    unit: Tensor | None,
+    factor: float | Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return f (u U_i + t_i y_i), less its part along x_i where rows are normalized, and sum_i <x_i, u U_i + t_i y_i>.
+
+    Args:
+        products: U, (n, d), float32.
+        x: (n, d).
+        pairs: y, (n, d), t, (n,), and a factor of t; None: there are no terms of pairs.
+        norms: (n,), |x_i|, by which rows are divided; None: they are not.
+        unit: u, shape (), float32; None: 1.
+        factor: f.
+        dtype: of the result.
+    """
+    from .tiles import rows
+
+    x = _in_order(x)
+    other, terms, term_factor = (None, None, 1.0) if pairs is None else pairs
+    n, d = products.shape
+    blocks = max(1, -(-n // _ROWS))
+    out, shares = products.new_empty(n, d, dtype=dtype), products.new_empty(blocks, dtype=torch.float64)
+    if other is not None:
+        other = _in_order(other)
+    with launch.on(x.device):
+        launch.run(
+            rows.row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
+            n, d, products.stride(0), x.stride(0), 0 if other is None else other.stride(0),
+            0 if terms is None else terms.stride(0), float(factor), float(term_factor),
+            PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=_EPS,
+            BM=_ROWS, BK=_FEATURES,
+        )  # fmt: skip
+    return out, shares.sum()
+
+
+def _in_order(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()

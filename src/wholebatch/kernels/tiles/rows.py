@@ -1,0 +1,154 @@
+"""Kernels that make one pass over the rows of features: their numbers at a loss's entry, and the end of its gradient.
+
+    row_numbers     x_i, y_i -> |x_i|, |y_i|, x_i . y_i, and their extremes
+    side_weights    dL/dA_i, R_i -> N dL/dA_i / R_i, and the largest N |dL/dA_i|
+    row_gradient    U_i -> f (u U_i + t_i y_i), without its part along x_i where rows are normalized, and <x_i, .>
+
+A norm is computed from the row times a power of two, which moves its largest entry near 1, so that no square overflows
+or underflows. An extreme is NaN if one of its numbers is. Numbers are written for each block of rows, and reduced
+afterward in PyTorch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ANY = ["rows_x", "rows_y", "rows", "cols", "num_rows", "size"]
+
+
+@triton.jit
+def _largest(values):
+    """Return the largest value; NaN if one is."""
+    odd = tl.sum(tl.where(values != values, 1, 0), 0)
+    return tl.where(odd > 0, float("nan"), tl.max(values, 0))
+
+
+@triton.jit
+def _powers(x, rows, here, dim, stride, BM: tl.constexpr, BK: tl.constexpr):
+    """Return for each row the power of two that brings its largest entry to [1, 2); near it for extreme rows."""
+    largest = tl.zeros((BM,), tl.float32)
+    for start in range(0, dim, BK):
+        at = start + tl.arange(0, BK)
+        values = tl.load(
+            x + rows.to(tl.int64)[:, None] * stride + at[None, :], mask=here[:, None] & (at < dim)[None, :], other=0.0
+        )
+        largest = tl.maximum(largest, tl.max(tl.abs(values.to(tl.float32)), 1))
+    largest = tl.minimum(tl.maximum(largest, 2.0**-94), 2.0**95)
+    return 1.0 / (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=ANY)
+def row_numbers(
+    x, y, scale, bias, products, norms_x, norms_y, out,
+    rows_x, rows_y, dim, stride_x, stride_y,
+    SCALARS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write (blocks, 3 + SCALARS): the largest norms, the largest -x_i . y_i, scale and bias; and those of each row."""
+    block = tl.program_id(0)
+    rows = block * BM + tl.arange(0, BM)
+    here_x, here_y = rows < rows_x, rows < rows_y
+    power_x = _powers(x, rows, here_x, dim, stride_x, BM, BK)
+    power_y = _powers(y, rows, here_y, dim, stride_y, BM, BK)
+    squares_x, squares_y = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
+    inner = tl.zeros((BM,), tl.float32)
+    for start in range(0, dim, BK):
+        at = start + tl.arange(0, BK)
+        place, known = rows.to(tl.int64)[:, None], (at < dim)[None, :]
+        a = tl.load(x + place * stride_x + at[None, :], mask=here_x[:, None] & known, other=0.0).to(tl.float32)
+        b = tl.load(y + place * stride_y + at[None, :], mask=here_y[:, None] & known, other=0.0).to(tl.float32)
+        inner += tl.sum(a * b, 1)
+        a, b = a * power_x[:, None], b * power_y[:, None]
+        squares_x += tl.sum(a * a, 1)
+        squares_y += tl.sum(b * b, 1)
+    norm_x, norm_y = tl.sqrt(squares_x) / power_x, tl.sqrt(squares_y) / power_y
+    out += block * (3 + SCALARS)
+    tl.store(out, _largest(norm_x).to(tl.float64))
+    tl.store(out + 1, _largest(norm_y).to(tl.float64))
+    both = here_x & here_y
+    tl.store(out + 2, _largest(tl.where(both, -inner, float("-inf"))).to(tl.float64))
+    if SCALARS > 0:
+        tl.store(out + 3, tl.load(scale).to(tl.float64))
+    if SCALARS > 1:
+        tl.store(out + 4, tl.load(bias).to(tl.float64))
+    tl.store(products + rows, inner, mask=both)
+    tl.store(norms_x + rows, norm_x, mask=here_x)
+    tl.store(norms_y + rows, norm_y, mask=here_y)
+
+
+@triton.jit
+def _weigh(grads, sums, weights, largest, block, count, stride, size, BLOCK: tl.constexpr):
+    """Write N a_i / R_i of a block, 0 where a_i is, and the largest N |a_i|."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    grad = tl.load(grads + at * stride, mask=here, other=0.0) * size
+    total = tl.where(grad == 0, 1.0, tl.load(sums + at, mask=here, other=1.0))
+    tl.store(weights + at, (grad / total).to(tl.float32), mask=here)
+    tl.store(largest, _largest(tl.abs(grad)))
+
+
+@triton.jit(do_not_specialize=ANY)
+def side_weights(
+    row_grads, row_sums, col_grads, col_sums, row_weights, col_weights, largest,
+    rows, cols, stride_rows, stride_cols, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write N a_i / R_i of rows and of columns, and (2, blocks of both): the largest N |a_i| of each block."""
+    block, of_rows, blocks = tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)
+    if block < of_rows:
+        _weigh(row_grads, row_sums, row_weights, largest + block, block, rows, stride_rows, size, BLOCK)
+        tl.store(largest + blocks + block, 0.0)
+    else:
+        tl.store(largest + block, 0.0)
+        largest += blocks + block
+        _weigh(col_grads, col_sums, col_weights, largest, block - of_rows, cols, stride_cols, size, BLOCK)
+
+
+@triton.jit
+def _gradient(products, other, rows, at, known, stride_products, stride_other, term, unit, PAIRED: tl.constexpr):
+    """Return u U_i + t_i y_i of some features."""
+    place = rows.to(tl.int64)[:, None]
+    grad = tl.load(products + place * stride_products + at[None, :], mask=known, other=0.0) * unit
+    if PAIRED:
+        of_pairs = tl.load(other + place * stride_other + at[None, :], mask=known, other=0.0).to(tl.float32)
+        grad += term[:, None] * of_pairs
+    return grad
+
+
+@triton.jit(do_not_specialize=ANY)
+def row_gradient(
+    products, x, other, terms, norms, unit, out, shares,
+    num_rows, dim, stride_products, stride_x, stride_other, stride_terms, factor, term_factor,
+    PAIRED: tl.constexpr, NORMED: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write dX, (rows, d), and sum_i <x_i, u U_i + t_i y_i> of each block of rows."""
+    block = tl.program_id(0)
+    rows = block * BM + tl.arange(0, BM)
+    here, place = rows < num_rows, rows.to(tl.int64)[:, None]
+    of_unit = 1.0
+    if UNIT:
+        of_unit = tl.load(unit)
+    term, divisor = tl.zeros((BM,), tl.float32), tl.full((BM,), 1.0, tl.float32)
+    norm = divisor
+    if PAIRED:
+        term = (tl.load(terms + rows * stride_terms, mask=here, other=0.0) * term_factor).to(tl.float32)
+    if NORMED:
+        norm = tl.load(norms + rows, mask=here, other=1.0)
+        divisor = tl.maximum(norm, EPS)
+    along = tl.zeros((BM,), tl.float32)
+    for start in range(0, dim, BK):
+        at = start + tl.arange(0, BK)
+        known = here[:, None] & (at < dim)[None, :]
+        grad = _gradient(products, other, rows, at, known, stride_products, stride_other, term, of_unit, PAIRED)
+        a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
+        along += tl.sum(a / divisor[:, None] * grad, 1)
+    tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
+    removed = tl.where(norm >= EPS, along, 0.0)
+    for start in range(0, dim, BK):
+        at = start + tl.arange(0, BK)
+        known = here[:, None] & (at < dim)[None, :]
+        grad = _gradient(products, other, rows, at, known, stride_products, stride_other, term, of_unit, PAIRED)
+        if NORMED:
+            a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
+            grad = (grad - a / divisor[:, None] * removed[:, None]) / divisor[:, None]
+        tl.store(out + place * dim + at[None, :], (grad * factor).to(out.dtype.element_ty), mask=known)
