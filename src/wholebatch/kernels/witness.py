@@ -3,9 +3,21 @@
 Each function takes the arguments of the launcher of the same name, and returns by name what that writes:
 
     truth    the result
-    size     the sum of the absolute values of its terms, in which its error is measured
+    error    the error that a right kernel may make before it rounds the result to its dtype
 
 Where results are places of entries, `found_maxima` reads them: they are right if the entries are.
+
+A sum of d products of random features can nearly cancel. So its error is relative to sum_k |x_k y_k|, not to the sum,
+and an error of a logit changes its exponential by that factor. These errors are allowed for:
+
+    products    Those of bfloat16 and float16 are exact in float32. float32 is split into parts of 11 bits, perhaps
+                truncated: one part of each factor for TF32 (2^-9), else two, without the product of the small ones and
+                with what is left of these (3 x 2^-20). The errors of d products of random signs largely cancel: of
+                their sum a share of 4 / sqrt(d) may remain, for five standard deviations.
+    sums        Tensor cores add 4 products or more at a time to the sum so far, and truncate it to 24 bits, by 2^-23.
+                Of random signs, the sum so far stays below 8 / sqrt(d) of sum_k |x_k y_k|: also five standard
+                deviations. d / 4 such errors make sqrt(d) 2^-22, three times that for the three products of float32.
+    the rest    `_SINGLE`, 16 roundings of float32: exp2 (4), scales, weights, and the sum of a block's entries
 
 It is written from the formulas in `tiles`, with a mask for each set of entries, and shares no code with the kernels.
 """
@@ -13,6 +25,7 @@ It is written from the formulas in `tiles`, with a mask for each set of entries,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from math import sqrt
 from typing import TypeAlias
 
 import torch
@@ -22,8 +35,9 @@ from .launch import Entries, TileInputs
 from .nested import NestedTile, NestedWeights
 from .tokens import TokenTile
 
-Expected: TypeAlias = dict[str, tuple[Tensor, Tensor]]  # truth and size, by name
+Expected: TypeAlias = dict[str, tuple[Tensor, Tensor]]  # truth and error, by name
 
+_SINGLE = 2.0**-20  # relative to the terms of a result
 _NEGATIVES, _ALL, _POSITIVES = range(3)  # candidates
 
 
@@ -31,23 +45,24 @@ def tile_sums(
     tile: TileInputs, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
 ) -> Expected:
     """Return the sums of rows and columns, and the exponentials that are kept."""
-    logits, among, candidates = _entries(tile)
-    exponentials = torch.where(candidates, (logits - shift).exp(), 0.0)
+    logits, errors, among, candidates = _entries(tile)
+    exponentials = _exponentials(logits, errors, shift)
     terms = {
-        "sum": exponentials,
-        "target": torch.where(among, logits, 0.0),
-        "logits": torch.where(candidates, logits, 0.0),
-        "count": candidates.double(),
+        "sum": (*exponentials, candidates),
+        "target": (logits, errors, among),
+        "logits": (logits, errors, candidates),
+        "count": (torch.ones_like(logits), torch.zeros_like(logits), candidates),
     }
     if not tile.positive.comparisons:
         del terms["target"]
+    masked = {name: [of.where(mask, 0.0) for of in pair] for name, (*pair, mask) in terms.items()}
     found = {
-        f"{side}: {name}": (terms[name].sum(dim), terms[name].abs().sum(dim))
+        f"{side}: {name}": (masked[name][0].sum(dim), masked[name][1].sum(dim))
         for side, names, dim in (("rows", rows, 1), ("columns", cols, 0))
         for name in names
         if name in terms
     }
-    return found if keep is None else found | {"kept": (exponentials, exponentials)}
+    return found if keep is None else found | {"kept": (masked["sum"][0], masked["sum"][1])}
 
 
 def tile_gradient(
@@ -61,8 +76,10 @@ def tile_gradient(
     totals: bool = False,
 ) -> Expected:
     """Return dS, and the sums of its rows before they are scaled."""
-    logits, among, candidates = _entries(tile)
-    exponentials = (logits - shift).exp() if kept is None else kept.double()
+    logits, errors, among, candidates = _entries(tile)
+    exponentials, errors = _exponentials(logits, errors, shift)
+    if kept is not None:
+        exponentials, errors = kept.double(), torch.zeros_like(errors)
     weights = {
         name: sum(side[name].double().unsqueeze(dim) for side, dim in ((rows, 1), (cols, 0)) if name in side)
         for name in {*rows, *cols}
@@ -73,14 +90,16 @@ def tile_gradient(
     if "target" in weights:
         parts.append(torch.where(among, weights["target"], 0.0))
     nothing = torch.zeros_like(logits)
-    truth, size = sum(parts, nothing), sum((part.abs() for part in parts), nothing)
-    found = {"sums of rows of dS": (truth.sum(1), size.sum(1))} if totals else {}
+    truth, error = sum(parts, nothing), _SINGLE * sum((part.abs() for part in parts), nothing)
+    if weights:
+        error = error + torch.where(candidates, errors * weights["sum"].abs(), 0.0)
+    found = {"sums of rows of dS": (truth.sum(1), error.sum(1))} if totals else {}
     factors = torch.ones_like(logits[:, :1])
     if tile.row_terms is not None:
         factors = tile.row_terms.scales.double()[:, None]
         if tile.col_scales is not None:
             factors = factors * tile.col_scales.double()
-    return {"dS": (truth * factors, size * factors.abs()), **found}
+    return {"dS": (truth * factors, error * factors.abs()), **found}
 
 
 def tile_sigmoid(
@@ -88,33 +107,34 @@ def tile_sigmoid(
 ) -> Expected:
     """Return the losses of rows, dS and the sums of its rows."""
     among, excluded = _members(tile, tile.positive), _members(tile, tile.excluded)
-    logits = _products(tile) + bias
+    products, errors = _products(tile, len(tile.x.T))
+    logits, errors = tile.scale * products + bias, abs(tile.scale) * errors + _SINGLE * abs(bias)
     opposed = torch.where(among, -logits, logits).masked_fill(excluded, float("-inf"))
-    losses = torch.nn.functional.softplus(opposed)
-    grad = torch.where(among, -1.0, 1.0) * opposed.sigmoid()
+    losses, chances = torch.nn.functional.softplus(opposed), opposed.sigmoid()
+    errors = chances * errors.expm1()  # at least that of a loss, and of a chance
+    of_losses, of_grad = _SINGLE * losses + errors, _SINGLE * chances + errors
+    grad = torch.where(among, -chances, chances)
     if weights is not None:
-        grad = grad * weights.double()[:, None]
-    found = {"losses of rows": (losses.sum(1), losses.sum(1))}
+        grad, of_grad = (z * weights.double()[:, None] for z in (grad, of_grad))
+    found = {"losses of rows": (losses.sum(1), of_losses.sum(1))}
     if totals:
-        found["sums of rows of dS"] = grad.sum(1), grad.abs().sum(1)
-    return found if out is None else found | {"dS": (grad, grad.abs())}
+        found["sums of rows of dS"] = grad.sum(1), of_grad.sum(1)
+    return found if out is None else found | {"dS": (grad, of_grad)}
 
 
 def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> Expected:
     """Return the sums of rows, the logits of positives, and the sums of columns, of each part."""
     among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
-    made: dict[str, list[Tensor]] = {"rows: sum": [], "rows: target": [], "columns: sum": []}
-    sizes: list[Tensor] = []
-    for logits, _ in _parts(tile):
-        exponentials = (logits - shift).exp().masked_fill(among | excluded, 0.0)
-        targets = torch.where(among, logits, 0.0)
-        made["rows: sum"].append(exponentials.sum(1))
-        made["rows: target"].append(targets.sum(1))
-        sizes.append(targets.abs().sum(1))
-        made["columns: sum"].append(exponentials.sum(0))
-    stacked = {name: torch.stack(of) for name, of in made.items()}
-    found = {name: (of, of) for name, of in stacked.items() if cols or name != "columns: sum"}
-    return found | {"rows: target": (stacked["rows: target"], torch.stack(sizes))}
+    sums: list[Expected] = []
+    for logits, errors, _ in _parts(tile):
+        exponentials = [of.masked_fill(among | excluded, 0.0) for of in _exponentials(logits, errors, shift)]
+        targets = [of.where(among, 0.0) for of in (logits, errors)]
+        sums.append({
+            "rows: sum": (exponentials[0].sum(1), exponentials[1].sum(1)),
+            "rows: target": (targets[0].sum(1), targets[1].sum(1)),
+            **({"columns: sum": (exponentials[0].sum(0), exponentials[1].sum(0))} if cols else {}),
+        })  # fmt: skip
+    return {name: _stacked([of[name] for of in sums]) for name in sums[0]}
 
 
 def nested_gradient(
@@ -122,35 +142,39 @@ def nested_gradient(
 ) -> Expected:
     """Return H of each part, and the sums of dS S."""
     among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
-    grads, products = [], []
-    for part, (logits, factors) in enumerate(_parts(tile)):
+    grads, of_rows, of_cols = [], [], []
+    for part, (logits, of_logits, factors) in enumerate(_parts(tile)):
         by_entry = weights.rows[part].double()[:, None]
         if weights.cols is not None:
             by_entry = by_entry + weights.cols[part].double()
-        grad = ((logits - shift).exp() * by_entry).masked_fill(excluded, 0.0)
+        exponentials, errors = _exponentials(logits, of_logits, shift)
+        grad = (exponentials * by_entry).masked_fill(excluded, 0.0)
         grad = torch.where(among, weights.targets[part].double()[:, None], grad)
-        grads.append(grad * factors)
-        products.append(grad * logits)
-    summed, sizes = (torch.stack(of).flip(0).cumsum(0).flip(0) for of in (grads, [grad.abs() for grad in grads]))
-    each = torch.stack(products)
-    found = {"dS": (summed, sizes.amax(0).expand_as(sizes)), "rows: dS S": (each.sum(2), each.abs().sum(2))}
-    return found | ({"columns: dS S": (each.sum(1), each.abs().sum(1))} if totals_of_cols else {})
+        error = (errors * by_entry.abs()).masked_fill(among | excluded, 0.0) + _SINGLE * grad.abs()
+        grads.append((grad * factors, error * factors.abs()))
+        product, of_product = grad * logits, error * logits.abs() + grad.abs() * of_logits
+        of_rows.append((product.sum(1), of_product.sum(1)))
+        of_cols.append((product.sum(0), of_product.sum(0)))
+    each, errors = _stacked(grads)
+    summed = each.flip(0).cumsum(0).flip(0)  # by kernels, as the sum of all parts without the earlier ones
+    found = {"dS": (summed, errors.sum(0).expand_as(errors)), "rows: dS S": _stacked(of_rows)}
+    return found | ({"columns: dS S": _stacked(of_cols)} if totals_of_cols else {})
 
 
 def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> Expected:
     """Return the maxima, and the winners among whole numbers, whose products are exact, so that equal ones tie."""
-    best, sizes, places = [], [], []
-    for products, size in _documents(tile):
+    best, largest, places = [], [], []
+    for products, errors in _documents(tile):
         of_best = products.max(1)  # the first of equal ones
         best.append(of_best.values)
-        sizes.append(size.amax(1))
+        largest.append(errors.amax(1))
         places.append(of_best.indices.double())
-    truth, size = torch.stack(best, 1), torch.stack(sizes, 1)
-    found = {"maxima": (truth, size)}
+    truth, error = torch.stack(best, 1), torch.stack(largest, 1)
+    found = {"maxima": (truth, error)}
     if winners is None:
         return found
-    exact = torch.stack(places, 1).masked_fill(~_exact(tile), 0.0)
-    return found | {"products of winners": (truth, size), "winners": (exact, torch.zeros_like(exact))}
+    exact = torch.stack(places, 1).masked_fill(~_exact(tile), 0.0)  # another's product may be off by as much
+    return found | {"products of winners": (truth, 2 * error), "winners": (exact, torch.zeros_like(exact))}
 
 
 def found_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> dict[str, Tensor]:
@@ -168,10 +192,10 @@ def found_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> dict[s
 
 
 def _documents(tile: TokenTile) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the products of all query tokens with each document's tokens, and the sizes of their terms."""
-    x, y = tile.features.x.double(), tile.features.y.double()
-    for of in y.split(tile.starts.diff().tolist()):
-        yield x @ of.T, x.abs() @ of.abs().T
+    """Yield the products of all query tokens with each document's tokens, and their errors."""
+    products, errors = _products(tile.features, len(tile.features.x.T))
+    lengths = tile.starts.diff().tolist()
+    yield from zip(products.split(lengths, 1), errors.split(lengths, 1), strict=True)
 
 
 def _exact(tile: TokenTile) -> Tensor:
@@ -181,32 +205,52 @@ def _exact(tile: TokenTile) -> Tensor:
     return of_rows[:, None] & of_documents
 
 
-def _parts(tile: NestedTile) -> list[tuple[Tensor, Tensor]]:
-    """Return the logits of each part, and the factors of its products."""
-    x, y = tile.features.x.double(), tile.features.y.double()
+def _parts(tile: NestedTile) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return the logits of each part, their errors, and the factors of its products."""
     found = []
     for part, stop in enumerate((tile.ends.at * tile.ends.unit).tolist()):
         factors = tile.row_scales[part].double()[:, None] * tile.col_scales[part].double()
-        found.append((x[:, :stop] @ y[:, :stop].T * factors, factors))
+        products, errors = _products(tile.features, stop)
+        found.append((products * factors, errors * factors.abs(), factors))
     return found
 
 
-def _products(tile: TileInputs) -> Tensor:
-    return tile.scale * (tile.x.double() @ tile.y.double().T)
+def _stacked(of: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    truths, errors = zip(*of, strict=True)
+    return torch.stack(truths), torch.stack(errors)
 
 
-def _entries(tile: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logits, and masks of the positives and of the candidates."""
-    logits = _products(tile)
+def _products(tile: TileInputs, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the products of rows and columns in the first features, and their errors: see the module's docstring."""
+    x, y = (z[:, :dim].double() for z in (tile.x, tile.y))
+    of_terms, times = 0.0, 1
+    if tile.x.dtype == torch.float32:
+        of_terms, times = (2.0**-9, 1) if tile.allows_tf32 else (3 * 2.0**-20, 3)
+    error = of_terms * min(1.0, 4 / sqrt(dim)) + times * sqrt(dim) * 2.0**-22 + _SINGLE
+    return x @ y.T, error * (x.abs() @ y.abs().T)
+
+
+def _exponentials(logits: Tensor, errors: Tensor, shift: float) -> tuple[Tensor, Tensor]:
+    """Return exp(S - shift) and its errors."""
+    exponentials = (logits - shift).exp()
+    return exponentials, exponentials * ((errors + _SINGLE * abs(shift)).expm1() + _SINGLE)
+
+
+def _entries(tile: TileInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the logits and their errors, and masks of the positives and of the candidates."""
+    products, errors = _products(tile, len(tile.x.T))
+    logits, errors = tile.scale * products, abs(tile.scale) * errors
     if tile.row_terms is not None:
-        logits = logits * tile.row_terms.scales.double()[:, None]
+        scales = tile.row_terms.scales.double()[:, None]
         if tile.col_scales is not None:
-            logits = logits * tile.col_scales.double()
+            scales = scales * tile.col_scales.double()
+        logits, errors = logits * scales, errors * scales.abs()
         if tile.row_terms.offsets is not None:
-            logits = logits + tile.row_terms.offsets.double()[:, None]
+            offsets = tile.row_terms.offsets.double()[:, None]
+            logits, errors = logits + offsets, errors + _SINGLE * offsets.abs()
     among, excluded = _members(tile, tile.positive), _members(tile, tile.excluded)
     candidates = {_NEGATIVES: ~excluded & ~among, _ALL: ~excluded | among, _POSITIVES: among}[tile.candidates]
-    return logits, among, candidates
+    return logits, errors, among, candidates
 
 
 def _members(tile: TileInputs, of: Entries) -> Tensor:
