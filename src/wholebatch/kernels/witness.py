@@ -12,6 +12,7 @@ It is written from the formulas in `tiles`, with a mask for each set of entries,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
@@ -27,10 +28,9 @@ Expected: TypeAlias = dict[str, tuple[Tensor, Tensor]]  # truth and size, by nam
 _NEGATIVES, _ALL, _POSITIVES = range(3)  # candidates
 
 
-def tile_sums(
-    tile: TileInputs, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
-) -> Expected:
-    """Return the sums of rows and columns, and the exponentials that are kept."""
+def tile_sums(tile: TileInputs, *, rows: Collection[str], cols: Collection[str]) -> Expected:
+    """Return the sums of rows and columns."""
+    shift = _numbers(tile)[1]
     logits, among, candidates = _entries(tile)
     exponentials = torch.where(candidates, (logits - shift).exp(), 0.0)
     terms = {
@@ -39,30 +39,27 @@ def tile_sums(
         "logits": torch.where(candidates, logits, 0.0),
         "count": candidates.double(),
     }
-    if not tile.positive.comparisons:
+    if tile.positive.named is None and not tile.positive.ids:
         del terms["target"]
-    found = {
+    return {
         f"{side}: {name}": (terms[name].sum(dim), terms[name].abs().sum(dim))
         for side, names, dim in (("rows", rows, 1), ("columns", cols, 0))
         for name in names
         if name in terms
     }
-    return found if keep is None else found | {"kept": (exponentials, exponentials)}
 
 
 def tile_gradient(
     tile: TileInputs,
     out: Tensor,
     *,
-    shift: float,
     rows: Mapping[str, Tensor],
     cols: Mapping[str, Tensor],
-    kept: Tensor | None = None,
     totals: bool = False,
 ) -> Expected:
     """Return dS, and the sums of its rows before they are scaled."""
     logits, among, candidates = _entries(tile)
-    exponentials = (logits - shift).exp() if kept is None else kept.double()
+    exponentials = (logits - _numbers(tile)[1]).exp()
     weights = {
         name: sum(side[name].double().unsqueeze(dim) for side, dim in ((rows, 1), (cols, 0)) if name in side)
         for name in {*rows, *cols}
@@ -83,12 +80,12 @@ def tile_gradient(
     return {"dS": (truth * factors, size * factors.abs()), **found}
 
 
-def tile_sigmoid(
-    tile: TileInputs, out: Tensor | None, *, bias: float, weights: Tensor | None, totals: bool
-) -> Expected:
+def tile_sigmoid(tile: TileInputs, out: Tensor | None, *, weights: Tensor | None, totals: bool) -> Expected:
     """Return the losses of rows, dS and the sums of its rows."""
     among, excluded = _members(tile, tile.positive), _members(tile, tile.excluded)
-    logits = _products(tile) + bias
+    logits = _products(tile) + _numbers(tile)[1]
+    if tile.candidates == _NEGATIVES:
+        excluded |= among
     opposed = torch.where(among, -logits, logits).masked_fill(excluded, float("-inf"))
     losses = torch.nn.functional.softplus(opposed)
     grad = torch.where(among, -1.0, 1.0) * opposed.sigmoid()
@@ -100,8 +97,9 @@ def tile_sigmoid(
     return found if out is None else found | {"dS": (grad, grad.abs())}
 
 
-def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> Expected:
+def nested_sums(tile: NestedTile, *, cols: bool) -> Expected:
     """Return the sums of rows, the logits of positives, and the sums of columns, of each part."""
+    shift = _numbers(tile.features)[1]
     among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
     made: dict[str, list[Tensor]] = {"rows: sum": [], "rows: target": [], "columns: sum": []}
     sizes: list[Tensor] = []
@@ -117,10 +115,9 @@ def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> Expected:
     return found | {"rows: target": (stacked["rows: target"], torch.stack(sizes))}
 
 
-def nested_gradient(
-    tile: NestedTile, out: Tensor, weights: NestedWeights, *, shift: float, totals_of_cols: bool
-) -> Expected:
+def nested_gradient(tile: NestedTile, out: Tensor, weights: NestedWeights, *, totals_of_cols: bool) -> Expected:
     """Return H of each part, and the sums of dS S."""
+    shift = _numbers(tile.features)[1]
     among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
     grads, products = [], []
     for part, (logits, factors) in enumerate(_parts(tile)):
@@ -191,8 +188,14 @@ def _parts(tile: NestedTile) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def _numbers(tile: TileInputs) -> Tensor:
+    """Return the scale of S, and its shift or bias."""
+    assert tile.numbers is not None
+    return tile.numbers.double() * math.log(2)
+
+
 def _products(tile: TileInputs) -> Tensor:
-    return tile.scale * (tile.x.double() @ tile.y.double().T)
+    return _numbers(tile)[0] * (tile.x.double() @ tile.y.double().T)
 
 
 def _entries(tile: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
