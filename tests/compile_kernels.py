@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import wholebatch as wb
+from wholebatch.kernels.launch import Box
 from wholebatch.sweep import Products
 
 # Triton 3.6's cannot read code for compute capability 10.3.
@@ -38,9 +39,9 @@ CUOBJDUMP = os.environ.get("CUOBJDUMP") or Path(triton.backends.nvidia.__file__)
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"},
     **{torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32"},
-    **{int: "i32", float: "fp32"},
+    **{int: "i32", type(None): "constexpr"},
 }
-WHOLE = {"num_rows", "num_cols", "positive_stride", "excluded_stride"}  # multiples of 16, as in most batches
+WHOLE = {"num_cols", "positive_stride", "excluded_stride", "stride_gradient"}  # multiples of 16, as in most batches
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 # Triton 3.8's compiler, under Python 3.13.
@@ -60,6 +61,13 @@ class Started:
     def describe(self, **more: Any) -> dict[str, Any]:
         """Return the facts that identify it in a message."""
         return {"kernel": self.kernel.__name__, "constants": dict(self.constants), **more}
+
+
+def type_of(argument: Any) -> str:
+    """Return the type of an argument as Triton writes it; None is a constant."""
+    if isinstance(argument, Box):
+        return f"tensordesc<{TYPES[argument.tensor.dtype][1:]}{argument.size}>"
+    return TYPES[argument.dtype if isinstance(argument, torch.Tensor) else type(argument)]
 
 
 def as_on_cuda(_precision: str, dtype: torch.dtype, *_: Any) -> Products:
@@ -87,7 +95,7 @@ def started(
         for places in arguments:
             if isinstance(places, torch.Tensor) and places.dtype == torch.uint8:
                 places.zero_()  # the backward pass looks them up
-        types = (TYPES[arg.dtype if isinstance(arg, torch.Tensor) else type(arg)] for arg in arguments)
+        types = map(type_of, arguments)
         found.setdefault(Started(kernel, tuple(types), tuple(constants.items())), name)
 
     patches = [patch("wholebatch.kernels.launch.run", record)]
@@ -120,6 +128,7 @@ def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
     options = {name: constants.pop(name) for name in OPTIONS}
     names = of.kernel.arg_names[: len(of.types)]
     signature = dict(zip(names, of.types, strict=True)) | dict.fromkeys(constants, "constexpr")
+    constants |= {name: None for name, kind in signature.items() if kind == "constexpr" and name not in constants}
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in WHOLE]
     made = triton.compile(
         ASTSource(
@@ -143,6 +152,9 @@ def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
         "registers": int(re.search(r"REG:(\d+)", used)[1]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", instructions)),
         "shared": made.metadata.shared,
+        "boxes read": len(re.findall(r"\bUTMALDG", instructions)),
+        "boxes written": len(re.findall(r"\bUTMASTG", instructions)),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", instructions, re.MULTILINE)),
         "narrow loads": len(re.findall(r"\bLDG\.E\.[US](?:8|16)\b", instructions)),
         "products": len(re.findall(r"\b(?:HMMA|HGMMA|UTC[A-Z]*MMA)\b", instructions)),
     }

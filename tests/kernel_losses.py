@@ -17,6 +17,7 @@ def losses(x, y, ids, scale=14.3):
     labels = torch.arange(len(x), device=x.device) % 4
     several = torch.stack([ids, torch.where(ids % 2 == 0, (ids + 1) % 30, -100)], dim=1)
     averages = [torch.full((len(x),), 3.0, dtype=torch.float64, device=x.device)] * 2
+    learned = torch.tensor(-4.0, dtype=torch.float64, device=x.device, requires_grad=True)
     bias = torch.linspace(-1, 1, len(y), device=x.device)
     texts, fewer = ({"logit_scale": scale, **offsets(n, len(y), x.device)} for n in (len(x), len(x) - len(x) // 4))
     arcface, cosface = wb.ArcFace(16.0, 0.5), wb.CosFace(16.0)
@@ -34,6 +35,7 @@ def losses(x, y, ids, scale=14.3):
         "dcl": lambda f, more: f.dcl_loss(x / 2, 4 * y, temperature=0.1, **more),
         "sup_con": lambda f, more: f.sup_con_loss(4 * x, labels, temperature=0.1, **more),
         "siglip": lambda f, more: f.siglip_loss(x, y, scale, -4.0, **more),
+        "siglip, learned bias": lambda f, more: f.siglip_loss(x, y, scale, learned, **more),
         "siglip, ids": lambda f, more: f.siglip_loss(x, y, scale, -4.0, ids=ids, **more),
         "siglip, ids excluded": lambda f, more: f.siglip_loss(x, y, scale, -4.0, ids=ids, equal_ids="excluded", **more),
         "debiased": lambda f, more: f.debiased_loss(x, y, temperature=0.1, tau_plus=0.1, **more),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import math
+import re
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from kernel_losses import learns_its_scale, losses
@@ -25,7 +29,6 @@ from wholebatch.sweep import (
     Diagonals,
     Driver,
     EqualIds,
-    KeptTiles,
     KernelSoftmaxSweep,
     NamedRows,
     Pairs,
@@ -47,7 +50,7 @@ if not torch.cuda.is_available() and TRITON < (3, 7) and NUMPY >= (2, 4):
     )
 NAMES = tuple(losses(*[torch.zeros(1, 1)] * 2, torch.zeros(1))[0])
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHIFT = 3.0
+SHIFT = kernels.exact(3.0)
 NAN = float("nan")
 SINGLE = 2e-6 if DEVICE.type == "cpu" else 1e-5  # float32 on tensor cores is three products
 # Errors relative to float64; dS is rounded to the features' dtype (truncated in the interpreter).
@@ -77,14 +80,12 @@ def pairs_of(kind, rows, cols):
 FIELDS = ("sum", "target", "logits", "count")
 
 
-def swept(kind, x, y, selection, *, side, sides=("rows", "cols"), triangle=False, kept=None, uniform=False, **of):
+def swept(kind, x, y, selection, *, side, sides=("rows", "cols"), triangle=False, uniform=False, numbers=None, **of):
     """Return sums and products of one block, and the gradient of offsets."""
-    driver = Driver(x, 14.3, side=side, **of)
-    columns = [len(y)] if kind is KernelSoftmaxSweep else []
-    keep = None if kept is None else x.new_empty(len(x) * len(y), dtype=kept)
+    driver = Driver(x, 14.3 if numbers is None else NAN, side=side, **of)
 
     def sweep():
-        return kind(driver, selection, *columns, kept=None if keep is None else KeptTiles(keep))
+        return kind(driver, selection) if kind is SoftmaxSweep else kind(driver, selection, len(y), numbers=numbers)
 
     block = Block(y, slice(0, len(y)), slice(0, len(x)), triangle)
     zeros = {"dtype": torch.float64, "device": x.device}
@@ -144,25 +145,6 @@ def test_weights_of_candidates_logits(in_kernels, kind, over):
     assert max(errors(swept(SoftmaxSweep, x.double(), y.double(), selection, side=640), true)) > 1e-2  # without
 
 
-@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["pairs", "two views", "ids excluded", "both"])
-def test_kept_exponentials(in_kernels, monkeypatch, kind, kept):
-    """The gradient reads kept exponentials, and no features."""
-    x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
-    selection = Selection(pairs_of(kind, 45, 77), "all")
-    true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
-    gradient = kernels.tile_gradient
-
-    def without_features(tile, out, **more):
-        assert more["kept"] is not None
-        return gradient(replace(tile, scale=NAN), out, **more)
-
-    monkeypatch.setattr(kernels, "tile_gradient", without_features)
-    of_sums, of_products = errors(swept(KernelSoftmaxSweep, x, y, selection, side=30, kept=kept), true)
-    assert of_sums < SINGLE
-    assert of_products < (SINGLE if kept == torch.float32 else 1e-2)  # the interpreter truncates kept exponentials
-
-
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("of", ["norms of rows", "norms of both", "offsets", "all"])
 def test_rows_with_norms_and_offsets(in_kernels, of, dtype):
@@ -214,6 +196,91 @@ def test_half_of_a_symmetric_matrix_is_enough(in_kernels):
     assert max(errors(half, true)) < SINGLE
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_programs_compute_several_blocks(in_kernels, monkeypatch, dtype):
+    """There are 9 x 7 blocks, ragged at both ends, and fewer programs where descriptors load features."""
+    programs = []
+    run = kernels.launch.run
+    monkeypatch.setattr(kernels.launch, "run", lambda *of, **more: (programs.append(of[1]), run(*of, **more))[1])
+    x, y = poisoned(271, 24, dtype), poisoned(401, 24, dtype)
+    selection = Selection(pairs_of("two views", 271, 401), "all")
+    true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
+    of_sums, of_products = errors(swept(KernelSoftmaxSweep, x, y, selection, side=640), true)
+    assert of_sums < CLOSE[dtype][0]
+    assert of_products < CLOSE[dtype][1]
+    if DEVICE.type == "cpu":
+        assert {*programs} == ({63} if dtype == torch.float32 else {2 * kernels.launch.processors(DEVICE)})
+
+
+def test_scale_and_shift_are_read_from_the_device(in_kernels):
+    """The host knows neither of them then."""
+    x, y = poisoned(45, 24, torch.bfloat16), poisoned(77, 24, torch.bfloat16)
+    numbers = kernels.numbers_of(14.3, SHIFT, DEVICE)
+    for kind, over in product(("pairs", "ids"), ("negatives", "all")):
+        selection = Selection(pairs_of(kind, 45, 77), over)
+        expected = swept(KernelSoftmaxSweep, x, y, selection, side=30)
+        found = swept(KernelSoftmaxSweep, x, y, selection, side=30, numbers=numbers)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        other = swept(KernelSoftmaxSweep, x, y, selection, side=30, numbers=numbers * 1.01)
+        assert not torch.equal(other[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "kind", "boxes"),
+    [
+        (torch.bfloat16, 24, "in order", True),
+        (torch.float16, 1000, "in order", True),
+        (torch.bfloat16, 4096, "in order", True),
+        (torch.bfloat16, 40, "columns first", True),  # copied
+        (torch.bfloat16, 40, "rows not aligned", True),  # copied
+        (torch.bfloat16, 40, "base not aligned", True),  # copied
+        (torch.bfloat16, 3, "in order", False),
+        (torch.bfloat16, 1, "in order", False),
+        (torch.bfloat16, 20, "in order", False),
+        (torch.float32, 24, "in order", False),
+    ],
+)
+def test_descriptors_load_features_where_they_can(in_kernels, monkeypatch, dtype, dim, kind, boxes):
+    """And they store dS, whose rows begin at multiples of 16 bytes whatever its number of columns. Others: pointers."""
+    made = []
+    run = kernels.launch.run
+
+    def record(kernel, programs, *arguments, **constants):
+        made.append([type(of) is kernels.launch.Box for of in arguments])
+        run(kernel, programs, *arguments, **constants)
+
+    monkeypatch.setattr(kernels.launch, "run", record)
+    x, y = (normalize(torch.randn(n, dim, device=DEVICE), dim=1).to(dtype) for n in (37, 51))
+    if kind == "columns first":
+        x, y = (z.T.contiguous().T for z in (x, y))
+    elif kind == "rows not aligned":
+        x, y = (torch.cat([z, z[:, :3]], dim=1)[:, :dim] for z in (x, y))
+    elif kind == "base not aligned":
+        x, y = (torch.cat([z.flatten()[:1], z.flatten()])[1:].view(z.shape) for z in (x, y))
+    selection = Selection(pairs_of("pairs", 37, 51))
+    true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
+    of_sums, of_products = errors(swept(KernelSoftmaxSweep, x, y, selection, side=640), true)
+    assert of_sums < 3 * CLOSE[torch.bfloat16][0]
+    assert of_products < CLOSE[torch.bfloat16][1]
+    of_sums, of_gradient = made
+    assert of_sums[:2] == of_gradient[:2] == [boxes] * 2
+    assert of_gradient[3] == boxes
+    assert not any((*of_sums[2:], *of_gradient[4:]))
+
+
+def test_older_cards_and_float32_have_pointers():
+    form = kernels.blocks.Form("tile_sums", (9, 0), torch.bfloat16, 512)
+    of_card = partial(kernels.launch._layout, processors=132, chosen=None, allows_tf32=False, simulated=False)
+    found = of_card(form)
+    assert found.boxes
+    assert found.programs == 264
+    older = of_card(form._replace(capability=(8, 9)))
+    assert not older.boxes
+    assert older.programs is None
+    assert not of_card(form._replace(dtype=torch.float32)).boxes
+    assert of_card(form._replace(kernel="tile_sums", features=768, many_rows=True)).programs == 132
+
+
 def test_features_in_column_major_order(in_kernels):
     x, y = (normalize(torch.randn(12, n, device=DEVICE), dim=0).T for n in (40, 50))
     selection = Selection(pairs_of("pairs", 40, 50))
@@ -224,13 +291,15 @@ def test_features_in_column_major_order(in_kernels):
 def test_the_scale_of_sums_is_that_of_positives(in_kernels):
     """With separate rounding, log R - T would be off by 2e-6 at scale 100, where p = 1 and all else is exact."""
     x = torch.eye(40, device=DEVICE)
-    for scale, shift in ((100.0, 99.3), (1 / 0.07, 13.9), (50.0, 49.9)):
+    for scale, wanted in ((100.0, 99.3), (1 / 0.07, 13.9), (50.0, 49.9)):
+        shift = kernels.exact(wanted)
+        assert abs(shift - wanted) < 5e-6
         driver = Driver(x, scale, side=640)
         rows = Sums(shift, {n: torch.zeros(40, dtype=torch.float64, device=DEVICE) for n in ("sum", "target")})
         selection = Selection(Pairs(Diagonals(Diagonal(0, 0, 40))), "positives")
         KernelSoftmaxSweep(driver, selection, 40).sums(Block(x, slice(0, 40), slice(0, 40)), rows, None)
         loss = shift + rows.fields["sum"].log() - rows.fields["target"]
-        assert loss.abs().max() < (3e-7 if DEVICE.type == "cpu" else 1e-6)
+        assert loss.abs().max() < 1e-12
 
 
 @pytest.fixture
@@ -250,7 +319,7 @@ def in_kernels(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", nothing)
 
 
-def test_positives_are_subtracted_inside_the_tile():
+def test_positives_are_not_rounded():
     """For trained features (p = 1 - 3e-4) dS is lost if its parts are rounded before they are added."""
     x = normalize(torch.randn(48, 64, device=DEVICE), dim=1).bfloat16()
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, 48))), "all")
@@ -299,6 +368,40 @@ def test_sets_equal_those_of_plain_pytorch():
         assert torch.equal(found, expected)
     assert members(NamedRows(torch.zeros(cols, 5, dtype=torch.int64)), cols, cpu) is None  # unsupported
     assert members(Union(Diagonals(Diagonal(0, 0, 1)), NONE), cols, cpu) is None
+
+
+def test_named_rows_of_diagonals_are_made_once(monkeypatch):
+    """For all calls of a form; diagonals without a common column are one row of names, one comparison."""
+    views = (Diagonal(0, 30, 30), Diagonal(30, 0, 30))
+    first = members(Diagonals(*views), 60, DEVICE)
+    monkeypatch.setattr(torch, "full", None)  # a second call makes no tensor
+    again = members(Diagonals(*views), 60, DEVICE)
+    assert again.named is first.named
+    assert first.named.tolist() == [[*range(30, 60), *range(30)]]
+    monkeypatch.undo()
+    crossed = members(Diagonals(*views, Diagonal(0, 0, 60)), 60, DEVICE)
+    assert crossed.named.tolist() == [[*range(30, 60), *range(30)], [*range(60)]]
+
+
+def test_the_polynomial_of_the_sigmoid():
+    """Its relative error is that of a few roundings of float32, also for clear negatives, whose e is tiny."""
+    sigmoid = importlib.import_module("wholebatch.kernels.tiles.sigmoid")
+    source = inspect.getsource(sigmoid.log2_of_1_plus.fn)
+    coefficients = [float(sign + of) for sign, of in re.findall(r"(?:([-+]) |[*(] ?)(\d\.\d+)", source)]
+    assert len(coefficients) == 9
+    e = torch.cat([torch.linspace(0, 1, 2**20)[1:], 2.0 ** -torch.arange(1, 120.0)])
+    true = torch.log1p(e.double()) / math.log(2)
+
+    def error(coefficients, dtype):
+        series = torch.zeros_like(e, dtype=dtype)
+        for of in coefficients:
+            series = series * e + of
+        return ((series * e).double() / true - 1).abs().max()
+
+    assert error(coefficients, torch.float64) < 4e-8
+    assert error(coefficients, torch.float32) < 4e-7
+    fitted = [*map(float, np.polyfit(e.double().numpy(), (true / e).numpy(), 7))]
+    assert error(fitted, torch.float64) > 1e-7  # one degree less
 
 
 # Losses.

@@ -16,7 +16,7 @@ calls the launcher, the choice of that sweep in `nodes`, and in `tests/kernel_lo
 
 from .blocks import Blocks
 from .choice import Choice, choices
-from .launch import Entries, RowTerms, TileInputs, interpreted, using
+from .launch import Entries, RowTerms, TileInputs, exact, interpreted, laid_out, numbers_of, using
 from .nested import Ends, NestedTile, NestedWeights
 from .rows import READABLE, RowNumbers, row_gradient, row_numbers, side_weights
 from .select import KERNELS, Kernel, check_kernel, chooses, missing
@@ -50,10 +50,13 @@ __all__ = [
     "check_kernel",
     "choices",
     "chooses",
+    "exact",
     "interpreted",
+    "laid_out",
     "missing",
     "nested_gradient",
     "nested_sums",
+    "numbers_of",
     "row_gradient",
     "row_numbers",
     "side_weights",

@@ -1,19 +1,22 @@
-"""The block of S that one program of a kernel computes, for each form and architecture.
+"""The block of S that one program of a kernel computes at a time, for each form and architecture.
 
 A block is as large as registers allow: no form spills, on any architecture, with any of the versions of Triton that
 `make kernels` compiles. Their compilers differ, so a form has room to spare where it can.
 
-A feature that a program loads is used as often as the block is wide: 64 flops for a byte from the L2 cache for 128 x
-128, 85 for 128 x 256. An SM has 65536 registers. With 8 warps, each of 128 registers or more, they are enough for one
-program; with 4 warps for two, and one of them computes exponentials and sums while the other one multiplies.
+An SM has 65536 registers. With 4 warps, they are enough for two programs of 128 x 128, if shared memory is, too: one of
+them computes exponentials and sums while the other one multiplies. That was the fastest form on an H100 nearly
+everywhere, where tensor descriptors load features.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_LONG = 512  # features from which the products take so long that a wider block is better than a second program
+import torch
+
 _SHORT_DOCUMENT, _MOST_AT_ONCE = 32, 128  # tokens of a document; features of a step
+_LONG = 768  # features from which sums of many rows are faster with one large program on an SM
 _AMPERE, _HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (10, 0), (12, 0)
 
 
@@ -26,6 +29,7 @@ class Blocks:
         depth: features per step.
         group: blocks of rows that are computed together, for the cache.
         warps, stages: Triton's num_warps and num_stages.
+        parts: 1 or 2 parts of the columns, side by side, which are written to dS one after the other.
     """
 
     rows: int
@@ -34,74 +38,76 @@ class Blocks:
     group: int
     warps: int
     stages: int
+    parts: int = 1
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """The facts of a launch that decide how many registers and how much shared memory a program takes.
 
     Args:
+        kernel: its name.
         capability: the compute capability.
-        single: whether the features are float32, which are multiplied in parts, three times.
+        dtype: of the features; float32 is multiplied in parts, three times.
         features: their number.
-        columns: of the tile; a single one is a constant to the compiler.
+        many_rows: whether the tile has 32768 rows or more.
         compared: the number of comparisons for each entry.
         ids: whether ids are among them.
-        lean: whether only the exponential of an entry is computed, and it is not kept.
-        one_side: whether positives are summed up for one side alone.
-        more: whether more than the exponential of an entry is computed.
-        parts: whether products of several parts of the features are summed up.
-        two_totals: whether two numbers are summed for each entry.
-        single_loads: whether features have to be loaded one by one.
-        no_product: whether exponentials are read instead of computed.
+        entries: numbers that are computed for an entry beside the exponential, and sums beside the first of a side.
+        unit: a divisor of the ends of the parts of the features, if there are parts; else 0.
         document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
     """
 
+    kernel: str
     capability: tuple[int, int]
-    single: bool
+    dtype: torch.dtype
     features: int
-    columns: int
-    compared: int
-    ids: bool
-    lean: bool = False
-    one_side: bool = False
-    more: bool = False
-    parts: bool = False
-    two_totals: bool = False
-    single_loads: bool = False
-    no_product: bool = False
+    many_rows: bool = False
+    compared: int = 1
+    ids: bool = False
+    entries: int = 0
+    unit: int = 0
     document: int = 0
 
+    @property
+    def boxes(self) -> bool:
+        """Whether tensor descriptors can describe the features."""
+        return not self.document and self.dtype.itemsize == 2 and not self.features % 8
 
-def blocks_of(form: Form) -> Blocks:
-    """Return the block of a form.
 
-    >>> clip = Form((9, 0), single=False, features=256, columns=4096, compared=1, ids=False, lean=True)
-    >>> blocks_of(clip)
-    Blocks(rows=128, cols=128, depth=64, group=8, warps=4, stages=3)
+def blocks_of(form: Form, *, boxes: bool) -> Blocks:
+    """Return the block of a form; `boxes`: tensor descriptors load features.
+
+    >>> blocks_of(Form("tile_gradient", (9, 0), torch.bfloat16, 512), boxes=True)
+    Blocks(rows=128, cols=128, depth=64, group=8, warps=4, stages=3, parts=2)
     """
     if form.document:
         return _of_documents(form)
-    if form.no_product:
-        return Blocks(32, 128, 32, 8, 4, 1)
-    if form.single:
+    if form.dtype == torch.float32:
         return _of_single(form)
-    if form.parts and form.capability >= _BLACKWELL:
-        if form.two_totals:
-            return Blocks(32, 64, 64, 8, 4, 2) if form.single_loads else Blocks(64, 64, 64, 8, 8, 3)
-        return Blocks(64, 64, 64, 8, 4, 2 if form.single_loads else 3)
-    if form.single_loads:
+    if form.unit:
+        return _of_parts(form)
+    narrow = form.ids or form.compared > 2 or (form.entries > 0 and form.kernel != "tile_sigmoid")
+    if boxes:
+        if narrow:
+            return Blocks(128, 64, 64, 8, 4, 3)
+        if form.kernel != "tile_sums":
+            return Blocks(128, 128, 64, 8, 4, 3, parts=2)
+        if form.features >= _LONG and form.many_rows:
+            return Blocks(256, 128, 64, 8, 8, 4)
+        return Blocks(128, 128, 64, 8, 4, 3)
+    if form.features % 8:
         return Blocks(64, 64, 64, 8, 8, 2)
-    if form.ids or form.more or form.compared > 2:
-        return Blocks(128, 64, 64, 8, 8, 3)
-    if form.lean and form.compared <= 1 and form.columns > 1:
-        if form.capability == _AMPERE:
-            return Blocks(128, 128, 32, 8, 4, 3)
-        if form.capability == _HOPPER and form.features >= _LONG:
-            return Blocks(128, 256, 64, 8, 8, 3)
-        if form.capability == _HOPPER and not form.one_side:
-            return Blocks(128, 128, 64, 8, 4, 3)
-    return Blocks(128, 128, 64, 8, 8, 3)
+    return Blocks(128, 64 if narrow else 128, 64, 8, 8, 3)
+
+
+def _of_parts(form: Form) -> Blocks:
+    """Return the block of a form with parts of the features, in 16 bits."""
+    single_loads, two_totals = form.unit < 8, form.kernel == "nested_gradient"
+    if form.capability >= _BLACKWELL:
+        if two_totals:
+            return Blocks(32, 64, 64, 8, 4, 2) if single_loads else Blocks(64, 64, 64, 8, 8, 3)
+        return Blocks(64, 64, 64, 8, 4, 2 if single_loads else 3)
+    return Blocks(64, 64, 64, 8, 8, 2) if single_loads else Blocks(128, 64, 64, 8, 8, 3)
 
 
 def _of_documents(form: Form) -> Blocks:
@@ -111,9 +117,9 @@ def _of_documents(form: Form) -> Blocks:
     """
     cols = 64 if form.document > _SHORT_DOCUMENT else 32
     in_tensor_memory = _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL
-    if form.single and in_tensor_memory:
+    if form.dtype == torch.float32 and in_tensor_memory:
         return Blocks(64, 64, 32, 8, 4, 1)  # as in `_of_single`
-    if form.single:
+    if form.dtype == torch.float32:
         return Blocks(64, cols if form.capability == _HOPPER else 32, 32, 8, 8, 2)
     if form.features > _MOST_AT_ONCE:
         return Blocks(128, cols, 64, 8, 8 if in_tensor_memory else 4, 3)
@@ -136,8 +142,8 @@ def _of_single(form: Form) -> Blocks:
     There Triton up to 3.8 lets the products of a step begin before those of the last one have ended
     (triton-lang/triton#10821, seen on 10.3; linkedin/Liger-Kernel#1435, on 10.0).
     """
-    low = form.two_totals or (form.parts and form.capability >= _CONSUMER_BLACKWELL)
-    rows, cols = 32 if low else 64, 64 if form.more else 128
+    low = form.kernel == "nested_gradient" or (form.unit > 0 and form.capability >= _CONSUMER_BLACKWELL)
+    rows, cols = 32 if low else 64, 64 if form.entries or form.unit else 128
     if _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL:
         return Blocks(rows, 64, 32, 8, 8 if low else 4, 1)
     return Blocks(rows, cols, 32, 8, 8, 2)

@@ -1,8 +1,8 @@
 """How kernels are started: the programs, the tensors' GPU, and the arguments.
 
-A kernel computes E = 2^(k x . y - c) with k and c in float32, which is exp(S' - shift') for the scale and the shift
-that float32 can represent closest to the given ones. Logits of positives use the same scale, and sums and weights are
-multiplied by the remaining factor exp(shift' - shift), so that all results of a similarity are consistent.
+A kernel computes E = 2^(k x . y - c). It reads k and c, two numbers in float32, from memory on the device, so that they
+may change from call to call without the host. Where the host knows scale and shift, `exact` rounds them to what float32
+holds: E is then exp(S - shift) without a further factor.
 
 Partial sums of a row are added in float64, in the order of the blocks: a call gives the same bits each time.
 """
@@ -11,29 +11,33 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import ceil, e, exp, gcd, log2
-from typing import Any
+from functools import cache
+from math import e, gcd, log2
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._precision import vector
 from .blocks import Blocks, Form, blocks_of
 
 LOG2_E = log2(e)
+_DESCRIPTORS = (9, 0)  # the first compute capability that copies boxes of features by itself
+_ONCE = 2**30  # more than any tile has blocks: a program computes one
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Entries:
     """A set of a tile's entries, in the form that kernels take.
 
     Args:
         named: (k, C), int32, up to k rows of this rank that each column names; -1: none. None: no column names any.
         ids: 0: no ids; 1: entries with equal ids are added; 2: the set is entries with equal ids, without named ones.
-        rows: (R,) ids, int32, or None.
-        cols: (C,) ids, int32, or None.
+        rows: (R,) ids, int32, not negative, or None.
+        cols: (C,) ids, int32, not negative, or None.
     """
 
     named: Tensor | None = None
@@ -42,32 +46,33 @@ class Entries:
     cols: Tensor | None = None
 
     @property
-    def comparisons(self) -> int:
-        """The number of comparisons for each entry."""
-        return (0 if self.named is None else len(self.named)) + bool(self.ids)
+    def shape(self) -> tuple[int, int]:
+        """The number of rows that a column names, and the stride between them."""
+        return (0, 0) if self.named is None else (len(self.named), self.named.stride(0))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RowTerms:
     """Scales and offsets of rows: S_ij = scale_i scale x_i . y_j + offset_i.
 
     Args:
         scales: (R,), float32.
-        offsets: (R,), or None.
+        offsets: (R,), float32, or None.
     """
 
     scales: Tensor
     offsets: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TileInputs:
     """A tile of S: its features, its positives, and its candidates.
 
     Args:
         x: (R, d).
         y: (C, d).
-        scale: the scale of S.
+        numbers: (2,), float32, the scale of S and the shift of its exponentials, or its bias, times log2(e), on the
+            device; see :func:`numbers_of`. None where a kernel reads neither.
         positive: the positive entries.
         excluded: the entries that are no candidates, unless they are positive.
         candidates: 0: the negatives, 1: negatives and positives, 2: positives alone.
@@ -79,7 +84,7 @@ class TileInputs:
 
     x: Tensor
     y: Tensor
-    scale: float
+    numbers: Tensor | None
     positive: Entries
     excluded: Entries
     candidates: int
@@ -87,6 +92,45 @@ class TileInputs:
     row_terms: RowTerms | None = None
     col_scales: Tensor | None = None
     allows_tf32: bool = False
+
+
+class Box(NamedTuple):
+    """A tensor that a kernel reads or writes by a tensor descriptor, and the size of a box of it."""
+
+    tensor: Tensor
+    size: list[int]
+
+
+class Layout(NamedTuple):
+    """The facts of a launch that follow from its form.
+
+    Args:
+        blocks: the block of a program.
+        aligned: a divisor of the number of features, and of strides, in units of which the kernel takes them.
+        boxes: whether X and Y are read by tensor descriptors.
+        programs: the most programs at a time; None: one for each block.
+        constants: the kernel's constants.
+    """
+
+    blocks: Blocks
+    aligned: int
+    boxes: bool
+    programs: int | None
+    constants: dict[str, Any]
+
+
+def exact(x: float) -> float:
+    """Return the number nearest to a scale, shift or bias that kernels can represent: they take it times log2(e).
+
+    >>> abs(exact(25.0) - 25.0) < 1e-6, exact(exact(25.0)) == exact(25.0)
+    (True, True)
+    """
+    return ctypes.c_float(x * LOG2_E).value / LOG2_E
+
+
+def numbers_of(scale: float, other: float, device: torch.device) -> Tensor:
+    """Return a scale and a shift, or a bias, in the form that kernels read, (2,), float32."""
+    return vector((scale * LOG2_E, other * LOG2_E), torch.float32, device)
 
 
 def interpreted() -> bool:
@@ -118,177 +162,166 @@ def using(blocks: Blocks) -> Iterator[None]:
         _chosen.pop()
 
 
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 
-def program_grid(
-    tile: TileInputs,
-    *,
-    lean: bool = False,
-    one_side: bool = False,
-    more_per_entry: bool = False,
-    parts: bool = False,
-    two_totals: bool = False,
-    single_loads: bool = False,
-    no_product: bool = False,
-    document: int = 0,
-) -> tuple[Blocks, tuple[int, int]]:
-    """Choose a program's block, and count the programs, down and across.
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors; a few elsewhere, so that a program computes several blocks."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def layout(kernel: str, tile: TileInputs, *, entries: int = 0, unit: int = 0, document: int = 0) -> Layout:
+    """Return the layout of a launch.
 
     Args:
+        kernel: its name.
         tile: the tile of S.
-        lean: whether only the exponential of an entry is computed, and it is not kept.
-        one_side: whether positives are summed up for one side alone.
-        more_per_entry: whether more than the exponential of an entry is computed.
-        parts: whether products of several parts of the features are summed up.
-        two_totals: whether two numbers are summed for each entry.
-        single_loads: whether features have to be loaded one by one.
-        no_product: whether exponentials are read instead of computed.
+        entries: numbers that are computed for an entry beside the exponential, and sums beside the first of a side.
+        unit: a divisor of the ends of the parts of the features, if there are parts.
         document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
     """
-    if _chosen:
-        blocks = _chosen[-1]
-    elif interpreted():
-        blocks = Blocks(32, 64, 32, 2, 1, 1)
-    else:
-        sets = (tile.positive, tile.excluded)
-        blocks = blocks_of(
-            Form(
-                capability(tile.x.device),
-                single=tile.x.dtype == torch.float32,
-                features=tile.x.shape[1],
-                columns=len(tile.y),
-                compared=sum(of.comparisons for of in sets),
-                ids=any(of.ids for of in sets),
-                lean=lean,
-                one_side=one_side,
-                more=more_per_entry,
-                parts=parts,
-                two_totals=two_totals,
-                single_loads=single_loads,
-                no_product=no_product,
-                document=document,
-            )
-        )
-    return blocks, (ceil(len(tile.x) / blocks.rows), ceil(len(tile.y) / blocks.cols))
+    x, sets, simulated = tile.x, (tile.positive, tile.excluded), interpreted()
+    form = Form(
+        kernel,
+        (0, 0) if simulated else capability(x.device),
+        x.dtype,
+        x.shape[1],
+        len(x) >= 32768,
+        sum(of.shape[0] + bool(of.ids) for of in sets),
+        any(of.ids for of in sets),
+        entries,
+        unit,
+        document,
+    )
+    return _layout(form, processors(x.device), _chosen[-1] if _chosen else None, tile.allows_tf32, simulated)
 
 
-def or_unread(tile: TileInputs, *given: Tensor | None) -> list[Tensor]:
-    """Replace None by a tensor that the kernel does not read."""
-    return [tile.x if x is None else x for x in given]
+@cache
+def _layout(form: Form, processors: int, chosen: Blocks | None, allows_tf32: bool, simulated: bool) -> Layout:
+    """Return the layout of a form of launch.
+
+    float32 is multiplied in float32's precision, unless TF32 is allowed. The interpreter cannot multiply bfloat16.
+    """
+    boxes = form.boxes if simulated else form.boxes and form.capability >= _DESCRIPTORS
+    blocks = chosen or (Blocks(32, 64, 32, 2, 4, 1, 2) if simulated else blocks_of(form, boxes=boxes))
+    boxes = boxes and not form.unit % blocks.depth
+    precision = "ieee"
+    if form.dtype == torch.float32 and not simulated:
+        precision = "tf32" if allows_tf32 else "tf32x3"
+    programs = None
+    if boxes and not form.unit:
+        programs = processors * (2 if blocks.warps == 4 else 1)
+    aligned = gcd(16, form.features)
+    constants = {
+        "BM": blocks.rows,
+        "BN": blocks.cols,
+        "BK": blocks.depth,
+        "GROUP": blocks.group,
+        "ALIGNED": aligned,
+        "PRECISION": precision,
+        "WIDEN": simulated,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+        "enable_fp_fusion": True,  # S scale - shift is rounded once
+    }
+    if not form.document:
+        constants["BOXES"] = boxes
+    if not form.document and not form.unit:
+        constants["PROGRAMS"] = programs or _ONCE
+    return Layout(blocks, aligned, boxes, programs, constants)
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """Return rows as kernels can read them: in order, and each at a multiple of 16 bytes if it has so many.
+
+    So it depends on the number of features alone, the same on all ranks, whether tensor descriptors read them.
+    """
+    aligned = gcd(16, x.shape[1])
+    if x.stride(1) == 1 and not x.stride(0) % aligned and x.stride(0) >= x.shape[1] and not x.data_ptr() % 16:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def start(
     kernel: Any,
     tile: TileInputs,
-    blocks: Blocks,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[float],
-    *,
-    depth: int | None = None,
+    of: Layout,
+    *arguments: Tensor | Box | None,
+    units: int | None = None,
+    last: tuple[int, ...] = (),
     **flags: Any,
 ) -> None:
-    """Start a kernel with one program for each block of the tile.
+    """Start a kernel on the blocks of a tile.
 
     Args:
         kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
         tile: the tile of S.
-        blocks: the block of a program.
-        tensors: the kernel's own tensors.
-        numbers: the kernel's own numbers.
-        depth: the argument that describes the features; None: their number.
+        of: the layout of the launch.
+        arguments: the kernel's own tensors.
+        units: the argument that describes the features; None: their number.
+        last: the kernel's own numbers.
         flags: the kernel's own constants.
     """
-    x, y, aligned = _aligned(tile)
-    programs = ceil(len(x) / blocks.rows) * ceil(len(y) / blocks.cols)
-    sets: list[Any] = []
-    for of in (tile.positive, tile.excluded):
-        named, *ids = or_unread(tile, of.named, of.rows, of.cols)
-        sets += [named, 0 if of.named is None else of.named.stride(0), *ids]
+    x, y = laid_out(tile.x), laid_out(tile.y)
+    blocks, aligned = of.blocks, of.aligned
+    count = -(-len(x) // blocks.rows) * -(-len(y) // blocks.cols)
+    positive, excluded = tile.positive, tile.excluded
+    (named, stride), (left_out, stride_left_out) = positive.shape, excluded.shape
     with on(x.device):
         run(
-            kernel, programs,
-            x, y, *tensors, *sets,
-            tile.first_row, len(x), len(y),
-            depth or x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned, *numbers,
-            POSITIVE=0 if tile.positive.named is None else len(tile.positive.named), POSITIVE_IDS=tile.positive.ids,
-            EXCLUDED=0 if tile.excluded.named is None else len(tile.excluded.named), EXCLUDED_IDS=tile.excluded.ids,
-            **flags, ALIGNED=aligned, **_settings(tile, blocks),
+            kernel, count if of.programs is None else min(count, of.programs),
+            Box(x, [blocks.rows, blocks.depth]) if of.boxes else x,
+            Box(y, [blocks.cols, blocks.depth]) if of.boxes else y,
+            tile.numbers, *arguments,
+            positive.named, stride, positive.rows, positive.cols,
+            excluded.named, stride_left_out, excluded.rows, excluded.cols,
+            tile.first_row, len(x), len(y), units or x.shape[1] // aligned,
+            x.stride(0) // aligned, y.stride(0) // aligned, *last,
+            POSITIVE=named, POSITIVE_IDS=positive.ids, EXCLUDED=left_out, EXCLUDED_IDS=excluded.ids,
+            **flags, **of.constants,
         )  # fmt: skip
 
 
 def start_on_documents(
-    kernel: Any, tile: TileInputs, blocks: Blocks, documents: int, tensors: Sequence[Tensor], **flags: Any
+    kernel: Any, tile: TileInputs, of: Layout, documents: int, *arguments: Tensor | None, **flags: Any
 ) -> None:
     """Start a kernel with one program for each block of query tokens and each document.
 
     Args:
         kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
         tile: tokens of queries, and of documents.
-        blocks: the block of a program.
+        of: the layout of the launch.
         documents: their number.
-        tensors: the kernel's own tensors.
+        arguments: the kernel's own tensors.
         flags: the kernel's own constants.
     """
-    x, y, aligned = _aligned(tile)
-    programs = ceil(len(x) / blocks.rows) * documents
+    x, y = laid_out(tile.x), laid_out(tile.y)
     with on(x.device):
         run(
-            kernel, programs, x, y, *tensors,
-            len(x), documents, x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
-            **flags, ALIGNED=aligned, **_settings(tile, blocks),
+            kernel, -(-len(x) // of.blocks.rows) * documents, x, y, *arguments,
+            len(x), documents, x.shape[1] // of.aligned, x.stride(0) // of.aligned, y.stride(0) // of.aligned,
+            **flags, **of.constants,
         )  # fmt: skip
 
 
 def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Run a kernel: the one place from which Triton is called, which tests replace."""
-    kernel[(programs,)](*arguments, **constants)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    given = (TensorDescriptor.from_tensor(*of) if type(of) is Box else of for of in arguments)
+    kernel[(programs,)](*given, **constants)
 
 
-def rounded(scale: float, shift: float) -> tuple[tuple[float, float], float, float]:
-    """Return (k, c) in float32, the scale that k stands for, and the remaining factor of the shift."""
-    log2_scale, log2_shift = _single(scale * LOG2_E), _single(shift * LOG2_E)
-    return (log2_scale, log2_shift), log2_scale / LOG2_E, exp(log2_shift / LOG2_E - shift)
-
-
-def _single(x: float) -> float:
-    """Round to float32."""
-    return ctypes.c_float(x).value
+def box_of(out: Tensor, of: Layout, parts: int) -> Box | Tensor:
+    """Return memory for a tile's entries as a box; as it is where rows do not begin at multiples of 16 bytes."""
+    wide = of.boxes and not out.stride(0) * out.itemsize % 16 and not out.data_ptr() % 16
+    return Box(out, [of.blocks.rows, of.blocks.cols // parts]) if wide else out
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Make the tensors' GPU the current one, on which Triton starts kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _aligned(tile: TileInputs) -> tuple[Tensor, Tensor, int]:
-    """Return the features, and a divisor of their number and of the strides: all are passed in units of it.
-
-    So the compiler knows how many features one load may take. It is the same on all ranks, whatever their strides.
-    """
-    aligned = gcd(16, tile.x.shape[1])
-    x, y = (z if z.stride(1) == 1 and not z.stride(0) % aligned else z.contiguous() for z in (tile.x, tile.y))
-    return x, y, aligned
-
-
-def _settings(tile: TileInputs, blocks: Blocks) -> dict[str, Any]:
-    """Return the constants of a kernel that follow from the features' dtype and the block.
-
-    float32 is multiplied in float32's precision, unless TF32 is allowed. The interpreter cannot multiply bfloat16.
-    """
-    precision = "ieee"
-    if tile.x.dtype == torch.float32 and not interpreted():
-        precision = "tf32" if tile.allows_tf32 else "tf32x3"
-    return {
-        "BM": blocks.rows,
-        "BN": blocks.cols,
-        "BK": blocks.depth,
-        "GROUP": blocks.group,
-        "PRECISION": precision,
-        "WIDEN": interpreted(),
-        "num_warps": blocks.warps,
-        "num_stages": blocks.stages,
-        "enable_fp_fusion": True,  # S scale - shift is rounded once
-    }

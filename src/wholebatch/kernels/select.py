@@ -54,6 +54,6 @@ def _is_new_enough(device: torch.device) -> bool:
 
 def _runs_in_interpreter() -> bool:
     """Whether the interpreter was chosen before the kernels were compiled."""
-    from .tiles.common import place
+    from .tiles.common import place_of
 
-    return type(place).__name__ == "InterpretedFunction"
+    return type(place_of).__name__ == "InterpretedFunction"

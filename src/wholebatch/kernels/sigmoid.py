@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import TileInputs, empty, or_unread, program_grid, rounded, start
+from .launch import Box, TileInputs, box_of, empty, interpreted, layout, start
 
 
 def tile_sigmoid(
-    tile: TileInputs, out: Tensor | None, *, bias: float, weights: Tensor | None, totals: bool
+    tile: TileInputs, out: Tensor | None, *, weights: Tensor | None, totals: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Sum the losses of a tile's rows, where each entry is a classification of its own; write dS to `out`, if given.
 
     Args:
-        tile: the tile of S, without its bias.
-        out: (R, C), contiguous, or None.
-        bias: added to S.
-        weights: (R,), weights of rows in dS; None: 1.
+        tile: the tile of S, whose second number is its bias.
+        out: (R, C); each row contiguous, or None.
+        weights: (R,), float32, contiguous, weights of rows in dS; None: 1.
         totals: whether to compute sum_j dS_ij.
 
     Returns:
@@ -25,11 +24,13 @@ def tile_sigmoid(
     """
     from .tiles import sigmoid
 
-    blocks, (_, across) = program_grid(tile)
-    losses, summed = (empty(tile.x, across * count, len(tile.x)) for count in (1, totals))
-    given = [*or_unread(tile, out), *or_unread(tile, None if weights is None else weights.float().contiguous())]
+    of = layout("tile_sigmoid", tile, entries=totals + (weights is not None))
+    across, parts = -(-len(tile.y) // of.blocks.cols), of.blocks.parts
+    losses, summed = empty(tile.x, across, len(tile.x)), empty(tile.x, across, len(tile.x)) if totals else None
+    gradient = None if out is None else box_of(out, of, parts)
     start(
-        sigmoid.tile_sigmoid, tile, blocks, (losses, summed, *given), rounded(tile.scale, bias)[0],
-        WEIGHTED=weights is not None, GRADIENT=out is not None, TOTALS=totals,
+        sigmoid.tile_sigmoid, tile, of, losses, summed, gradient, weights,
+        last=(0 if out is None else out.stride(0),),
+        CANDIDATES=tile.candidates, APPROXIMATE=not interpreted(), STORES=type(gradient) is Box, PARTS=parts,
     )  # fmt: skip
-    return losses.sum(0, dtype=torch.float64), summed.sum(0, dtype=torch.float64) if totals else None
+    return losses.sum(0, dtype=torch.float64), None if summed is None else summed.sum(0, dtype=torch.float64)

@@ -3,66 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .launch import LOG2_E, Entries, TileInputs, empty, or_unread, program_grid, rounded, start
+from .launch import Box, TileInputs, box_of, empty, layout, start
 
 _SLOTS = ("sum", "target", "logits", "count")  # of sums
 _WEIGHTS = ("sum", "target", "logits")
 _BITS = {"sum": 1, "target": 2, "logits": 4}  # as in `tiles.softmax`
 
 
-def _fields(names: Collection[str]) -> int:
-    return sum(bit for name, bit in _BITS.items() if name in names)
-
-
 def tile_sums(
-    tile: TileInputs, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
+    tile: TileInputs, *, rows: Collection[str], cols: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Sum up a tile of S, which is not stored.
 
     Args:
         tile: the tile of S.
-        shift: of the exponentials, exp(S - shift).
         rows: the sums of each row: "sum", of the candidates' exponentials; "target", of the positives' logits;
             "logits" and "count", of the candidates' logits and their number. Either "sum" is among them, or there are
             none.
         cols: the sums of each column.
-        keep: (R, C), contiguous, for the candidates' exponentials; None: they are not kept.
 
     Returns:
         The sums by name, (R,) and (C,), float64; a target only where there may be positives.
     """
     from .tiles import softmax
 
-    logits = "logits" in {*rows, *cols}
-    blocks, (down, across) = program_grid(
-        tile,
-        lean=not logits and keep is None,
-        one_side="target" in {*rows, *cols} and not (rows and cols),
-        more_per_entry=logits,
-    )
-    log2, of_logits, of_sums = rounded(tile.scale, shift)
-    if tile.row_terms is not None:
-        of_logits = 1 / LOG2_E
-    has_positives = bool(tile.positive.comparisons)
-    sides = [
-        [name for name in _SLOTS if name in names and (has_positives or name != "target")] for names in (rows, cols)
-    ]
-    shapes = ((len(sides[0]), across, len(tile.x)), (len(sides[1]), down, len(tile.y)))
-    made = [empty(tile.x, *shape) for shape in shapes]
+    x, y = tile.x, tile.y
+    names = [name for name in _SLOTS if name != "target" or tile.positive.named is not None or tile.positive.ids]
+    sides = [[name for name in names if name in side] for side in (rows, cols)]
+    of = layout("tile_sums", tile, entries=len({*sides[0], *sides[1]} - {"sum"}))
+    of_rows = empty(x, len(sides[0]), -(-len(y) // of.blocks.cols), len(x)) if rows else None
+    of_cols = empty(x, len(sides[1]), -(-len(x) // of.blocks.rows), len(y)) if cols else None
     start(
-        softmax.tile_sums, tile, blocks, (*made, *or_unread(tile, keep), *_scaling(tile, log2)), log2,
-        CANDIDATES=tile.candidates, OF_ROWS=_fields(sides[0]), OF_COLS=_fields(sides[1]),
-        BY_ROW=tile.row_terms is not None, BY_COL=tile.col_scales is not None, KEEP=keep is not None,
+        softmax.tile_sums, tile, of, of_rows, of_cols, *_scaling(tile), CANDIDATES=tile.candidates,
+        OF_ROWS=sum(_BITS.get(name, 0) for name in sides[0]), OF_COLS=sum(_BITS.get(name, 0) for name in sides[1]),
+        PARTS=of.blocks.parts,
     )  # fmt: skip
-    factors = {"sum": of_sums, "target": of_logits, "logits": of_logits, "count": 1.0}
-    found = [
-        {name: part.mul_(factors[name]) for name, part in zip(names, of_side.sum(1, dtype=torch.float64), strict=True)}
-        for names, of_side in zip(sides, made, strict=True)
+    found: list[dict[str, Tensor]] = [
+        {} if made is None else dict(zip(side, made.sum(1, dtype=torch.float64).unbind(), strict=True))
+        for side, made in zip(sides, (of_rows, of_cols), strict=True)
     ]
     return found[0], found[1]
 
@@ -71,21 +53,18 @@ def tile_gradient(
     tile: TileInputs,
     out: Tensor,
     *,
-    shift: float,
     rows: Mapping[str, Tensor],
     cols: Mapping[str, Tensor],
-    kept: Tensor | None = None,
     totals: bool = False,
 ) -> Tensor | None:
     """Write dS of a tile to `out`, (R, C), in its dtype; each row times its scale, if rows have scales.
 
     Args:
         tile: the tile of S.
-        out: (R, C), contiguous.
-        shift: of the exponentials.
-        rows: weights, (R,), of each row's "sum", "target" and "logits", as in :func:`tile_sums`; may be empty.
+        out: (R, C); each row contiguous.
+        rows: weights, (R,), float32, contiguous, of each row's "sum", "target" and "logits", as in :func:`tile_sums`;
+            may be empty.
         cols: weights, (C,), of each column's.
-        kept: (R, C), exponentials that were kept; None: they are computed.
         totals: whether to compute sum_j dS_ij.
 
     Returns:
@@ -93,39 +72,19 @@ def tile_gradient(
     """
     from .tiles import softmax
 
-    if kept is not None and not {"logits"} & {*rows, *cols}:
-        tile = replace(tile, excluded=Entries())  # kept exponentials are 0 there
-    logits = "logits" in {*rows, *cols}
-    blocks, (_, across) = program_grid(
-        tile,
-        lean=not logits and kept is None and not totals,
-        more_per_entry=logits,
-        no_product=kept is not None,
-    )
-    log2, _, left = rounded(tile.scale, shift)
-    weights = []
-    for side, count in ((rows, len(tile.x)), (cols, len(tile.y))):
-        of_side = tile.x.new_empty(3 if side else 0, count, dtype=torch.float32)
-        for slot, name in enumerate(_WEIGHTS):
-            if name in side:
-                torch.mul(side[name], left if name == "sum" else 1.0, out=of_side[slot])
-        weights.append(of_side)
-    summed = empty(tile.x, across * totals, len(tile.x))
+    of = layout("tile_gradient", tile, entries=len({*rows, *cols} - {"sum"}) + totals)
+    summed = empty(tile.x, -(-len(tile.y) // of.blocks.cols), len(tile.x)) if totals else None
+    parts = of.blocks.parts
+    gradient = box_of(out, of, parts)
     start(
-        softmax.tile_gradient, tile, blocks,
-        (out, summed, *weights, *or_unread(tile, kept), *_scaling(tile, log2)), log2,
-        CANDIDATES=tile.candidates, OF_ROWS=_fields(rows), OF_COLS=_fields(cols),
-        BY_ROW=tile.row_terms is not None, BY_COL=tile.col_scales is not None, KEPT=kept is not None, TOTALS=totals,
+        softmax.tile_gradient, tile, of, gradient, summed,
+        *(rows.get(name) for name in _WEIGHTS), *(cols.get(name) for name in _WEIGHTS), *_scaling(tile),
+        last=(out.stride(0),), CANDIDATES=tile.candidates, STORES=type(gradient) is Box, PARTS=parts,
     )  # fmt: skip
-    return summed.sum(0, dtype=torch.float64) if totals else None
+    return None if summed is None else summed.sum(0, dtype=torch.float64)
 
 
-def _scaling(tile: TileInputs, log2: tuple[float, float]) -> list[Tensor]:
-    """Return each row's scale, its shift in units of log(2), and each column's scale."""
+def _scaling(tile: TileInputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return each row's scale and offset, and each column's scale."""
     terms = tile.row_terms
-    if terms is None:
-        return or_unread(tile, None, None, None)
-    shifts = torch.full_like(terms.scales, log2[1])
-    if terms.offsets is not None:
-        shifts.sub_(terms.offsets, alpha=LOG2_E)
-    return [terms.scales, shifts, *or_unread(tile, tile.col_scales)]
+    return (None, None, None) if terms is None else (terms.scales, terms.offsets, tile.col_scales)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .launch import TileInputs, or_unread, program_grid, start_on_documents
+from .launch import TileInputs, layout, start_on_documents
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> None:
     from .tiles import tokens
 
     features, documents = tile.features, len(tile.starts) - 1
-    blocks, _ = program_grid(features, document=tile.longest)
+    of = layout("token_maxima", features, document=tile.longest)
     start_on_documents(
-        tokens.token_maxima, features, blocks, documents, (out, *or_unread(features, winners), tile.starts),
-        WINNERS=winners is not None, SHORT=features.x.shape[1] <= blocks.depth,
+        tokens.token_maxima, features, of, documents, out, winners, tile.starts,
+        SHORT=features.x.shape[1] <= of.blocks.depth,
     )  # fmt: skip

@@ -117,7 +117,7 @@ def _verified(
     features = tile.features if isinstance(tile, NestedTile | TokenTile) else tile
     around = replace(features, x=_surrounded(features.x), y=_surrounded(features.y))
     given["tile"] = around if tile is features else replace(tile, features=around)
-    written = [name for name in ("out", "keep", "winners") if given.get(name) is not None]
+    written = [name for name in ("out", "winners") if given.get(name) is not None]
     for name in written:
         given[name] = memory.empty(features.x, given[name].shape, given[name].dtype)
     launch.memory = memory.empty
@@ -141,13 +141,13 @@ def _verified(
 
 def _named(made: Any, truth: witness.Expected, written: Tensor | None) -> dict[str, Tensor]:
     """Return results by the names of the witness."""
-    found: dict[str, Tensor] = {} if written is None else {"dS": written, "kept": written}
+    found: dict[str, Tensor] = {} if written is None else {"dS": written}
     if isinstance(made, tuple) and isinstance(made[0], dict):
         for side, of_side in zip(("rows", "columns"), made, strict=True):
             found |= {f"{side}: {name}": of for name, of in of_side.items()}
         return found
     rest = [of for of in (made if isinstance(made, tuple) else (made,)) if of is not None]
-    names = [name for name in truth if name not in ("dS", "kept")]
+    names = [name for name in truth if name != "dS"]
     return found | dict(zip(names, rest, strict=True))
 
 

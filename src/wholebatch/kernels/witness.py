@@ -24,8 +24,8 @@ It is written from the formulas in `tiles`, with a mask for each set of entries,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
-from math import sqrt
 from typing import TypeAlias
 
 import torch
@@ -41,45 +41,38 @@ _SINGLE = 2.0**-20  # relative to the terms of a result
 _NEGATIVES, _ALL, _POSITIVES = range(3)  # candidates
 
 
-def tile_sums(
-    tile: TileInputs, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
-) -> Expected:
-    """Return the sums of rows and columns, and the exponentials that are kept."""
+def tile_sums(tile: TileInputs, *, rows: Collection[str], cols: Collection[str]) -> Expected:
+    """Return the sums of rows and columns."""
     logits, errors, among, candidates = _entries(tile)
-    exponentials = _exponentials(logits, errors, shift)
+    exponentials = _exponentials(logits, errors, _numbers(tile)[1])
     terms = {
         "sum": (*exponentials, candidates),
         "target": (logits, errors, among),
         "logits": (logits, errors, candidates),
         "count": (torch.ones_like(logits), torch.zeros_like(logits), candidates),
     }
-    if not tile.positive.comparisons:
+    if tile.positive.named is None and not tile.positive.ids:
         del terms["target"]
     masked = {name: [of.where(mask, 0.0) for of in pair] for name, (*pair, mask) in terms.items()}
-    found = {
+    return {
         f"{side}: {name}": (masked[name][0].sum(dim), masked[name][1].sum(dim))
         for side, names, dim in (("rows", rows, 1), ("columns", cols, 0))
         for name in names
         if name in terms
     }
-    return found if keep is None else found | {"kept": (masked["sum"][0], masked["sum"][1])}
 
 
 def tile_gradient(
     tile: TileInputs,
     out: Tensor,
     *,
-    shift: float,
     rows: Mapping[str, Tensor],
     cols: Mapping[str, Tensor],
-    kept: Tensor | None = None,
     totals: bool = False,
 ) -> Expected:
     """Return dS, and the sums of its rows before they are scaled."""
     logits, errors, among, candidates = _entries(tile)
-    exponentials, errors = _exponentials(logits, errors, shift)
-    if kept is not None:
-        exponentials, errors = kept.double(), torch.zeros_like(errors)
+    exponentials, errors = _exponentials(logits, errors, _numbers(tile)[1])
     weights = {
         name: sum(side[name].double().unsqueeze(dim) for side, dim in ((rows, 1), (cols, 0)) if name in side)
         for name in {*rows, *cols}
@@ -92,7 +85,7 @@ def tile_gradient(
     nothing = torch.zeros_like(logits)
     truth, error = sum(parts, nothing), _SINGLE * sum((part.abs() for part in parts), nothing)
     if weights:
-        error = error + torch.where(candidates, errors * weights["sum"].abs(), 0.0)
+        error = error + torch.where(candidates, errors * abs(weights["sum"]), 0.0)
     found = {"sums of rows of dS": (truth.sum(1), error.sum(1))} if totals else {}
     factors = torch.ones_like(logits[:, :1])
     if tile.row_terms is not None:
@@ -102,13 +95,14 @@ def tile_gradient(
     return {"dS": (truth * factors, error * factors.abs()), **found}
 
 
-def tile_sigmoid(
-    tile: TileInputs, out: Tensor | None, *, bias: float, weights: Tensor | None, totals: bool
-) -> Expected:
+def tile_sigmoid(tile: TileInputs, out: Tensor | None, *, weights: Tensor | None, totals: bool) -> Expected:
     """Return the losses of rows, dS and the sums of its rows."""
     among, excluded = _members(tile, tile.positive), _members(tile, tile.excluded)
     products, errors = _products(tile, len(tile.x.T))
-    logits, errors = tile.scale * products + bias, abs(tile.scale) * errors + _SINGLE * abs(bias)
+    scale, bias = _numbers(tile)
+    logits, errors = scale * products + bias, abs(scale) * errors + _SINGLE * abs(bias)
+    if tile.candidates == _NEGATIVES:
+        excluded |= among
     opposed = torch.where(among, -logits, logits).masked_fill(excluded, float("-inf"))
     losses, chances = torch.nn.functional.softplus(opposed), opposed.sigmoid()
     errors = chances * errors.expm1()  # at least that of a loss, and of a chance
@@ -122,8 +116,9 @@ def tile_sigmoid(
     return found if out is None else found | {"dS": (grad, of_grad)}
 
 
-def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> Expected:
+def nested_sums(tile: NestedTile, *, cols: bool) -> Expected:
     """Return the sums of rows, the logits of positives, and the sums of columns, of each part."""
+    shift = _numbers(tile.features)[1]
     among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
     sums: list[Expected] = []
     for logits, errors, _ in _parts(tile):
@@ -137,10 +132,9 @@ def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> Expected:
     return {name: _stacked([of[name] for of in sums]) for name in sums[0]}
 
 
-def nested_gradient(
-    tile: NestedTile, out: Tensor, weights: NestedWeights, *, shift: float, totals_of_cols: bool
-) -> Expected:
+def nested_gradient(tile: NestedTile, out: Tensor, weights: NestedWeights, *, totals_of_cols: bool) -> Expected:
     """Return H of each part, and the sums of dS S."""
+    shift = _numbers(tile.features)[1]
     among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
     grads, of_rows, of_cols = [], [], []
     for part, (logits, of_logits, factors) in enumerate(_parts(tile)):
@@ -220,13 +214,20 @@ def _stacked(of: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack(truths), torch.stack(errors)
 
 
+def _numbers(tile: TileInputs) -> tuple[float, float]:
+    """Return the scale of S, and its shift or bias."""
+    assert tile.numbers is not None
+    scale, other = (tile.numbers.double() * math.log(2)).tolist()
+    return scale, other
+
+
 def _products(tile: TileInputs, dim: int) -> tuple[Tensor, Tensor]:
     """Return the products of rows and columns in the first features, and their errors: see the module's docstring."""
     x, y = (z[:, :dim].double() for z in (tile.x, tile.y))
     of_terms, times = 0.0, 1
     if tile.x.dtype == torch.float32:
         of_terms, times = (2.0**-9, 1) if tile.allows_tf32 else (3 * 2.0**-20, 3)
-    error = of_terms * min(1.0, 4 / sqrt(dim)) + times * sqrt(dim) * 2.0**-22 + _SINGLE
+    error = of_terms * min(1.0, 4 / math.sqrt(dim)) + times * math.sqrt(dim) * 2.0**-22 + _SINGLE
     return x @ y.T, error * (x.abs() @ y.abs().T)
 
 
@@ -239,7 +240,8 @@ def _exponentials(logits: Tensor, errors: Tensor, shift: float) -> tuple[Tensor,
 def _entries(tile: TileInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the logits and their errors, and masks of the positives and of the candidates."""
     products, errors = _products(tile, len(tile.x.T))
-    logits, errors = tile.scale * products, abs(tile.scale) * errors
+    scale = _numbers(tile)[0]
+    logits, errors = scale * products, abs(scale) * errors
     if tile.row_terms is not None:
         scales = tile.row_terms.scales.double()[:, None]
         if tile.col_scales is not None:

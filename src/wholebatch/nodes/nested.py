@@ -23,6 +23,7 @@ from .._precision import accumulation_dtype, wide_dtype
 from .._products import paired_products
 from ..contract import Facts
 from ..exchange import ColumnData
+from ..kernels import exact
 from ..logsumexp import log_sum_exp, shared_shift
 from ..sweep import Block
 from .kernel_check import use_kernels
@@ -90,6 +91,7 @@ def nested_statistics(
         facts = replace(facts, kernels=False)
     layout = Layout(rows, rows)
     dtype = facts.products.dtype_in_kernels(facts.inputs["queries"].dtype) if facts.kernels else None
+    shift = shift if dtype is None else exact(shift)
     plan = NestedPlan(choose_route(facts, layout, keep=False), parts, scale, shift, rows.total, dtype)
     form = (parts.dims, *parts.pairs.kinds, parts.symmetric)
     if dtype is not None and not use_kernels(facts, form, NestedRehearsal(facts, plan, layout)):

@@ -16,6 +16,7 @@ from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
 from ..comm.inside import all_reduce
 from ..exchange import ColumnData
+from ..kernels import exact
 from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check
 from ..sweep import Block, KernelSoftmaxSweep, Sums
 from .softmax_plan import Data, LogitBounds, SoftmaxPlan
@@ -26,6 +27,7 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
     dtype = accumulation_dtype(data.x.dtype)
     shift = plan.shift
     if shift is not None:
+        shift = exact(shift) if plan.in_kernels else shift
         budget = plan.route.budget
         kept = data.x.new_empty(budget.kept, dtype=budget.kept_dtype) if plan.keep else None
         rows, cols = _sums(plan, data, shift, shift, kept)

@@ -1,5 +1,9 @@
 """Tiles of S for kernels: their parts of X and Y, their special entries, and the products of dS with X and Y.
 
+Positive pairs on diagonals do not enter a kernel: their logits are products of a row of X with a row of Y, in float32,
+and so are their products with dS, whose entries they leave 0. In tiles of 16 bits their rounding would be as large as
+that of all others together.
+
 A kernel writes a tile of dS in the precision of its factors. Two products add it to dX and dY, in float32. No other
 tile is in memory, so this tile may take as many bytes as the two tiles of plain PyTorch. A kernel that sums up S writes
 partial sums alone: it computes as many entries in one launch as have partial sums of these bytes.
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
+from math import log, prod
 
 import torch
 from torch import Tensor
@@ -19,18 +23,48 @@ from torch import Tensor
 from .. import kernels
 from .._precision import accumulation_dtype
 from ..partition import Tile
-from .driver import Block, Driver, add_pairs_, relative
+from .driver import Block, Driver, relative
 from .launches import launches
 from .members import Members, members
-from .pairs import Diagonals, Index, Pairs
+from .pairs import Diagonals, Pairs
 
 LARGEST = 2.0**14  # bound of an entry of dS in float16
 _TILES = 2  # of plain PyTorch's sweep
 _ENTRIES_OF_A_BYTE = 2  # of partial sums: a program writes at most 4 in float32 for each row and column of 64 x 64
 _DTYPES = (torch.float32, torch.bfloat16)
+_WHOLE = 2**27  # bytes of X that are converted once for all tiles; a larger X is, a strip of rows at a time
+_EIGHT = 8  # columns of dS: 16 bytes, at a multiple of which its rows begin
 
 
-@dataclass
+@dataclass(eq=False)
+class NamedPairs:
+    """Positive pairs of a block that lie on a diagonal.
+
+    Args:
+        rows: their rows, among the local ones.
+        cols: their columns, among those of the block.
+        x, y: their rows of X and of Y, in the dtype of the factors.
+        logits: S_ij, (k,), float64, without the driver's bias.
+        scales: the factors that rows and columns of S have beside the scale; None: 1.
+    """
+
+    rows: slice
+    cols: slice
+    x: Tensor
+    y: Tensor
+    logits: Tensor
+    scales: Tensor | None
+
+    def add_products_(self, entries: Tensor, u: Tensor | None, v: Tensor | None) -> None:
+        """Add the products of these entries of dS, (k,), with Y to `u`, (b, d), and with X to `v`, (n, d)."""
+        if self.scales is not None:
+            entries = entries * self.scales
+        for product, at, factor in ((u, self.rows, self.y), (v, self.cols, self.x)):
+            if product is not None:
+                product[at].addcmul_(factor, entries.to(product.dtype).unsqueeze(1))
+
+
+@dataclass(eq=False)
 class KernelTiles:
     """The tiles of a driver's rows with one block of columns after another.
 
@@ -41,7 +75,8 @@ class KernelTiles:
         row_terms: scales and offsets of the rows, or None.
         bytes_of_an_entry: all tiles' bytes for an entry of S, here and in plain PyTorch.
         dtype: of the factors, and of dS.
-        pairs: the sets that `positive` and `excluded` describe.
+        diagonals: the positive pairs that do not enter a kernel; None: all do.
+        numbers: of the tiles, as in :class:`kernels.TileInputs`; None: made from the driver's scale.
     """
 
     driver: Driver
@@ -51,7 +86,13 @@ class KernelTiles:
     row_terms: kernels.RowTerms | None
     bytes_of_an_entry: tuple[int, int]
     dtype: torch.dtype
-    pairs: Pairs
+    diagonals: Diagonals | None
+    numbers: Tensor | None = None
+    col_scales: Tensor | None = None
+    scale: Tensor = field(init=False)  # as kernels represent it, (), float64; and their shift or bias
+    other: Tensor = field(init=False)
+    _rows: tuple[slice, Tensor, Tensor] | None = field(default=None, init=False)
+    _cols: tuple[Block, Tensor, Tensor] | None = field(default=None, init=False)
     _written: Tensor | None = field(default=None, init=False)
 
     @classmethod
@@ -65,6 +106,8 @@ class KernelTiles:
         offsets: Tensor | None = None,
         bytes_of_an_entry: tuple[int, int] | None = None,
         float16: bool = False,
+        apart: bool = True,
+        numbers: Tensor | None = None,
     ) -> KernelTiles | None:
         """Return tiles that take the memory of plain PyTorch's; None if kernels do not support the case.
 
@@ -77,6 +120,8 @@ class KernelTiles:
             bytes_of_an_entry: all tiles' bytes for an entry of S, here and in plain PyTorch; None: those of one tile
                 of dS here, and of two tiles there.
             float16: whether dS fits into float16 if rows are not divided by norms.
+            apart: whether the caller takes positive pairs on diagonals from :meth:`pairs`.
+            numbers: as above.
         """
         normed = driver.norms is not None or driver.col_norms is not None
         dtype = driver.precision.dtype_in_kernels(driver.x.dtype)
@@ -89,13 +134,25 @@ class KernelTiles:
         row_terms = None
         if normed or offsets is not None:
             scales = torch.ones(driver.count, dtype=torch.float32, device=device)
-            row_terms = kernels.RowTerms(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
+            scales = scales if driver.norms is None else scales.div_(driver.norms[:, 0])
+            row_terms = kernels.RowTerms(scales, None if offsets is None else offsets.float().contiguous())
         if bytes_of_an_entry is None:
             bytes_of_an_entry = dtype.itemsize, _TILES * driver.dtype.itemsize
-        return cls(driver, positive, excluded, candidates, row_terms, bytes_of_an_entry, dtype, pairs)
+        diagonals = pairs.positive if apart and isinstance(pairs.positive, Diagonals) else None
+        col_scales = None if driver.col_norms is None else driver.col_norms[:, 0].reciprocal().float()
+        return cls(
+            driver, positive, excluded, 0 if diagonals is not None else candidates, row_terms, bytes_of_an_entry,
+            dtype, diagonals, numbers, col_scales,
+        )  # fmt: skip
+
+    def set_numbers(self, other: float) -> None:
+        """Make the numbers that the tiles of a call share, unless they were given: the scale and a shift or bias."""
+        if self.numbers is None:
+            self.numbers = kernels.numbers_of(self.driver.scale, other, self.driver.x.device)
+        self.scale, self.other = (self.numbers.double() * log(2)).unbind()
 
     def of_gradients(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
-        """Yield each tile of the block whose dS, or exponentials, a kernel writes."""
+        """Yield each tile of the block whose dS a kernel writes."""
         ours, theirs = self.bytes_of_an_entry
         yield from self._of(block, self._plain_entries(block) * theirs // ours)
 
@@ -111,27 +168,51 @@ class KernelTiles:
         return max(1, rows * cols)
 
     def _of(self, block: Block, entries: int) -> Iterator[tuple[Tile, kernels.TileInputs]]:
-        driver, row_terms = self.driver, self.row_terms
-        for tile in launches(block, entries, driver.side):
+        terms, tf32 = self.row_terms, self.driver.precision.allows_tf32
+        for tile in launches(block, entries, self.driver.side):
+            rows, cols = tile.rows, tile.cols
             of_tile = None
-            if row_terms is not None:
-                offsets = None if row_terms.offsets is None else row_terms.offsets[tile.rows]
-                of_tile = kernels.RowTerms(row_terms.scales[tile.rows], offsets)
+            if terms is not None:
+                offsets = None if terms.offsets is None else terms.offsets[rows]
+                of_tile = kernels.RowTerms(terms.scales[rows], offsets)
             yield (
                 tile,
                 kernels.TileInputs(
-                    driver.rows(tile.rows).to(self.dtype),
-                    block.y[relative(tile.cols, block), : driver.width].to(self.dtype),
-                    driver.scale,
+                    self._x(rows)[0],
+                    self._y(block)[0][relative(cols, block)],
+                    self.numbers,
                     self.positive.of_tile(tile),
                     self.excluded.of_tile(tile),
                     self.candidates,
-                    tile.rows.start,
+                    rows.start,
                     of_tile,
-                    None if driver.col_norms is None else driver.col_norms[tile.cols, 0].reciprocal().float(),
-                    driver.precision.allows_tf32,
+                    None if self.col_scales is None else self.col_scales[cols],
+                    tf32,
                 ),
             )
+
+    def _x(self, at: slice) -> tuple[Tensor, Tensor]:
+        """Return rows of X as kernels read them, and as they are multiplied with dS."""
+        if self._rows is None or not (self._rows[0].start <= at.start and at.stop <= self._rows[0].stop):
+            driver = self.driver
+            fits = driver.index is None and driver.x.numel() * self.dtype.itemsize <= _WHOLE
+            these = slice(0, driver.count) if fits else at
+            self._rows = None  # free them before others are allocated
+            self._rows = (these, *self._factors(driver.rows(these)))
+        first, *factors = self._rows
+        here = slice(at.start - first.start, at.stop - first.start)
+        return factors[0][here], factors[1][here]
+
+    def _y(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Return the block's rows of Y in the same forms."""
+        if self._cols is None or self._cols[0] is not block:
+            self._cols = None
+            self._cols = (block, *self._factors(block.y[:, : self.driver.width]))
+        return self._cols[1:]
+
+    def _factors(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        read = kernels.laid_out(rows.to(self.dtype))
+        return read, read.to(self._of_gradients)
 
     @property
     def _of_gradients(self) -> torch.dtype:
@@ -140,46 +221,42 @@ class KernelTiles:
         return torch.float16 if fits and self.dtype == torch.bfloat16 and self.driver.precision.units else self.dtype
 
     def gradient(self, tile: Tile, *several: int) -> Tensor:
-        """Return memory for a tile of dS, or for several."""
-        shape = (*several, *tile.shape)
+        """Return memory for a tile of dS, or for several, whose rows begin at multiples of 16 bytes."""
+        rows, cols = tile.shape
+        shape = (*several, rows, -(-cols // _EIGHT) * _EIGHT)
         if self._written is None or self._written.numel() < prod(shape):
             self._written = None  # free it before the larger one is allocated
             self._written = self.driver.x.new_empty(prod(shape), dtype=self._of_gradients)
-        return self._written[: prod(shape)].view(shape)
+        return self._written[: prod(shape)].view(shape)[..., :cols]
 
-    def apart(self, tile: Tile) -> Index | None:
-        """Return the positives of a tile whose dS is multiplied apart because the tile is rounded; None without."""
-        listed = self.dtype != torch.float32 and isinstance(self.pairs.positive, Diagonals)
-        return self.pairs.positive.within(tile, self.driver.x.device) if listed else None
+    def pairs(self, block: Block) -> Iterator[NamedPairs]:
+        """Yield the positive pairs of a block that do not enter a kernel, one diagonal after the other."""
+        area, terms = Tile(block.rows, block.cols), self.row_terms
+        for diagonal in () if self.diagonals is None else self.diagonals.diagonals:
+            row, col, count = diagonal.within(area)
+            if not count:
+                continue
+            row += block.rows.start
+            rows, cols = slice(row, row + count), slice(col, col + count)
+            x, y = self._x(rows)[0], self._y(block)[0][cols]
+            logits = torch.mul(x.float(), y).sum(1, dtype=torch.float64).mul_(self.scale)
+            scales = None
+            if terms is not None:
+                scales = terms.scales[rows]
+                if self.col_scales is not None:
+                    scales = scales * self.col_scales[block.cols][cols]
+                logits.mul_(scales)
+                if terms.offsets is not None:
+                    logits.add_(terms.offsets[rows])
+            yield NamedPairs(rows, cols, x, y, logits, scales)
 
-    def add_apart(
-        self,
-        at: Index,
-        entries: Tensor,
-        tile: Tile,
-        of: kernels.TileInputs,
-        block: Block,
-        u: Tensor | None,
-        v: Tensor | None,
-    ) -> None:
-        """Add products of the entries of dS, (k,), at an index that `apart` has returned; as in `products`."""
-        if of.row_terms is not None:
-            entries = entries * of.row_terms.scales[at[0]]
-        if of.col_scales is not None:
-            entries = entries * of.col_scales[at[1]]
-        u = None if u is None else u[tile.rows]
-        v = None if v is None or tile.self_transposed else v[relative(tile.cols, block)]
-        add_pairs_(at, entries, (of.x,), (of.y,), u, v)
-
-    def products(
-        self, grad: Tensor, tile: Tile, of: kernels.TileInputs, block: Block, u: Tensor | None, v: Tensor | None
-    ) -> None:
+    def products(self, grad: Tensor, tile: Tile, block: Block, u: Tensor | None, v: Tensor | None) -> None:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
-        precision = self.driver.precision
+        multiply, cols = self.driver.precision.multiply, relative(tile.cols, block)
         if u is not None:
-            precision.multiply((grad,), (of.y.to(grad.dtype),), u[tile.rows], add=True)
+            multiply((grad,), (self._y(block)[1][cols],), u[tile.rows], add=True)
         if v is not None and not tile.self_transposed:
-            precision.multiply((grad.T,), (of.x.to(grad.dtype),), v[relative(tile.cols, block)], add=True)
+            multiply((grad.T,), (self._x(tile.rows)[1],), v[cols], add=True)
 
 
 def columns_of_tiles(side: int, dtype: torch.dtype) -> int:

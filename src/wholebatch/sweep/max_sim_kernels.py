@@ -54,7 +54,7 @@ class KernelMaxSimDriver(MaxSimDriver):
             part = slice(start, min(start + rows, tokens.vectors))
             best = self._product_memory(part.stop - start, count)
             features = kernels.TileInputs(
-                queries[0][part], of[0], 1.0, kernels.Entries(), kernels.Entries(), 0, 0,
+                queries[0][part], of[0], None, kernels.Entries(), kernels.Entries(), 0, 0,
                 allows_tf32=self.precision.allows_tf32,
             )  # fmt: skip
             tile = kernels.TokenTile(features, starts, self.longest)

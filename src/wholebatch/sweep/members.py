@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..partition import Tile
+from ..partition import Diagonal, Tile
 from .pairs import Diagonals, Entries, EqualIds, NamedRows, Union
 
+_NO_ENTRIES = kernels.Entries()
 NO_IDS, OR_EQUAL_IDS, EQUAL_IDS_BUT = range(3)  # as in `kernels.tiles.common`
 _NAMES = 4  # the most named rows of a column that a kernel takes
 
@@ -33,6 +35,8 @@ class Members:
 
     def of_tile(self, tile: Tile) -> kernels.Entries:
         """Return the entries of a tile in the form that a kernel takes."""
+        if self.named is None and not self.ids:
+            return _NO_ENTRIES
         named = None if self.named is None else self.named[:, tile.cols]
         rows = None if self.rows is None else self.rows[tile.rows]
         return kernels.Entries(named, self.ids, rows, None if self.cols is None else self.cols[tile.cols])
@@ -50,7 +54,7 @@ def members(entries: Entries, cols: int, device: torch.device) -> Members | None
     tensor([[ 2, -1,  1]], dtype=torch.int32)
     """
     if isinstance(entries, Diagonals):
-        return _naming(_on_diagonals(entries, cols, device)) if entries.diagonals else Members()
+        return _naming(_on_diagonals(entries.diagonals, cols, device)) if entries.diagonals else Members()
     if isinstance(entries, NamedRows):
         return _naming(entries.rows.T.to(device, torch.int32).contiguous())
     if isinstance(entries, EqualIds):
@@ -71,13 +75,21 @@ def _naming(rows: Tensor) -> Members | None:
     return Members(rows) if len(rows) <= _NAMES else None
 
 
-def _on_diagonals(entries: Diagonals, cols: int, device: torch.device) -> Tensor:
-    """Return each column's row on each diagonal, (k, B), int32."""
-    named = torch.full((len(entries.diagonals), cols), -1, dtype=torch.int32, device=device)
-    for named_rows, at in zip(named, entries.diagonals, strict=True):
-        rows = torch.arange(at.row, at.row + at.length, dtype=torch.int32, device=device)
-        named_rows[at.col : at.col + at.length] = rows
-    return named
+@lru_cache(maxsize=64)
+def _on_diagonals(diagonals: tuple[Diagonal, ...], cols: int, device: torch.device) -> Tensor:
+    """Return each column's rows on diagonals, (k, B), int32; those of diagonals without a common column are one row.
+
+    They are made once for all calls of a form. A call must not change them.
+    """
+    made: list[tuple[Tensor, list[Diagonal]]] = []
+    for at in diagonals:
+        apart = (of for of in made if all(at.col >= b.col + b.length or b.col >= at.col + at.length for b in of[1]))
+        named, others = next(apart, (torch.full((cols,), -1, dtype=torch.int32, device=device), []))
+        torch.arange(at.row, at.row + at.length, out=named[at.col : at.col + at.length])
+        others.append(at)
+        if len(others) == 1:
+            made.append((named, others))
+    return torch.stack([named for named, _ in made])
 
 
 def _numbered(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:

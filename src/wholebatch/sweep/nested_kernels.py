@@ -42,18 +42,17 @@ class KernelNestedSweep(NestedSweep):
         super().__init__(driver, pairs, dims, inverse_norms, scale, shift)
         narrow = Driver(driver.x.to(dtype), driver.scale, side=driver.side, products=driver.precision)
         entry = len(dims) * dtype.itemsize, (len(dims) + 3) * driver.dtype.itemsize
-        self._tiles = KernelTiles.of(narrow, pairs, columns, bytes_of_an_entry=entry)
+        self._tiles = KernelTiles.of(narrow, pairs, columns, bytes_of_an_entry=entry, apart=False)
         self._ends = kernels.Ends.of(self.dims, driver.x.device)
 
     def sums(self, block: Block, rows: Tensor, targets: Tensor, cols: Tensor | None) -> None:
         if self._tiles is None:
             super().sums(block, rows, targets, cols)
             return
+        self._tiles.set_numbers(self.shift)
         for tile, inputs in self._tiles.of_sums(block):
             here = relative(tile.cols, block)
-            of_rows, of_targets, of_cols = kernels.nested_sums(
-                self._nested(tile, inputs, block), shift=self.shift, cols=cols is not None
-            )
+            of_rows, of_targets, of_cols = kernels.nested_sums(self._nested(tile, inputs, block), cols=cols is not None)
             rows[tile.rows] += of_rows.T
             targets[tile.rows] += of_targets.T
             if cols is not None and of_cols is not None:
@@ -73,6 +72,7 @@ class KernelNestedSweep(NestedSweep):
         if self._tiles is None:
             super().gradients(block, rows, targets, cols, u, v, of_rows, of_cols)
             return
+        self._tiles.set_numbers(self.shift)
         precision = self.driver.precision
         for tile, inputs in self._tiles.of_gradients(block):
             here, grads = relative(tile.cols, block), self._tiles.gradient(tile, len(self.dims))
@@ -85,7 +85,6 @@ class KernelNestedSweep(NestedSweep):
                 self._nested(tile, inputs, block),
                 grads,
                 weights,
-                shift=self.shift,
                 totals_of_cols=of_cols is not None,
             )
             of_rows[tile.rows] += rows_totals.T

@@ -4,53 +4,66 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from .. import kernels
-from ..partition import Tile
 from .driver import Block, Driver
 from .kernel_tiles import KernelTiles
-from .pairs import Index, Pairs
+from .pairs import Pairs
 from .sigmoid import SigmoidSweep
+
+_ALL = 1  # candidates: negatives and positives
 
 
 class KernelSigmoidSweep(SigmoidSweep):
     """:class:`SigmoidSweep` in kernels; cases that kernels do not support use plain PyTorch.
 
     For float16 features no weight may be larger than `LARGEST`, and most should be near it, as in the softmax sweep.
+    With `numbers`, scale and bias are read from the device, as in :class:`kernels.TileInputs`.
     """
 
     def __init__(
-        self, driver: Driver, pairs: Pairs, dtype: torch.dtype, columns: int, weights: Tensor | None = None
+        self,
+        driver: Driver,
+        pairs: Pairs,
+        dtype: torch.dtype,
+        columns: int,
+        weights: Tensor | None = None,
+        *,
+        numbers: Tensor | None = None,
     ) -> None:
         super().__init__(driver, pairs, dtype, weights)
-        self._tiles = KernelTiles.of(driver, pairs, columns, float16=weights is not None)
+        self._tiles = KernelTiles.of(
+            driver, pairs, columns, candidates=_ALL, float16=weights is not None, numbers=numbers
+        )
+        self._of_rows = None if weights is None else weights.float().contiguous()
 
     def block(self, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
-        if self._tiles is None:
+        tiles = self._tiles
+        if tiles is None:
             super().block(block, u, v, bias=bias)
             return
+        tiles.set_numbers(self.driver.bias)
+        self._add_pairs(tiles, block, u, v, bias=bias)
         alone = u is None and v is None
-        for tile, inputs in (self._tiles.of_sums if alone else self._tiles.of_gradients)(block):
-            grad = None if alone else self._tiles.gradient(tile)
-            losses, totals = kernels.tile_sigmoid(
-                inputs,
-                grad,
-                bias=self.driver.bias,
-                weights=None if self._weights is None else self._weights[tile.rows, 0],
-                totals=bias,
-            )
+        for tile, inputs in (tiles.of_sums if alone else tiles.of_gradients)(block):
+            grad = None if alone else tiles.gradient(tile)
+            weights = None if self._of_rows is None else self._of_rows[tile.rows]
+            losses, totals = kernels.tile_sigmoid(inputs, grad, weights=weights, totals=bias)
             self.losses[tile.rows] += losses
             if totals is not None:
                 self.grad_bias += totals.sum()
-            if grad is None:
-                continue
-            if (apart := self._tiles.apart(tile)) is not None:
-                self._tiles.add_apart(apart, self._pair_gradient(apart, tile, inputs), tile, inputs, block, u, v)
-                grad[apart] = 0.0
-            self._tiles.products(grad, tile, inputs, block, u, v)
+            if grad is not None:
+                tiles.products(grad, tile, block, u, v)
 
-    def _pair_gradient(self, at: Index, tile: Tile, of: kernels.TileInputs) -> Tensor:
-        """Return dS of positive pairs, (k,), from their products in float32."""
-        products = torch.linalg.vecdot(of.x[at[0]].float(), of.y[at[1]].float())
-        entries = torch.sigmoid(products.mul_(-of.scale).sub_(self.driver.bias)).neg_()
-        return entries if self._weights is None else entries.mul_(self._weights[tile.rows, 0][at[0]])
+    def _add_pairs(self, tiles: KernelTiles, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
+        """Add the losses and gradients of positive pairs that do not enter a kernel."""
+        for pairs in tiles.pairs(block):
+            logits = pairs.logits.add_(tiles.other)
+            self.losses[pairs.rows] -= logsigmoid(logits)
+            entries = torch.sigmoid(logits.neg_()).neg_()
+            if self._of_rows is not None:
+                entries.mul_(self._of_rows[pairs.rows])
+            if bias:
+                self.grad_bias += entries.sum()
+            pairs.add_products_(entries, u, v)

@@ -1,9 +1,9 @@
 """The softmax sweep in kernels: tiles of S that stay on the chip, and tiles of dS in the features' precision.
 
     forward     a kernel computes a tile's sums: 1 unit of multiply-adds, and nothing of S in memory
-    backward    a kernel writes a tile of dS; two products add it to dX and dY
+    backward    a kernel computes it again and writes a tile of dS; two products add it to dX and dY
 
-If exp(S) is kept, the first kernel writes it and the second reads it. Rows and columns to be normalized are multiplied
+Nothing of S is kept: computing it twice is faster than reading it. Rows and columns to be normalized are multiplied
 without normalization, and the products are divided by their norms: S_ij = scale x_i . y_j / (|x_i| |y_j|), and with
 G_ij = dS_ij / (|x_i| |y_j|),
 
@@ -13,19 +13,20 @@ For float16 features the caller scales the weights so that no entry of dS exceed
 above, and loses entries that are a million times smaller.
 
 Cases that kernels do not support (a transform of logits, a guide, a shift for each row and column, statistics) use
-plain PyTorch. The two terms of a positive's dS are added in float32 here.
+plain PyTorch. Positive pairs on diagonals are computed apart, in float32, and add their terms once for each block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..partition import Tile
 from .driver import Block, Driver, relative
-from .kernel_tiles import KernelTiles
+from .kernel_tiles import KernelTiles, NamedPairs
 from .memory import KeptTiles
 from .selection import Selection
 from .sides import Sums, Weights, one_shift
@@ -38,37 +39,53 @@ class KernelSoftmaxSweep(SoftmaxSweep):
     """:class:`SoftmaxSweep` in kernels, for the sums in `fields`.
 
     Either kernels compute both sums and gradients, or plain PyTorch does: both must use the same exponentials.
+
+    Args:
+        driver, selection: as there.
+        columns: the number of columns of the global batch.
+        kept: as there, for plain PyTorch.
+        numbers: the scale and the shift on the device, as in :class:`kernels.TileInputs`; None: those of the driver
+            and of the sums, whose shift should be one that :func:`kernels.exact` returns.
     """
 
     fields = frozenset({"sum", "target", "logits", "count"})
 
-    def __init__(self, driver: Driver, selection: Selection, columns: int, *, kept: KeptTiles | None = None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        selection: Selection,
+        columns: int,
+        *,
+        kept: KeptTiles | None = None,
+        numbers: Tensor | None = None,
+    ) -> None:
         super().__init__(driver, selection, kept=kept)
-        self._tiles = self._supported(columns)
+        self._tiles = self._supported(columns, numbers)
         self.difference: Tensor | None = None  # the largest, between sums by rows and by columns, relative to them
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
-        shift = one_shift(rows, cols)
+        shift, tiles = one_shift(rows, cols), self._tiles
         assert all(self.fields >= {*side.fields} for side in (rows, cols) if side is not None)
-        if shift is None or self._tiles is None:
+        if shift is None or tiles is None:
             super().sums(block, rows, cols)
             return
-        tiles = self._tiles.of_sums if self.kept is None else self._tiles.of_gradients  # kept in the same order
-        for tile, inputs in tiles(block):
-            sides = [
-                rows and rows[tile.rows],
-                None if tile.self_transposed else cols and cols[relative(tile.cols, block)],
-            ]
-            names = [() if side is None else side.fields.keys() for side in sides]
-            keep = None if self.kept is None else self.kept.next(tile.shape)
-            made = kernels.tile_sums(inputs, shift=shift, rows=names[0], cols=names[1], keep=keep)
-            if all("sum" in of_side for of_side in made):
-                by_rows, by_cols = (of_side["sum"].sum() for of_side in made)
-                self._note(relative_difference(by_rows, by_cols, tile.shape[0] * tile.shape[1]))
-            for side, of_side in zip(sides, made, strict=True):
-                for name, new in of_side.items():
-                    assert side is not None
-                    side.fields[name].add_(new)
+        tiles.set_numbers(shift)
+        of_rows, of_cols = ({} if side is None else side.fields for side in (rows, cols))
+        for pairs in tiles.pairs(block):
+            terms = self._terms(pairs, tiles)
+            for fields, at in ((of_rows, pairs.rows), ({} if block.triangle else of_cols, pairs.cols)):
+                for name in fields.keys() & terms.keys():
+                    fields[name][at] += terms[name]
+        apart = tiles.diagonals is not None
+        row_names, col_names = ({*of} - {"target"} if apart else of.keys() for of in (of_rows, of_cols))
+        for tile, inputs in self._in_kernels(tiles.of_sums, block):
+            names = () if tile.self_transposed else col_names
+            by_row, by_col = kernels.tile_sums(inputs, rows=row_names, cols=names)
+            if "sum" in by_row and "sum" in by_col:
+                self._note(by_row["sum"], by_col["sum"], tile.shape[0] * tile.shape[1])
+            for fields, at, found in ((of_rows, tile.rows, by_row), (of_cols, relative(tile.cols, block), by_col)):
+                for name, new in found.items():
+                    fields[name][at] += new
 
     def gradients(
         self,
@@ -79,37 +96,66 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         v: Tensor | None,
         of_offsets: Tensor | None = None,
     ) -> None:
-        shift = one_shift(rows, cols)
-        if shift is None or self._tiles is None:
+        shift, tiles = one_shift(rows, cols), self._tiles
+        if shift is None or tiles is None:
             super().gradients(block, rows, cols, u, v, of_offsets)
             return
+        tiles.set_numbers(shift)
         normed = list(self._normed(block, u, v))
         for product, norms in normed:
             product.div_(norms)
-        for tile, inputs in self._tiles.of_gradients(block):
-            sides = [rows and rows[tile.rows], cols and cols[relative(tile.cols, block)]]
-            grad, kept = self._tiles.gradient(tile), None if self.kept is None else self.kept.next(tile.shape)
-            apart = None
-            if self.selection.over == "negatives" and of_offsets is None:
-                apart = self._tiles.apart(tile)
-            of_rows, of_cols = ({} if side is None else side.named() for side in sides)
-            if apart is not None:
-                entries = self._pair_gradient(
-                    grad, apart, [(s, dim) for s, dim in zip(sides, (1, 0), strict=True) if s]
-                )
-                self._tiles.add_apart(apart, entries, tile, inputs, block, u, v)
-                for of in (of_rows, of_cols):
-                    of.pop("target", None)
+        of_rows, of_cols = ({} if side is None else side.named() for side in (rows, cols))
+        for pairs in tiles.pairs(block):
+            terms = self._terms(pairs, tiles) if self.selection.over != "negatives" else {"target": pairs.logits}
+            entries = torch.zeros_like(pairs.logits, dtype=self._wide)
+            for side, at in ((of_rows, pairs.rows), (of_cols, pairs.cols)):
+                for name, weights in side.items():
+                    if name in terms:
+                        entries.addcmul_(weights[at], terms["sum"]) if name == "sum" else entries.add_(weights[at])
+            if of_offsets is not None:
+                of_offsets[pairs.rows] += entries
+            pairs.add_products_(entries, u, None if block.triangle else v)
+        apart = tiles.diagonals is not None
+        of_rows, of_cols = (
+            {name: weights.float().contiguous() for name, weights in of.items() if name != "target" or not apart}
+            for of in (of_rows, of_cols)
+        )
+        for tile, inputs in self._in_kernels(tiles.of_gradients, block):
+            grad, at = tiles.gradient(tile), relative(tile.cols, block)
             totals = kernels.tile_gradient(
-                inputs, grad, shift=shift, rows=of_rows, cols=of_cols, kept=kept, totals=of_offsets is not None
+                inputs,
+                grad,
+                rows={name: weights[tile.rows] for name, weights in of_rows.items()},
+                cols={name: weights[at] for name, weights in of_cols.items()},
+                totals=of_offsets is not None,
             )
             if of_offsets is not None and totals is not None:
                 of_offsets[tile.rows] += totals
-            self._tiles.products(grad, tile, inputs, block, u, v)
+            tiles.products(grad, tile, block, u, v)
         for product, norms in normed:
             product.mul_(norms)
 
-    def _note(self, difference: Tensor) -> None:
+    def _terms(self, pairs: NamedPairs, tiles: KernelTiles) -> dict[str, Tensor]:
+        """Return the terms of positive pairs, which do not enter a kernel, in the sums of their rows and columns."""
+        terms = {"target": pairs.logits}
+        if self.selection.over != "negatives":
+            terms |= {
+                "sum": torch.sub(pairs.logits, tiles.other).exp_(),
+                "logits": pairs.logits,
+                "count": torch.ones_like(pairs.logits),
+            }
+        return terms
+
+    def _in_kernels(
+        self, tiles: Callable[[Block], Iterator[tuple[Tile, kernels.TileInputs]]], block: Block
+    ) -> Iterator[tuple[Tile, kernels.TileInputs]]:
+        """Return the block's tiles; none if all candidates are positive pairs that do not enter a kernel."""
+        assert self._tiles is not None
+        alone = self._tiles.diagonals is not None and self.selection.over == "positives"
+        return iter(()) if alone else tiles(block)
+
+    def _note(self, by_rows: Tensor, by_cols: Tensor, entries: int) -> None:
+        difference = relative_difference(by_rows.sum(), by_cols.sum(), entries)
         self.difference = difference if self.difference is None else torch.maximum(self.difference, difference)
 
     def _normed(self, block: Block, u: Tensor | None, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,7 +166,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         if v is not None and self.driver.col_norms is not None and not is_same:
             yield v, self.driver.col_norms[block.cols]
 
-    def _supported(self, columns: int) -> KernelTiles | None:
+    def _supported(self, columns: int, numbers: Tensor | None) -> KernelTiles | None:
         """Return the tiles for kernels, or None if kernels do not support the selection."""
         selection = self.selection
         unsupported = (selection.floor, selection.ceiling, selection.guide, selection.transform)
@@ -133,6 +179,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             candidates=_CANDIDATES[selection.over],
             offsets=selection.offsets,
             float16=True,
+            numbers=numbers,
         )
 
 

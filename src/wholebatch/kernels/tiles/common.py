@@ -1,7 +1,9 @@
-"""The parts that all kernels share: the place of a program's block in a tile, its similarities, and sets of entries.
+"""The parts that all kernels share: the place of a block in a tile, its similarities, and sets of entries.
 
 Rows, columns and ids are relative to the tile of a call. A set of entries consists of those that columns name, each
 column its rows (int32; -1: none), and of those whose row and column have equal ids (int32).
+
+X and Y are tensor descriptors, from which the GPU copies boxes of features by itself, or pointers.
 """
 
 from __future__ import annotations
@@ -14,47 +16,50 @@ NO_IDS = tl.constexpr(0)
 OR_EQUAL_IDS = tl.constexpr(1)  # added to the named ones
 EQUAL_IDS_BUT = tl.constexpr(2)  # without the named ones
 
+# Which entries are candidates; a positive may be one even if it is excluded.
+NEGATIVES = tl.constexpr(0)
+ALL = tl.constexpr(1)
+POSITIVES = tl.constexpr(2)
+
 # The number of rows and the first row differ from tile to tile, which must not compile a kernel again.
 ANY = ["num_rows", "first_row"]
 
 
 @triton.jit
-def place(num_rows, num_cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Return the program's blocks of rows and of columns, their rows and columns, and masks of those that exist."""
-    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
-    block_row, block_col = place_of(tl.program_id(0), down, across, GROUP)
-    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
-    return block_row, block_col, rows, cols, rows < num_rows, cols < num_cols
+def place_of(block, down, across, GROUP: tl.constexpr):
+    """Return the block of rows and the block of columns of a block.
 
-
-@triton.jit
-def place_of(program, down, across, GROUP: tl.constexpr):
-    """Return the block of rows and the block of columns of a program.
-
-    Programs go through GROUP blocks of rows at a time, so that Y stays in the L2 cache.
+    Blocks follow each other through GROUP blocks of rows at a time, so that Y stays in the L2 cache.
     """
-    first = program // (GROUP * across) * GROUP
+    first = block // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
-    within = program % (GROUP * across)
+    within = block % (GROUP * across)
     return first + within % height, within // height
 
 
 @triton.jit
 def with_products(
-    total, x, y, rows, cols, num_rows, num_cols, first, stop, stride_x, stride_y,
-    ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    total, x, y, row, col, num_rows, num_cols, first, stop, stride_x, stride_y,
+    BM: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr, ALIGNED: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the features from `first` to `stop` to `total`; strides are in units of ALIGNED.
 
     From the multiplication by ALIGNED the compiler knows how many features one load may take. Rows beyond the last
-    repeat the last row; their results are not used.
+    repeat the last row, or are 0 in boxes; their results are not used. In boxes, `stop` is the number of features or a
+    multiple of BK.
     """
-    of_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * (stride_x * ALIGNED)
-    of_cols = y + tl.minimum(cols, num_cols - 1).to(tl.int64)[:, None] * (stride_y * ALIGNED)
+    if not BOXES:
+        rows = tl.minimum(row + tl.arange(0, BM), num_rows - 1).to(tl.int64)
+        cols = tl.minimum(col + tl.arange(0, BN), num_cols - 1).to(tl.int64)
+        of_rows, of_cols = x + rows[:, None] * (stride_x * ALIGNED), y + cols[:, None] * (stride_y * ALIGNED)
     for at in range(first, stop, BK):
-        features = at + tl.arange(0, BK)[None, :]
-        a = tl.load(of_rows + features, mask=features < stop, other=0.0)
-        b = tl.load(of_cols + features, mask=features < stop, other=0.0)
+        if BOXES:
+            a, b = x.load([row, at]), y.load([col, at])
+        else:
+            features = at + tl.arange(0, BK)[None, :]
+            a = tl.load(of_rows + features, mask=features < stop, other=0.0)
+            b = tl.load(of_cols + features, mask=features < stop, other=0.0)
         if WIDEN:
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
@@ -63,15 +68,35 @@ def with_products(
 
 @triton.jit
 def similarities(
-    x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y,
-    BM: tl.constexpr, BN: tl.constexpr,
-    ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    x, y, row, col, num_rows, num_cols, dim, stride_x, stride_y,
+    BM: tl.constexpr, BN: tl.constexpr, BOXES: tl.constexpr, ALIGNED: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Return x_i . y_j, summed in float32; `dim` is in units of ALIGNED, like the strides."""
     return with_products(
-        tl.zeros((BM, BN), tl.float32), x, y, rows, cols, num_rows, num_cols, 0, dim * ALIGNED, stride_x, stride_y,
-        ALIGNED, BK, PRECISION, WIDEN,
+        tl.zeros((BM, BN), tl.float32), x, y, row, col, num_rows, num_cols, 0, dim * ALIGNED, stride_x, stride_y,
+        BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
     )  # fmt: skip
+
+
+@triton.jit
+def columns_of(total, PART: tl.constexpr, PARTS: tl.constexpr):
+    """Return one of the 1 or 2 parts of a block, side by side: half of the registers, and of the memory to store it."""
+    if PARTS == 2:
+        halves = tl.permute(tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        total = left if PART == 0 else right
+    return total
+
+
+@triton.jit
+def write(out, row, col, rows, cols, here_rows, here_cols, stride, values, BOXES: tl.constexpr):
+    """Write a block of a tile, which has fewer than 2^31 entries."""
+    values = values.to(out.dtype if BOXES else out.dtype.element_ty)
+    if BOXES:
+        out.store([row, col], values)
+    else:
+        tl.store(out + rows[:, None] * stride + cols[None, :], values, mask=here_rows[:, None] & here_cols[None, :])
 
 
 @triton.jit
@@ -85,14 +110,35 @@ def members(
         for at in tl.static_range(1, NAMED):
             other = tl.load(named + at * stride_named + cols, mask=cols < num_cols, other=-1) - first_row
             found |= rows[:, None] == other[None, :]
-        if IDS == NO_IDS:
-            return found
-    of_rows = tl.load(row_ids + rows, mask=rows < num_rows, other=0)
-    of_cols = tl.load(col_ids + cols, mask=cols < num_cols, other=0)
-    equal = of_rows[:, None] == of_cols[None, :]
-    if NAMED > 0:
-        equal = (equal | found) if IDS == OR_EQUAL_IDS else (equal & (found == 0))
-    return equal
+    if IDS != NO_IDS:
+        of_rows = tl.load(row_ids + rows, mask=rows < num_rows, other=0)
+        of_cols = tl.load(col_ids + cols, mask=cols < num_cols, other=-1)  # ids are not negative
+        equal = of_rows[:, None] == of_cols[None, :]
+        if NAMED > 0:
+            equal = (equal | found) if IDS == OR_EQUAL_IDS else (equal & (found == 0))
+        found = equal
+    return found
+
+
+@triton.jit
+def sets(
+    rows, cols, num_rows, num_cols, first_row,
+    positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
+    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
+):  # fmt: skip
+    """Return masks of the positive and of the excluded entries; None for an empty set."""
+    among, out = None, None
+    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
+        among = members(
+            rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+            POSITIVE, POSITIVE_IDS,
+        )  # fmt: skip
+    if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
+        out = members(
+            rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
+            EXCLUDED, EXCLUDED_IDS,
+        )  # fmt: skip
+    return among, out
 
 
 @triton.jit

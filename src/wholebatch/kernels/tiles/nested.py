@@ -17,55 +17,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import ANY, NO_IDS, members, place, with_products
+from .common import ANY, place_of, sets, with_products, write
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
-def _special(
-    rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-    excluded, excluded_stride, excluded_rows, excluded_cols,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-):  # fmt: skip
-    """Return masks of the positives, of which the batch has at least one, and of the entries that are no negatives."""
-    among = members(
-        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-        POSITIVE, POSITIVE_IDS,
-    )  # fmt: skip
-    out = among
-    if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
-        out = among | members(
-            rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
-            EXCLUDED, EXCLUDED_IDS,
-        )  # fmt: skip
-    return among, out
-
-
 @triton.jit(do_not_specialize=ANY)
 def nested_sums(
-    x, y, ends, of_rows, of_targets, of_cols, row_scales, col_scales,
+    x, y, numbers, ends, of_rows, of_targets, of_cols, row_scales, col_scales,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-    first_row, num_rows, num_cols, parts, stride_x, stride_y, log2_shift,
+    first_row, num_rows, num_cols, parts, stride_x, stride_y,
     POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    OF_COLS: tl.constexpr, ENDS: tl.constexpr,
+    ENDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of a tile, (parts, blocks of columns, rows) and (parts, blocks of rows, columns)."""
-    block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
-    among, out = _special(
+    log2_shift = tl.load(numbers + 1)
+    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    block_row, block_col = place_of(tl.program_id(0), down, across, GROUP)
+    row, col = block_row * BM, block_col * BN
+    rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
+    here_rows, here_cols = rows < num_rows, cols < num_cols
+    among, out = sets(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
         excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
     )  # fmt: skip
-    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    out = among if out is None else among | out  # the batch has positives
     total = tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):
         stop = tl.load(ends + part)  # in units of ENDS
         total = with_products(
-            total, x, y, rows, cols, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
-            ALIGNED, BK, PRECISION, WIDEN,
+            total, x, y, row, col, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
+            BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
         )  # fmt: skip
         first = stop
         of_row = tl.load(row_scales + part * num_rows + rows, mask=here_rows, other=0.0)
@@ -76,30 +61,30 @@ def nested_sums(
         tl.store(of_rows + at, tl.sum(tl.where(here_cols[None, :], exponentials, 0.0), 1), mask=here_rows)
         targets = tl.sum(tl.where(here_cols[None, :] & among, logits, 0.0), 1)
         tl.store(of_targets + at, targets / _LOG2_E, mask=here_rows)
-        if OF_COLS:
+        if of_cols is not None:
             at = (part * down + block_row).to(tl.int64) * num_cols + cols
             tl.store(of_cols + at, tl.sum(tl.where(here_rows[:, None], exponentials, 0.0), 0), mask=here_cols)
 
 
 @triton.jit
 def _gradient(
-    total, first, part, x, y, ends, rows, cols, here_rows, here_cols, num_rows, num_cols, stride_x, stride_y,
-    among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift,
-    OF_COLS: tl.constexpr, ENDS: tl.constexpr,
-    ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    total, first, part, x, y, ends, row, col, rows, cols, here_rows, here_cols, num_rows, num_cols,
+    stride_x, stride_y, among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift,
+    ENDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BOXES: tl.constexpr, ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Return the products up to a part's end, that end, and the part's dS, S and r q."""
     stop = tl.load(ends + part)  # in units of ENDS
     total = with_products(
-        total, x, y, rows, cols, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
-        ALIGNED, BK, PRECISION, WIDEN,
+        total, x, y, row, col, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
+        BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
     )  # fmt: skip
     of_row = tl.load(row_scales + part * num_rows + rows, mask=here_rows, other=0.0)
     of_col = tl.load(col_scales + part * num_cols + cols, mask=here_cols, other=0.0)
     scales = of_row[:, None] * of_col[None, :]
     logits = total * scales
     weights = tl.load(row_weights + part * num_rows + rows, mask=here_rows, other=0.0)[:, None]
-    if OF_COLS:
+    if col_weights is not None:
         weights = weights + tl.load(col_weights + part * num_cols + cols, mask=here_cols, other=0.0)[None, :]
     targets = tl.load(row_targets + part * num_rows + rows, mask=here_rows, other=0.0)
     made = tl.where(out, 0.0, tl.exp2(logits * _LOG2_E - log2_shift) * weights)
@@ -108,47 +93,51 @@ def _gradient(
 
 @triton.jit(do_not_specialize=ANY)
 def nested_gradient(
-    x, y, gradient, ends, of_rows, of_cols, row_scales, col_scales, row_weights, row_targets, col_weights,
+    x, y, numbers, gradient, ends, of_rows, of_cols, row_scales, col_scales, row_weights, row_targets, col_weights,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-    first_row, num_rows, num_cols, parts, stride_x, stride_y, log2_shift,
+    first_row, num_rows, num_cols, parts, stride_x, stride_y, stride_gradient,
     POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    OF_COLS: tl.constexpr, TOTALS_OF_COLS: tl.constexpr, ENDS: tl.constexpr,
+    ENDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Write H of a tile, (parts, rows, columns), and sums of dS S, (parts, blocks of columns, rows), and of columns."""
-    block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
+    log2_shift = tl.load(numbers + 1)
+    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    block_row, block_col = place_of(tl.program_id(0), down, across, GROUP)
+    row, col = block_row * BM, block_col * BN
+    rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
+    here_rows, here_cols = rows < num_rows, cols < num_cols
     here = here_rows[:, None] & here_cols[None, :]
-    among, out = _special(
+    among, out = sets(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
         excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
     )  # fmt: skip
-    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    out = among if out is None else among | out  # the batch has positives
     total, left = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):
         total, first, made, logits, scales = _gradient(
-            total, first, part, x, y, ends, rows, cols, here_rows, here_cols, num_rows, num_cols, stride_x, stride_y,
-            among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift, OF_COLS, ENDS,
-            ALIGNED, BK, PRECISION, WIDEN,
+            total, first, part, x, y, ends, row, col, rows, cols, here_rows, here_cols, num_rows, num_cols,
+            stride_x, stride_y, among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift,
+            ENDS, BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
         )  # fmt: skip
         left += made * scales
         products = tl.where(here, made * logits, 0.0)
         at = (part * across + block_col).to(tl.int64) * num_rows + rows
         tl.store(of_rows + at, tl.sum(products, 1), mask=here_rows)
-        if TOTALS_OF_COLS:
+        if of_cols is not None:
             at = (part * down + block_row).to(tl.int64) * num_cols + cols
             tl.store(of_cols + at, tl.sum(products, 0), mask=here_cols)
-    to = rows[:, None] * num_cols + cols[None, :]
-    tl.store(gradient + to, left.to(gradient.dtype.element_ty), mask=here)
+    write(gradient, row, col, rows, cols, here_rows, here_cols, stride_gradient, left, False)
     total = tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts - 1):
         total, first, made, _, scales = _gradient(
-            total, first, part, x, y, ends, rows, cols, here_rows, here_cols, num_rows, num_cols, stride_x, stride_y,
-            among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift, OF_COLS, ENDS,
-            ALIGNED, BK, PRECISION, WIDEN,
+            total, first, part, x, y, ends, row, col, rows, cols, here_rows, here_cols, num_rows, num_cols,
+            stride_x, stride_y, among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift,
+            ENDS, BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
         )  # fmt: skip
         left -= made * scales
-        gradient += num_rows.to(tl.int64) * num_cols
-        tl.store(gradient + to, left.to(gradient.dtype.element_ty), mask=here)
+        gradient += num_rows.to(tl.int64) * stride_gradient
+        write(gradient, row, col, rows, cols, here_rows, here_cols, stride_gradient, left, False)

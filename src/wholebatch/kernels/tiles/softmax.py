@@ -3,16 +3,16 @@
     tile_sums        S -> sum_j E_ij and sum_i E_ij of the candidates; sums of S_ij of positives, and of candidates
     tile_gradient    S -> dS_ij = E_ij (r_i + c_j) + m_i + m'_j of candidates, + t_i + t'_j of positives
 
-with E_ij = exp(S_ij - shift) = 2^(x_i . y_j scale log2(e) - shift log2(e)): one product, one multiply-add and one `ex2`
-for each entry. A program computes BM x BN entries. It writes one number for each of its rows and columns, to a separate
-place, and these are added in a fixed order afterward: no atomics, no locks, the same bits each time.
+with E_ij = exp(S_ij - shift) = 2^(k x_i . y_j - c): one product, one multiply-add and one `ex2` for each entry. The two
+float32 numbers k = scale log2(e) and c = shift log2(e) are read from memory. A program computes one block of BM x BN
+entries after another. It writes one number for each row and column of a block, to a separate place, and these are added
+in a fixed order afterward: no atomics, no locks, the same bits each time.
 
-The positives' terms of dS are added before dS is rounded to the features' dtype: after good training they cancel nearly
-all of E_ij (r_i + c_j), and rounding before the addition would leave only bfloat16's errors.
+The positives' terms of dS are added before dS is rounded: after good training they cancel nearly all of
+E_ij (r_i + c_j), and rounding before the addition would leave only bfloat16's errors.
 
-E of the candidates may be kept, and read again instead of computing a product. Rows and columns may have a scale each,
-such as 1 / |x_i| and 1 / |y_j| for X and Y that are not normalized, and rows a shift: the kernel then writes dS_ij
-times these scales, for products with X and Y as they are.
+Rows and columns may have a scale each, such as 1 / |x_i| and 1 / |y_j| for X and Y that are not normalized, and rows an
+offset: the kernel then writes dS_ij times these scales, for products with X and Y as they are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import ANY, NO_IDS, any_named, members, place, similarities
+from .common import ANY, NEGATIVES, NO_IDS, POSITIVES, any_named, columns_of, place_of, sets, similarities, write
 
-# Which entries are candidates; a positive may be one even if it is excluded.
-NEGATIVES = tl.constexpr(0)
-ALL = tl.constexpr(1)
-POSITIVES = tl.constexpr(2)
+_LOG_2 = tl.constexpr(0.6931471805599453)
 
 # The sums of a side, and its weights in dS, a bit each. A side without the first bit does not exist.
 EXPONENTIALS = tl.constexpr(1)
@@ -34,179 +31,176 @@ LOGITS = tl.constexpr(4)  # and their number
 
 
 @triton.jit
-def _as_long(x, beside):
-    """Convert x to 64 bits, even if it is a constant, such as a single column; `beside` is any number."""
-    return beside.to(tl.int64) * 0 + x
+def _exponents(products, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale):
+    """Return S - shift in units of log(2)."""
+    if col_scale is not None:
+        products *= tl.load(col_scale + cols, mask=here_cols, other=0.0)[None, :]
+    if row_scale is None:
+        exponents = products * k - c
+    else:
+        scales, shifts = tl.load(row_scale + rows, mask=here_rows, other=0.0) * k, tl.where(here_rows, c, 0.0)
+        if row_offset is not None:
+            shifts -= tl.load(row_offset + rows, mask=here_rows, other=0.0) / _LOG_2
+        exponents = products * scales[:, None] - shifts[:, None]
+    return exponents
 
 
 @triton.jit
-def _write_sums(out, at, here, others, values, AXIS: tl.constexpr):
-    """Write the sum of each row (AXIS 1) or column (0) over the others that exist."""
-    tl.store(out + at, tl.sum(tl.where(tl.expand_dims(others, 1 - AXIS), values, 0.0), AXIS), mask=here)
+def _of_candidates(values, of_positives, among, out, CANDIDATES: tl.constexpr):
+    """Return the values of candidates, and 0 elsewhere; `among` and `out` are masks, or None for empty sets."""
+    found = tl.zeros_like(values) if CANDIDATES == POSITIVES else values
+    if out is not None:
+        found = tl.where(out, 0.0, found)
+    if among is not None:
+        found = tl.where(among, of_positives, found)
+    return found
 
 
 @triton.jit(do_not_specialize=ANY)
 def tile_sums(
-    x, y, of_rows, of_cols, kept, row_scale, row_shift, col_scale,
+    x, y, numbers, of_rows, of_cols, row_scale, row_offset, col_scale,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-    first_row, num_rows, num_cols, dim, stride_x, stride_y, log2_scale, log2_shift,
+    first_row, num_rows, num_cols, dim, stride_x, stride_y,
     POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr,
-    KEEP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of a tile, (fields, blocks of columns, rows) and (fields, blocks of rows, columns).
-
-    The sums of logits are those of x . y, or of S / log(2) where each row has a scale.
-    """
-    block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
-    logits = similarities(
-        x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
-    )
-    if BY_ROW:
-        scales = tl.load(row_scale + rows, mask=here_rows, other=0.0) * log2_scale
-        if BY_COL:
-            logits *= tl.load(col_scale + cols, mask=here_cols, other=0.0)[None, :]
-        exponents = logits * scales[:, None] - tl.load(row_shift + rows, mask=here_rows, other=0.0)[:, None]
-        logits = exponents + log2_shift
-    else:
-        exponents = logits * log2_scale - log2_shift
-    across, down = _as_long(tl.cdiv(num_cols, BN), block_col), _as_long(tl.cdiv(num_rows, BM), block_row)
-    at_rows, stride_rows = block_col.to(tl.int64) * num_rows + rows, across * num_rows
-    at_cols, stride_cols = block_row.to(tl.int64) * num_cols + cols, down * num_cols
-    # Sums of logits come first: then their registers are free for exponentials.
-    if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
-        out = members(
-            rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
-            EXCLUDED, EXCLUDED_IDS,
-        )  # fmt: skip
-    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
-        among = members(
-            rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-            POSITIVE, POSITIVE_IDS,
-        )  # fmt: skip
-        some = POSITIVE_IDS != NO_IDS or any_named(
-            block_row * BM, cols, num_cols, first_row, positive, positive_stride, POSITIVE, BM
+    """Write the sums of a tile, (fields, blocks of columns, rows) and (fields, blocks of rows, columns)."""
+    ALL_FIELDS: tl.constexpr = OF_ROWS | OF_COLS
+    k, c = tl.load(numbers), tl.load(numbers + 1)
+    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    stride_rows, stride_cols = num_rows.to(tl.int64) * across, down.to(tl.int64) * num_cols  # num_cols may be constant
+    for block in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=BOXES):
+        block_row, block_col = place_of(block, down, across, GROUP)
+        row, col = block_row * BM, block_col * BN
+        products = similarities(
+            x, y, row, col, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN
         )
-        if some:
+        rows = row + tl.arange(0, BM)
+        here_rows = rows < num_rows
+        by_row, targets, of_logits, counts = (tl.zeros((BM,), tl.float32),) * 4
+        for part in tl.static_range(PARTS):
+            first = col + part * (BN // PARTS)
+            cols = first + tl.arange(0, BN // PARTS)
+            here_cols = cols < num_cols
+            here = here_rows[:, None] & here_cols[None, :]
+            if OF_COLS:
+                to_cols = of_cols + block_row.to(tl.int64) * num_cols + cols
+            of_part = columns_of(products, part, PARTS)
+            exponents = _exponents(of_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
+            # Sums of logits come first: then their registers are free for exponentials.
+            if ALL_FIELDS > EXPONENTIALS:
+                among, out = sets(
+                    rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+                    excluded, excluded_stride, excluded_rows, excluded_cols,
+                    POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+                )  # fmt: skip
+                logits = tl.where(here, (of_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
+                if TARGETS & ALL_FIELDS:
+                    of_positives = tl.where(among, logits, 0.0)
+                    targets += tl.sum(of_positives, 1)
+                    if TARGETS & OF_COLS:
+                        tl.store(to_cols + stride_cols, tl.sum(of_positives, 0), mask=here_cols)
+                if LOGITS & ALL_FIELDS:
+                    ones = tl.where(here, 1.0, 0.0)
+                    of_positives = tl.zeros_like(ones) if CANDIDATES == NEGATIVES else ones
+                    candidates = _of_candidates(ones, of_positives, among, out, CANDIDATES)
+                    of_logits += tl.sum(logits * candidates, 1)
+                    counts += tl.sum(candidates, 1)
+                    if LOGITS & OF_COLS:
+                        to_logits = to_cols + (2 if TARGETS & OF_COLS else 1) * stride_cols
+                        tl.store(to_logits, tl.sum(logits * candidates, 0), mask=here_cols)
+                        tl.store(to_logits + stride_cols, tl.sum(candidates, 0), mask=here_cols)
+            exponentials = tl.exp2(exponents)
+            special = True
+            if CANDIDATES != POSITIVES and POSITIVE_IDS == NO_IDS and EXCLUDED_IDS == NO_IDS:
+                # Most blocks have no special entry.
+                special = (row + BM > num_rows) | (col + BN > num_cols)
+                special |= any_named(row, cols, num_cols, first_row, positive, positive_stride, POSITIVE, BM)
+                special |= any_named(row, cols, num_cols, first_row, excluded, excluded_stride, EXCLUDED, BM)
+            if special:
+                among, out = sets(
+                    rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+                    excluded, excluded_stride, excluded_rows, excluded_cols,
+                    POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+                )  # fmt: skip
+                of_positives = tl.zeros_like(exponentials) if CANDIDATES == NEGATIVES else exponentials
+                exponentials = tl.where(here, _of_candidates(exponentials, of_positives, among, out, CANDIDATES), 0.0)
+            by_row += tl.sum(exponentials, 1)
+            if OF_COLS:
+                tl.store(to_cols, tl.sum(exponentials, 0), mask=here_cols)
+        if OF_ROWS:
+            to_rows = of_rows + block_col.to(tl.int64) * num_rows + rows
+            tl.store(to_rows, by_row, mask=here_rows)
             if TARGETS & OF_ROWS:
-                at = at_rows + stride_rows
-                _write_sums(of_rows, at, here_rows, here_cols, tl.where(among, logits, 0.0), 1)
-            if TARGETS & OF_COLS:
-                at = at_cols + stride_cols
-                _write_sums(of_cols, at, here_cols, here_rows, tl.where(among, logits, 0.0), 0)
-        else:
-            if TARGETS & OF_ROWS:
-                tl.store(of_rows + at_rows + stride_rows, tl.zeros((BM,), tl.float32), mask=here_rows)
-            if TARGETS & OF_COLS:
-                tl.store(of_cols + at_cols + stride_cols, tl.zeros((BN,), tl.float32), mask=here_cols)
-    if LOGITS & (OF_ROWS | OF_COLS):
-        candidates = tl.full((BM, BN), 1.0 if CANDIDATES != POSITIVES else 0.0, tl.float32)
-        if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
-            candidates = tl.where(out, 0.0, candidates)
-        if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
-            candidates = tl.where(among, 0.0 if CANDIDATES == NEGATIVES else 1.0, candidates)
-        if LOGITS & OF_ROWS:
-            at = at_rows + (2 if TARGETS & OF_ROWS else 1) * stride_rows
-            _write_sums(of_rows, at, here_rows, here_cols, logits * candidates, 1)
-            _write_sums(of_rows, at + stride_rows, here_rows, here_cols, candidates, 1)
-        if LOGITS & OF_COLS:
-            at = at_cols + (2 if TARGETS & OF_COLS else 1) * stride_cols
-            _write_sums(of_cols, at, here_cols, here_rows, logits * candidates, 0)
-            _write_sums(of_cols, at + stride_cols, here_cols, here_rows, candidates, 0)
-    exponentials = tl.exp2(exponents)
-    of_candidates = exponentials
-    if CANDIDATES == POSITIVES:
-        of_candidates = tl.zeros((BM, BN), tl.float32)
-    elif EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
-        of_candidates = tl.where(out, 0.0, exponentials)
-    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
-        of_candidates = tl.where(among, 0.0 if CANDIDATES == NEGATIVES else exponentials, of_candidates)
-    if KEEP:
-        at = rows[:, None] * num_cols + cols[None, :]  # a tile has fewer than 2^31 entries
-        tl.store(kept + at, of_candidates.to(kept.dtype.element_ty), mask=here_rows[:, None] & here_cols[None, :])
-    if OF_ROWS:
-        _write_sums(of_rows, at_rows, here_rows, here_cols, of_candidates, 1)
-    if OF_COLS:
-        _write_sums(of_cols, at_cols, here_cols, here_rows, of_candidates, 0)
+                tl.store(to_rows + stride_rows, targets, mask=here_rows)
+            if LOGITS & OF_ROWS:
+                to_logits = to_rows + (2 if TARGETS & OF_ROWS else 1) * stride_rows
+                tl.store(to_logits, of_logits, mask=here_rows)
+                tl.store(to_logits + stride_rows, counts, mask=here_rows)
 
 
 @triton.jit
-def _weights(
-    of_rows, of_cols, rows, cols, num_rows, num_cols,
-    FIELD: tl.constexpr, SLOT: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr,
-):  # fmt: skip
+def _weights(of_rows, of_cols, rows, cols, num_rows, num_cols):
     """Return the sum of the rows' and the columns' weights of a field, of which at least one exists."""
-    if FIELD & OF_ROWS:
-        found = tl.load(of_rows + SLOT * num_rows + rows, mask=rows < num_rows, other=0.0)[:, None]
-    if FIELD & OF_COLS:
-        here = tl.load(of_cols + SLOT * num_cols + cols, mask=cols < num_cols, other=0.0)[None, :]
-        found = found + here if FIELD & OF_ROWS else here
+    if of_rows is not None:
+        found = tl.load(of_rows + rows, mask=rows < num_rows, other=0.0)[:, None]
+    if of_cols is not None:
+        here = tl.load(of_cols + cols, mask=cols < num_cols, other=0.0)[None, :]
+        found = here if of_rows is None else found + here
     return found
 
 
 @triton.jit(do_not_specialize=ANY)
 def tile_gradient(
-    x, y, gradient, totals, of_rows, of_cols, kept, row_scale, row_shift, col_scale,
+    x, y, numbers, gradient, totals, row_sum, row_target, row_logits, col_sum, col_target, col_logits,
+    row_scale, row_offset, col_scale,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-    first_row, num_rows, num_cols, dim, stride_x, stride_y, log2_scale, log2_shift,
+    first_row, num_rows, num_cols, dim, stride_x, stride_y, stride_gradient,
     POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr,
-    KEPT: tl.constexpr, TOTALS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    CANDIDATES: tl.constexpr, STORES: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Write dS of a tile, (rows, columns), given weights of its rows and columns, (fields, rows) and (fields, columns).
+    """Write dS of a tile, (rows, columns), given weights of its rows and columns.
 
-    With TOTALS, also write sum_j dS_ij, (blocks of columns, rows).
+    With `totals`, also write sum_j dS_ij, (blocks of columns, rows).
     """
-    _, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
-    at, here = rows[:, None] * num_cols + cols[None, :], here_rows[:, None] & here_cols[None, :]
-    if BY_ROW:
-        scales = tl.load(row_scale + rows, mask=here_rows, other=0.0)
-    if KEPT:
-        exponentials = tl.load(kept + at, mask=here, other=0.0).to(tl.float32)
-    else:
-        exponents = similarities(
-            x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
+    k, c = tl.load(numbers), tl.load(numbers + 1)
+    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    for block in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=BOXES):
+        block_row, block_col = place_of(block, down, across, GROUP)
+        row, col = block_row * BM, block_col * BN
+        products = similarities(
+            x, y, row, col, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN
         )
-        if BY_ROW:
-            shifts = tl.load(row_shift + rows, mask=here_rows, other=0.0)
-            if BY_COL:
-                exponents *= tl.load(col_scale + cols, mask=here_cols, other=0.0)[None, :]
-            exponents = exponents * (scales * log2_scale)[:, None] - shifts[:, None]
-        else:
-            exponents = exponents * log2_scale - log2_shift
-        exponentials = tl.exp2(exponents)
-    weighted = exponentials * _weights(
-        of_rows, of_cols, rows, cols, num_rows, num_cols, EXPONENTIALS, 0, OF_ROWS, OF_COLS
-    )
-    if LOGITS & (OF_ROWS | OF_COLS):
-        weighted += _weights(of_rows, of_cols, rows, cols, num_rows, num_cols, LOGITS, 2, OF_ROWS, OF_COLS)
-    made = weighted
-    if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
-        out = members(
-            rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
-            EXCLUDED, EXCLUDED_IDS,
-        )  # fmt: skip
-        made = tl.where(out, 0.0, made)
-    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
-        among = members(
-            rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-            POSITIVE, POSITIVE_IDS,
-        )  # fmt: skip
-        of_positives = tl.zeros((BM, BN), tl.float32) if CANDIDATES == NEGATIVES else weighted
-        if TARGETS & (OF_ROWS | OF_COLS):
-            of_positives += _weights(of_rows, of_cols, rows, cols, num_rows, num_cols, TARGETS, 1, OF_ROWS, OF_COLS)
-        made = tl.where(among, of_positives, 0.0 if CANDIDATES == POSITIVES else made)
-    elif CANDIDATES == POSITIVES:
-        made = tl.zeros((BM, BN), tl.float32)
-    if TOTALS:
-        summed = tl.sum(tl.where(here_cols[None, :], made, 0.0), 1)
-        tl.store(totals + block_col.to(tl.int64) * num_rows + rows, summed, mask=here_rows)
-    if BY_ROW:
-        made *= scales[:, None]
-        if BY_COL:
-            made *= tl.load(col_scale + cols, mask=here_cols, other=0.0)[None, :]
-    tl.store(gradient + at, made.to(gradient.dtype.element_ty), mask=here)
+        rows = row + tl.arange(0, BM)
+        here_rows = rows < num_rows
+        summed = tl.zeros((BM,), tl.float32)
+        for part in tl.static_range(PARTS):
+            first = col + part * (BN // PARTS)
+            cols = first + tl.arange(0, BN // PARTS)
+            here_cols = cols < num_cols
+            of_part = columns_of(products, part, PARTS)
+            exponents = _exponents(of_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
+            made = tl.exp2(exponents) * _weights(row_sum, col_sum, rows, cols, num_rows, num_cols)
+            if row_logits is not None or col_logits is not None:
+                made += _weights(row_logits, col_logits, rows, cols, num_rows, num_cols)
+            among, out = sets(
+                rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+                excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+            )  # fmt: skip
+            of_positives = tl.zeros_like(made) if CANDIDATES == NEGATIVES else made
+            if row_target is not None or col_target is not None:
+                of_positives += _weights(row_target, col_target, rows, cols, num_rows, num_cols)
+            made = _of_candidates(made, of_positives, among, out, CANDIDATES)
+            if totals is not None:
+                summed += tl.sum(tl.where(here_cols[None, :], made, 0.0), 1)
+            if row_scale is not None:
+                made *= tl.load(row_scale + rows, mask=here_rows, other=0.0)[:, None]
+            if col_scale is not None:
+                made *= tl.load(col_scale + cols, mask=here_cols, other=0.0)[None, :]
+            write(gradient, row, first, rows, cols, here_rows, here_cols, stride_gradient, made, STORES)
+        if totals is not None:
+            tl.store(totals + block_col.to(tl.int64) * num_rows + rows, summed, mask=here_rows)

@@ -20,11 +20,11 @@ from .common import place_of, similarities
 def token_maxima(
     x, y, best, winners, starts,
     num_rows, num_documents, dim, stride_x, stride_y,
-    WINNERS: tl.constexpr, SHORT: tl.constexpr,
+    SHORT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Write the maxima, (rows, documents), and with WINNERS the places of the tokens that have them."""
+    """Write the maxima, (rows, documents), and with `winners` the places of the tokens that have them."""
     block_row, document = place_of(tl.program_id(0), tl.cdiv(num_rows, BM), num_documents, GROUP)
     rows = block_row * BM + tl.arange(0, BM)
     here = rows < num_rows
@@ -48,15 +48,16 @@ def token_maxima(
             products = tl.dot(a, tl.trans(b), input_precision=PRECISION)
         else:
             products = similarities(
-                x, y, rows, tokens, num_rows, stop, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
-            )
+                x, y, block_row * BM, start, num_rows, stop, dim, stride_x, stride_y,
+                BM, BN, False, ALIGNED, BK, PRECISION, WIDEN,
+            )  # fmt: skip
         of_block = tl.max(products, 1)
-        if WINNERS:
+        if winners is not None:
             among = tl.where(products == of_block[:, None], tokens[None, :], stop)
             winner = tl.where(of_block > largest, tl.min(among, 1) - first, winner)
         largest = tl.maximum(largest, of_block)
     at = rows.to(tl.int64) * num_documents + document
     tl.store(best + at, largest, mask=here)
-    if WINNERS:
+    if winners is not None:
         last = stop - first - 1  # of whose copies one could have won only if equal products differed
         tl.store(winners + at, tl.minimum(winner, last).to(winners.dtype.element_ty), mask=here)
