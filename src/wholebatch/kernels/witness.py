@@ -85,7 +85,7 @@ def tile_gradient(
     nothing = torch.zeros_like(logits)
     truth, error = sum(parts, nothing), _SINGLE * sum((part.abs() for part in parts), nothing)
     if weights:
-        error = error + torch.where(candidates, errors * abs(weights["sum"]), 0.0)
+        error = error + torch.where(candidates, errors * torch.as_tensor(weights["sum"]).abs(), 0.0)
     found = {"sums of rows of dS": (truth.sum(1), error.sum(1))} if totals else {}
     factors = torch.ones_like(logits[:, :1])
     if tile.row_terms is not None:
