@@ -20,6 +20,7 @@ from .backward import CALL, check_earlier, differed, latest_call, number_call, t
 from .canaries import Canaries, canaries_of
 from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
 from .facts import Facts
+from .forms import KERNELS
 from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import REDUCTIONS, Options, Reduction
@@ -27,6 +28,7 @@ from .reduction import finish, reduce_losses, reduce_total
 
 __all__ = [
     "CALL",
+    "KERNELS",
     "MIN_PAIR_PRODUCT",
     "REDUCTIONS",
     "Canaries",

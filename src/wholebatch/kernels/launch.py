@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._precision import vector
 from .blocks import Blocks, Form, blocks_of
 
 LOG2_E = log2(e)
@@ -130,7 +129,10 @@ def exact(x: float) -> float:
 
 def numbers_of(scale: float, other: float, device: torch.device) -> Tensor:
     """Return a scale and a shift, or a bias, in the form that kernels read, (2,), float32."""
-    return vector((scale * LOG2_E, other * LOG2_E), torch.float32, device)
+    numbers = torch.empty(2, dtype=torch.float32, device=device)
+    numbers[0].fill_(scale * LOG2_E)  # filled in there: a copy from the host would wait for a GPU
+    numbers[1].fill_(other * LOG2_E)
+    return numbers
 
 
 def interpreted() -> bool:

@@ -91,16 +91,19 @@ def row_gradient(
     factor: float | Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return f (u U_i + t_i y_i), less its part along x_i where rows are normalized, and sum_i <x_i, u U_i + t_i y_i>.
+    """Return f (u U_i + t_i y_i), less its part along x_i where rows are normalized, and all <x_i, u U_i + t_i y_i>.
 
     Args:
         products: U, (n, d), float32.
         x: (n, d).
-        pairs: y, (n, d), t, (n,), and a factor of t; None: there are no terms of pairs.
+        pairs: y and t of the first rows, (k, d) and (k,), and a factor of t; None: there are no pairs.
         norms: (n,), |x_i|, by which rows are divided; None: they are not.
         unit: u, shape (), float32; None: 1.
         factor: f.
         dtype: of the result.
+
+    Returns:
+        (n, d), and sums of the second over some rows each, float64.
     """
     from .tiles import rows
 
@@ -114,12 +117,13 @@ def row_gradient(
     with launch.on(x.device):
         launch.run(
             rows.row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
-            n, d, products.stride(0), x.stride(0), 0 if other is None else other.stride(0),
-            0 if terms is None else terms.stride(0), float(factor), float(term_factor),
+            n, 0 if terms is None else terms.shape[0], d, products.stride(0), x.stride(0),
+            0 if other is None else other.stride(0), 0 if terms is None else terms.stride(0),
+            float(factor), float(term_factor),
             PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=_EPS,
             BM=_ROWS, BK=_FEATURES,
         )  # fmt: skip
-    return out, shares.sum()
+    return out, shares
 
 
 def _in_order(x: Tensor) -> Tensor:

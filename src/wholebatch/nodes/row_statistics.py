@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._precision import accumulation_dtype
-from ..contract import Facts, canaries_of
+from ..contract import KERNELS, Facts, canaries_of
 from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .kernel_check import use_kernels
@@ -22,6 +22,7 @@ from .one_tile import OneTile, computes_one_tile
 from .rehearsals import SoftmaxRehearsal
 from .route import Layout, choose_route
 from .softmax import Softmax, output_names
+from .softmax_in_kernels import SoftmaxInKernels, in_kernels
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
 from .towers import Towers
 
@@ -163,20 +164,33 @@ def row_statistics(
             return use_kernels(facts, (*form, keeps), SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned))
 
         in_form = ("uses kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, dtype)
-        if not facts.once(in_form, uses_kernels):
+        if facts.once(in_form, uses_kernels):
+            facts.plans[KERNELS] = True
+        else:
             plan = plan_of(facts.with_(kernels=False))
+    if plan.in_kernels and plan.shift is not None and len(features) == 2:
+        shared = facts.once(("in kernels", *in_form), lambda: (in_kernels(facts, plan, layout, dtype),))[0]
+        if shared is not None:
+            x, y = (features[at[0]] for at in (towers.stays, towers.travels))
+            return _by_side(rows, cols, SoftmaxInKernels.apply(plan, shared, facts.of_rows, scale[1], x, y))
     if len(features) == 2 and computes_one_tile(facts, plan, layout, dtype):
         of_rows, target, *of_cols = OneTile.apply(plan, scale[1], *features)
         return RowStatistics(of_rows, target), RowStatistics(*of_cols) if of_cols else None
     # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so that
     # autograd finds the node when a gradient is differentiated again, and the node raises.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
-    outputs = list(Softmax.apply(plan, anchor, scale[1], offsets, *features))
-    sides: list[RowStatistics | None] = []
-    for names in (output_names(rows), output_names(cols)):
-        of_side, outputs = outputs[: len(names)], outputs[len(names) :]
-        sides.append(RowStatistics(**dict(zip(names, of_side, strict=True))) if names else None)
-    return (sides[1], None) if layout.symmetric else (sides[0], sides[1])
+    sides = _by_side(rows, cols, Softmax.apply(plan, anchor, scale[1], offsets, *features))
+    return (sides[1], None) if layout.symmetric else sides
+
+
+def _by_side(
+    rows: tuple[str, ...], cols: tuple[str, ...], outputs: Sequence[Tensor]
+) -> tuple[RowStatistics | None, RowStatistics | None]:
+    """Return the outputs of a node as the statistics of rows and of columns, which have these fields."""
+    names = [output_names(rows), output_names(cols)]
+    remaining = iter(outputs)
+    of_rows, of_cols = (RowStatistics(**{name: next(remaining) for name in side}) if side else None for side in names)
+    return of_rows, of_cols
 
 
 def _keeps(facts: Facts, layout: Layout, plan: SoftmaxPlan) -> bool:

@@ -20,9 +20,10 @@ max_sim       tiles of S whose rows and columns are several vectors each: late i
 from .driver import Block, Driver
 from .hardest import HardestSweep
 from .kept_winners import KeptWinners
-from .kernel_tiles import LARGEST, columns_of_tiles
+from .kernel_tiles import LARGEST, columns_of_tiles, tiles_of_launches
 from .max_sim import Documents, MaxSimDriver
 from .max_sim_kernels import KernelMaxSimDriver
+from .members import Members, members
 from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
@@ -35,7 +36,7 @@ from .sigmoid import SigmoidSweep
 from .sigmoid_kernels import KernelSigmoidSweep
 from .soft_targets import SoftTargetSweep
 from .softmax import SoftmaxSweep
-from .softmax_kernels import KernelSoftmaxSweep
+from .softmax_kernels import KernelSoftmaxSweep, relative_difference
 from .token_budget import TokenBudget, bytes_of_winners, fit_tokens, integer_for, smallest_token_budget
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "KernelSoftmaxSweep",
     "LogitTransform",
     "MaxSimDriver",
+    "Members",
     "Memory",
     "NamedRows",
     "NestedSweep",
@@ -82,7 +84,10 @@ __all__ = [
     "fit",
     "fit_tokens",
     "integer_for",
+    "members",
+    "relative_difference",
     "select_products",
     "smallest_budget",
     "smallest_token_budget",
+    "tiles_of_launches",
 ]

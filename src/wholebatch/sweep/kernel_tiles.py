@@ -153,19 +153,13 @@ class KernelTiles:
 
     def of_gradients(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Yield each tile of the block whose dS a kernel writes."""
-        ours, theirs = self.bytes_of_an_entry
-        yield from self._of(block, self._plain_entries(block) * theirs // ours)
+        yield from self._of(block, _entries(block, self.driver.side, self.bytes_of_an_entry))
 
     def of_sums(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Yield each tile of the block of which a kernel writes sums alone: mostly the whole block."""
         ours, theirs = self.bytes_of_an_entry
         parts = max(1, ours // self.dtype.itemsize)
-        yield from self._of(block, self._plain_entries(block) * theirs * _ENTRIES_OF_A_BYTE // parts)
-
-    def _plain_entries(self, block: Block) -> int:
-        """Return the entries of a tile of plain PyTorch's."""
-        rows, cols = (min(self.driver.side, at.stop - at.start) for at in (block.rows, block.cols))
-        return max(1, rows * cols)
+        yield from self._of(block, _entries(block, self.driver.side, (parts, theirs * _ENTRIES_OF_A_BYTE)))
 
     def _of(self, block: Block, entries: int) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         terms, tf32 = self.row_terms, self.driver.precision.allows_tf32
@@ -257,6 +251,21 @@ class KernelTiles:
             multiply((grad,), (self._y(block)[1][cols],), u[tile.rows], add=True)
         if v is not None and not tile.self_transposed:
             multiply((grad.T,), (self._x(tile.rows)[1],), v[cols], add=True)
+
+
+def _entries(block: Block, side: int, bytes_of_an_entry: tuple[int, int]) -> int:
+    """Return the entries of one launch: of so many bytes each, as many as a tile of plain PyTorch takes."""
+    rows, cols = (min(side, at.stop - at.start) for at in (block.rows, block.cols))
+    ours, theirs = bytes_of_an_entry
+    return max(1, rows * cols) * theirs // ours
+
+
+def tiles_of_launches(block: Block, side: int, dtype: torch.dtype) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """Return the tiles of a block of which a kernel writes sums, and those of which it writes dS in this dtype."""
+    plain = _TILES * accumulation_dtype(dtype).itemsize
+    entries = [_entries(block, side, each) for each in ((1, plain * _ENTRIES_OF_A_BYTE), (dtype.itemsize, plain))]
+    of_sums, of_gradients = (tuple(launches(block, most, side)) for most in entries)
+    return of_sums, of_gradients
 
 
 def columns_of_tiles(side: int, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ANY = ["rows_x", "rows_y", "rows", "cols", "num_rows", "size"]
+ANY = ["rows_x", "rows_y", "rows", "cols", "num_rows", "pairs", "size", "factor", "term_factor"]
 
 
 @triton.jit
@@ -104,12 +104,15 @@ def side_weights(
 
 
 @triton.jit
-def _gradient(products, other, rows, at, known, stride_products, stride_other, term, unit, PAIRED: tl.constexpr):
-    """Return u U_i + t_i y_i of some features."""
+def _gradient(
+    products, other, rows, at, known, pairs, stride_products, stride_other, term, unit, PAIRED: tl.constexpr
+):  # fmt: skip
+    """Return u U_i + t_i y_i of some features; rows from `pairs` on have no y_i."""
     place = rows.to(tl.int64)[:, None]
     grad = tl.load(products + place * stride_products + at[None, :], mask=known, other=0.0) * unit
     if PAIRED:
-        of_pairs = tl.load(other + place * stride_other + at[None, :], mask=known, other=0.0).to(tl.float32)
+        paired = known & (rows < pairs)[:, None]
+        of_pairs = tl.load(other + place * stride_other + at[None, :], mask=paired, other=0.0).to(tl.float32)
         grad += term[:, None] * of_pairs
     return grad
 
@@ -117,7 +120,7 @@ def _gradient(products, other, rows, at, known, stride_products, stride_other, t
 @triton.jit(do_not_specialize=ANY)
 def row_gradient(
     products, x, other, terms, norms, unit, out, shares,
-    num_rows, dim, stride_products, stride_x, stride_other, stride_terms, factor, term_factor,
+    num_rows, pairs, dim, stride_products, stride_x, stride_other, stride_terms, factor, term_factor,
     PAIRED: tl.constexpr, NORMED: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +134,7 @@ def row_gradient(
     term, divisor = tl.zeros((BM,), tl.float32), tl.full((BM,), 1.0, tl.float32)
     norm = divisor
     if PAIRED:
-        term = (tl.load(terms + rows * stride_terms, mask=here, other=0.0) * term_factor).to(tl.float32)
+        term = (tl.load(terms + rows * stride_terms, mask=rows < pairs, other=0.0) * term_factor).to(tl.float32)
     if NORMED:
         norm = tl.load(norms + rows, mask=here, other=1.0)
         divisor = tl.maximum(norm, EPS)
@@ -139,7 +142,7 @@ def row_gradient(
     for start in range(0, dim, BK):
         at = start + tl.arange(0, BK)
         known = here[:, None] & (at < dim)[None, :]
-        grad = _gradient(products, other, rows, at, known, stride_products, stride_other, term, of_unit, PAIRED)
+        grad = _gradient(products, other, rows, at, known, pairs, stride_products, stride_other, term, of_unit, PAIRED)
         a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
         along += tl.sum(a / divisor[:, None] * grad, 1)
     tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
@@ -147,7 +150,7 @@ def row_gradient(
     for start in range(0, dim, BK):
         at = start + tl.arange(0, BK)
         known = here[:, None] & (at < dim)[None, :]
-        grad = _gradient(products, other, rows, at, known, stride_products, stride_other, term, of_unit, PAIRED)
+        grad = _gradient(products, other, rows, at, known, pairs, stride_products, stride_other, term, of_unit, PAIRED)
         if NORMED:
             a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
             grad = (grad - a / divisor[:, None] * removed[:, None]) / divisor[:, None]
