@@ -88,7 +88,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     else:
         agreement = form.alone
         by_rank = agreement.by_rank
-        columns: dict[str, list[float]] | None = {name: [number] for name, number in on_host(numbers).items()}
+        columns: dict[str, list[float]] | None = {name: [float(number)] for name, number in numbers.items()}
         latest = [latest_call()]
     if agreement is None or comm.size > 1:
         columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
@@ -146,14 +146,22 @@ class _Call:
         return key
 
     def valid_numbers(self, *, in_kernels: bool) -> tuple[dict[str, Tensor | float] | None, RowNumbers | None]:
-        """Return the numbers of this call, and those of each row if kernels compute them; None if one is wrong."""
+        """Return the numbers of this call, and those of each row if kernels compute them; None if one is wrong.
+
+        One process reads them.
+        """
         try:
-            if not (in_kernels and self.inputs.may_be_fused()):
-                return _numbers(self.comm, self.inputs, self.checks), None
-            others = _further_numbers(self.comm, self.checks)
-            alone = self.comm.size == 1 and not others and self.inputs.weights[0] is None
-            numbers, of_rows = self.inputs.fused_numbers(read=alone)
-            return {**numbers, **others}, of_rows
+            alone, of_rows = self.comm.transport.size == 1, None
+            if in_kernels and self.inputs.may_be_fused():
+                others = _further_numbers(self.comm, self.checks)
+                reads = alone and not others and self.inputs.weights[0] is None
+                numbers, of_rows = self.inputs.fused_numbers(read=reads)
+                if reads:
+                    return numbers, of_rows
+                numbers |= others
+            else:
+                numbers = _numbers(self.comm, self.inputs, self.checks)
+            return {**on_host(numbers)} if alone else numbers, of_rows
         except ValueError:  # raised again, on all ranks, by the first handshake of a form
             return None, None
 

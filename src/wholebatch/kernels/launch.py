@@ -12,10 +12,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from importlib import import_module
 from math import e, gcd, log2
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +46,10 @@ class Entries:
     rows: Tensor | None = None
     cols: Tensor | None = None
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """The number of rows that a column names, and the stride between them."""
-        return (0, 0) if self.named is None else (len(self.named), self.named.stride(0))
+        return (0, 0) if self.named is None else (self.named.shape[0], self.named.stride(0))
 
 
 @dataclass(eq=False)
@@ -135,6 +137,12 @@ def numbers_of(scale: float, other: float, device: torch.device) -> Tensor:
     return numbers
 
 
+@cache
+def tiles(name: str) -> ModuleType:
+    """Return a module of kernels, which imports Triton."""
+    return import_module(f"{__package__}.tiles.{name}")
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -186,15 +194,15 @@ def layout(kernel: str, tile: TileInputs, *, entries: int = 0, unit: int = 0, do
         unit: a divisor of the ends of the parts of the features, if there are parts.
         document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
     """
-    x, sets, simulated = tile.x, (tile.positive, tile.excluded), interpreted()
+    x, positive, excluded, simulated = tile.x, tile.positive, tile.excluded, interpreted()
     form = Form(
         kernel,
         (0, 0) if simulated else capability(x.device),
         x.dtype,
         x.shape[1],
-        len(x) >= 32768,
-        sum(of.shape[0] + bool(of.ids) for of in sets),
-        any(of.ids for of in sets),
+        x.shape[0] >= 32768,
+        positive.shape[0] + excluded.shape[0] + bool(positive.ids) + bool(excluded.ids),
+        bool(positive.ids or excluded.ids),
         entries,
         unit,
         document,
@@ -270,22 +278,22 @@ def start(
     """
     x, y = laid_out(tile.x), laid_out(tile.y)
     blocks, aligned = of.blocks, of.aligned
-    count = -(-len(x) // blocks.rows) * -(-len(y) // blocks.cols)
+    num_rows, num_cols = x.shape[0], y.shape[0]
+    count = -(-num_rows // blocks.rows) * -(-num_cols // blocks.cols)
     positive, excluded = tile.positive, tile.excluded
     (named, stride), (left_out, stride_left_out) = positive.shape, excluded.shape
-    with on(x.device):
-        run(
-            kernel, count if of.programs is None else min(count, of.programs),
-            Box(x, [blocks.rows, blocks.depth]) if of.boxes else x,
-            Box(y, [blocks.cols, blocks.depth]) if of.boxes else y,
-            tile.numbers, *arguments,
-            positive.named, stride, positive.rows, positive.cols,
-            excluded.named, stride_left_out, excluded.rows, excluded.cols,
-            tile.first_row, len(x), len(y), units or x.shape[1] // aligned,
-            x.stride(0) // aligned, y.stride(0) // aligned, *last,
-            POSITIVE=named, POSITIVE_IDS=positive.ids, EXCLUDED=left_out, EXCLUDED_IDS=excluded.ids,
-            **flags, **of.constants,
-        )  # fmt: skip
+    run(
+        kernel, count if of.programs is None else min(count, of.programs),
+        Box(x, [blocks.rows, blocks.depth]) if of.boxes else x,
+        Box(y, [blocks.cols, blocks.depth]) if of.boxes else y,
+        tile.numbers, *arguments,
+        positive.named, stride, positive.rows, positive.cols,
+        excluded.named, stride_left_out, excluded.rows, excluded.cols,
+        tile.first_row, num_rows, num_cols, units or x.shape[1] // aligned,
+        x.stride(0) // aligned, y.stride(0) // aligned, *last,
+        POSITIVE=named, POSITIVE_IDS=positive.ids, EXCLUDED=left_out, EXCLUDED_IDS=excluded.ids,
+        **flags, **of.constants,
+    )  # fmt: skip
 
 
 def start_on_documents(
@@ -302,28 +310,24 @@ def start_on_documents(
         flags: the kernel's own constants.
     """
     x, y = laid_out(tile.x), laid_out(tile.y)
-    with on(x.device):
-        run(
-            kernel, -(-len(x) // of.blocks.rows) * documents, x, y, *arguments,
-            len(x), documents, x.shape[1] // of.aligned, x.stride(0) // of.aligned, y.stride(0) // of.aligned,
-            **flags, **of.constants,
-        )  # fmt: skip
+    run(
+        kernel, -(-len(x) // of.blocks.rows) * documents, x, y, *arguments,
+        len(x), documents, x.shape[1] // of.aligned, x.stride(0) // of.aligned, y.stride(0) // of.aligned,
+        **flags, **of.constants,
+    )  # fmt: skip
 
 
 def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel: the one place from which Triton is called, which tests replace."""
+    """Run a kernel on its tensors' GPU: the one place from which Triton is called, which tests replace."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    given = (TensorDescriptor.from_tensor(*of) if type(of) is Box else of for of in arguments)
-    kernel[(programs,)](*given, **constants)
+    given = [TensorDescriptor.from_tensor(*of) if type(of) is Box else of for of in arguments]
+    first = arguments[0].tensor if type(arguments[0]) is Box else arguments[0]
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+        kernel[(programs,)](*given, **constants)
 
 
 def box_of(out: Tensor, of: Layout, parts: int) -> Box | Tensor:
     """Return memory for a tile's entries as a box; as it is where rows do not begin at multiples of 16 bytes."""
     wide = of.boxes and not out.stride(0) * out.itemsize % 16 and not out.data_ptr() % 16
     return Box(out, [of.blocks.rows, of.blocks.cols // parts]) if wide else out
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the tensors' GPU the current one, on which Triton starts kernels."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import launch
+from .launch import tiles
 
 _ROWS, _FEATURES, _ENTRIES = 32, 128, 1024  # of a block
 _EPS = 1e-12  # as in `_normalize`
@@ -38,20 +39,18 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
         y: (m, d).
         scalars: up to two tensors of one number, which join the extremes.
     """
-    from .tiles import rows
-
     x, y = _in_order(x.detach()), _in_order(y.detach())
     n, m = x.shape[0], y.shape[0]
     blocks = max(1, -(-max(n, m) // _ROWS))
     out = x.new_empty(blocks, 3 + len(scalars), dtype=torch.float64)
-    products, norms = (x.new_empty(count, dtype=torch.float32) for count in (min(n, m), n + m))
+    numbers = x.new_empty(min(n, m) + n + m, dtype=torch.float32)
+    products, norms = numbers[: min(n, m)], numbers[min(n, m) :]
     scale, bias = (*scalars, None, None)[:2]
-    with launch.on(x.device):
-        launch.run(
-            rows.row_numbers, blocks, x, y, scale, bias, products,
-            norms, norms[n:], out, n, m, x.shape[1], x.stride(0), y.stride(0),
-            SCALARS=len(scalars), BM=_ROWS, BK=_FEATURES,
-        )  # fmt: skip
+    launch.run(
+        tiles("rows").row_numbers, blocks, x, y, scale, bias, products,
+        norms, norms[n:], out, n, m, x.shape[1], x.stride(0), y.stride(0),
+        SCALARS=len(scalars), BM=_ROWS, BK=_FEATURES,
+    )  # fmt: skip
     return RowNumbers(out.amax(0), products, norms)
 
 
@@ -65,8 +64,6 @@ def side_weights(
         cols: likewise.
         size: N.
     """
-    from .tiles import rows as kernels
-
     first = rows or cols
     assert first is not None
     n, m = (0 if side is None else side[0].shape[0] for side in (rows, cols))
@@ -74,11 +71,10 @@ def side_weights(
     blocks = max(1, -(-n // _ENTRIES) + -(-m // _ENTRIES))
     weights = [None if side is None else side[0].new_empty(side[0].shape, dtype=torch.float32) for side in (rows, cols)]
     largest = row_grads.new_empty(2, blocks)
-    with launch.on(row_grads.device):
-        launch.run(
-            kernels.side_weights, blocks, row_grads, row_sums, col_grads, col_sums, *weights, largest,
-            n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES,
-        )  # fmt: skip
+    launch.run(
+        tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums, *weights, largest,
+        n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES,
+    )  # fmt: skip
     return weights[0], weights[1], largest.amax(1)
 
 
@@ -105,8 +101,6 @@ def row_gradient(
     Returns:
         (n, d), and sums of the second over some rows each, float64.
     """
-    from .tiles import rows
-
     x = _in_order(x)
     other, terms, term_factor = (None, None, 1.0) if pairs is None else pairs
     n, d = products.shape
@@ -114,15 +108,14 @@ def row_gradient(
     out, shares = products.new_empty(n, d, dtype=dtype), products.new_empty(blocks, dtype=torch.float64)
     if other is not None:
         other = _in_order(other)
-    with launch.on(x.device):
-        launch.run(
-            rows.row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
-            n, 0 if terms is None else terms.shape[0], d, products.stride(0), x.stride(0),
-            0 if other is None else other.stride(0), 0 if terms is None else terms.stride(0),
-            float(factor), float(term_factor),
-            PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=_EPS,
-            BM=_ROWS, BK=_FEATURES,
-        )  # fmt: skip
+    launch.run(
+        tiles("rows").row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
+        n, 0 if terms is None else terms.shape[0], d, products.stride(0), x.stride(0),
+        0 if other is None else other.stride(0), 0 if terms is None else terms.stride(0),
+        float(factor), float(term_factor),
+        PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=_EPS,
+        BM=_ROWS, BK=_FEATURES,
+    )  # fmt: skip
     return out, shares
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from .launch import Box, TileInputs, box_of, empty, layout, start
+from .launch import Box, TileInputs, box_of, empty, layout, start, tiles
 
 _SLOTS = ("sum", "target", "logits", "count")  # of sums
 _WEIGHTS = ("sum", "target", "logits")
@@ -29,16 +29,14 @@ def tile_sums(
     Returns:
         The sums by name, (R,) and (C,), float64; a target only where there may be positives.
     """
-    from .tiles import softmax
-
-    x, y = tile.x, tile.y
+    x, num_rows, num_cols = tile.x, tile.x.shape[0], tile.y.shape[0]
     names = [name for name in _SLOTS if name != "target" or tile.positive.named is not None or tile.positive.ids]
     sides = [[name for name in names if name in side] for side in (rows, cols)]
     of = layout("tile_sums", tile, entries=len({*sides[0], *sides[1]} - {"sum"}))
-    of_rows = empty(x, len(sides[0]), -(-len(y) // of.blocks.cols), len(x)) if rows else None
-    of_cols = empty(x, len(sides[1]), -(-len(x) // of.blocks.rows), len(y)) if cols else None
+    of_rows = empty(x, len(sides[0]), -(-num_cols // of.blocks.cols), num_rows) if rows else None
+    of_cols = empty(x, len(sides[1]), -(-num_rows // of.blocks.rows), num_cols) if cols else None
     start(
-        softmax.tile_sums, tile, of, of_rows, of_cols, *_scaling(tile), CANDIDATES=tile.candidates,
+        tiles("softmax").tile_sums, tile, of, of_rows, of_cols, *_scaling(tile), CANDIDATES=tile.candidates,
         OF_ROWS=sum(_BITS.get(name, 0) for name in sides[0]), OF_COLS=sum(_BITS.get(name, 0) for name in sides[1]),
         PARTS=of.blocks.parts,
     )  # fmt: skip
@@ -70,14 +68,12 @@ def tile_gradient(
     Returns:
         sum_j dS_ij, (R,), float64, without the rows' scales; or None.
     """
-    from .tiles import softmax
-
     of = layout("tile_gradient", tile, entries=len({*rows, *cols} - {"sum"}) + totals)
-    summed = empty(tile.x, -(-len(tile.y) // of.blocks.cols), len(tile.x)) if totals else None
+    summed = empty(tile.x, -(-tile.y.shape[0] // of.blocks.cols), tile.x.shape[0]) if totals else None
     parts = of.blocks.parts
     gradient = box_of(out, of, parts)
     start(
-        softmax.tile_gradient, tile, of, gradient, summed,
+        tiles("softmax").tile_gradient, tile, of, gradient, summed,
         *(rows.get(name) for name in _WEIGHTS), *(cols.get(name) for name in _WEIGHTS), *_scaling(tile),
         last=(out.stride(0),), CANDIDATES=tile.candidates, STORES=type(gradient) is Box, PARTS=parts,
     )  # fmt: skip

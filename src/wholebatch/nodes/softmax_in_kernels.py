@@ -27,7 +27,6 @@ from ..sweep import (
     NONE,
     Block,
     Diagonals,
-    Members,
     members,
     relative_difference,
     tiles_of_launches,
@@ -35,6 +34,8 @@ from ..sweep import (
 from .route import Layout
 from .softmax_plan import SoftmaxPlan
 
+_Tile = tuple[Tile, kernels.Entries]
+_NO_ENTRIES = kernels.Entries()
 _FIELDS = ((), ("sum",), ("sum", "target"))  # of rows, and of columns, that this node computes
 _UNCHANGED = (None,) * 7
 _SMALLEST = 1e-300  # gradient, so that none is divided by 0
@@ -45,34 +46,28 @@ class InKernels:
     """The facts of a form that all of its calls share.
 
     Args:
-        sums, gradients: the tiles of S of one launch each.
-        positive, excluded: the sets of entries.
+        sums, gradients: the tiles of S of one launch each, and the positives in each.
+        entries: of the largest tile of dS, with rows that begin at multiples of 16 bytes.
         pairs: the number of positive pairs, of the first local rows with the first local columns.
         dtype: of factors in the product S.
         of_gradients: of dS, and of the rows that it is multiplied with.
         tf32: whether float32 is multiplied in TF32.
     """
 
-    sums: tuple[Tile, ...]
-    gradients: tuple[Tile, ...]
-    positive: Members
-    excluded: Members
+    sums: tuple[_Tile, ...]
+    gradients: tuple[_Tile, ...]
+    entries: int
     pairs: int
     dtype: torch.dtype
     of_gradients: torch.dtype
     tf32: bool
 
-    def inputs(self, tile: Tile, x: Tensor, y: Tensor, numbers: Tensor) -> kernels.TileInputs:
+    def inputs(self, of: _Tile, x: Tensor, y: Tensor, numbers: Tensor) -> kernels.TileInputs:
         """Return a tile as kernels take it."""
+        tile, positive = of
+        rows, cols = tile.rows, tile.cols
         return kernels.TileInputs(
-            x[tile.rows],
-            y[tile.cols],
-            numbers,
-            self.positive.of_tile(tile),
-            self.excluded.of_tile(tile),
-            0,
-            tile.rows.start,
-            allows_tf32=self.tf32,
+            x[rows], y[cols], numbers, positive, _NO_ENTRIES, 0, rows.start, allows_tf32=self.tf32
         )
 
 
@@ -106,8 +101,12 @@ def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dty
     assert named is not None
     of_gradients = torch.float16 if factors == torch.bfloat16 and products.units else factors
     block = Block(torch.empty(0, device="meta"), slice(0, cols), slice(0, rows))
-    tiles = tiles_of_launches(block, plan.route.budget.side, factors)
-    return InKernels(*tiles, named, Members(), pairs, factors, of_gradients, products.allows_tf32)
+    tiles = [
+        tuple((tile, named.of_tile(tile)) for tile in of)
+        for of in tiles_of_launches(block, plan.route.budget.side, factors)
+    ]
+    most = max((tile.shape[0] * _wide(tile.shape[1]) for tile, _ in tiles[1]), default=0)
+    return InKernels(tiles[0], tiles[1], most, pairs, factors, of_gradients, products.allows_tf32)
 
 
 class SoftmaxInKernels(torch.autograd.Function):
@@ -187,8 +186,9 @@ def _sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the sums of exponentials of the local rows, and of all columns over these rows."""
     made: list[Tensor | None] = [None, None]
-    for tile in form.sums:
-        found = kernels.tile_sums(form.inputs(tile, x, y, numbers), rows=plan.rows[:1], cols=plan.cols[:1])
+    for of in form.sums:
+        tile = of[0]
+        found = kernels.tile_sums(form.inputs(of, x, y, numbers), rows=plan.rows[:1], cols=plan.cols[:1])
         for side, at, total in ((0, tile.rows, x.shape[0]), (1, tile.cols, y.shape[0])):
             new, sums = found[side].get("sum"), made[side]
             if new is None:
@@ -246,13 +246,14 @@ def _products(
     if not form.gradients:
         return u, None if v is None else v.zero_()
     by_row, by_col = (None if of is None else {"sum": of} for of in (weights.rows, weights.cols))
-    memory = x.new_empty(max(tile.shape[0] * _wide(tile.shape[1]) for tile in form.gradients), dtype=dtype)
+    memory = x.new_empty(form.entries, dtype=dtype)
     x_factor, y_factor = x.to(dtype) if v is not None else x, y.to(dtype) if u is not None else y
-    for tile in form.gradients:
+    for of in form.gradients:
+        tile = of[0]
         (rows, cols), wide = tile.shape, _wide(tile.shape[1])
         grad = memory[: rows * wide].view(rows, wide)[:, :cols]
         kernels.tile_gradient(
-            form.inputs(tile, x, y, numbers),
+            form.inputs(of, x, y, numbers),
             grad,
             rows={} if by_row is None else {"sum": by_row["sum"][tile.rows]},
             cols={} if by_col is None else {"sum": by_col["sum"][tile.cols]},
