@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -369,7 +370,7 @@ def test_damaged_files_count_as_none(monkeypatch, tmp_path, damage):
     assert again(monkeypatch, tmp_path) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "link to itself", "device", "unreadable"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "link to itself", "device"])
 def test_no_regular_file_counts_as_none(monkeypatch, tmp_path, kind):
     """Opening a pipe would wait forever."""
     again(monkeypatch, tmp_path / "verdicts", KERNELS)
@@ -379,14 +380,50 @@ def test_no_regular_file_counts_as_none(monkeypatch, tmp_path, kind):
         (file / "inside").mkdir(parents=True)
     elif kind == "pipe":
         os.mkfifo(file)
-    elif kind == "unreadable":
-        elsewhere.rename(file).chmod(0)
-        if os.access(file, os.R_OK):
-            pytest.skip("root reads all files")
     else:
         file.symlink_to({"link": elsewhere, "device": "/dev/zero"}.get(kind, file))
     assert again(monkeypatch, tmp_path / "verdicts", KERNELS) == (1, 2)
     assert again(monkeypatch, tmp_path / "verdicts") == ((1, 2) if kind == "folder" else (0, 0))
+
+
+@contextmanager
+def without_privileges():
+    """Become another user, whom permissions of files concern, if this is root."""
+    user = os.geteuid()
+    if not user:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("permissions", [0o000, 0o500])
+def test_a_folder_without_permissions(monkeypatch, tmp_path, permissions):
+    """Neither verdict nor folder can be read, or nothing can be written."""
+    folder = tmp_path / "verdicts"
+    assert again(monkeypatch, folder) == (1, 2)
+    if not os.geteuid():
+        for path in (*folder.iterdir(), folder):
+            os.chown(path, 65534, -1)
+        for path in list(folder.parents)[:3]:
+            path.chmod(0o755)
+    folder.chmod(permissions)
+    try:
+        with without_privileges():
+            assert os.access(folder, os.R_OK, effective_ids=True) == bool(permissions)
+            assert not os.access(folder, os.W_OK, effective_ids=True)
+            assert again(monkeypatch, folder) == ((0, 0) if permissions else (1, 2))
+            assert again(monkeypatch, folder) == ((0, 0) if permissions else (1, 2))
+            if permissions:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    rehearsed = Rehearsed(monkeypatch, folder)
+                    check_clip((200,))  # another form, which is not there
+                assert rehearsed.checks == 1
+    finally:
+        folder.chmod(0o700)
+    assert len([*folder.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("kind", ["a file", "below a file", "a link to nowhere", "no permission", "full"])
