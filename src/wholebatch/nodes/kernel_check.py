@@ -83,7 +83,8 @@ def use_kernels(facts: Facts, form: Hashable, rehearsal: Rehearsal) -> bool:
     described = f"{_name(facts.given_dtype)} x {facts.embedding_size}, {facts.products.precision}"
     layout = rehearsal.layout
     size = _class_of(max(layout.rows.counts) * layout.cols.total)
-    key = (facts.caller, described, named, size, facts.differentiable, facts.device.type, form)
+    precision = facts.products, facts.features_dtype
+    key = (facts.caller, described, precision, named, size, facts.differentiable, facts.device.type, form)
     if (known := choice.found(group, key)) is not None:
         return known.in_kernels
     found = _rehearse(facts, rehearsal, key, timed=not named)
@@ -134,6 +135,7 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
     try:
         if (verdict := verdicts.read(facts.device, form)) is not None:
             rehearsal(as_called, in_kernels=True)()
+            _now(facts.device)
             return {**found, **verdict, "cached": True}
         with verifying() as passed:
             for sizes in checked:
