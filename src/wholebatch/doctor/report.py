@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import functional, kernels
 from .._text_table import format_rows
 from ..heads import ArcFace
-from ..kernels import choice
+from ..kernels import choice, verdicts
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PACKAGES = ("wholebatch", "torch", "triton", "numpy", "mpi4py", "jax")
@@ -151,7 +151,7 @@ def _examined(name: str, dtype: str, device: torch.device, rows: int, size: int)
     )
     labels = torch.randint(0, max(1, rows // 2), (rows,), generator=generator).to(device)
     before = len(choice.choices())
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), verdicts.ignored():
         warnings.simplefilter("ignore")  # the report says the same
         try:
             kernel = "auto" if kernels.chooses(device) else "triton"

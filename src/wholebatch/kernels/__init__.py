@@ -9,6 +9,7 @@ Triton is no dependency: it is imported when the first kernel starts.
     launch, blocks              the parts that all launchers share; the block of S that a program computes
     witness, verify             their results in plain PyTorch; a comparison of every launch with it
     select, choice              where kernels can run; the choices that ranks have made
+    verdicts                    results of checks and times, kept for the next run
 
 To add a kernel, write a module in `tiles`, its launcher in a module of the same name with a line here, a sweep that
 calls the launcher, the choice of that sweep in `nodes`, and in `tests/kernel_losses.py` the losses that start it.

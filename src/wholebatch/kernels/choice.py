@@ -1,8 +1,9 @@
 """The choices between kernels and plain PyTorch that the ranks have made, each at the first call of its form.
 
-A form is what decides which kernels a call starts: the loss, the dtype and number of the features, the kinds of its
-pairs, and about how many rows there are. Ranks make each choice together, in a handshake. Kernels are chosen by time,
-so two runs may choose differently; `kernel="torch"` or `kernel="triton"` fixes the choice.
+A form is what decides which kernels a call starts, and about how long it takes: the loss, the dtype and number of the
+features, the kinds of its pairs, and the class of its size, which is the power of two of the entries of S that a rank
+computes. Ranks make each choice together, in a handshake. Kernels are chosen by time; `kernel="torch"` or
+`kernel="triton"` fixes the choice.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Choice:
         kernels: the kernels that were checked and gave the right results.
         milliseconds: of a sweep in kernels and in plain PyTorch, by the slowest rank; None: not measured.
         failed: whether a kernel failed its check.
+        cached: whether this rank found kernels and times in a file of an earlier run (see `kernels.verdicts`).
     """
 
     call: str
@@ -37,12 +39,14 @@ class Choice:
     kernels: tuple[str, ...] = ()
     milliseconds: tuple[float, float] | None = None
     failed: bool = False
+    cached: bool = False
 
     def __str__(self) -> str:
         times = ""
         if self.milliseconds is not None:
             times = "; {:.3g} ms in kernels, {:.3g} ms in PyTorch".format(*self.milliseconds)
-        return f"{self.call}, {self.form}: {'kernels' if self.in_kernels else f'PyTorch ({self.why})'}{times}"
+        computed_by = "kernels" if self.in_kernels else f"PyTorch ({self.why})"
+        return f"{self.call}, {self.form}: {computed_by}{times}{'; from an earlier run' if self.cached else ''}"
 
 
 _made: dict[str | None, dict[Hashable, Choice]] = {}  # by group

@@ -1,15 +1,20 @@
 """The first call of a form: kernels are compiled, checked and timed, and the ranks choose together.
 
 A card on which nobody has run these kernels may compile them wrongly, or not at all. So before the first call of a form
-(see `kernels.choice`) starts a kernel, each rank runs the call's own sweep on small random features, with the call's
-own pairs:
+(see `kernels.choice`) starts a kernel, each rank runs the call's own sweep on random features, with the call's own
+pairs:
 
 1. ragged tiles of a few programs, and more programs than the GPU runs at a time: each launch is repeated between NaN,
    and compared with float64 (see `kernels.verify`)
-2. for kernel="auto", one sweep of a part of the call's size in kernels, and one in plain PyTorch: the time of each
-3. one handshake: kernels compute if they passed on all ranks, and if they were faster on the slowest rank
+2. for kernel="auto", a sweep of the call's own size in kernels, and one in plain PyTorch: the time of each, with that
+   of the host
+3. one handshake: kernels compute if they passed on all ranks, and if they were faster on the slowest rank, or slower by
+   less than a tenth: a difference that another run might measure the other way around
 
-This takes the time that compilers take, and some milliseconds, once. It draws from a generator of its own.
+This takes the time that compilers take, and some milliseconds, once on a machine: a rank keeps the results of steps 1
+and 2 (see `kernels.verdicts`). In a later run, one sweep that is neither checked nor timed replaces them, so that a
+kernel that does not start any more, for want of a compiler, is noticed before the handshake. A failure is not kept: its
+cause, such as a full disk, may be gone next time. All this draws from random generators of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +28,13 @@ import torch
 from torch import Tensor
 
 from ..contract import Facts
-from ..kernels import Choice, choice, interpreted, verifying
+from ..kernels import Choice, choice, interpreted, verdicts, verifying
+from .route import Layout
 
 _LONGEST_MESSAGE = 500
-_TIMED, _REPEATED = 4096, 3  # rows and columns of the sweeps that are timed; their number
+_REPEATED = 3  # sweeps that are timed
+_CLASSES = 28  # of size: up to 2^28 = 16384^2 entries, and one for all larger ones
+_ALIKE = 1.1  # times slower
 
 
 @dataclass(frozen=True)
@@ -36,15 +44,22 @@ class Sizes:
     Args:
         rows, cols: of S, at most.
         side: of a tile, at most.
+        as_called: whether exponentials are kept as in the call, or in each way in which calls of the form keep them.
     """
 
     rows: int
     cols: int
     side: int
+    as_called: bool = False
 
 
 class Rehearsal(Protocol):
     """The sweep of a call on random features."""
+
+    @property
+    def layout(self) -> Layout:
+        """The owners of the rows and columns of the call, those of tokens in late interaction."""
+        ...
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that makes one sweep, forward and backward, in kernels or in plain PyTorch."""
@@ -66,12 +81,13 @@ def use_kernels(facts: Facts, form: Hashable, rehearsal: Rehearsal) -> bool:
         return False
     group, named = facts.comm.transport.group_name, facts.options.kernel == "triton"
     described = f"{_name(facts.given_dtype)} x {facts.embedding_size}, {facts.products.precision}"
-    rows = max(partition.total for partition in facts.rows.values())
-    # With kernel="triton", nothing depends on the number of rows, but for tiles of more programs than one.
-    key = (facts.caller, described, named, rows.bit_length(), facts.differentiable, facts.device.type, form)
+    layout = rehearsal.layout
+    size = _class_of(max(layout.rows.counts) * layout.cols.total)
+    precision = facts.products, facts.features_dtype
+    key = (facts.caller, described, precision, named, size, facts.differentiable, facts.device.type, form)
     if (known := choice.found(group, key)) is not None:
         return known.in_kernels
-    found = _rehearse(facts, rehearsal, timed=not named)
+    found = _rehearse(facts, rehearsal, key, timed=not named)
 
     def state() -> dict[str, Any]:
         if named and found["failed"]:
@@ -92,29 +108,56 @@ def use_kernels(facts: Facts, form: Hashable, rehearsal: Rehearsal) -> bool:
         why = "no kernel computes this form"
     elif not named:
         times = in_kernels, in_pytorch
-        why = "" if in_kernels < in_pytorch else "it was faster"
-    form_in_words = f"{described}, about {2 ** rows.bit_length()} rows"
-    made = Choice(facts.caller, form_in_words, not why, why, passed, times, failed=bool(failed))
+        why = "" if in_kernels <= _ALIKE * in_pytorch else "it was faster"
+    form_in_words = f"{described}, {'up to' if size < _CLASSES else 'about'} 2^{size} entries a rank"
+    made = Choice(facts.caller, form_in_words, not why, why, passed, times, bool(failed), found["cached"])
     choice.note(group, key, made, reports=facts.rank == 0)
     return made.in_kernels
 
 
-def _rehearse(facts: Facts, rehearsal: Rehearsal, *, timed: bool) -> dict[str, Any]:
-    """Return the kernels that passed, why one failed, and the times of sweeps: facts for a handshake."""
-    found: dict[str, Any] = {"passed": "", "failed": "", "milliseconds": 0.0, "in PyTorch": 0.0}
+def _class_of(entries: int) -> int:
+    """Return the class of a size: the exponent of the least power of two that is not smaller, at most `_CLASSES`."""
+    return min((max(entries, 1) - 1).bit_length(), _CLASSES)
+
+
+def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool) -> dict[str, Any]:
+    """Return the kernels that passed, why one failed, and the times of sweeps: facts for a handshake.
+
+    With them is whether these are the results of an earlier run.
+    """
+    found: dict[str, Any] = {"passed": "", "failed": "", "milliseconds": 0.0, "in PyTorch": 0.0, "cached": False}
+    layout, checked = rehearsal.layout, _sizes(facts.device)
+    rows, cols = layout.rows.counts[facts.rank], layout.cols.total
+    as_called = _as_called(rows, cols)
+    # A rank with a few rows checks less than others. Its verdict is not theirs.
+    of_rank = [_class_of(n) for n in (min(rows, checked[-1].rows), min(cols, checked[-1].cols), rows * cols)]
+    form = repr((key, *of_rank))
     try:
+        if (verdict := verdicts.read(facts.device, form)) is not None:
+            rehearsal(as_called, in_kernels=True)()
+            _now(facts.device)
+            return {**found, **verdict, "cached": True}
         with verifying() as passed:
-            for sizes in _sizes(facts.device):
+            for sizes in checked:
                 rehearsal(sizes, in_kernels=True)()
         found["passed"] = " ".join(sorted({*passed}))
         if timed and passed:
-            sizes = Sizes(_TIMED, _TIMED, _TIMED)
             for name, in_kernels in (("milliseconds", True), ("in PyTorch", False)):
-                found[name] = _milliseconds(rehearsal(sizes, in_kernels=in_kernels), facts.device)
+                found[name] = _milliseconds(rehearsal(as_called, in_kernels=in_kernels), facts.device)
+        if passed:
+            verdicts.write(facts.device, form, {name: found[name] for name in ("passed", "milliseconds", "in PyTorch")})
     except Exception as error:  # compilers, drivers and file systems raise anything: plain PyTorch does without them
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         found["failed"] = reason if len(reason) <= _LONGEST_MESSAGE else f"{reason[:_LONGEST_MESSAGE]}..."
     return found
+
+
+def _as_called(rows: int, cols: int) -> Sizes:
+    """Return the size of a call with these rows and columns, in its proportions, with 2^28 entries at most."""
+    most = 2**_CLASSES
+    rows = max(1, int(rows * min(1.0, (most / max(rows * cols, 1)) ** 0.5)))
+    cols = min(cols, most // rows)
+    return Sizes(rows, cols, max(rows, cols), as_called=True)
 
 
 def _sizes(device: torch.device) -> list[Sizes]:
@@ -148,8 +191,8 @@ def _now(device: torch.device) -> float:
 
 def random_rows(rows: int, dim: int, like: Tensor, seed: int) -> Tensor:
     """Return random rows of unit length, in a tensor's dtype and on its device, from a generator of their own."""
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(rows, dim, generator=generator)
+    generator = torch.Generator(like.device).manual_seed(seed)
+    made = torch.randn(rows, dim, generator=generator, device=like.device)
     return torch.nn.functional.normalize(made, dim=1).to(like)
 
 

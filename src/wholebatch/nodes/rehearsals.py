@@ -108,11 +108,13 @@ class SoftmaxRehearsal:
             products=plan.route.products,
         )
         block = Block(y, of.cols, of.rows, triangle=layout.symmetric)
-        buffer = None
-        if self.keeps:
-            budget = plan.route.budget
+        buffers: list[Tensor | None] = [None]
+        if plan.keep if sizes.as_called else self.keeps:
+            budget, entries = plan.route.budget, len(x) * len(y)
             kept_dtype = budget.kept_dtype if budget.kept else accumulation_dtype(self.dtype)
-            buffer = x.new_empty(len(x) * len(y), dtype=kept_dtype)
+            if sizes.as_called:
+                buffers, entries = [], min(entries, budget.kept)
+            buffers.append(x.new_empty(entries, dtype=kept_dtype))
 
         def sweep(kept: Tensor | None) -> SoftmaxSweep:
             memory = None if kept is None else KeptTiles(kept)
@@ -121,7 +123,7 @@ class SoftmaxRehearsal:
             return SoftmaxSweep(driver, plan.selection, kept=memory)
 
         def run() -> None:
-            for kept in (None,) if buffer is None else (None, buffer):
+            for kept in buffers:
                 self._sums(sweep, kept, block)
                 if plan.differentiable:
                     self._gradients(sweep, kept, block, x, y)
@@ -272,6 +274,11 @@ class MaxSimRehearsal:
     facts: Facts
     route: Route
     vectors: Vectors
+
+    @property
+    def layout(self) -> Layout:
+        """The owners of tokens."""
+        return Layout(self.vectors.rows.vectors, self.vectors.cols.vectors)
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that makes one sweep."""
