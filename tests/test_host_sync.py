@@ -37,14 +37,15 @@ def counted():
             yield reads_of(patch)
         return
     found = []
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        seen.clear()  # of a warning that the mode itself is a prototype
+        try:
             yield found
-        found += [str(of.message) for of in seen if "synchroniz" in str(of.message)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [str(of.message) for of in seen if "synchroniz" in str(of.message)]
 
 
 def reads_of(patch):
