@@ -1,7 +1,7 @@
 """Losses, PartialFC, gradient caching and collectives on ranks, with tensors of the GPU where there is one.
 
-One rank is a group of NCCL there, and so are two where there are two GPUs; two ranks on one GPU talk over gloo, because
-NCCL refuses them. Values and gradients are compared with those of the dense reference in float64.
+One rank is a group of NCCL there; two ranks share the GPU and talk over gloo, because NCCL refuses them. Values and
+gradients are compared with those of the dense reference in float64.
 """
 
 from __future__ import annotations
@@ -182,14 +182,12 @@ CASES = {  # the two functions, options and the largest error, by kind
 
 def parts_of(cases, counts):
     """Return this rank's tensors of all cases."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
     return [part(counts, **options) for part, _, options, _ in cases]
 
 
 def wrong_cases(cases, counts):
     """Return the options and errors of the cases with a larger error than allowed."""
-    backend = "nccl" if torch.cuda.is_available() and len(counts) <= torch.cuda.device_count() else "gloo"
+    backend = "nccl" if DEVICE.type == "cuda" and len(counts) == 1 else "gloo"
     ranks = run_ranks(parts_of, len(counts), cases, counts, backend=backend, timeout_s=120)
     found = []
     for case, parts in zip(cases, zip(*ranks, strict=True), strict=True):

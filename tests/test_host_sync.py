@@ -208,6 +208,20 @@ def test_a_planted_read_is_counted():
     assert found
 
 
+def test_on_a_gpu_torchs_warnings_are_counted(monkeypatch):
+    """But not the one that the mode itself is a prototype."""
+
+    def set_mode(mode):
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=2)
+
+    monkeypatch.setattr(f"{__name__}.CUDA", True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with counted() as found:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    assert found == ["called a synchronizing CUDA operation"]
+
+
 @pytest.mark.skipif(not CUDA, reason="CUDA graphs are for GPUs")
 def test_a_loss_runs_between_cuda_graphs():
     """The towers' forward and backward passes are CUDA graphs; the loss runs between them."""
