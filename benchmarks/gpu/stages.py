@@ -89,7 +89,7 @@ def run_all(names: Sequence[str], path: Path, total_s: float, limit_s: float = f
             stage = _in_process(name, left)
         results["stages"][name] = stage | {"seconds": round(time.perf_counter() - start, 1)}
         text = json.dumps(results, indent=1)
-        path.write_text(re.sub(r"\n {5,}", "", text) + "\n")  # a row is one line
+        path.write_text(re.sub(r"\n( {5,}|    (?=}))", "", text) + "\n")  # a row is one line
         rows = stage.get("rows", ())
         errors, skipped = (sum(kind in row for row in rows) for kind in ("error", "skipped"))
         remark = f" ({len(rows)} rows, {errors} errors, {skipped} skipped)" if rows else ""

@@ -38,10 +38,10 @@ def suite(names: list[str] | None = None) -> Iterator[Row]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *workers]
         done = subprocess.run([*command, *(files() if names is None else names)], cwd=ROOT, check=False)
         found = ElementTree.parse(report).getroot().iter("testcase") if report.exists() else iter(())
-        outcomes = {"passed": 0, "skipped": 0, "failed": 0}
+        outcomes = {"passed": 0, "not_run": 0, "failed": 0}
         for test in found:
             wrong = [part for kind in ("failure", "error") for part in test.iter(kind)]
-            outcomes["failed" if wrong else "skipped" if test.find("skipped") is not None else "passed"] += 1
+            outcomes["failed" if wrong else "not_run" if test.find("skipped") is not None else "passed"] += 1
             if wrong:
                 name = f"{test.get('classname')}::{test.get('name')}"
                 yield {"test": name, "error": wrong[0].get("message", "")[:300]}
