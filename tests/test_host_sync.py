@@ -37,14 +37,15 @@ def counted():
             yield reads_of(patch)
         return
     found = []
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        seen.clear()  # of a warning that the mode itself is a prototype
+        try:
             yield found
-        found += [str(of.message) for of in seen if "synchroniz" in str(of.message)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [str(of.message) for of in seen if "synchroniz" in str(of.message)]
 
 
 def reads_of(patch):
@@ -205,6 +206,20 @@ def test_a_planted_read_is_counted():
     with counted() as found:
         Reading.apply(x.requires_grad_()).sum().backward()
     assert found
+
+
+def test_on_a_gpu_torchs_warnings_are_counted(monkeypatch):
+    """But not the one that the mode itself is a prototype."""
+
+    def set_mode(mode):
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=2)
+
+    monkeypatch.setattr(f"{__name__}.CUDA", True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with counted() as found:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    assert found == ["called a synchronizing CUDA operation"]
 
 
 @pytest.mark.skipif(not CUDA, reason="CUDA graphs are for GPUs")

@@ -1,17 +1,16 @@
-"""The stages of `gpu_stages.py`: checks, and figures. A stage is a function that yields rows, one for each result.
+"""`make gpu`: kernels compiled, tests, other libraries' losses and training steps on one GPU, into one file of JSON.
 
-    device        the device; random features, time and memory of a call; installed packages
-    versions      the card, the versions, the commit
-    precision     the error of each loss in each precision, in one process
-    cases         a loss, PartialFC, gradient caching and collectives on W ranks, against the dense float64 reference
-    one_process   these cases in one process, and in a group of one rank
-    two_ranks     these cases on two ranks, over NCCL where it allows two ranks on one card, else over gloo
-    kernels       the check of kernels, their tests, a sanitizer, and the speed of blocks of several sizes
-    figures       time and memory of products, losses, PartialFC and gradient caching
-    peers         losses of other libraries beside this library's, each in a process of its own
-    plan          predicted against measured time and memory
-    report        the tables of all stages in one file
+    stages      the stages, each in a process of its own with a time limit; the command line
+    compiled    compiles and checks the kernels of losses, in several processes
+    suite       runs the tests that need a card
+    sanitized   a step in kernels under compute-sanitizer
+    peers       time, memory and errors of losses by batch size: one library in one process
+    libraries   the losses of each library
+    truth       exact values and gradients of losses, in parts
+    steps       training steps of CLIP's ViT-B/32 with each loss
+    profiled    `make gpu-profile`: kernels and host calls of one loss, as text
+    device      time and memory of a call, in a CUDA graph, too; the card, the versions, the commit
 
-In a row, "error" says why a result is missing or wrong, and "skipped" why there is none. Rows are written to the
-stage's JSON one by one, so a failure costs only what would have come later. Only torch is needed.
+A stage is a function that yields rows. In a row, "error" says why a result is missing or wrong, and "skipped" why there
+is none. Without a GPU all of it runs at small sizes on the CPU, to check these programs.
 """

@@ -1,85 +1,64 @@
-"""The device of all stages: random features on it, the time and memory of a call, and installed packages."""
+"""The device: the time and memory of a call, also in a CUDA graph; the card, the versions and the commit."""
 
 from __future__ import annotations
 
-import importlib.util
+import platform
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from wholebatch._third_party import version
+
+ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 Row = dict[str, Any]
+_T = TypeVar("_T")
 
 
 class SkippedError(Exception):
     """A stage cannot run here; the message says what is missing."""
 
 
-def has(module: str) -> bool:
-    """Return whether a module is installed."""
-    return importlib.util.find_spec(module) is not None
-
-
-def interprets() -> bool:
-    """Return whether Triton's interpreter runs kernels here: Triton 3.6's does not with NumPy 2.4 or later."""
-    if GPU or not (has("triton") and has("numpy")):
-        return False
-    numpy = tuple(int(number) for number in version("numpy").split(".")[:2])
-    return not version("triton").startswith("3.6.") or numpy < (2, 4)
-
-
-def unit_rows(rows: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return random features of length 1."""
-    return F.normalize(torch.randn(rows, size, device=DEVICE), dim=1).to(dtype)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def relative(found: Tensor, true: Tensor) -> float:
+def relative(result: Tensor, true: Tensor) -> float:
     """Return the relative error of a tensor, in the Euclidean norm."""
-    found, true = found.double(), true.double().to(found.device)
-    return ((found - true).norm() / true.norm()).item()
+    result, true = result.double(), true.double().to(result.device)
+    return ((result - true).norm() / true.norm()).item()
 
 
-def under_autocast(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function under autocast to bfloat16."""
-
-    def inside(*args: Any) -> Tensor:
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            return call(*args)
-
-    return inside
+def message(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:300]
 
 
-def seconds(call: Callable[[], object], repeats: int = 7) -> float:
-    """Return the median time of a call; on a GPU between events, after two calls that warm up."""
-    times = []
-    for number in range(repeats + 2):
-        if GPU:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            taken = begin.elapsed_time(end) / 1000
-        else:
-            start = time.perf_counter()
-            call()
-            taken = time.perf_counter() - start
-        if number >= 2:
-            times.append(taken)
-    return median(times)
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the time of one call; on a GPU that between two events."""
+    if not GPU:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def median_seconds(call: Callable[[], object], within_s: float = 0.3) -> float:
+    """Return the median time of 5 to 50 calls, about as many as `within_s` allows, after two calls that warm up."""
+    call()
+    first = seconds_of(call)
+    return median(seconds_of(call) for _ in range(max(5, min(50, int(within_s / first)))))
 
 
 def peak_bytes(call: Callable[[], object]) -> int | None:
@@ -94,7 +73,45 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def forget(*leaves: Tensor) -> None:
-    """Drop the gradients of earlier steps."""
-    for leaf in leaves:
-        leaf.grad = None
+def captured(call: Callable[[], _T]) -> tuple[Callable[[], None], _T]:
+    """Capture a call in a CUDA graph; return a function that replays it, and the call's result, which replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph.replay, result
+
+
+def about() -> Row:
+    """Return the card, the versions and the commit."""
+    commit, changes = _printed("git", "rev-parse", "--short", "HEAD"), _printed("git", "status", "--porcelain", "-uno")
+    return {
+        "card": torch.cuda.get_device_name() if GPU else "no GPU: small sizes on the CPU, times mean nothing",
+        "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": f"{commit or 'unknown'}{'-changed' if changes else ''}",
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: version(name) for name in ("triton", "numpy")},
+    }
+
+
+def name_of(facts: Row) -> str:
+    """Return the part of a file's name that says on which card and commit its figures were measured."""
+    card = facts["card"].replace("NVIDIA ", "") if GPU else "cpu"
+    return f"{card}_{facts['commit']}".lower().replace(" ", "-")
+
+
+def _printed(*command: str) -> str | None:
+    """Return the output of a program; None if it is not installed or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
