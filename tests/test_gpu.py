@@ -295,7 +295,7 @@ def test_tests_that_fail_are_named(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="pytest ended with 1, 1 tests failed"):
         next(rows)
     monkeypatch.setattr(suite, "GPU", True)
-    assert {"tests/test_devices.py", "tests/test_kernels.py", "tests/test_host_sync.py"} < {*suite.files()}
+    assert {"tests/test_one_card.py", "tests/test_kernels.py", "tests/test_host_sync.py"} < {*suite.files()}
     monkeypatch.setattr(suite, "GPU", False)
     assert [*map(os.path.exists, suite.files())] == [True]
     monkeypatch.setattr(suite, "version", lambda name: None)
