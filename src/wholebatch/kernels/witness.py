@@ -230,7 +230,7 @@ def _exponentials(logits: Tensor, shift: float) -> Tensor:
 
 def _entries(tile: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits and their errors, and masks of the positives and of the candidates."""
-    logits = _scaled(_products(tile, tile.x.shape[1]), torch.tensor(_numbers(tile)[0], device=tile.x.device))
+    logits = _scaled(_products(tile, tile.x.shape[1]), tile.x.new_full((1, 1), _numbers(tile)[0], dtype=torch.float64))
     if tile.row_terms is not None:
         logits = _scaled(logits, tile.row_terms.scales.double()[:, None])
         if tile.col_scales is not None:
