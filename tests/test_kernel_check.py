@@ -172,12 +172,12 @@ def checks(patch, name, products, seeds=(0,)):
     dtype, precision, _ = PRODUCTS[products]
     found, rehearse, generator = [], kernel_check._rehearse, torch.Generator
 
-    def recorded(facts, rehearsal, **more):
+    def recorded(facts, *more, **named):
         for number in seeds:
             made = type("Shifted", (generator,), {"manual_seed": lambda of, at: generator.manual_seed(of, at + number)})  # noqa: B023
             with pytest.MonkeyPatch.context() as shifted:
                 shifted.setattr(torch, "Generator", made)
-                found.append(rehearse(facts, rehearsal, **more))
+                found.append(rehearse(facts, *more, **named))
         return {**found[-1], "passed": "", "failed": ""}  # plain PyTorch computes the loss, which is faster
 
     with patch.context() as inside:

@@ -24,6 +24,7 @@ from .select import KERNELS, Kernel, check_kernel, chooses, missing
 from .tokens import TokenTile
 from .verify import (
     KernelError,
+    check_rows,
     nested_gradient,
     nested_sums,
     tile_gradient,
@@ -49,6 +50,7 @@ __all__ = [
     "TileInputs",
     "TokenTile",
     "check_kernel",
+    "check_rows",
     "choices",
     "chooses",
     "exact",

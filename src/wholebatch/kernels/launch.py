@@ -152,11 +152,11 @@ verified: list[str] | None = None  # inside of `verify.verifying`: the kernels t
 memory: Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor] | None = None  # of results, while one is checked
 
 
-def empty(like: Tensor, *shape: int) -> Tensor:
-    """Return memory for a kernel's results, float32, on the device of a tensor."""
+def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return memory for a kernel's results, on the device of a tensor."""
     if memory is not None:
-        return memory(like, shape, torch.float32)
-    return like.new_empty(shape, dtype=torch.float32)
+        return memory(like, shape, dtype)
+    return like.new_empty(shape, dtype=dtype)
 
 
 _chosen: list[Blocks] = []  # of all threads: CUDA's backward passes run on a thread of autograd's

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import launch
-from .launch import tiles
+from .launch import empty, run, tiles
 
 _ROWS, _FEATURES, _ENTRIES = 32, 128, 1024  # of a block
-_EPS = 1e-12  # as in `_normalize`
+EPS = 1e-12  # as in `_normalize`
 READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 
 
@@ -42,11 +41,11 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
     x, y = _in_order(x.detach()), _in_order(y.detach())
     n, m = x.shape[0], y.shape[0]
     blocks = max(1, -(-max(n, m) // _ROWS))
-    out = x.new_empty(blocks, 3 + len(scalars), dtype=torch.float64)
-    numbers = x.new_empty(min(n, m) + n + m, dtype=torch.float32)
+    out = empty(x, blocks, 3 + len(scalars), dtype=torch.float64)
+    numbers = empty(x, min(n, m) + n + m)
     products, norms = numbers[: min(n, m)], numbers[min(n, m) :]
     scale, bias = (*scalars, None, None)[:2]
-    launch.run(
+    run(
         tiles("rows").row_numbers, blocks, x, y, scale, bias, products,
         norms, norms[n:], out, n, m, x.shape[1], x.stride(0), y.stride(0),
         SCALARS=len(scalars), BM=_ROWS, BK=_FEATURES,
@@ -69,9 +68,9 @@ def side_weights(
     n, m = (0 if side is None else side[0].shape[0] for side in (rows, cols))
     (row_grads, row_sums), (col_grads, col_sums) = rows or first, cols or first
     blocks = max(1, -(-n // _ENTRIES) + -(-m // _ENTRIES))
-    weights = [None if side is None else side[0].new_empty(side[0].shape, dtype=torch.float32) for side in (rows, cols)]
-    largest = row_grads.new_empty(2, blocks)
-    launch.run(
+    weights = [None if side is None else empty(side[0], side[0].shape[0]) for side in (rows, cols)]
+    largest = empty(row_grads, 2, blocks, dtype=torch.float64)
+    run(
         tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums, *weights, largest,
         n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES,
     )  # fmt: skip
@@ -93,7 +92,7 @@ def row_gradient(
         products: U, (n, d), float32.
         x: (n, d).
         pairs: y and t of the first rows, (k, d) and (k,), and a factor of t; None: there are no pairs.
-        norms: (n,), |x_i|, by which rows are divided; None: they are not.
+        norms: (n,), |x_i|, by which rows are divided: U and t are then divided by them as well. None: they are not.
         unit: u, shape (), float32; None: 1.
         factor: f.
         dtype: of the result.
@@ -105,15 +104,15 @@ def row_gradient(
     other, terms, term_factor = (None, None, 1.0) if pairs is None else pairs
     n, d = products.shape
     blocks = max(1, -(-n // _ROWS))
-    out, shares = products.new_empty(n, d, dtype=dtype), products.new_empty(blocks, dtype=torch.float64)
+    out, shares = empty(products, n, d, dtype=dtype), empty(products, blocks, dtype=torch.float64)
     if other is not None:
         other = _in_order(other)
-    launch.run(
+    run(
         tiles("rows").row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
         n, 0 if terms is None else terms.shape[0], d, products.stride(0), x.stride(0),
         0 if other is None else other.stride(0), 0 if terms is None else terms.stride(0),
         float(factor), float(term_factor),
-        PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=_EPS,
+        PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=EPS,
         BM=_ROWS, BK=_FEATURES,
     )  # fmt: skip
     return out, shares

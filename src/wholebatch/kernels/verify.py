@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from . import launch, nested, sigmoid, softmax, tokens, witness
+from . import launch, nested, rows, sigmoid, softmax, tokens, witness
 from .nested import NestedTile
 from .tokens import TokenTile
 
@@ -32,6 +32,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _TINY = {torch.float16: 2.0**-24}  # the absolute error of numbers below the normal ones
+_OF_ROWS = 2.0**-16  # relative to the terms of a result: a row is summed in the order of its features
 _AROUND = 16  # features beside those of a row; the alignment of rows stays
 _BESIDE = 1024  # entries before and after a result
 
@@ -174,6 +175,54 @@ def _surrounded(x: Tensor) -> Tensor:
     around = x.new_full((rows + 2, dim + _AROUND), float("nan"))
     around[1 : rows + 1, :dim] = x
     return around[1 : rows + 1, :dim]
+
+
+def check_rows(x: Tensor, y: Tensor) -> None:
+    """Compare the kernels that pass over rows with float64, on some features, (n, d) and (m, d).
+
+    Raises:
+        KernelError: for a wrong result.
+    """
+    memory, few = _Memory(), min(len(x), len(y))
+    seeded = torch.Generator().manual_seed(len(x))
+    product, grads, sums = (torch.rand(of, generator=seeded).to(x.device) + 0.5 for of in (x.shape, len(x), len(x)))
+    grads, sums, unit = grads.double(), sums.double(), torch.tensor(0.25, device=x.device)
+    launch.memory = memory.empty
+    try:
+        numbers = rows.row_numbers(_surrounded(x), _surrounded(y), (unit,))
+        weights = rows.side_weights((grads, sums), (grads[:few], sums[:few]), 3.0)
+        norms = numbers.norms[: len(x)].clone()
+        pairs = (_surrounded(y[:few]), grads[:few], 2.0)
+        plain, shares = rows.row_gradient(product, _surrounded(x), pairs, None, unit, 0.5, torch.float32)
+        normed, along = rows.row_gradient(product, _surrounded(x), None, norms, None, 0.5, torch.float32)
+    finally:
+        launch.memory = None
+    a, b, u = x.double(), y.double(), product.double()
+    of_rows = torch.cat([a.norm(dim=1), b.norm(dim=1)])
+    inner = (a[:few] * b[:few]).sum(1)
+    grad = 0.25 * u
+    grad[:few] += 2 * grads[:few, None] * b[:few]
+    divisors = of_rows[: len(x), None].clamp(min=rows.EPS)
+    z, g = a / divisors, u * divisors
+    extremes = torch.stack(
+        [a.norm(dim=1).max(), b.norm(dim=1).max(), -inner.min(), torch.tensor(0.25, device=x.device)]
+    )
+    for name, found, true, terms in (
+        ("products", numbers.products, inner, (a[:few] * b[:few]).abs().sum(1)),
+        ("norms", numbers.norms, of_rows, of_rows),
+        ("extremes", numbers.extremes, extremes, extremes.abs() + (a[:few] * b[:few]).abs().sum(1).max()),
+        ("weights of rows", weights[0], 3 * grads / sums, 3 * grads / sums),
+        ("weights of columns", weights[1], 3 * grads[:few] / sums[:few], 3 * grads[:few] / sums[:few]),
+        ("largest gradients", weights[2], torch.stack([3 * grads.max(), 3 * grads[:few].max()]), 3 * grads[:2]),
+        ("dX", plain, 0.5 * grad, grad.abs() + u),
+        ("<X, dX>", shares.sum(), (a * grad).sum(), (a * grad).abs().sum()),
+        ("dX of rows with norms", normed, 0.5 * (g - z * (z * g).sum(1, keepdim=True)) / divisors, u + u.norm()),
+        ("<Z, dX>", along.sum(), (z * g).sum(), (z * g).abs().sum()),
+    ):
+        assert found is not None
+        _compare(f"rows, {name}", found, true, _OF_ROWS * terms)
+    if not memory.is_left_alone():
+        raise KernelError("a kernel of rows writes beside its results")
 
 
 tile_sums = checked_by(witness.tile_sums)(softmax.tile_sums)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Facts
-from ..kernels import Choice, choice, interpreted, verdicts, verifying
+from ..kernels import READABLE, Choice, check_rows, choice, interpreted, verdicts, verifying
 from .route import Layout
 
 _LONGEST_MESSAGE = 500
@@ -140,6 +140,9 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
         with verifying() as passed:
             for sizes in checked:
                 rehearsal(sizes, in_kernels=True)()
+            if passed and facts.features_dtype in READABLE:
+                like = torch.empty(0, dtype=facts.features_dtype, device=facts.device)
+                check_rows(*(random_rows(of, facts.embedding_size, like, seed) for seed, of in enumerate((45, 77))))
         found["passed"] = " ".join(sorted({*passed}))
         if timed and passed:
             for name, in_kernels in (("milliseconds", True), ("in PyTorch", False)):

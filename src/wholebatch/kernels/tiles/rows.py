@@ -2,7 +2,8 @@
 
     row_numbers     x_i, y_i -> |x_i|, |y_i|, x_i . y_i, and their extremes
     side_weights    dL/dA_i, R_i -> N dL/dA_i / R_i, and the largest N |dL/dA_i|
-    row_gradient    U_i -> f (u U_i + t_i y_i), without its part along x_i where rows are normalized, and <x_i, .>
+    row_gradient    U_i -> f (u U_i + t_i y_i), and <x_i, .>; where rows are normalized, z_i = x_i / |x_i|, the product
+                    that comes in is U_i / |x_i|, and its part along z_i is removed
 
 A norm is computed from the row times a power of two, which moves its largest entry near 1, so that no square overflows
 or underflows. An extreme is NaN if one of its numbers is. Numbers are written for each block of rows, and reduced
@@ -153,5 +154,5 @@ def row_gradient(
         grad = _gradient(products, other, rows, at, known, pairs, stride_products, stride_other, term, of_unit, PAIRED)
         if NORMED:
             a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
-            grad = (grad - a / divisor[:, None] * removed[:, None]) / divisor[:, None]
+            grad -= a / divisor[:, None] * (removed / divisor)[:, None]
         tl.store(out + place * dim + at[None, :], (grad * factor).to(out.dtype.element_ty), mask=known)
