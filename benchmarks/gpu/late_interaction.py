@@ -107,7 +107,7 @@ def _alone(x: Tensor, y: Tensor, lengths: Sequence[int]) -> Iterator[Row]:
     if kernels.missing(DEVICE) is not None:
         return
     starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().to(DEVICE)
-    features = kernels.TileInputs(x, y, 1.0, kernels.Entries(), kernels.Entries(), 0, 0)
+    features = kernels.TileInputs(x, y, None, kernels.Entries(), kernels.Entries(), 0, 0)
     tile = kernels.TokenTile(features, starts, max(lengths))
     best = torch.empty(len(x), len(lengths), device=DEVICE)
     winners = torch.empty(best.shape, dtype=torch.int16, device=DEVICE)

@@ -191,7 +191,7 @@ def layout(kernel: str, tile: TileInputs, *, entries: int = 0, unit: int = 0, do
         x.dtype,
         x.shape[1],
         len(x) >= 32768,
-        sum(of.shape[0] + bool(of.ids) for of in sets),
+        max(of.shape[0] for of in sets),
         any(of.ids for of in sets),
         entries,
         unit,

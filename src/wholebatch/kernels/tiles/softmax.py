@@ -56,9 +56,8 @@ def _of_candidates(
     nothing = tl.zeros_like(values)
     return choose(
         nothing if CANDIDATES == POSITIVES else values, nothing if CANDIDATES == NEGATIVES else values, nothing,
-        rows, cols, num_rows, num_cols, first_row,
-        positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-        POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+        excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
     )  # fmt: skip
 
 
@@ -123,8 +122,8 @@ def tile_sums(
                         tl.store(to_logits + stride_cols, tl.sum(candidates, 0), mask=here_cols)
             exponentials = tl.exp2(exponents)
             special = True
-            if CANDIDATES != POSITIVES and POSITIVE_IDS == NO_IDS and EXCLUDED_IDS == NO_IDS:
-                # Most blocks have no special entry.
+            if ALL_FIELDS == EXPONENTIALS and POSITIVE_IDS == NO_IDS and EXCLUDED_IDS == NO_IDS:
+                # Most blocks have no special entry; no kernel is started where named positives are all candidates.
                 special = (row + BM > num_rows) | (col + BN > num_cols)
                 special |= any_named(row, cols, num_cols, first_row, positive, positive_stride, POSITIVE, BM)
                 special |= any_named(row, cols, num_cols, first_row, excluded, excluded_stride, EXCLUDED, BM)
