@@ -31,6 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import wholebatch as wb
+from wholebatch.kernels import Blocks, using
+from wholebatch.kernels.blocks import Form, blocks_of
 from wholebatch.kernels.launch import Box
 from wholebatch.sweep import Products
 
@@ -107,6 +109,7 @@ def started(
         patch(CANARIES),
     ]
     patches.append(patch("wholebatch.kernels.launch.capability", return_value=divmod(capability, 10)))
+    patches.append(patch("wholebatch.kernels.launch.processors", return_value=132))
     for of in patches:
         of.start()
     torch.manual_seed(0)
@@ -122,9 +125,9 @@ def started(
     return found
 
 
-def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
-    """Return facts of the machine code, compiled with these constants or, if given, with `other` ones."""
-    constants = dict(of.constants) | other
+def compiled(of: Started, capability: int) -> dict[str, Any]:
+    """Return facts of the machine code."""
+    constants = dict(of.constants)
     options = {name: constants.pop(name) for name in OPTIONS}
     names = of.kernel.arg_names[: len(of.types)]
     signature = dict(zip(names, of.types, strict=True)) | dict.fromkeys(constants, "constexpr")
@@ -154,15 +157,19 @@ def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
         "shared": made.metadata.shared,
         "boxes read": len(re.findall(r"\bUTMALDG", instructions)),
         "boxes written": len(re.findall(r"\bUTMASTG", instructions)),
-        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", instructions, re.MULTILINE)),
         "narrow loads": len(re.findall(r"\bLDG\.E\.[US](?:8|16)\b", instructions)),
+        "writes dS": signature.get("gradient", "constexpr") != "constexpr" and "ends" not in signature,
+        "wgmma": len(re.findall(r"\bHGMMA\b", instructions)),
         "products": len(re.findall(r"\b(?:HMMA|HGMMA|UTC[A-Z]*MMA)\b", instructions)),
     }
 
 
 # The forms that `make test` compiles: the most different ones, for the most different GPUs.
 SOME = {
-    (torch.bfloat16, 90): ("clip", "siglip, ids excluded", "matryoshka", "partial_fc", "max_sim"),
+    (torch.bfloat16, 90): (
+        *("clip", "clip, label smoothing", "nt_xent", "sup_con", "siglip, learned bias", "matryoshka", "partial_fc"),
+        *("matryoshka, wide parts", "max_sim"),
+    ),
     (torch.bfloat16, 100): ("nt_xent, ids", "max_sim"),
     (torch.float32, 80): ("nt_xent", "max_sim"),
 }
@@ -171,19 +178,17 @@ ALL = (
     (torch.float32, (80, 90, 100, 103, 120)),
     (torch.float16, (90, 100)),
 )
-SHORT = 264  # features of products for which programs are smaller
 FEW = 128  # features of tokens that are loaded at once
 
 
 @dataclass(frozen=True)
 class Task:
-    """A form to compile, the loss that starts it, and constants to replace."""
+    """A form to compile, and the loss that starts it."""
 
     form: Started
     loss: str
     capability: int
     dtype: str
-    other: tuple[tuple[str, int], ...] = ()
 
 
 def tasks(everything: bool) -> list[Task]:
@@ -192,18 +197,22 @@ def tasks(everything: bool) -> list[Task]:
     for dtype, capabilities in ALL:
         for capability in capabilities:
             names = None if everything else SOME.get((dtype, capability), ())
-            forms = started(dtype, capability, SHORT) | started(dtype, capability)
+            forms = dict(started(dtype, capability))
             for rows in (40, 50):  # short documents, and others
                 forms |= started(dtype, capability, FEW, "max_sim", rows)
             found += [
                 Task(of, name, capability, str(dtype)) for of, name in forms.items() if names is None or name in names
             ]
-    short = started(torch.bfloat16, 90, SHORT).items()
-    clip = [of for of, name in short if name == "clip" and not dict(of.constants).get("KEPT")]
-    # A tile with one column, a number that the compiler takes for a constant, is for 8 warps.
-    found += [Task(of, "clip", 90, "of one column", (("num_cols", 1), ("num_warps", 8))) for of in clip]
-    largest = next(of for of, name in started(torch.bfloat16, 90).items() if name == "clip, ids excluded")
-    return [*found, Task(largest, "clip, ids excluded", 90, "too large", (("BN", 256),))]
+    found.append(sums_in(blocks_of(Form("tile_sums", (9, 0), torch.bfloat16, 768, many_rows=True), boxes=True), "clip"))
+    return [*found, sums_in(Blocks(128, 128, 64, 8, 4, 3), "clip, ids")]
+
+
+def sums_in(blocks: Blocks, loss: str) -> Task:
+    """Return the sums of a loss on 9.0 in other blocks than those of its size."""
+    with using(blocks):
+        forms = started.__wrapped__(torch.bfloat16, 90, only=loss)
+    form = next(of for of, name in forms.items() if name == loss and of.kernel.__name__ == "tile_sums")
+    return Task(form, loss, 90, str(torch.bfloat16))
 
 
 TASKS: list[Task] = []  # of this process and of its children, which cannot receive a kernel
@@ -212,7 +221,7 @@ TASKS: list[Task] = []  # of this process and of its children, which cannot rece
 def line(at: int) -> str:
     """Return the facts of a form, by its place in `TASKS`, as JSON."""
     of = TASKS[at]
-    found = compiled(of.form, of.capability, **dict(of.other))
+    found = compiled(of.form, of.capability)
     return json.dumps(of.form.describe(loss=of.loss, dtype=of.dtype, triton=triton.__version__, **found))
 
 

@@ -20,6 +20,7 @@ def losses(x, y, ids, scale=14.3):
     learned = torch.tensor(-4.0, dtype=torch.float64, device=x.device, requires_grad=True)
     bias = torch.linspace(-1, 1, len(y), device=x.device)
     texts, fewer = ({"logit_scale": scale, **offsets(n, len(y), x.device)} for n in (len(x), len(x) - len(x) // 4))
+    wide = (64, 512) if x.shape[1] > 512 else (8, 24)
     arcface, cosface = wb.ArcFace(16.0, 0.5), wb.CosFace(16.0)
     return {
         "clip": lambda f, more: f.clip_loss(x, y, scale, **more),
@@ -43,6 +44,7 @@ def losses(x, y, ids, scale=14.3):
         "matryoshka, ids": lambda f, more: f.matryoshka_loss(
             2 * x, y, logit_scale=scale, dims=(7, 13), ids=ids, symmetric=False, **more
         ),
+        "matryoshka, wide parts": lambda f, more: f.matryoshka_loss(x, y, logit_scale=scale, dims=wide, **more),
         "matryoshka, as they are": lambda f, more: f.matryoshka_loss(
             x, y, logit_scale=scale, dims=(20,), normalize=False, **more
         ),

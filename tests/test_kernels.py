@@ -268,6 +268,25 @@ def test_descriptors_load_features_where_they_can(in_kernels, monkeypatch, dtype
     assert not any((*of_sums[2:], *of_gradient[4:]))
 
 
+def test_descriptors_load_parts_of_whole_steps(in_kernels, monkeypatch):
+    """Parts of 32 and 64 features are steps of the interpreter's blocks; those of 16 and 64 are not."""
+    made = []
+    run = kernels.launch.run
+    monkeypatch.setattr(kernels.launch, "run", lambda *of, **more: (made.append(more["BOXES"]), run(*of, **more)))
+    x, y = (normalize(torch.randn(37, 72), dim=1).to(DEVICE, torch.bfloat16) for _ in range(2))
+    for dims in ((32, 64), (16, 64)):
+        found, expected = [], []
+        for functions, cast, into in ((wb.functional, x.dtype, found), (wb.reference, torch.float64, expected)):
+            leaves = [z.to(cast).requires_grad_() for z in (x, y)]
+            more = {"kernel": "triton"} if into is found else {}
+            loss = functions.matryoshka_loss(*leaves, logit_scale=14.3, dims=dims, **more)
+            into += [loss.detach().double(), *(g.double() for g in torch.autograd.grad(loss, leaves))]
+        for got, exact in zip(found, expected, strict=True):
+            assert (got - exact).norm() < 1e-2 * exact.norm()
+    half = len(made) // 2
+    assert made == [True] * half + [False] * half
+
+
 def test_older_cards_and_float32_have_pointers():
     form = kernels.blocks.Form("tile_sums", (9, 0), torch.bfloat16, 512)
     of_card = partial(kernels.launch._layout, processors=132, chosen=None, allows_tf32=False, simulated=False)

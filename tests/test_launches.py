@@ -18,6 +18,7 @@ from wholebatch.sweep import (
     Block,
     Diagonals,
     Driver,
+    KernelSigmoidSweep,
     KernelSoftmaxSweep,
     Pairs,
     Products,
@@ -89,8 +90,8 @@ class OfBothPasses:
                 block, Weights(3.0, of_rows, of_rows, None), Weights(3.0, of_cols[at], None, None), u, v[at]
             )
 
-    def record(self, kernel, programs, x, y, *tensors, **constants):
-        tile = len(x), len(y)
+    def record(self, kernel, programs, x, y, numbers, *tensors, **constants):
+        tile = len(x.tensor), len(y.tensor)
         if kernel.__name__ == "tile_sums":
             self.of_sums.append(tile)
             self.partial_bytes.append(sum(part.numel() for part in tensors[:2]) * 4)
@@ -122,18 +123,65 @@ def test_memory_is_that_of_two_tiles_of_plain_pytorch(monkeypatch, rows, cols):
         assert len(found.of_sums) == 1
 
 
+class Operations(TorchDispatchMode):
+    """The operations that compute something, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def operations_of_gradients(monkeypatch, sweep, side):
+    """Return the operations, launches and products of a sweep of dS with tiles of this side, in bfloat16 on a GPU."""
+    products, launched = [], []
+    monkeypatch.setattr("wholebatch.kernels.launch.run", lambda *of, **more: launched.append(of))
+    monkeypatch.setattr("wholebatch.kernels.launch.capability", lambda device: (9, 0))
+    n, dim = 1024, 64
+    x, y = (torch.empty(n, dim, dtype=torch.bfloat16, device=META) for _ in range(2))
+    u, v = (torch.empty(n, dim, device=META) for _ in range(2))
+    driver = Driver(x, 14.3, -5.0, side=side, products=Products("bfloat16", units=True))
+    pairs, weights = Pairs(Diagonals(Diagonal(0, 0, n))), torch.empty(n, dtype=torch.float64, device=META)
+    block = Block(y, slice(0, n), slice(0, n))
+    monkeypatch.setattr("wholebatch.sweep.products.Products.multiply", lambda self, a, b, out, **of: products.append(a))
+    if sweep == "softmax":
+        softmax, side = KernelSoftmaxSweep(driver, Selection(pairs), n), Weights(3.0, weights, weights, None)
+        with Operations() as made:
+            softmax.gradients(block, side, side, u, v)
+    else:
+        sigmoid = KernelSigmoidSweep(driver, pairs, torch.float64, n, weights)
+        with Operations() as made:
+            sigmoid.block(block, u, v, bias=True)
+    return made.names, launched, products
+
+
+@pytest.mark.parametrize(("sweep", "sums"), [("softmax", 0), ("sigmoid", 3)])
+def test_each_further_tile_of_ds_is_a_launch_and_two_products(monkeypatch, sweep, sums):
+    """No cast, no division, no index. The sigmoid sweep also adds up the tile's losses and its gradient of the bias."""
+    few, one, _ = operations_of_gradients(monkeypatch, sweep, 1024)
+    many, several, products = operations_of_gradients(monkeypatch, sweep, 256)
+    tiles = len(several)
+    assert len(one) == 1
+    assert tiles >= 4
+    assert len(products) == 2 * tiles
+    assert len(many) - len(few) <= sums * (tiles - 1)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
 def test_two_programs_fit_on_an_sm_where_registers_suffice(capability):
-    """A program of 8 warps, each thread with 149 registers, is alone on an SM; programs of 4 warps are two."""
-    clip = blocks.Form(capability, single=False, features=256, columns=4096, compared=1, ids=False, lean=True)
-    found = blocks.blocks_of(clip)
-    alone = 65536 // (8 * 32 * 149)
-    assert alone == 1
-    if capability in ((8, 0), (9, 0)):
-        assert (found.rows, found.cols, found.warps) == (128, 128, 4)
-        assert 65536 // (found.warps * 32 * 255) == 2
-    else:  # there 4 warps spill
-        assert found.warps == 8
+    """Programs of 4 warps are two on an SM with all registers that a thread can have."""
+    for kernel, parts in (("tile_sums", 1), ("tile_gradient", 2), ("tile_sigmoid", 2)):
+        form = blocks.Form(kernel, capability, torch.bfloat16, 256)
+        found = blocks.blocks_of(form, boxes=capability >= (9, 0))
+        if capability >= (9, 0):
+            assert (found.rows, found.cols, found.warps, found.parts) == (128, 128, 4, parts)
+            assert 65536 // (found.warps * 32 * 255) == 2
+        else:
+            assert found.warps == 8
 
 
 class Traffic(TorchDispatchMode):

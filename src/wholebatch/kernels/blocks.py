@@ -50,8 +50,8 @@ class Form(NamedTuple):
         dtype: of the features; float32 is multiplied in parts, three times.
         features: their number.
         many_rows: whether the tile has 32768 rows or more.
-        compared: the number of comparisons for each entry.
-        ids: whether ids are among them.
+        named: the most rows that a column names in a set.
+        ids: whether entries with equal ids are in a set.
         entries: numbers that are computed for an entry beside the exponential, and sums beside the first of a side.
         unit: a divisor of the ends of the parts of the features, if there are parts; else 0.
         document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
@@ -62,7 +62,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
     features: int
     many_rows: bool = False
-    compared: int = 1
+    named: int = 1
     ids: bool = False
     entries: int = 0
     unit: int = 0
@@ -86,10 +86,10 @@ def blocks_of(form: Form, *, boxes: bool) -> Blocks:
         return _of_single(form)
     if form.unit:
         return _of_parts(form)
-    narrow = form.ids or form.compared > 2 or (form.entries > 0 and form.kernel != "tile_sigmoid")
+    narrow = form.ids or form.named > 1 or (form.entries > 0 and form.kernel != "tile_sigmoid")
     if boxes:
         if narrow:
-            return Blocks(128, 64, 64, 8, 4, 3)
+            return Blocks(128, 64, 64, 8, 8, 3, 2) if form.kernel == "tile_sums" else Blocks(128, 64, 64, 8, 4, 3)
         if form.kernel != "tile_sums":
             return Blocks(128, 128, 64, 8, 4, 3, parts=2)
         if form.features >= _LONG and form.many_rows:

@@ -201,7 +201,7 @@ def layout(kernel: str, tile: TileInputs, *, entries: int = 0, unit: int = 0, do
         x.dtype,
         x.shape[1],
         x.shape[0] >= 32768,
-        positive.shape[0] + excluded.shape[0] + bool(positive.ids) + bool(excluded.ids),
+        max(positive.shape[0], excluded.shape[0]),
         bool(positive.ids or excluded.ids),
         entries,
         unit,

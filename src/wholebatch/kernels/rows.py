@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .launch import empty, run, tiles
+from . import launch
+from .launch import empty, tiles
 
 _ROWS, _FEATURES, _ENTRIES = 32, 128, 1024  # of a block
 EPS = 1e-12  # as in `_normalize`
@@ -45,7 +46,7 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
     numbers = empty(x, min(n, m) + n + m)
     products, norms = numbers[: min(n, m)], numbers[min(n, m) :]
     scale, bias = (*scalars, None, None)[:2]
-    run(
+    launch.run(
         tiles("rows").row_numbers, blocks, x, y, scale, bias, products,
         norms, norms[n:], out, n, m, x.shape[1], x.stride(0), y.stride(0),
         SCALARS=len(scalars), BM=_ROWS, BK=_FEATURES,
@@ -70,7 +71,7 @@ def side_weights(
     blocks = max(1, -(-n // _ENTRIES) + -(-m // _ENTRIES))
     weights = [None if side is None else empty(side[0], side[0].shape[0]) for side in (rows, cols)]
     largest = empty(row_grads, 2, blocks, dtype=torch.float64)
-    run(
+    launch.run(
         tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums, *weights, largest,
         n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES,
     )  # fmt: skip
@@ -107,7 +108,7 @@ def row_gradient(
     out, shares = empty(products, n, d, dtype=dtype), empty(products, blocks, dtype=torch.float64)
     if other is not None:
         other = _in_order(other)
-    run(
+    launch.run(
         tiles("rows").row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
         n, 0 if terms is None else terms.shape[0], d, products.stride(0), x.stride(0),
         0 if other is None else other.stride(0), 0 if terms is None else terms.stride(0),

@@ -26,11 +26,12 @@ def tile_sigmoid(
 
     of = layout("tile_sigmoid", tile, entries=totals + (weights is not None))
     across, parts = -(-len(tile.y) // of.blocks.cols), of.blocks.parts
-    losses, summed = empty(tile.x, across, len(tile.x)), empty(tile.x, across, len(tile.x)) if totals else None
+    sums = empty(tile.x, 1 + totals, across, len(tile.x))
     gradient = None if out is None else box_of(out, of, parts)
     start(
-        sigmoid.tile_sigmoid, tile, of, losses, summed, gradient, weights,
+        sigmoid.tile_sigmoid, tile, of, sums, sums[1] if totals else None, gradient, weights,
         last=(0 if out is None else out.stride(0),),
         CANDIDATES=tile.candidates, APPROXIMATE=not interpreted(), STORES=type(gradient) is Box, PARTS=parts,
     )  # fmt: skip
-    return losses.sum(0, dtype=torch.float64), None if summed is None else summed.sum(0, dtype=torch.float64)
+    losses, *summed = sums.sum(1, dtype=torch.float64).unbind()
+    return losses, summed[0] if summed else None

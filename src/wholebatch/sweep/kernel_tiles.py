@@ -44,24 +44,34 @@ class NamedPairs:
         rows: their rows, among the local ones.
         cols: their columns, among those of the block.
         x, y: their rows of X and of Y, in the dtype of the factors.
-        logits: S_ij, (k,), float64, without the driver's bias.
-        scales: the factors that rows and columns of S have beside the scale; None: 1.
+        scale: of S, (), float64, as kernels represent it.
+        scales: the factors that their rows and columns have beside it; None: 1.
+        offsets: of their rows; None: 0.
     """
 
     rows: slice
     cols: slice
     x: Tensor
     y: Tensor
-    logits: Tensor
+    scale: Tensor
     scales: Tensor | None
+    offsets: Tensor | None
+
+    def logits(self) -> Tensor:
+        """Return S_ij, (k,), float64, from products in float32, without the driver's bias."""
+        found = torch.mul(self.x.float(), self.y).sum(1, dtype=torch.float64).mul_(self.scale)
+        if self.scales is not None:
+            found.mul_(self.scales)
+        return found if self.offsets is None else found.add_(self.offsets)
 
     def add_products_(self, entries: Tensor, u: Tensor | None, v: Tensor | None) -> None:
         """Add the products of these entries of dS, (k,), with Y to `u`, (b, d), and with X to `v`, (n, d)."""
         if self.scales is not None:
             entries = entries * self.scales
+        entries = entries.float().unsqueeze(1)
         for product, at, factor in ((u, self.rows, self.y), (v, self.cols, self.x)):
             if product is not None:
-                product[at].addcmul_(factor, entries.to(product.dtype).unsqueeze(1))
+                product[at].addcmul_(factor, entries)
 
 
 @dataclass(eq=False)
@@ -232,17 +242,13 @@ class KernelTiles:
                 continue
             row += block.rows.start
             rows, cols = slice(row, row + count), slice(col, col + count)
-            x, y = self._x(rows)[0], self._y(block)[0][cols]
-            logits = torch.mul(x.float(), y).sum(1, dtype=torch.float64).mul_(self.scale)
-            scales = None
+            scales = offsets = None
             if terms is not None:
-                scales = terms.scales[rows]
+                scales, offsets = terms.scales[rows], None if terms.offsets is None else terms.offsets[rows]
                 if self.col_scales is not None:
                     scales = scales * self.col_scales[block.cols][cols]
-                logits.mul_(scales)
-                if terms.offsets is not None:
-                    logits.add_(terms.offsets[rows])
-            yield NamedPairs(rows, cols, x, y, logits, scales)
+            x, y = self._x(rows)[0], self._y(block)[0][cols]
+            yield NamedPairs(rows, cols, x, y, self.scale, scales, offsets)
 
     def products(self, grad: Tensor, tile: Tile, block: Block, u: Tensor | None, v: Tensor | None) -> None:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""

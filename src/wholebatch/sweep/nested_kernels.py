@@ -53,10 +53,10 @@ class KernelNestedSweep(NestedSweep):
         for tile, inputs in self._tiles.of_sums(block):
             here = relative(tile.cols, block)
             of_rows, of_targets, of_cols = kernels.nested_sums(self._nested(tile, inputs, block), cols=cols is not None)
-            rows[tile.rows] += of_rows.T
-            targets[tile.rows] += of_targets.T
+            rows[tile.rows].add_(of_rows.T)
+            targets[tile.rows].add_(of_targets.T)
             if cols is not None and of_cols is not None:
-                cols[here] += of_cols.T
+                cols[here].add_(of_cols.T)
 
     def gradients(
         self,
@@ -87,9 +87,9 @@ class KernelNestedSweep(NestedSweep):
                 weights,
                 totals_of_cols=of_cols is not None,
             )
-            of_rows[tile.rows] += rows_totals.T
+            of_rows[tile.rows].add_(rows_totals.T)
             if of_cols is not None and cols_totals is not None:
-                of_cols[here] += cols_totals.T
+                of_cols[here].add_(cols_totals.T)
             for grad, features in zip(grads, self._parts, strict=True):
                 if u is not None:
                     precision.multiply((grad,), (inputs.y[:, features],), u[tile.rows, features], add=True)

@@ -44,26 +44,24 @@ class KernelSigmoidSweep(SigmoidSweep):
             super().block(block, u, v, bias=bias)
             return
         tiles.set_numbers(self.driver.bias)
-        self._add_pairs(tiles, block, u, v, bias=bias)
+        of_rows = torch.zeros_like(self.losses)  # sum_j w_i d l_ij / d S_ij
+        for pairs in tiles.pairs(block):
+            logits = pairs.logits().add_(tiles.other)
+            self.losses[pairs.rows].sub_(logsigmoid(logits))
+            entries = torch.sigmoid(logits.neg_()).neg_()
+            if self._of_rows is not None:
+                entries.mul_(self._of_rows[pairs.rows])
+            of_rows[pairs.rows].add_(entries)
+            pairs.add_products_(entries, u, v)
         alone = u is None and v is None
         for tile, inputs in (tiles.of_sums if alone else tiles.of_gradients)(block):
             grad = None if alone else tiles.gradient(tile)
             weights = None if self._of_rows is None else self._of_rows[tile.rows]
             losses, totals = kernels.tile_sigmoid(inputs, grad, weights=weights, totals=bias)
-            self.losses[tile.rows] += losses
+            self.losses[tile.rows].add_(losses)
             if totals is not None:
-                self.grad_bias += totals.sum()
+                of_rows[tile.rows].add_(totals)
             if grad is not None:
                 tiles.products(grad, tile, block, u, v)
-
-    def _add_pairs(self, tiles: KernelTiles, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
-        """Add the losses and gradients of positive pairs that do not enter a kernel."""
-        for pairs in tiles.pairs(block):
-            logits = pairs.logits.add_(tiles.other)
-            self.losses[pairs.rows] -= logsigmoid(logits)
-            entries = torch.sigmoid(logits.neg_()).neg_()
-            if self._of_rows is not None:
-                entries.mul_(self._of_rows[pairs.rows])
-            if bias:
-                self.grad_bias += entries.sum()
-            pairs.add_products_(entries, u, v)
+        if bias:
+            self.grad_bias += of_rows.sum()

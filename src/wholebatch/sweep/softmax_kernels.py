@@ -75,7 +75,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             terms = self._terms(pairs, tiles)
             for fields, at in ((of_rows, pairs.rows), ({} if block.triangle else of_cols, pairs.cols)):
                 for name in fields.keys() & terms.keys():
-                    fields[name][at] += terms[name]
+                    fields[name][at].add_(terms[name])
         apart = tiles.diagonals is not None
         row_names, col_names = ({*of} - {"target"} if apart else of.keys() for of in (of_rows, of_cols))
         for tile, inputs in self._in_kernels(tiles.of_sums, block):
@@ -85,7 +85,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
                 self._note(by_row["sum"], by_col["sum"], tile.shape[0] * tile.shape[1])
             for fields, at, found in ((of_rows, tile.rows, by_row), (of_cols, relative(tile.cols, block), by_col)):
                 for name, new in found.items():
-                    fields[name][at] += new
+                    fields[name][at].add_(new)
 
     def gradients(
         self,
@@ -106,14 +106,16 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             product.div_(norms)
         of_rows, of_cols = ({} if side is None else side.named() for side in (rows, cols))
         for pairs in tiles.pairs(block):
-            terms = self._terms(pairs, tiles) if self.selection.over != "negatives" else {"target": pairs.logits}
-            entries = torch.zeros_like(pairs.logits, dtype=self._wide)
+            terms = {} if self.selection.over == "negatives" else self._terms(pairs, tiles)
+            entries: Tensor | None = None
             for side, at in ((of_rows, pairs.rows), (of_cols, pairs.cols)):
-                for name, weights in side.items():
-                    if name in terms:
-                        entries.addcmul_(weights[at], terms["sum"]) if name == "sum" else entries.add_(weights[at])
+                for name in (name for name in side if name == "target" or name in terms):
+                    term = side[name][at] * terms[name] if name == "sum" else side[name][at]
+                    entries = term if entries is None else entries + term
+            if entries is None:
+                continue
             if of_offsets is not None:
-                of_offsets[pairs.rows] += entries
+                of_offsets[pairs.rows].add_(entries)
             pairs.add_products_(entries, u, None if block.triangle else v)
         apart = tiles.diagonals is not None
         of_rows, of_cols = (
@@ -130,21 +132,18 @@ class KernelSoftmaxSweep(SoftmaxSweep):
                 totals=of_offsets is not None,
             )
             if of_offsets is not None and totals is not None:
-                of_offsets[tile.rows] += totals
+                of_offsets[tile.rows].add_(totals)
             tiles.products(grad, tile, block, u, v)
         for product, norms in normed:
             product.mul_(norms)
 
     def _terms(self, pairs: NamedPairs, tiles: KernelTiles) -> dict[str, Tensor]:
         """Return the terms of positive pairs, which do not enter a kernel, in the sums of their rows and columns."""
-        terms = {"target": pairs.logits}
-        if self.selection.over != "negatives":
-            terms |= {
-                "sum": torch.sub(pairs.logits, tiles.other).exp_(),
-                "logits": pairs.logits,
-                "count": torch.ones_like(pairs.logits),
-            }
-        return terms
+        logits = pairs.logits()
+        if self.selection.over == "negatives":
+            return {"target": logits}
+        exponentials = torch.sub(logits, tiles.other).exp_()
+        return {"target": logits, "sum": exponentials, "logits": logits, "count": torch.ones_like(logits)}
 
     def _in_kernels(
         self, tiles: Callable[[Block], Iterator[tuple[Tile, kernels.TileInputs]]], block: Block

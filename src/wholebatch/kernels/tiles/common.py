@@ -121,24 +121,25 @@ def members(
 
 
 @triton.jit
-def sets(
-    rows, cols, num_rows, num_cols, first_row,
+def choose(
+    values, of_positives, of_excluded, rows, cols, num_rows, num_cols, first_row,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Return masks of the positive and of the excluded entries; None for an empty set."""
-    among, out = None, None
-    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
-        among = members(
-            rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-            POSITIVE, POSITIVE_IDS,
-        )  # fmt: skip
+    """Return `values`, but `of_excluded` for the excluded entries, and `of_positives` for the positive ones."""
     if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
         out = members(
             rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
             EXCLUDED, EXCLUDED_IDS,
         )  # fmt: skip
-    return among, out
+        values = tl.where(out, of_excluded, values)
+    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
+        among = members(
+            rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+            POSITIVE, POSITIVE_IDS,
+        )  # fmt: skip
+        values = tl.where(among, of_positives, values)
+    return values
 
 
 @triton.jit

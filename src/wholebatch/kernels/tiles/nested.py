@@ -17,9 +17,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import ANY, place_of, sets, with_products, write
+from .common import ANY, NO_IDS, members, place_of, with_products, write
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _special(
+    rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+    excluded, excluded_stride, excluded_rows, excluded_cols,
+    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
+):  # fmt: skip
+    """Return masks of the positives, of which the batch has at least one, and of the entries that are no negatives."""
+    among = members(
+        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+        POSITIVE, POSITIVE_IDS,
+    )  # fmt: skip
+    out = among
+    if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
+        out = among | members(
+            rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
+            EXCLUDED, EXCLUDED_IDS,
+        )  # fmt: skip
+    return among, out
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -39,11 +59,10 @@ def nested_sums(
     row, col = block_row * BM, block_col * BN
     rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
-    among, out = sets(
+    among, out = _special(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
         excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
     )  # fmt: skip
-    out = among if out is None else among | out  # the batch has positives
     total = tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):
@@ -109,11 +128,10 @@ def nested_gradient(
     rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
     here = here_rows[:, None] & here_cols[None, :]
-    among, out = sets(
+    among, out = _special(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
         excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
     )  # fmt: skip
-    out = among if out is None else among | out  # the batch has positives
     total, left = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):

@@ -132,27 +132,26 @@ def row_gradient(
     of_unit = 1.0
     if UNIT:
         of_unit = tl.load(unit)
-    term, divisor = tl.zeros((BM,), tl.float32), tl.full((BM,), 1.0, tl.float32)
-    norm = divisor
+    term = tl.zeros((BM,), tl.float32)
     if PAIRED:
         term = (tl.load(terms + rows * stride_terms, mask=rows < pairs, other=0.0) * term_factor).to(tl.float32)
-    if NORMED:
-        norm = tl.load(norms + rows, mask=here, other=1.0)
-        divisor = tl.maximum(norm, EPS)
     along = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
         at = start + tl.arange(0, BK)
         known = here[:, None] & (at < dim)[None, :]
         grad = _gradient(products, other, rows, at, known, pairs, stride_products, stride_other, term, of_unit, PAIRED)
         a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
-        along += tl.sum(a / divisor[:, None] * grad, 1)
+        along += tl.sum(a * grad, 1)
     tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
-    removed = tl.where(norm >= EPS, along, 0.0)
+    if NORMED:  # <z_i, U_i> = <x_i, U_i / |x_i|>
+        norm = tl.load(norms + rows, mask=here, other=1.0)
+        divisor = tl.maximum(norm, EPS)
+        removed = tl.where(norm >= EPS, along / divisor / divisor, 0.0)
     for start in range(0, dim, BK):
         at = start + tl.arange(0, BK)
         known = here[:, None] & (at < dim)[None, :]
         grad = _gradient(products, other, rows, at, known, pairs, stride_products, stride_other, term, of_unit, PAIRED)
         if NORMED:
             a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
-            grad -= a / divisor[:, None] * (removed / divisor)[:, None]
+            grad -= a * removed[:, None]
         tl.store(out + place * dim + at[None, :], (grad * factor).to(out.dtype.element_ty), mask=known)

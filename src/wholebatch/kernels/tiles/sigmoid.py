@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import ANY, NEGATIVES, columns_of, place_of, sets, similarities, write
+from .common import ANY, NEGATIVES, choose, columns_of, place_of, similarities, write
 
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -74,21 +74,23 @@ def tile_sigmoid(
             here_cols = cols < num_cols
             # In units of log(2); beyond the last column, a bias of -inf leaves neither a loss nor a gradient.
             m = columns_of(products, part, PARTS) * log2_scale + tl.where(here_cols, log2_bias, float("-inf"))[None, :]
-            among, out = sets(
+            m = choose(
+                m, float("-inf") if CANDIDATES == NEGATIVES else -m, float("-inf"),
                 rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
                 excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
             )  # fmt: skip
-            if among is not None:
-                m = tl.where(among, float("-inf") if CANDIDATES == NEGATIVES else -m, m)
-            if out is not None:
-                m = tl.where(out, float("-inf"), m)
             e = tl.exp2(-tl.abs(m))
             of_losses += tl.sum(tl.maximum(m, 0.0) + log2_of_1_plus(e), 1)
             if gradient is not None or totals is not None:
                 inverse = _reciprocal(1.0 + e, APPROXIMATE)
                 made = tl.where(m > 0, inverse, e * inverse)
-                if among is not None and CANDIDATES != NEGATIVES:
-                    made = tl.where(among, -made, made)
+                if CANDIDATES != NEGATIVES:
+                    made = choose(
+                        made, -made, made, rows, cols, num_rows, num_cols, first_row,
+                        positive, positive_stride, positive_rows, positive_cols,
+                        excluded, excluded_stride, excluded_rows, excluded_cols,
+                        POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+                    )  # fmt: skip
                 if row_weights is not None:
                     made *= tl.load(row_weights + rows, mask=here_rows, other=0.0)[:, None]
                 if totals is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import ANY, NEGATIVES, NO_IDS, POSITIVES, any_named, columns_of, place_of, sets, similarities, write
+from .common import ANY, NEGATIVES, NO_IDS, POSITIVES, any_named, choose, columns_of, place_of, similarities, write
 
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -46,14 +46,19 @@ def _exponents(products, k, c, rows, cols, here_rows, here_cols, row_scale, row_
 
 
 @triton.jit
-def _of_candidates(values, of_positives, among, out, CANDIDATES: tl.constexpr):
-    """Return the values of candidates, and 0 elsewhere; `among` and `out` are masks, or None for empty sets."""
-    found = tl.zeros_like(values) if CANDIDATES == POSITIVES else values
-    if out is not None:
-        found = tl.where(out, 0.0, found)
-    if among is not None:
-        found = tl.where(among, of_positives, found)
-    return found
+def _of_candidates(
+    values, rows, cols, num_rows, num_cols, first_row,
+    positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
+    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Return the values of candidates, and 0 elsewhere."""
+    nothing = tl.zeros_like(values)
+    return choose(
+        nothing if CANDIDATES == POSITIVES else values, nothing if CANDIDATES == NEGATIVES else values, nothing,
+        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+        excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -91,21 +96,24 @@ def tile_sums(
             exponents = _exponents(of_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
             # Sums of logits come first: then their registers are free for exponentials.
             if ALL_FIELDS > EXPONENTIALS:
-                among, out = sets(
-                    rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-                    excluded, excluded_stride, excluded_rows, excluded_cols,
-                    POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
-                )  # fmt: skip
                 logits = tl.where(here, (of_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
                 if TARGETS & ALL_FIELDS:
-                    of_positives = tl.where(among, logits, 0.0)
+                    of_positives = _of_candidates(
+                        logits, rows, cols, num_rows, num_cols, first_row,
+                        positive, positive_stride, positive_rows, positive_cols,
+                        excluded, excluded_stride, excluded_rows, excluded_cols,
+                        POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS, POSITIVES,
+                    )  # fmt: skip
                     targets += tl.sum(of_positives, 1)
                     if TARGETS & OF_COLS:
                         tl.store(to_cols + stride_cols, tl.sum(of_positives, 0), mask=here_cols)
                 if LOGITS & ALL_FIELDS:
-                    ones = tl.where(here, 1.0, 0.0)
-                    of_positives = tl.zeros_like(ones) if CANDIDATES == NEGATIVES else ones
-                    candidates = _of_candidates(ones, of_positives, among, out, CANDIDATES)
+                    candidates = _of_candidates(
+                        tl.where(here, 1.0, 0.0), rows, cols, num_rows, num_cols, first_row,
+                        positive, positive_stride, positive_rows, positive_cols,
+                        excluded, excluded_stride, excluded_rows, excluded_cols,
+                        POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS, CANDIDATES,
+                    )  # fmt: skip
                     of_logits += tl.sum(logits * candidates, 1)
                     counts += tl.sum(candidates, 1)
                     if LOGITS & OF_COLS:
@@ -114,19 +122,18 @@ def tile_sums(
                         tl.store(to_logits + stride_cols, tl.sum(candidates, 0), mask=here_cols)
             exponentials = tl.exp2(exponents)
             special = True
-            if CANDIDATES != POSITIVES and POSITIVE_IDS == NO_IDS and EXCLUDED_IDS == NO_IDS:
-                # Most blocks have no special entry.
+            if ALL_FIELDS == EXPONENTIALS and POSITIVE_IDS == NO_IDS and EXCLUDED_IDS == NO_IDS:
+                # Most blocks have no special entry; no kernel is started where named positives are all candidates.
                 special = (row + BM > num_rows) | (col + BN > num_cols)
                 special |= any_named(row, cols, num_cols, first_row, positive, positive_stride, POSITIVE, BM)
                 special |= any_named(row, cols, num_cols, first_row, excluded, excluded_stride, EXCLUDED, BM)
             if special:
-                among, out = sets(
-                    rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
+                exponentials = _of_candidates(
+                    tl.where(here, exponentials, 0.0), rows, cols, num_rows, num_cols, first_row,
+                    positive, positive_stride, positive_rows, positive_cols,
                     excluded, excluded_stride, excluded_rows, excluded_cols,
-                    POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+                    POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS, CANDIDATES,
                 )  # fmt: skip
-                of_positives = tl.zeros_like(exponentials) if CANDIDATES == NEGATIVES else exponentials
-                exponentials = tl.where(here, _of_candidates(exponentials, of_positives, among, out, CANDIDATES), 0.0)
             by_row += tl.sum(exponentials, 1)
             if OF_COLS:
                 tl.store(to_cols, tl.sum(exponentials, 0), mask=here_cols)
@@ -187,14 +194,15 @@ def tile_gradient(
             made = tl.exp2(exponents) * _weights(row_sum, col_sum, rows, cols, num_rows, num_cols)
             if row_logits is not None or col_logits is not None:
                 made += _weights(row_logits, col_logits, rows, cols, num_rows, num_cols)
-            among, out = sets(
+            nothing = tl.zeros_like(made)
+            of_positives = nothing if CANDIDATES == NEGATIVES else made
+            if row_target is not None or col_target is not None:
+                of_positives += _weights(row_target, col_target, rows, cols, num_rows, num_cols)
+            made = choose(
+                nothing if CANDIDATES == POSITIVES else made, of_positives, nothing,
                 rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
                 excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
             )  # fmt: skip
-            of_positives = tl.zeros_like(made) if CANDIDATES == NEGATIVES else made
-            if row_target is not None or col_target is not None:
-                of_positives += _weights(row_target, col_target, rows, cols, num_rows, num_cols)
-            made = _of_candidates(made, of_positives, among, out, CANDIDATES)
             if totals is not None:
                 summed += tl.sum(tl.where(here_cols[None, :], made, 0.0), 1)
             if row_scale is not None:
