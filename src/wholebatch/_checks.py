@@ -120,12 +120,13 @@ def _memory_bytes() -> int:
 
 def on_host(numbers: Mapping[_K, Tensor | float] | Mapping[_K, Tensor]) -> dict[_K, float]:
     """Copy tensors of one element to the host, as numbers; the host waits once for each device."""
-    found = {name: x for name, x in numbers.items() if not isinstance(x, Tensor)}
-    tensors = {name: x.reshape(()) if x.dim() else x for name, x in numbers.items() if isinstance(x, Tensor)}
+    tensors = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
+    found: dict[_K, float] = dict(numbers)  # type: ignore[arg-type]  # in the same order
     devices = {x.device for x in tensors.values()}
     for device in devices:
         here = tensors if len(devices) == 1 else {name: x for name, x in tensors.items() if x.device == device}
-        found.update(zip(here, torch.stack([*here.values()]).tolist(), strict=True))  # in the widest of their dtypes
+        shaped = [x.reshape(()) if x.dim() else x for x in here.values()]
+        found.update(zip(here, torch.stack(shaped).tolist(), strict=True))  # in the widest of their dtypes
     return found
 
 

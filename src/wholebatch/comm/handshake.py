@@ -202,8 +202,7 @@ class _Local:
         return record(self.text, [*self._on_host(), *self.numbers], [], torch.device("cpu"), reads=reads)
 
     def _on_host(self) -> list[float]:
-        found = on_host({str(at): of.number for at, of in enumerate(self.on_device)})
-        return [found[str(at)] for at in range(len(found))]
+        return [*on_host({at: of.number for at, of in enumerate(self.on_device)}).values()]
 
 
 def _read_back(facts: Mapping[str, Any]) -> Facts:

@@ -27,6 +27,7 @@ _REDUCE_OPS = {
 }
 
 
+_RANKS = "rank, size and backends"
 # What all communicators over a group share.
 _KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 
@@ -39,14 +40,15 @@ class TorchTransport(Transport):
     def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
         super().__init__()
         self._group, self._made_by_split = group, made_by_split
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._backends = Backends.of(group)
-        self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
         self._device: torch.device | None = None  # see `use_device`
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name = named.group_name
         self.kept = _KEPT.setdefault(named, {})
+        if _RANKS not in self.kept:
+            self.kept[_RANKS] = dist.get_rank(group), dist.get_world_size(group), Backends.of(group)
+        self.rank, self.size, self._backends = self.kept[_RANKS]
+        self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
         self.failed = self.kept.setdefault(FAILED, {})
 
     @property

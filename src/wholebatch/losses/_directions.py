@@ -56,17 +56,20 @@ class Retrieval:
     def __init__(self, facts: Facts, equal_ids: EqualIdsAre, fields: tuple[str, ...]) -> None:
         self._facts, self._fields = facts, fields
         self._queries = facts.rows["queries"]
-        counts = [facts.rows[name].counts for name in ("keys", "negatives") if name in facts.rows]
-        self._keys = Partition(tuple(map(sum, zip(*counts, strict=True))))  # with negatives
-        rank, local = facts.rank, self._queries.counts[facts.rank]
-        self._local = self._queries.rows(rank)
-        self._local_keys = slice(self._keys.offsets[rank], self._keys.offsets[rank] + local)  # of these queries
+        self._keys, self._local, self._local_keys = facts.once("keys", self._places)
         self._query_ids, self._key_ids = self._all_ids()
         self.several = self._query_ids is not None and equal_ids == "positive"
         self._norms = {
             "queries": facts.norms["queries"],
             "keys": max(facts.norms["keys"], facts.norms.get("negatives", 0.0)),
         }
+
+    def _places(self) -> tuple[Partition, slice, slice]:
+        """Return the owners of keys and negatives, and the places of the local queries and of their keys."""
+        rows, rank = self._facts.rows, self._facts.rank
+        counts = [rows[name].counts for name in ("keys", "negatives") if name in rows]
+        keys, local = Partition(tuple(map(sum, zip(*counts, strict=True)))), self._queries.rows(rank)
+        return keys, local, slice(keys.offsets[rank], keys.offsets[rank] + local.stop - local.start)
 
     @property
     def local_query_ids(self) -> Tensor:

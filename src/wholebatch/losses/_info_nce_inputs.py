@@ -15,7 +15,7 @@ from ._hard_negatives import check_hard_negatives, rows_of
 from ._info_nce_options import InfoNCESettings
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class InfoNCETensors:
     """The tensors of one call, as :func:`wholebatch.functional.info_nce_loss` describes them."""
 

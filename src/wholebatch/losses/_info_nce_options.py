@@ -15,7 +15,7 @@ PartitionOf = Literal["joint", "per_direction"]
 PARTITIONS = ("joint", "per_direction")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class InfoNCESettings:
     """The settings of InfoNCE that are no tensors."""
 
