@@ -48,6 +48,7 @@ class TorchTransport(Transport):
         if _RANKS not in self.kept:
             self.kept[_RANKS] = dist.get_rank(group), dist.get_world_size(group), Backends.of(group)
         self.rank, self.size, self._backends = self.kept[_RANKS]
+        self._takes_cpu = "cpu" in self._backends.by_device
         self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
         self.failed = self.kept.setdefault(FAILED, {})
 
@@ -144,7 +145,7 @@ class TorchTransport(Transport):
         return _after(works, lambda: out.to(x.device), wire)
 
     def stays_on_device(self, x: Tensor) -> bool:
-        return self._backends.on_device(x.device.type)
+        return x.device.type != "cpu" and self._backends.on_device(x.device.type)
 
     def keeps_tags(self, x: Tensor) -> bool:
         return not self._backends.on_device(self._wire_device(x).type)
@@ -162,7 +163,7 @@ class TorchTransport(Transport):
     def _broadcasts(self, wire: Tensor, out: Tensor, counts: tuple[int, ...]) -> list[list[Any]]:
         """Broadcast each rank's rows into their place in `out`; return c10d's handles, by rank."""
         works: list[list[Any]] = []
-        for root, part in enumerate(out.split(counts)):
+        for root, part in enumerate(out.split_with_sizes(counts)):
             if root == self.rank:
                 part.copy_(wire)
             some = part.numel() > 0
@@ -265,7 +266,7 @@ class TorchTransport(Transport):
 
     def _wire(self, x: Tensor) -> Tensor:
         """Return x on a device from which a backend of this group takes it."""
-        return x.to(self._wire_device(x))
+        return x if x.device.type == "cpu" and self._takes_cpu else x.to(self._wire_device(x))
 
     def _wire_device(self, x: Tensor) -> torch.device:
         if self._backends.take(x.device.type):
