@@ -25,6 +25,7 @@ from .softmax import Softmax, output_names
 from .softmax_in_kernels import SoftmaxInKernels, in_kernels
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
 from .towers import Towers
+from .views_in_kernels import TwoViewsInKernels, two_views_in_kernels
 
 Scale = tuple[float, Any]  # the factor of S as a number, and as a tensor that may need a gradient
 
@@ -169,6 +170,11 @@ def row_statistics(
         else:
             plan = plan_of(facts.with_(kernels=False))
     if plan.in_kernels and plan.shift is not None and len(features) == 2:
+        if layout.symmetric:
+            views = facts.once(("in kernels", *in_form), lambda: (two_views_in_kernels(facts, plan, layout, dtype),))[0]
+            if views is not None:
+                of_views = TwoViewsInKernels.apply(plan, views, facts.of_rows, scale[1], *features)
+                return RowStatistics(*of_views), None
         shared = facts.once(("in kernels", *in_form), lambda: (in_kernels(facts, plan, layout, dtype),))[0]
         if shared is not None:
             x, y = (features[at[0]] for at in (towers.stays, towers.travels))

@@ -105,7 +105,7 @@ def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dty
         tuple((tile, named.of_tile(tile)) for tile in of)
         for of in tiles_of_launches(block, plan.route.budget.side, factors)
     ]
-    most = max((tile.shape[0] * _wide(tile.shape[1]) for tile, _ in tiles[1]), default=0)
+    most = max((tile.shape[0] * columns_of_memory(tile.shape[1]) for tile, _ in tiles[1]), default=0)
     return InKernels(tiles[0], tiles[1], most, pairs, factors, of_gradients, products.allows_tf32)
 
 
@@ -250,7 +250,7 @@ def _products(
     x_factor, y_factor = x.to(dtype) if v is not None else x, y.to(dtype) if u is not None else y
     for of in form.gradients:
         tile = of[0]
-        (rows, cols), wide = tile.shape, _wide(tile.shape[1])
+        (rows, cols), wide = tile.shape, columns_of_memory(tile.shape[1])
         grad = memory[: rows * wide].view(rows, wide)[:, :cols]
         kernels.tile_gradient(
             form.inputs(of, x, y, numbers),
@@ -265,6 +265,6 @@ def _products(
     return u, v
 
 
-def _wide(cols: int) -> int:
+def columns_of_memory(cols: int) -> int:
     """Return the columns of memory of a tile, whose rows begin at multiples of 16 bytes."""
     return -(-cols // 8) * 8

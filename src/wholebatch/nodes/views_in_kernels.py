@@ -1,0 +1,159 @@
+"""The softmax node in kernels for two normalized views on one process: S = scale Z Z^T without its diagonal.
+
+    Z = [z0; z1], each row divided by its norm; a row's positive is the row of the other view
+
+Kernels multiply rows as they are, and S_ij by 1 / (|x_i| |x_j|). Tiles on and above the diagonal suffice: with weights
+w of rows, G = dS + dS^T has the entries E_ij (w_i + w_j), and t_i + t_j for a positive pair. A launch writes
+G_ij / (|x_i| |x_j|), so a product with X is U_i / |x_i|, as `kernels.row_gradient` takes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .._autograd import no_autocast, once_differentiable
+from .._normalize import EPS
+from ..contract import Facts
+from ..logsumexp import log_sum_exp
+from ..partition import Tile
+from ..sweep import Block, Diagonals, members, tiles_of_launches
+from .route import Layout
+from .softmax_in_kernels import columns_of_memory
+from .softmax_plan import SoftmaxPlan
+
+
+@dataclass(eq=False)
+class Views:
+    """The facts of a form that all of its calls share.
+
+    Args:
+        sums, gradients: the tiles of S of one launch each, with their positives and excluded entries.
+        entries: of the largest tile of G, with rows that begin at multiples of 16 bytes.
+        dtype: of factors, and of G.
+        tf32: whether float32 is multiplied in TF32.
+    """
+
+    sums: tuple[tuple[Tile, kernels.Entries, kernels.Entries], ...]
+    gradients: tuple[tuple[Tile, kernels.Entries, kernels.Entries], ...]
+    entries: int
+    dtype: torch.dtype
+    tf32: bool
+
+    def inputs(
+        self, of: tuple[Tile, kernels.Entries, kernels.Entries], x: Tensor, inverse: Tensor, numbers: Tensor
+    ) -> kernels.TileInputs:
+        """Return a tile as kernels take it; `inverse` are those of the rows' norms."""
+        tile, positive, excluded = of
+        rows, cols = tile.rows, tile.cols
+        terms = kernels.RowTerms(inverse[rows], None)
+        return kernels.TileInputs(
+            x[rows], x[cols], numbers, positive, excluded, 0, rows.start, terms, inverse[cols], self.tf32
+        )
+
+
+def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> Views | None:
+    """Return the facts of this node if it computes calls of this form, else None; as `in_kernels`."""
+    of, towers, pairs = plan.selection, plan.towers, plan.selection.pairs
+    changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, plan.dtype)
+    if facts.comm.size > 1 or not plan.symmetric or plan.cols != ("sum", "target") or changed != (None,) * 6:
+        return None
+    if of.over != "negatives" or (towers.stays, towers.travels, towers.normalize) != ((0, 1), (), True):
+        return None
+    products, rows = plan.route.products, layout.rows.total
+    factors, b = products.dtype_in_kernels(dtype), rows // 2
+    if factors not in (torch.float32, torch.bfloat16):
+        return None
+    if not isinstance(pairs.positive, Diagonals) or pairs.positive.places != ((0, b, b), (b, 0, b)):
+        return None
+    if not isinstance(pairs.excluded, Diagonals) or pairs.excluded.places != ((0, 0, rows),):
+        return None
+    positive, excluded = (members(entries, rows, facts.device) for entries in (pairs.positive, pairs.excluded))
+    assert positive is not None
+    assert excluded is not None
+    block = Block(torch.empty(0, device="meta"), slice(0, rows), slice(0, rows), triangle=True)
+    sums, gradients = (
+        tuple((tile, positive.of_tile(tile), excluded.of_tile(tile)) for tile in tiles)
+        for tiles in tiles_of_launches(block, plan.route.budget.side, factors)
+    )
+    most = max((tile.shape[0] * columns_of_memory(tile.shape[1]) for tile, *_ in gradients), default=0)
+    return Views(sums, gradients, most, factors, products.allows_tf32)
+
+
+class TwoViewsInKernels(torch.autograd.Function):
+    """Compute A and T of all rows of Z."""
+
+    @staticmethod
+    @no_autocast
+    def forward(
+        ctx: Any,
+        plan: SoftmaxPlan,
+        form: Views,
+        of_rows: kernels.RowNumbers | None,
+        scale: Any,
+        z0: Tensor,
+        z1: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        assert plan.shift is not None
+        shift, b = kernels.exact(plan.shift), z0.shape[0]
+        numbers = kernels.numbers_of(plan.scale, shift, z0.device)
+        of_rows = kernels.row_numbers(z0, z1, ()) if of_rows is None else of_rows
+        inverse = of_rows.norms.clamp(min=EPS).reciprocal_()
+        x = torch.cat([z0, z1]).to(form.dtype)
+        sums: Tensor | None = None
+        for of in form.sums:
+            tile = of[0]
+            names = () if tile.self_transposed else ("sum",)
+            by_row, by_col = kernels.tile_sums(form.inputs(of, x, inverse, numbers), rows=("sum",), cols=names)
+            if sums is None and tile.shape[0] == x.shape[0]:
+                sums = by_row["sum"]
+                continue
+            sums = by_row["sum"].new_zeros(x.shape[0]) if sums is None else sums
+            sums[tile.rows] += by_row["sum"]
+            if names:
+                sums[tile.cols] += by_col["sum"]
+        assert sums is not None
+        of_pairs = inverse[:b] * inverse[b:]
+        target = torch.mul(of_rows.products, of_pairs).double().mul_(plan.scale)
+        ctx.plan, ctx.form = plan, form
+        scale = scale if isinstance(scale, Tensor) else None
+        ctx.save_for_backward(scale, z0, z1, x, numbers, of_rows.norms, inverse, of_pairs, sums)
+        return log_sum_exp(shift, sums), torch.cat([target, target])
+
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, grad: Tensor, grad_target: Tensor) -> tuple[Any, ...]:
+        plan, form = ctx.plan, ctx.form
+        scale, z0, z1, x, numbers, norms, inverse, of_pairs, sums = ctx.saved_tensors
+        want_scale, *wanted = ctx.needs_input_grad[3:]
+        b, size = z0.shape[0], float(plan.size)
+        weights = kernels.side_weights(None, (grad, sums), size)[1]
+        assert weights is not None
+        multiply, memory = plan.route.products.multiply, x.new_empty(form.entries)
+        u = x.new_empty(x.shape, dtype=torch.float32)
+        for of in form.gradients:
+            tile = of[0]
+            rows, cols, wide = tile.rows, tile.cols, columns_of_memory(tile.shape[1])
+            slope = memory[: tile.shape[0] * wide].view(tile.shape[0], wide)[:, : tile.shape[1]]
+            kernels.tile_gradient(
+                form.inputs(of, x, inverse, numbers), slope, rows={"sum": weights[rows]}, cols={"sum": weights[cols]}
+            )
+            first = rows.start == 0  # strips of rows: those below have been added to as columns
+            multiply((slope,), (x[cols],), u[rows], add=not (first and tile.self_transposed))
+            if not tile.self_transposed:
+                multiply((slope.T,), (x[rows],), u[cols], add=not first)
+        terms = (grad_target[:b] + grad_target[b:]).mul_(of_pairs)
+        factor, grads, shares = plan.scale / plan.size, [], []
+        for own, other, at, want in ((z0, z1, slice(0, b), wanted[0]), (z1, z0, slice(b, 2 * b), wanted[1])):
+            made, share = kernels.row_gradient(u[at], own, (other, terms, size), norms[at], None, factor, own.dtype)
+            grads.append(made if want else None)
+            shares.append(share)
+        grad_scale = None
+        if want_scale:
+            grad_scale = (torch.cat(shares).sum() / (2 * plan.size)).to(scale).view_as(scale)
+        return None, None, None, grad_scale, *grads
