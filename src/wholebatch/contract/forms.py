@@ -60,7 +60,7 @@ class Form:
     @property
     def in_kernels(self) -> bool:
         """Whether kernels computed calls of this form."""
-        return any(KERNELS in agreement.plans for agreement in self._agreements.values())
+        return any(agreement.plans.get(KERNELS) for agreement in self._agreements.values())
 
     @property
     def alone(self) -> Agreement:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..contract import Facts
+from ..contract import KERNELS, Facts
 from ..kernels import READABLE, Choice, check_rows, choice, interpreted, verdicts, verifying
 from .route import Layout
 
@@ -66,13 +66,14 @@ class Rehearsal(Protocol):
         ...
 
 
-def use_kernels(facts: Facts, form: Hashable, rehearsal: Rehearsal) -> bool:
+def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable[[], Rehearsal]) -> bool:
     """Return whether kernels compute a call's tiles, the same on all ranks. Collective at the first call of a form.
 
     Args:
         facts: of the call.
         form: what decides which kernels are started, the same on all ranks.
-        rehearsal: the sweep of the call.
+        layout: of S.
+        rehearse: returns the sweep of the call, for the first call of a form.
 
     Raises:
         ValueError: on every rank, for kernel="triton", if kernels failed on any of them.
@@ -80,14 +81,20 @@ def use_kernels(facts: Facts, form: Hashable, rehearsal: Rehearsal) -> bool:
     if not facts.kernels:
         return False
     group, named = facts.comm.transport.group_name, facts.options.kernel == "triton"
-    described = f"{_name(facts.given_dtype)} x {facts.embedding_size}, {facts.products.precision}"
-    layout = rehearsal.layout
-    size = _class_of(max(layout.rows.counts) * layout.cols.total)
-    precision = facts.products, facts.features_dtype
-    key = (facts.caller, described, precision, named, size, facts.differentiable, facts.device.type, form)
+
+    def in_full() -> tuple[str, int, Hashable]:
+        described = f"{_name(facts.given_dtype)} x {facts.embedding_size}, {facts.products.precision}"
+        size = _class_of(max(layout.rows.counts) * layout.cols.total)
+        precision = facts.products, facts.features_dtype
+        key = (facts.caller, described, precision, named, size, facts.differentiable, facts.device.type, form)
+        return described, size, key
+
+    of_call = "choice", form, layout.rows.counts, layout.cols.counts, facts.products, facts.differentiable
+    described, size, key = facts.once(of_call, in_full)
     if (known := choice.found(group, key)) is not None:
+        facts.plans[KERNELS] = known.in_kernels
         return known.in_kernels
-    found = _rehearse(facts, rehearsal, key, timed=not named)
+    found = _rehearse(facts, rehearse(), key, timed=not named)
 
     def state() -> dict[str, Any]:
         if named and found["failed"]:

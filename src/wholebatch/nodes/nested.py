@@ -94,7 +94,7 @@ def nested_statistics(
     shift = shift if dtype is None else exact(shift)
     plan = NestedPlan(choose_route(facts, layout, keep=False), parts, scale, shift, rows.total, dtype)
     form = (parts.dims, *parts.pairs.kinds, parts.symmetric)
-    if dtype is not None and not use_kernels(facts, form, NestedRehearsal(facts, plan, layout)):
+    if dtype is not None and not use_kernels(facts, form, layout, lambda: NestedRehearsal(facts, plan, layout)):
         route = choose_route(replace(facts, kernels=False), layout, keep=False)
         plan = replace(plan, route=route, kernel_dtype=None)
     row_lse, targets, col_lse = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)

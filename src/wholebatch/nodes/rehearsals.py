@@ -356,7 +356,8 @@ def tokens_in_kernels_or_not(facts: Facts, route: Route, vectors: Vectors) -> Ro
     """
     longest = vectors.longest[1]
     form = (vectors.documents, str(integer_for(longest)), longest.bit_length())
-    in_kernels = use_kernels(facts, form, MaxSimRehearsal(facts, route, vectors))
+    rehearsal = MaxSimRehearsal(facts, route, vectors)
+    in_kernels = use_kernels(facts, form, rehearsal.layout, lambda: rehearsal)
     return replace(route, tokens_in_kernels=in_kernels)
 
 
@@ -374,6 +375,6 @@ def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> Sigmoi
     bias = facts.inputs["logit_bias"]
     wants_bias = isinstance(bias, Tensor) and bias.requires_grad
     form = (*plan.pairs.kinds, weighted, wants_bias, plan.per_row)
-    if use_kernels(facts, form, SigmoidRehearsal(facts, plan, layout, weighted, wants_bias)):
+    if use_kernels(facts, form, layout, lambda: SigmoidRehearsal(facts, plan, layout, weighted, wants_bias)):
         return plan
     return replace(plan, route=choose_route(replace(facts, kernels=False), layout, keep=False), in_kernels=False)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from .._precision import accumulation_dtype
-from ..contract import KERNELS, Facts, canaries_of
+from ..contract import Facts, canaries_of
 from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .kernel_check import use_kernels
 from .one_tile import OneTile, computes_one_tile
 from .rehearsals import SoftmaxRehearsal
 from .route import Layout, choose_route
+from .shifts import never_underflows
 from .softmax import Softmax, output_names
 from .softmax_in_kernels import SoftmaxInKernels, in_kernels
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
@@ -159,26 +160,15 @@ def row_statistics(
             offsets is not None, learned, *rows, *cols, layout.symmetric, keep,
             plan.towers.normalize_per_tile, plan.towers.stay_norms is not None, plan.towers.travel_norms is not None,
         )  # fmt: skip
-
-        def uses_kernels() -> bool:
-            keeps = keep and _keeps(facts, layout, plan)
-            return use_kernels(facts, (*form, keeps), SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned))
-
-        in_form = ("uses kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, dtype)
-        if facts.once(in_form, uses_kernels):
-            facts.plans[KERNELS] = True
-        else:
+        keeps = facts.once(("keeps", *form), lambda: keep and _keeps(facts, layout, plan))
+        if not use_kernels(
+            facts, (*form, keeps), layout, lambda: SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned)
+        ):
             plan = plan_of(facts.with_(kernels=False))
     if plan.in_kernels and plan.shift is not None and len(features) == 2:
-        if layout.symmetric:
-            views = facts.once(("in kernels", *in_form), lambda: (two_views_in_kernels(facts, plan, layout, dtype),))[0]
-            if views is not None:
-                of_views = TwoViewsInKernels.apply(plan, views, facts.of_rows, scale[1], *features)
-                return RowStatistics(*of_views), None
-        shared = facts.once(("in kernels", *in_form), lambda: (in_kernels(facts, plan, layout, dtype),))[0]
-        if shared is not None:
-            x, y = (features[at[0]] for at in (towers.stays, towers.travels))
-            return _by_side(rows, cols, SoftmaxInKernels.apply(plan, shared, facts.of_rows, scale[1], x, y))
+        found = _in_few_launches(facts, plan, layout, features, scale[1], form)
+        if found is not None:
+            return found
     if len(features) == 2 and computes_one_tile(facts, plan, layout, dtype):
         of_rows, target, *of_cols = OneTile.apply(plan, scale[1], *features)
         return RowStatistics(of_rows, target), RowStatistics(*of_cols) if of_cols else None
@@ -187,6 +177,27 @@ def row_statistics(
     anchor = torch.cat([feature[:0].flatten() for feature in features])
     sides = _by_side(rows, cols, Softmax.apply(plan, anchor, scale[1], offsets, *features))
     return (sides[1], None) if layout.symmetric else sides
+
+
+def _in_few_launches(
+    facts: Facts, plan: SoftmaxPlan, layout: Layout, features: Sequence[Tensor], scale: Any, form: tuple[Any, ...]
+) -> tuple[RowStatistics | None, RowStatistics | None] | None:
+    """Return the statistics by the nodes for diagonal positives in kernels; None if these do not compute the call."""
+    dtype, towers = features[0].dtype, plan.towers
+    assert plan.shift is not None
+    if not never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype)):
+        return None
+    in_form = ("in kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, facts.products, dtype)
+    if layout.symmetric:
+        views = facts.once(in_form, lambda: (two_views_in_kernels(facts, plan, layout, dtype),))[0]
+        if views is None:
+            return None
+        return RowStatistics(*TwoViewsInKernels.apply(plan, views, facts.of_rows, scale, *features)), None
+    shared = facts.once(in_form, lambda: (in_kernels(facts, plan, layout, dtype),))[0]
+    if shared is None:
+        return None
+    x, y = (features[at[0]] for at in (towers.stays, towers.travels))
+    return _by_side(plan.rows, plan.cols, SoftmaxInKernels.apply(plan, shared, facts.of_rows, scale, x, y))
 
 
 def _by_side(
