@@ -51,7 +51,7 @@ def join(inputs: Sequence[Tensor | float | None], everyone: FactsByRank) -> list
 def _requiring_grad(x: Tensor | float | None) -> Tensor:
     if isinstance(x, Tensor):
         return x if x.requires_grad else x.detach().requires_grad_()
-    return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, requires_grad=True)
+    return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
 def enter(inputs: dict[str, Any], scalars: Container[str], comm: Communicator, options: Options) -> dict[str, Any]:

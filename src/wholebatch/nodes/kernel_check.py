@@ -149,13 +149,14 @@ def _now(device: torch.device) -> float:
 def random_rows(rows: int, dim: int, like: Tensor, seed: int) -> Tensor:
     """Return random rows of unit length, in a tensor's dtype and on its device, from a generator of their own."""
     generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(rows, dim, generator=generator)
+    made = torch.randn(rows, dim, generator=generator, device="cpu")
     return torch.nn.functional.normalize(made, dim=1).to(like)
 
 
 def random_numbers(count: int, device: torch.device, seed: int) -> Tensor:
     """Return random numbers from 0.5 to 1.5, (count,), float32, from a generator of their own."""
-    return (torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.5).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(count, generator=generator, device="cpu") + 0.5).to(device)
 
 
 def _name(dtype: torch.dtype) -> str:
