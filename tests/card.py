@@ -21,7 +21,7 @@ _FACTORIES = ("empty.memory_format", "empty_strided", "arange", "arange.start", 
 
 
 class _Module(backend_registration._DummyBackendModule):
-    """What torch asks of `torch.card`."""
+    """The functions that torch calls for any device: a module `torch.card`."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

@@ -4,6 +4,7 @@ A case is a function of `moved`, which moves arguments and modules, and `context
 everything else stands outside. It returns results by name.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernel_losses import losses as losses_of_kernels
-from loss_cases import LOSSES, gradients, options_of, rows_of, whole_batch
+from loss_cases import IDS, LOSSES, WEIGHTS, gradients, options_of, rows_of, whole_batch
 from pair_losses import DECLARATIONS, Batch, batch_for, cut, part
 from pair_losses import gradients as gradients_of_batch
 from partial_fc_data import MARGINS, D
@@ -53,19 +54,28 @@ def cases(size: int, rank: int, folder: str, *, on_card: bool) -> dict[str, Case
         inputs = [z[of] for z, of in zip(whole_batch(case, counts), rows_of(case, counts, rank), strict=True)]
         single = [z.float() if z.is_floating_point() else z for z in inputs]
         found[name] = partial(_loss, case, wb.functional, inputs)
+        if IDS in case.inputs or WEIGHTS in case.inputs:
+            found[f"{name}, of the CPU"] = partial(_loss, case, wb.functional, inputs, stay=(IDS, WEIGHTS))
         if size == 1:
             found[f"{name}, float32 in small tiles"] = partial(_loss, case, wb.functional, single, memory=700)
             found[f"{name}, dense"] = partial(_loss, case, wb.reference, inputs)
-    batches = {name: (make, batch_for(name, sum(counts), sum(counts))) for name, make in DECLARATIONS.items()}
+    batches = {
+        f"declared {name}": (make, batch_for(name, sum(counts), sum(counts))) for name, make in DECLARATIONS.items()
+    }
     batches |= {f"recipe {name}": (of[0], batch_of_recipe(name, sum(counts), 0)) for name, of in RECIPES.items()}
     for name, (make, whole) in batches.items():
         batch = part(whole, at, at)
         found[name] = partial(_declared, make, batch)
-        if size == 1:
+        if size == 1 and name.startswith("declared"):
             found[f"{name}, small tiles"] = partial(_declared, partial(make, memory=700, exchange="ring"), batch)
+        if size == 1:
             found[f"{name}, dense"] = partial(_declared, lambda make=make: make().reference, batch)
-    found |= {f"head with {name}": partial(_head, margin, at, None if on_card else 0.6) for name, margin in MARGINS.items()}
+    found |= {
+        f"head with {name}": partial(_head, margin, at, None if on_card else 0.6) for name, margin in MARGINS.items()
+    }
     found |= {name: partial(more, at) for name, more in MORE.items()}
+    if size == 1:
+        found["lengths, dense"] = partial(_lengths, at, functions=wb.reference)
     if size == 1 and not on_card and find_spec("triton") is not None:
         x, y = (torch.nn.functional.normalize(torch.randn(40, 24), dim=1) for _ in range(2))
         ids = torch.arange(40) % 30
@@ -85,8 +95,12 @@ def _entry(make: Any, world: World, moved: Any, context: Any) -> dict[str, Any]:
         return good.call(made, arguments, True)
 
 
-def _loss(case: Any, functions: Any, inputs: Any, moved: Any, context: Any, **options: Any) -> dict[str, Any]:
-    *inputs, scale = moved([*inputs, SCALE])
+def _loss(
+    case: Any, functions: Any, inputs: Any, moved: Any, context: Any, stay: Any = (), **options: Any
+) -> dict[str, Any]:
+    """Compute a loss; inputs of these kinds and the scale stay on the CPU, where they may be."""
+    inputs = [z if of in stay else moved(z) for of, z in zip(case.inputs, inputs, strict=True)]
+    scale = SCALE if stay else moved(SCALE)
     with context():
         return dict(enumerate(gradients(case, functions, inputs, scale, **options_of(case, **options))))
 
@@ -109,7 +123,7 @@ def _kernels(name: str, x: Any, y: Any, ids: Any, moved: Any, context: Any) -> d
 def _head(margin: Any, at: slice, sample_rate: float | None, moved: Any, context: Any) -> dict[str, Any]:
     """Make two steps of training, of all classes or of samples."""
     x, labels, _ = data_of_head(9)
-    settings = {"margin": margin, "dtype": torch.float64, "bias": True, "seed": 3}
+    settings = {"margin": copy.deepcopy(margin), "dtype": torch.float64, "bias": True, "seed": 3}
     head = moved(wb.PartialFC(D, 11, **settings, sample_rate=sample_rate or 1.0))
     x, labels = moved([x[at].requires_grad_(), labels[at]])
     optimizer = wb.SparseAdamW(head.parameters(), lr=0.1)
@@ -159,6 +173,27 @@ def _statistics_of_losses(at: slice, moved: Any, context: Any) -> dict[str, Any]
     return {"value": value, **statistics._asdict(), "terms": of_terms.loss}
 
 
+def _lengths(at: slice, moved: Any, context: Any, functions: Any = wb.functional) -> dict[str, Any]:
+    """Compute late interaction of packed texts, whose lengths are tensors as well."""
+    queries, documents = (
+        torch.linspace(-3, 5, 6 * n, dtype=torch.float64).sin().view(n, 6)[: n // 9 * (at.stop - at.start)]
+        for n in (18, 54)
+    )
+    count = at.stop - at.start
+    lengths = {
+        "query_offsets": 2 * torch.arange(count + 1),
+        "document_offsets": 3 * torch.arange(2 * count + 1),
+        "documents_per_query": torch.full((count,), 2),
+        "query_ids": torch.arange(count) // 2,
+    }
+    queries, documents, lengths = moved([queries.requires_grad_(), documents.requires_grad_(), lengths])
+    options = {"share_hard_negatives": False, "token_reduction": "mean", "equal_ids": "positive"}
+    with context():
+        loss = functions.max_sim_loss(queries, documents, logit_scale=3.0, **lengths, **options)
+        loss.backward()
+    return {"value": loss, "queries": queries.grad, "documents": documents.grad}
+
+
 def _parameters_of_the_cpu(at: slice, moved: Any, context: Any) -> dict[str, Any]:
     """A declared loss takes parameters and data wherever they are, and their gradients arrive there."""
     batch = part(batch_for("weighted_mean", 5, 5), at, at)
@@ -181,6 +216,7 @@ MORE = {
     "statistics of rows": _statistics_of_rows,
     "a memory of rows": _memory,
     "statistics of losses": _statistics_of_losses,
+    "lengths": _lengths,
     "parameters of the CPU": _parameters_of_the_cpu,
     "a learned scale": _learned_scale,
 }

@@ -56,3 +56,37 @@ def compare(case, actual, expected, *, exactly):
 def test_no_tensor_is_on_another_device(name, size, tmp_path):
     for found in run_processes(failures_of_rank, size, name, str(tmp_path), timeout_s=300):
         assert not found, "\n".join(f"{case}: {text}" for case, text in found.items())
+
+
+def _planted(tensor_of):
+    return lambda moved, context: _sum(moved(torch.ones(3, requires_grad=True)), context, tensor_of)
+
+
+def _sum(x, context, tensor_of):
+    with context():
+        (x * tensor_of(x)).sum().backward()
+    return {"gradient": x.grad}
+
+
+PLANTED = {
+    "right": _planted(lambda x: torch.arange(3.0, device=x.device)),
+    "without a device": _planted(lambda x: torch.arange(3.0)),
+    "on the CPU": _planted(lambda x: torch.arange(3.0, device="cpu")),
+    "other numbers": _planted(lambda x: torch.arange(3.0, device=x.device) + (x.device.type == "card")),
+    "for the host alone": _planted(lambda x: torch.tensor([1, 2]).tolist()[0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("meta", {"without a device", "for the host alone"}),
+        ("card", {"without a device", "on the CPU", "other numbers"}),
+    ],
+)
+def test_planted_mistakes_are_found(name, found):
+    assert run_processes(failures_of_planted, 1, name)[0].keys() == found
+
+
+def failures_of_planted(name):
+    return failures_of_rank(name, "", PLANTED)

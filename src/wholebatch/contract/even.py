@@ -310,12 +310,12 @@ def _to_host(x: Tensor) -> Tensor:
     """Return a copy on the host, for which nothing waits: pinned memory that a GPU fills in its own time."""
     if not x.is_cuda:
         return x
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _to_device(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
     """Return numbers on a device, for which nothing waits."""
-    made = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    made = torch.tensor(rows, dtype=torch.float64)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 

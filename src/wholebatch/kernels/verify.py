@@ -163,7 +163,7 @@ def _compare(name: str, found: Tensor, true: Tensor, size: Tensor, error: float)
     if not count:
         return
     at = int(torch.where(excess.isnan(), float("inf"), excess).flatten().argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), true.shape))
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), true.shape))
     raise KernelError(
         f"{name}: {count} of {true.numel()} entries are wrong, at {place} it is {found.flatten()[at].item():.7g} "
         f"instead of {true.flatten()[at].item():.7g}"

@@ -148,8 +148,8 @@ def _now(device: torch.device) -> float:
 
 def random_rows(rows: int, dim: int, like: Tensor, seed: int) -> Tensor:
     """Return random rows of unit length, in a tensor's dtype and on its device, from a generator of their own."""
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(rows, dim, generator=generator, device="cpu")
+    generator = torch.Generator(like.device).manual_seed(seed)
+    made = torch.randn(rows, dim, generator=generator, device=like.device)
     return torch.nn.functional.normalize(made, dim=1).to(like)
 
 
