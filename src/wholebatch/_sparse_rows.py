@@ -12,7 +12,7 @@ def sparse_rows(index: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the sparse tensor with these rows; the index, (n,), is ascending, each row once."""
     # As a context and not as an argument: with the argument, torch 2.11 still warns that checks are not set.
     with torch.sparse.check_sparse_tensor_invariants(False):
-        return torch.sparse_coo_tensor(index[None], values, tuple(shape), is_coalesced=True)
+        return torch.sparse_coo_tensor(index[None], values, tuple(shape), device=values.device, is_coalesced=True)
 
 
 def coalesced(grad: Tensor) -> Tensor:

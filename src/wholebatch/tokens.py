@@ -71,7 +71,7 @@ def packed(name: str, given: Tokens, *, names: tuple[str, str] | None = None) ->
             f"got {tuple(vectors.shape)}"
         )
     if mask is None:
-        lengths = torch.full((len(vectors),), vectors.shape[1])
+        lengths = torch.full((len(vectors),), vectors.shape[1], device="cpu")
     else:
         if not is_dense(mask) or mask.dtype != torch.bool or mask.shape != vectors.shape[:2]:
             got = f"{tuple(mask.shape)}, {mask.dtype}" if is_dense(mask) else shown(mask)

@@ -144,7 +144,7 @@ def make_collective(name: str, world: World) -> Good:
 
 def _weights(y: Tensor, rank: int) -> Tensor:
     """Return the weights of y's entries in this rank's loss."""
-    return torch.linspace(1.0, 2.0, y.numel(), dtype=torch.float64).view(y.shape) + rank
+    return torch.linspace(1.0, 2.0, y.numel(), dtype=torch.float64, device=y.device).view(y.shape) + rank
 
 
 def make_message(name: str, world: World) -> Good:
@@ -161,7 +161,7 @@ def make_message(name: str, world: World) -> Good:
     nonblocking = name.startswith("i")
 
     def call(comm: Any, given: Arguments, _backward: bool) -> Results:
-        value = torch.zeros(1)
+        value = torch.zeros(1, device="cpu")
         if world.rank == source:
             sent = comm.isend(**given).wait() if nonblocking else comm.send(**given)
             assert sent is None

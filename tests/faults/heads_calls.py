@@ -126,7 +126,7 @@ def of_head(method: str, more: Arguments) -> Any:
             result = getattr(head, method)(**{k: v for k, v in given.items() if k not in HEAD_SETTINGS})
             if method == "top_classes":
                 return {"value": result.logits, "classes": result.class_ids}
-            return {"value": torch.zeros(0) if result is None else result}
+            return {"value": torch.zeros(0, device="cpu") if result is None else result}
 
         def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
             of = of_ranks[settings_of]
@@ -287,7 +287,7 @@ def clip_grad_norm(world: World) -> Good:
         for name, x in (("replicated", backbone), ("sharded", shards[world.rank])):
             of = given.get(name)
             if isinstance(of, list) and len(of) == 1 and isinstance(of[0], nn.Parameter) and of[0].shape == x.shape:
-                of[0].grad = x.clone()
+                of[0].grad = x.to(of[0].device, copy=True)
 
     def call(_made: None, given: Arguments, _backward: bool) -> Results:
         norm = wb.heads.clip_grad_norm_(**given)

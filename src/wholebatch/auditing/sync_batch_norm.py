@@ -27,7 +27,7 @@ class _SyncBatchNorm(_BatchNorm):
             # Each rank's loss counts, and the engine averages later: take the adjoint of the sum of the ranks' losses.
             comm = TorchCommunicator(loss="sum")
             others = [dim for dim in range(x.dim()) if dim != 1]
-            count = comm.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype))
+            count = comm.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device))
             mean = comm.all_reduce(x.sum(others)) / count
             variance = comm.all_reduce((x - _along(mean, x)).square().sum(others)) / count
         made = (x - _along(mean, x)) / (_along(variance, x) + self.eps).sqrt()

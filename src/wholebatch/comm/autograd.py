@@ -30,7 +30,7 @@ from .maps import LinearMap
 from .transport import Finish
 
 # An input that always requires a gradient: the node exists, and its adjoint runs, on ranks whose x needs none.
-ALWAYS = torch.empty(0, requires_grad=True)
+ALWAYS = torch.empty(0, device="cpu", requires_grad=True)
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]  # of a cotangent of zeros
 
@@ -65,7 +65,7 @@ class _Apply(Function):
         ctx.set_materialize_grads(False)
         y = call.run(map, x)
         ctx.output = _kind(y)
-        return y, torch.empty(0)
+        return y, torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[Tensor | None, None, None, None]:
@@ -117,7 +117,7 @@ def start(map: LinearMap, x: Tensor, call: Call) -> tuple[Flight, Tensor]:
     flight = Flight(map, call)
     if not is_differentiable(x):
         flight.take_off(x)
-        return flight, torch.empty(0)
+        return flight, torch.empty(0, device="cpu")
     ticket, token = _Start.apply(x, ALWAYS, flight)
     call.keep(token)
     return flight, ticket
@@ -144,7 +144,7 @@ class _Start(Function):
     def forward(ctx: Any, x: Tensor, always: Tensor, flight: Flight) -> tuple[Tensor, Tensor]:
         ctx.flight = flight
         flight.take_off(x)
-        return torch.empty(0), torch.empty(0)
+        return torch.empty(0, device="cpu"), torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, ticket_grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None]:
@@ -167,14 +167,14 @@ class _Wait(Function):
         ctx.flight = flight
         y = flight.land()
         flight.output = _kind(y)
-        return y, torch.empty(0)
+        return y, torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None]:
         ctx.flight.wait_call.reached()
         if ctx.flight.in_order:
             ctx.flight.grad = grad
-            return torch.empty(0), None
+            return torch.empty(0, device="cpu"), None
         return _start_adjoint(ctx.flight, grad), None
 
 

@@ -55,7 +55,7 @@ class Handle:
         if self._x is None:
             raise ValueError(f"{self.name} has been waited for already; wait once and keep the result")
         x, self._x = self._x, None
-        ticket, self._ticket = self._ticket, torch.empty(0)
+        ticket, self._ticket = self._ticket, torch.empty(0, device="cpu")
         verified = self._verify is None
         try:
             joins = self._verify is None or self._verify()

@@ -93,7 +93,7 @@ def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
         here, there = there, here
     text = json.dumps(local).encode()[:_BYTES].ljust(_BYTES)
     statement = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    arriving = torch.empty(_BYTES, dtype=torch.uint8)
+    arriving = torch.empty(_BYTES, dtype=torch.uint8, device="cpu")
     # Without tags, one of the two waits for the other, so the end that sends the message states it first. (In a batch
     # they would wait for this rank's batches with other ranks, and the ranks of a ring for each other.)
     if end.sends:

@@ -59,7 +59,7 @@ class _Extremum(Function):
         ctx.call, ctx.loss = call, loss
         y = call.run(reduction, x)
         ctx.save_for_backward(x, y)
-        return y, torch.empty(0)
+        return y, torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -81,7 +81,7 @@ class _Product(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.call, ctx.loss, ctx.reduction = call, loss, reduction
         ctx.save_for_backward(x)
-        return call.run(reduction, x), torch.empty(0)
+        return call.run(reduction, x), torch.empty(0, device="cpu")
 
     @staticmethod
     @once_differentiable

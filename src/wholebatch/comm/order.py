@@ -93,7 +93,7 @@ class Order:
         """Run the backward pass from `loss` and from every call that is kept."""
         waiting = self.waiting()
         roots: list[Any] = [one.root() for one in self._waiting.values()]
-        gradients: list[Tensor | None] = [torch.empty(0) for _ in roots]
+        gradients: list[Tensor | None] = [torch.empty(0, device="cpu") for _ in roots]
         if loss is not None and loss.requires_grad:
             roots.append(loss)
             gradients.append(gradient)

@@ -112,7 +112,7 @@ def with_second_passes(step: Step) -> list[Tensor]:
     leaves = step.leaves()
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in leaves):
         return [x.detach() for x in leaves]
-    trigger = torch.zeros((), requires_grad=True)
+    trigger = torch.zeros((), device="cpu", requires_grad=True)
     return list(_Representations.apply(trigger, step))
 
 

@@ -92,7 +92,7 @@ def whole_state_dict(state: State, heads: Heads) -> State:
                 del state[prefix + key]
             continue
         if prefix + "first_class" in state:
-            state[prefix + "first_class"] = torch.tensor(0)
+            state[prefix + "first_class"] = torch.tensor(0, device="cpu")
         metadata = getattr(state, "_metadata", {})
         if name in metadata and "classes" in metadata[name]:
             metadata[name]["classes"] = [0, head.num_classes, head.num_classes]

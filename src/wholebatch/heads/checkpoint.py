@@ -132,7 +132,9 @@ def load_head(
 
     def second() -> dict[str, Any]:
         index: Index = found["index"]
-        new_classes = torch.arange(index.facts["num_classes"]) if classes is None else classes.cpu().long()
+        new_classes = (
+            torch.arange(index.facts["num_classes"], device="cpu") if classes is None else classes.cpu().long()
+        )
         at = rows_within(new_classes, head.local_classes)
         found["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
         found["targets"] = _rows_of(head, found["state"])

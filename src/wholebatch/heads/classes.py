@@ -96,7 +96,7 @@ def label_range(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     ends = torch.iinfo(torch.int64)
     labels, none = labels.to(torch.int64), labels == ignore_index
     if not labels.numel():
-        return torch.tensor(ends.max), torch.tensor(ends.min)
+        return labels.new_tensor(ends.max), labels.new_tensor(ends.min)
     return labels.masked_fill(none, ends.max).min(), labels.masked_fill(none, ends.min).max()
 
 

@@ -38,7 +38,7 @@ def check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[
             if isinstance(x := state.get(prefix + name), Tensor):
                 state[prefix + name] = x[local.start : local.stop]
         if prefix + "first_class" in state:
-            state[prefix + "first_class"] = torch.tensor(local.start)
+            state[prefix + "first_class"] = torch.tensor(local.start, device="cpu")
         return
     if len(weight) == local.stop - local.start and count == head.num_classes:
         return

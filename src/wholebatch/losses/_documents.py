@@ -75,15 +75,15 @@ class Owners:
                 f"documents_per_query must not be more than there are documents, got {total} in all for {documents} "
                 "documents; a query's first document is its positive"
             )
-        each = torch.tensor(counts, dtype=torch.int64)
-        of_document = torch.full((documents,), NOBODY)
-        of_document[:total] = torch.arange(queries).repeat_interleave(each)
+        each = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        of_document = torch.full((documents,), NOBODY, device="cpu")
+        of_document[:total] = torch.arange(queries, device="cpu").repeat_interleave(each)
         return cls(of_document, each.cumsum(0) - each)
 
     @property
     def is_positive(self) -> Tensor:
         """Whether each document is a query's positive, (c,)."""
-        found = torch.zeros(len(self.queries), dtype=torch.bool)
+        found = torch.zeros(len(self.queries), dtype=torch.bool, device="cpu")
         found[self.positives] = True
         return found
 

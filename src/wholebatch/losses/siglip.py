@@ -131,7 +131,7 @@ def siglip_loss(
         plan,
         inputs["logit_scale"],
         inputs["logit_bias"],
-        None if per_row else inputs["weights"],
+        None if per_row or weights is None else inputs["weights"].to(facts.device),
         inputs["image_features"],
         inputs["text_features"],
     )

@@ -208,7 +208,8 @@ def random_rows(rows: int, dim: int, like: Tensor, seed: int) -> Tensor:
 
 def random_numbers(count: int, device: torch.device, seed: int) -> Tensor:
     """Return random numbers from 0.5 to 1.5, (count,), float32, from a generator of their own."""
-    return (torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.5).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(count, generator=generator, device="cpu") + 0.5).to(device)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -283,7 +283,7 @@ class MaxSimRehearsal:
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that makes one sweep."""
         facts, vectors, budget = self.facts, self.vectors, self.route.budget
-        dtype = facts.products.rounded(torch.empty(0, dtype=facts.dtype)).dtype
+        dtype = facts.products.rounded(torch.empty(0, dtype=facts.dtype, device=facts.device)).dtype
         if not vectors.rows.lengths or not vectors.cols.lengths:
             return lambda: None
         (rows, x), (cols, y) = (
@@ -328,7 +328,7 @@ class MaxSimRehearsal:
         made = list(random_rows(sum(lengths), size, like, int(of_documents)).split(lengths))
         generator = torch.Generator().manual_seed(int(of_documents))
         for at in range(0, len(made), 2):
-            made[at] = torch.randint(-2, 3, (lengths[at], size), generator=generator).to(like)
+            made[at] = torch.randint(-2, 3, (lengths[at], size), generator=generator, device="cpu").to(like)
         return Ragged(Partition((len(lengths),)), lengths), torch.cat(made)
 
 

@@ -97,7 +97,8 @@ class _LossAtRoot(Function):
             comm.gather(x, root, counts=partition.counts, check=False)
             for x, partition in zip(rows, partitions, strict=True)
         ]
-        loss, leaves = torch.empty(0), [torch.empty(0)] * len(tensors)
+        nothing = torch.empty(0, device="cpu")
+        loss, leaves = nothing, [nothing] * len(tensors)
 
         def state() -> dict[str, Any]:
             nonlocal loss, leaves

@@ -70,7 +70,7 @@ def reductions(
         x_data=dict(x.data),
         y_data=dict(y.data),
         own_data={},
-        owners=torch.zeros(0, dtype=torch.int64),
+        owners=torch.zeros(0, dtype=torch.int64, device=x.features.device),
         parameters=dict(parameters),
         x_lengths=x.lengths,
         y_lengths=y.lengths,

@@ -85,15 +85,14 @@ class Arguments:
                 raise ValueError(f"x and y must have the same embedding sizes, got {widths} and {of_y}")
         elif y_data:
             raise ValueError("y_data must be left out where y is: the rows of x are the columns, with x_data")
-        owners, flat = torch.zeros(0, dtype=torch.int64), None
+        owners, flat = torch.zeros(0, dtype=torch.int64, device="cpu"), None
         if own is not None:
             flat, owners, own_data = _own(own, own_offsets, own_data, kinds, features)
         elif own_data or own_offsets is not None:
             raise ValueError("own_data and own_offsets need own=, the features of each row's own candidates")
-        return cls(
-            features, columns, flat, widths, x_data, y_data, own_data, owners, _parameters(parameters),
-            x_lengths, y_lengths,
-        )  # fmt: skip
+        numbers = (_on_device_of(features, of) for of in (x_data, y_data, own_data, _parameters(parameters)))
+        x_data, y_data, own_data, found = numbers
+        return cls(features, columns, flat, widths, x_data, y_data, own_data, owners, found, x_lengths, y_lengths)
 
     @property
     def signature(self) -> list[Any]:
@@ -258,3 +257,10 @@ def _parameters(parameters: Any) -> dict[str, Any]:
         if not is_dense(value) and not isinstance(value, int | float):
             raise ValueError(f"parameters[{name!r}] must be a number or a dense tensor with data, got {shown(value)}")
     return found
+
+
+def _on_device_of(x: Any, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers with their tensors on the device of the features x; if these are no tensor they stay."""
+    if not isinstance(x, Tensor):
+        return numbers
+    return {name: of.to(x.device) if isinstance(of, Tensor) else of for name, of in numbers.items()}

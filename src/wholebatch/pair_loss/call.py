@@ -284,7 +284,7 @@ class Call:
                 f"{CALLER}: weights are those of rows, and of columns where there are as many on each rank, got "
                 f"{self.rows.counts} and {self.cols.counts}; return (losses, weights) from column_loss instead"
             )
-        each = [one.to(self.wide) for one in (*own_weights, *([] if weights is None else [weights]))]
+        each = [one.to(loss.device, self.wide) for one in (*own_weights, *([] if weights is None else [weights]))]
         weight = None
         for one in each:
             weight = one if weight is None else weight * one

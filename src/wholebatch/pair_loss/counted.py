@@ -85,7 +85,7 @@ def _few(call: Arguments, rows: int) -> Arguments:
         if x is None:
             return None
         width = _WIDTH * len(call.widths)
-        found = torch.randn(rows, width, generator=made).to(call.x.device, call.x.dtype)
+        found = torch.randn(rows, width, generator=made, device="cpu").to(call.x.device, call.x.dtype)
         return found.requires_grad_(x.requires_grad)
 
     def data(of: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -102,8 +102,15 @@ class Declaration:
             raise ValueError("y must be left out with symmetric=True: the rows of x are the columns, too")
         y_numbers = call.x_data if call.y is None else call.y_data
         numbers = (call.x_data, y_numbers, None if call.own is None else call.own_data)
-        functions = (self.row_loss, self.column_loss)
-        self.reads = first_use(self.terms, functions, self.kinds, numbers, call.parameters, symmetric=self.symmetric)
+        self.reads = first_use(
+            self.terms,
+            (self.row_loss, self.column_loss),
+            self.kinds,
+            numbers,
+            call.parameters,
+            device=call.x.device,
+            symmetric=self.symmetric,
+        )
         if call.own is not None and all(term.over == "batch" for term in self.terms.values()):
             raise ValueError("own must be left out: no term has over='own' or over='both', so nothing would read it")
         wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")

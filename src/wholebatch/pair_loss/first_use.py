@@ -70,6 +70,7 @@ def first_use(
     data: tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor] | None],
     parameters: Mapping[str, Any],
     *,
+    device: torch.device,
     symmetric: bool = False,
 ) -> Reads:
     """Return what the functions read, or raise.
@@ -80,6 +81,7 @@ def first_use(
         kinds: its similarities, by name.
         data: the numbers of rows, of columns, and of own candidates or None; a few of them are used.
         parameters: by name.
+        device: of the features, the data and the parameters.
         symmetric: whether scores and masks have to be symmetric.
 
     Raises:
@@ -99,25 +101,21 @@ def first_use(
         if term.over != "batch" and own is None:
             raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
         assert columns is not None
-        _check_term(name, term, _tile(kinds, x, columns, p, reads))
+        _check_term(name, term, _tile(kinds, x, columns, p, reads, device))
         if term.over != "batch":
             assert own is not None
-            _check_term(name, term, _without_partner(_tile(kinds, x, own, p, reads)))
+            _check_term(name, term, _without_partner(_tile(kinds, x, own, p, reads, device)))
     for what, function, read, side in (
         ("row_loss", functions[0], reads.rows, x),
         ("column_loss", functions[1], reads.cols, y),
     ):
         if function is not None:
-            _check_loss(what, function, terms, side, (kinds, p, read, reads))
+            _check_loss(what, function, terms, side, (kinds, p, read, reads), device)
     if symmetric:
         rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
         for name, term in terms.items():
-            _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads()), _ALL, _SQUARE))
+            _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads(), device), _ALL, _SQUARE))
     return reads
-
-
-def _device(*sides: Mapping[str, Tensor]) -> torch.device:
-    return next((x.device for side in sides for x in side.values()), torch.device("cpu"))
 
 
 def _some(x: Tensor, rows: int) -> Tensor:
@@ -132,9 +130,10 @@ def _tile(
     y: Mapping[str, Tensor],
     p: Mapping[str, Any],
     reads: Reads,
+    device: torch.device,
 ) -> Entries:
     """Return a tile of similarities that differ from each other, away from 0 and 1."""
-    device, dtype = _device(x, y), torch.float64
+    dtype = torch.float64
     even = torch.linspace(0.2, 0.8, _ROWS * _COLUMNS, dtype=dtype, device=device).view(_ROWS, _COLUMNS)
     s = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
     rows = _columns({**x, **_partners(kinds, _ROWS, dtype, device), INDEX: torch.arange(_ROWS, device=device)}, 1)
@@ -269,10 +268,10 @@ def _check_loss(
     terms: Mapping[str, Term],
     side: Mapping[str, Tensor],
     other: tuple[Mapping[str, str], Mapping[str, Any], set[str], Reads],
+    device: torch.device,
 ) -> None:
     kinds, p, read, reads = other
     rows = _ROWS
-    device = _device(side)
     # Differences of two terms have both signs, and no two are equal: a mean of any of them would show.
     uneven = torch.tensor([0.4, 1.7, 0.9, 1.3], dtype=torch.float64, device=device)
     r = {name: uneven.roll(number) * (1 + 0.3 * number) for number, name in enumerate(terms)}

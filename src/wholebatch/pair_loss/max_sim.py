@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .._autograd import once_differentiable
 from ..partition import Ragged
+from ..sweep.items import numbers_on
 
 _AT_ONCE = 2**18  # products of tokens, or numbers of the tokens themselves
 
@@ -23,13 +24,11 @@ _AT_ONCE = 2**18  # products of tokens, or numbers of the tokens themselves
 def vectors_of(items: Ragged, index: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return the places of the vectors of some items, one item's after the other's, and how many each has."""
     chosen = index.tolist()
-    starts = torch.tensor([items.starts[k] for k in chosen], dtype=torch.int64)
     lengths = tuple(items.lengths[k] for k in chosen)
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    first = starts - ends + torch.tensor(lengths, dtype=torch.int64)
-    places = torch.arange(int(ends[-1]) if len(ends) else 0)
-    each = first.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    return (places + each).to(index.device), lengths
+    starts, counts = (numbers_on(of, index.device) for of in ([items.starts[k] for k in chosen], lengths))
+    first, total = starts - counts.cumsum(0) + counts, sum(lengths)
+    places = torch.arange(total, device=index.device)
+    return places + first.repeat_interleave(counts, output_size=total), lengths
 
 
 def max_sim_of_pairs(
@@ -58,7 +57,8 @@ class _OfPairs(torch.autograd.Function):
     ) -> Tensor:
         winners = torch.empty(len(queries), dtype=torch.int64, device=queries.device)
         count = len(lengths[0])
-        owners = torch.arange(count).repeat_interleave(torch.tensor(lengths[0], dtype=torch.int64)).to(queries.device)
+        counts = numbers_on(lengths[0], queries.device)
+        owners = torch.arange(count, device=queries.device).repeat_interleave(counts, output_size=len(queries))
         best = torch.empty(len(queries), dtype=dtype, device=queries.device)
         q_start = d_start = first = 0
         while first < count:

@@ -57,7 +57,7 @@ class PairLoss(nn.Module):
         symmetric: whether S and all functions are symmetric, so that rows are columns; checked on a tile.
         reduction: "mean", "sum" (over sum_i w_i F_i), or "none": w_i F_i of this rank's rows, (b_r,).
         parameters: numbers, tensors, or modules such as :class:`wholebatch.Scale`, by name. A torch.nn.Parameter is
-            learned; other tensors are buffers.
+            learned; other tensors are buffers. In a call, they and data are moved to the device of the features.
         compile_tiles: whether torch.compile fuses the functions of a tile; the first step takes seconds longer, and
             needs a compiler. Without one, a warning says so, and the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.

@@ -235,5 +235,5 @@ def _constants(reduced: Sequence[Reduced], kept: Tensor, slices: Sequence[slice]
 def _by_term(plan: PairPlan, numbers: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
     """Return the numbers in the order of all terms; none for those that the side does not read."""
     given = iter(numbers)
-    none = torch.empty(0, 0)
+    none = torch.empty(0, 0, device="cpu")
     return [next(given, none) if (of.rows if rows else of.cols) else none for of in plan.reduced]

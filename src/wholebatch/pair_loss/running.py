@@ -272,7 +272,7 @@ class Kept:
 
     def start(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the numbers before any entry, (rows, numbers)."""
-        return torch.tensor(self.initial, dtype=dtype).to(device).expand(rows, len(self.initial)).clone()
+        return torch.tensor(self.initial, dtype=dtype, device=device).expand(rows, len(self.initial)).clone()
 
     def combine_(self, x: Tensor, other: Tensor) -> None:
         """Combine the numbers of two parts, in place."""

@@ -78,16 +78,16 @@ def max_sim_loss(
         token_reduction=token_reduction,
     )
     b, c = s.shape
-    counts = torch.as_tensor(1 if documents_per_query is None else documents_per_query).expand(b)
+    rows = torch.arange(b, device=s.device)
+    counts = torch.as_tensor(1 if documents_per_query is None else documents_per_query, device=s.device).expand(b)
     first = counts.cumsum(0) - counts  # each query's positive
-    query_of = torch.full((c,), -1).index_copy(
-        0, torch.arange(int(counts.sum())), torch.arange(b).repeat_interleave(counts)
-    )
-    positive = torch.zeros(b, c, dtype=torch.bool).index_put((torch.arange(b), first), torch.tensor(True))
-    q_ids, d_ids = _ids(query_ids, document_ids, first, b, c)
+    query_of = rows.repeat_interleave(counts)
+    query_of = torch.cat([query_of, query_of.new_full((c - len(query_of),), -1)])
+    positive = first[:, None] == torch.arange(c, device=s.device)
+    q_ids, d_ids = _ids(query_ids, document_ids, first, c)
     equal = (q_ids[:, None] == d_ids) & (q_ids[:, None] != _NO_ID) & ~positive
     if not share_hard_negatives:
-        others = (query_of >= 0) & ~positive.any(0) & (query_of != torch.arange(b)[:, None])
+        others = (query_of >= 0) & ~positive.any(0) & (query_of != rows[:, None])
     else:
         others = torch.zeros_like(positive)
     logits, losses = logit_scale * s, []
@@ -112,9 +112,9 @@ def _padded(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
     return padded, torch.arange(padded.shape[1], device=x.device) < lengths.to(x.device)[:, None]
 
 
-def _ids(query_ids: Tensor | None, document_ids: Tensor | None, first: Tensor, b: int, c: int) -> tuple[Tensor, Tensor]:
+def _ids(query_ids: Tensor | None, document_ids: Tensor | None, first: Tensor, c: int) -> tuple[Tensor, Tensor]:
     """Return the ids of queries and of documents; a query and its positive share one unless both are given."""
-    q_ids, d_ids = torch.full((b,), _NO_ID), torch.full((c,), _NO_ID)
+    q_ids, d_ids = (first.new_full((count,), _NO_ID) for count in (len(first), c))
     if document_ids is not None:
         d_ids = document_ids
         q_ids = document_ids[first]

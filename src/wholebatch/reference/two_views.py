@@ -85,7 +85,7 @@ def debiased_loss(
     weighted = of_negatives.sum(1)
     if beta:
         weighted = count * of_negatives.pow(1 + beta).sum(1) / of_negatives.pow(beta).sum(1)
-    smallest = count * torch.exp(-1 / torch.as_tensor(temperature, dtype=z0.dtype))
+    smallest = count * torch.exp(-1 / torch.as_tensor(temperature, dtype=z0.dtype, device=z0.device))
     corrected = torch.maximum((weighted - tau_plus * count * of_positive) / (1 - tau_plus), smallest)
     losses = -torch.log(of_positive / (of_positive + corrected))
     return reduce(losses.unflatten(0, (2, -1)).mean(0), weights, reduction)

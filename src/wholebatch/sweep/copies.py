@@ -91,5 +91,6 @@ def _rows_at_once(x: Tensor) -> int:
 @cache
 def _factors(count: int, device: torch.device) -> Tensor:
     """Return random odd integers, the same in each process."""
-    made = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu")
     return numbers_on((2 * made + 1).tolist(), device)

@@ -57,5 +57,5 @@ class Items:
 
 def numbers_on(of: Sequence[int], device: torch.device) -> Tensor:
     """Return integers on a device; no copy waits for a GPU."""
-    made = torch.tensor(of, dtype=torch.int64)
+    made = torch.tensor(of, dtype=torch.int64, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

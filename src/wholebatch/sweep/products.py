@@ -261,7 +261,8 @@ def _missing(half: torch.dtype, device: torch.device) -> str | None:
     writes over NaN. The host waits for the result, once in a process.
     """
     a, b = (
-        torch.arange(-n, 64 * 64 - n, dtype=torch.float32).remainder_(m).view(64, 64) for n, m in ((7, 31), (3, 29))
+        torch.arange(-n, 64 * 64 - n, dtype=torch.float32, device="cpu").remainder_(m).view(64, 64)
+        for n, m in ((7, 31), (3, 29))
     )
     truth, products = 5 * (a @ b), Products(str(half).removeprefix("torch."))
     a, b = a.to(device, half), b.to(device, half)
