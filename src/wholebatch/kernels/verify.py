@@ -161,7 +161,7 @@ def _compare(name: str, found: Tensor, true: Tensor, error: Tensor) -> None:
     if not count:
         return
     at = int(excess.argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), true.shape))
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), true.shape))
     raise KernelError(
         f"{name}: {count} of {true.numel()} entries are wrong; the worst, at {place}, is {found[place].item():.7g} "
         f"instead of {true[place].item():.7g}: its error may be {allowed[place].item():.3g}, "
@@ -185,7 +185,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     """
     memory, few = _Memory(), min(len(x), len(y))
     seeded = torch.Generator().manual_seed(len(x))
-    product, grads, sums = (torch.rand(of, generator=seeded).to(x.device) + 0.5 for of in (x.shape, len(x), len(x)))
+    product, grads, sums = (torch.rand(of, generator=seeded, device="cpu").to(x.device) + 0.5 for of in (x.shape, len(x), len(x)))
     grads, sums, unit = grads.double(), sums.double(), torch.tensor(0.25, device=x.device)
     launch.memory = memory.empty
     try:
