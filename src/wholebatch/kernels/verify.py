@@ -185,7 +185,9 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     """
     memory, few = _Memory(), min(len(x), len(y))
     seeded = torch.Generator().manual_seed(len(x))
-    product, grads, sums = (torch.rand(of, generator=seeded, device="cpu").to(x.device) + 0.5 for of in (x.shape, len(x), len(x)))
+    product, grads, sums = (
+        torch.rand(of, generator=seeded, device="cpu").to(x.device) + 0.5 for of in (x.shape, len(x), len(x))
+    )
     grads, sums, unit = grads.double(), sums.double(), torch.tensor(0.25, device=x.device)
     launch.memory = memory.empty
     try:

@@ -89,7 +89,9 @@ def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable
         key = (facts.caller, described, precision, named, size, facts.differentiable, facts.device.type, form)
         return described, size, key
 
-    of_call = "choice", form, layout.rows.counts, layout.cols.counts, facts.products, facts.differentiable
+    products = facts.products
+    of_products = products.precision, products.named, products.units, facts.features_dtype
+    of_call = "choice", form, layout.rows.counts, layout.cols.counts, *of_products, facts.differentiable
     described, size, key = facts.once(of_call, in_full)
     if (known := choice.found(group, key)) is not None:
         facts.plans[KERNELS] = known.in_kernels

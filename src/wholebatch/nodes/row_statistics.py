@@ -187,7 +187,8 @@ def _in_few_launches(
     assert plan.shift is not None
     if not never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype)):
         return None
-    in_form = ("in kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, facts.products, dtype)
+    counts, products = (layout.rows.counts, layout.cols.counts), facts.products
+    in_form = "in kernels", *form, *counts, plan.differentiable, products.precision, products.units, dtype
     if layout.symmetric:
         views = facts.once(in_form, lambda: (two_views_in_kernels(facts, plan, layout, dtype),))[0]
         if views is None:
