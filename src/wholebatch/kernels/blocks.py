@@ -89,7 +89,8 @@ def blocks_of(form: Form, *, boxes: bool) -> Blocks:
     narrow = form.ids or form.named > 1 or (form.entries > 0 and form.kernel != "tile_sigmoid")
     if boxes:
         if narrow:
-            return Blocks(128, 64, 64, 8, 8, 3, 2) if form.kernel == "tile_sums" else Blocks(128, 64, 64, 8, 4, 3)
+            sums_of_logits = form.kernel == "tile_sums" and form.entries > 1
+            return Blocks(128, 64, 64, 8, 8, 3, parts=2) if sums_of_logits else Blocks(128, 64, 64, 8, 4, 3)
         if form.kernel != "tile_sums":
             return Blocks(128, 128, 64, 8, 4, 3, parts=2)
         if form.features >= _LONG and form.many_rows:
