@@ -281,8 +281,7 @@ def start(
             excluded.named, stride_left_out, excluded.rows, excluded.cols,
             tile.first_row, len(x), len(y), units or x.shape[1] // aligned,
             x.stride(0) // aligned, y.stride(0) // aligned, *last,
-            POSITIVE=named, POSITIVE_IDS=positive.ids, EXCLUDED=left_out, EXCLUDED_IDS=excluded.ids,
-            **flags, **of.constants,
+            KINDS=(named, positive.ids, left_out, excluded.ids), **flags, **of.constants,
         )  # fmt: skip
 
 
