@@ -177,7 +177,7 @@ def test_two_programs_fit_on_an_sm_where_registers_suffice(capability):
     for kernel, parts in (("tile_sums", 1), ("tile_gradient", 2), ("tile_sigmoid", 2)):
         form = blocks.Form(kernel, capability, torch.bfloat16, 256)
         found = blocks.blocks_of(form, boxes=capability >= (9, 0))
-        if capability >= (9, 0):
+        if capability == (9, 0):
             assert (found.rows, found.cols, found.warps, found.parts) == (128, 128, 4, parts)
             assert 65536 // (found.warps * 32 * 255) == 2
         else:

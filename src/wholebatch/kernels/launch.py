@@ -291,8 +291,7 @@ def start(
         excluded.named, stride_left_out, excluded.rows, excluded.cols,
         tile.first_row, num_rows, num_cols, units or x.shape[1] // aligned,
         x.stride(0) // aligned, y.stride(0) // aligned, *last,
-        POSITIVE=named, POSITIVE_IDS=positive.ids, EXCLUDED=left_out, EXCLUDED_IDS=excluded.ids,
-        **flags, **of.constants,
+        KINDS=(named, positive.ids, left_out, excluded.ids), **flags, **of.constants,
     )  # fmt: skip
 
 

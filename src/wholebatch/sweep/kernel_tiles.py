@@ -33,6 +33,7 @@ _TILES = 2  # of plain PyTorch's sweep
 _ENTRIES_OF_A_BYTE = 2  # of partial sums: a program writes at most 4 in float32 for each row and column of 64 x 64
 _DTYPES = (torch.float32, torch.bfloat16)
 _WHOLE = 2**27  # bytes of X that are converted once for all tiles; a larger X is, a strip of rows at a time
+_WIDENED = 2**14  # rows whose products are in memory at a time
 _EIGHT = 8  # columns of dS: 16 bytes, at a multiple of which its rows begin
 
 
@@ -59,7 +60,9 @@ class NamedPairs:
 
     def logits(self) -> Tensor:
         """Return S_ij, (k,), float64, from products in float32, without the driver's bias."""
-        found = torch.mul(self.x.float(), self.y).sum(1, dtype=torch.float64).mul_(self.scale)
+        parts = zip(self.x.split(_WIDENED), self.y.split(_WIDENED), strict=True)
+        products = [torch.mul(x.float(), y).sum(1, dtype=torch.float64) for x, y in parts]
+        found = (products[0] if len(products) == 1 else torch.cat(products)).mul_(self.scale)
         if self.scales is not None:
             found.mul_(self.scales)
         return found if self.offsets is None else found.add_(self.offsets)
@@ -101,8 +104,8 @@ class KernelTiles:
     col_scales: Tensor | None = None
     scale: Tensor = field(init=False)  # as kernels represent it, (), float64; and their shift or bias
     other: Tensor = field(init=False)
-    _rows: tuple[slice, Tensor, Tensor] | None = field(default=None, init=False)
-    _cols: tuple[Block, Tensor, Tensor] | None = field(default=None, init=False)
+    _rows: tuple[slice, list[Tensor]] | None = field(default=None, init=False)
+    _cols: tuple[Block, list[Tensor]] | None = field(default=None, init=False)
     _written: Tensor | None = field(default=None, init=False)
 
     @classmethod
@@ -182,8 +185,8 @@ class KernelTiles:
             yield (
                 tile,
                 kernels.TileInputs(
-                    self._x(rows)[0],
-                    self._y(block)[0][relative(cols, block)],
+                    self._x(rows),
+                    self._y(block)[relative(cols, block)],
                     self.numbers,
                     self.positive.of_tile(tile),
                     self.excluded.of_tile(tile),
@@ -195,28 +198,29 @@ class KernelTiles:
                 ),
             )
 
-    def _x(self, at: slice) -> tuple[Tensor, Tensor]:
-        """Return rows of X as kernels read them, and as they are multiplied with dS."""
-        if self._rows is None or not (self._rows[0].start <= at.start and at.stop <= self._rows[0].stop):
-            driver = self.driver
+    def _x(self, at: slice, *, beside_gradient: bool = False) -> Tensor:
+        """Return rows of X as kernels read them, or in the dtype in which they are multiplied with dS."""
+        found = self._rows
+        if found is None or not (found[0].start <= at.start and at.stop <= found[0].stop):
+            driver, self._rows = self.driver, None  # free them before others are allocated
             fits = driver.index is None and driver.x.numel() * self.dtype.itemsize <= _WHOLE
             these = slice(0, driver.count) if fits else at
-            self._rows = None  # free them before others are allocated
-            self._rows = (these, *self._factors(driver.rows(these)))
-        first, *factors = self._rows
-        here = slice(at.start - first.start, at.stop - first.start)
-        return factors[0][here], factors[1][here]
+            found = self._rows = (these, [kernels.laid_out(driver.rows(these).to(self.dtype))])
+        start, factors = found[0].start, found[1]
+        return self._factor(factors, beside_gradient)[at.start - start : at.stop - start]
 
-    def _y(self, block: Block) -> tuple[Tensor, Tensor]:
+    def _y(self, block: Block, *, beside_gradient: bool = False) -> Tensor:
         """Return the block's rows of Y in the same forms."""
         if self._cols is None or self._cols[0] is not block:
             self._cols = None
-            self._cols = (block, *self._factors(block.y[:, : self.driver.width]))
-        return self._cols[1:]
+            self._cols = (block, [kernels.laid_out(block.y[:, : self.driver.width].to(self.dtype))])
+        return self._factor(self._cols[1], beside_gradient)
 
-    def _factors(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        read = kernels.laid_out(rows.to(self.dtype))
-        return read, read.to(self._of_gradients)
+    def _factor(self, factors: list[Tensor], beside_gradient: bool) -> Tensor:
+        """Return rows as they are read, or beside dS: converted at the first use, and kept."""
+        if beside_gradient and len(factors) == 1:
+            factors.append(factors[0].to(self._of_gradients))
+        return factors[beside_gradient]
 
     @property
     def _of_gradients(self) -> torch.dtype:
@@ -247,16 +251,15 @@ class KernelTiles:
                 scales, offsets = terms.scales[rows], None if terms.offsets is None else terms.offsets[rows]
                 if self.col_scales is not None:
                     scales = scales * self.col_scales[block.cols][cols]
-            x, y = self._x(rows)[0], self._y(block)[0][cols]
-            yield NamedPairs(rows, cols, x, y, self.scale, scales, offsets)
+            yield NamedPairs(rows, cols, self._x(rows), self._y(block)[cols], self.scale, scales, offsets)
 
     def products(self, grad: Tensor, tile: Tile, block: Block, u: Tensor | None, v: Tensor | None) -> None:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
         multiply, cols = self.driver.precision.multiply, relative(tile.cols, block)
         if u is not None:
-            multiply((grad,), (self._y(block)[1][cols],), u[tile.rows], add=True)
+            multiply((grad,), (self._y(block, beside_gradient=True)[cols],), u[tile.rows], add=True)
         if v is not None and not tile.self_transposed:
-            multiply((grad.T,), (self._x(tile.rows)[1],), v[cols], add=True)
+            multiply((grad.T,), (self._x(tile.rows, beside_gradient=True),), v[cols], add=True)
 
 
 def _entries(block: Block, side: int, bytes_of_an_entry: tuple[int, int]) -> int:

@@ -101,10 +101,10 @@ def write(out, row, col, rows, cols, here_rows, here_cols, stride, values, BOXES
 
 @triton.jit
 def members(
-    rows, cols, num_rows, num_cols, first_row, named, stride_named, row_ids, col_ids,
-    NAMED: tl.constexpr, IDS: tl.constexpr,
+    rows, cols, named, stride_named, row_ids, col_ids, sets, NAMED: tl.constexpr, IDS: tl.constexpr
 ):  # fmt: skip
     """Return a mask of the entries in a set that is not empty: it has NAMED rows for each column, or ids."""
+    first_row, num_rows, num_cols = sets[8], sets[9], sets[10]
     if NAMED > 0:
         found = rows[:, None] == (tl.load(named + cols, mask=cols < num_cols, other=-1) - first_row)[None, :]
         for at in tl.static_range(1, NAMED):
@@ -121,32 +121,26 @@ def members(
 
 
 @triton.jit
-def choose(
-    values, of_positives, of_excluded, rows, cols, num_rows, num_cols, first_row,
-    positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-):  # fmt: skip
-    """Return `values`, but `of_excluded` for the excluded entries, and `of_positives` for the positive ones."""
-    if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
-        out = members(
-            rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
-            EXCLUDED, EXCLUDED_IDS,
-        )  # fmt: skip
+def choose(values, of_positives, of_excluded, rows, cols, sets, KINDS: tl.constexpr):
+    """Return `values`, but `of_excluded` for the excluded entries, and `of_positives` for the positive ones.
+
+    `sets` are the arguments of a kernel from `positive` to `num_cols`; KINDS[0] and [1] are the number of rows that a
+    column names and the kind of ids of the positive entries, KINDS[2] and [3] those of the excluded ones.
+    """
+    if KINDS[2] > 0 or KINDS[3] != NO_IDS:
+        out = members(rows, cols, sets[4], sets[5], sets[6], sets[7], sets, KINDS[2], KINDS[3])
         values = tl.where(out, of_excluded, values)
-    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
-        among = members(
-            rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-            POSITIVE, POSITIVE_IDS,
-        )  # fmt: skip
+    if KINDS[0] > 0 or KINDS[1] != NO_IDS:
+        among = members(rows, cols, sets[0], sets[1], sets[2], sets[3], sets, KINDS[0], KINDS[1])
         values = tl.where(among, of_positives, values)
     return values
 
 
 @triton.jit
-def any_named(first, cols, num_cols, first_row, named, stride_named, NAMED: tl.constexpr, BM: tl.constexpr):
-    """Whether a column names one of the BM rows from `first` on, which is false for most blocks."""
+def any_named(row, cols, named, stride_named, sets, NAMED: tl.constexpr, BM: tl.constexpr):
+    """Whether a column names one of the BM rows from `row` on, which is false for most blocks."""
     found = 0
     for at in tl.static_range(0, NAMED):
-        of_cols = tl.load(named + at * stride_named + cols, mask=cols < num_cols, other=-1) - first_row - first
+        of_cols = tl.load(named + at * stride_named + cols, mask=cols < sets[10], other=-1) - sets[8] - row
         found += tl.sum(tl.where((of_cols >= 0) & (of_cols < BM), 1, 0), 0)
     return found > 0

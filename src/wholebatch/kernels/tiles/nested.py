@@ -23,22 +23,12 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _special(
-    rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-    excluded, excluded_stride, excluded_rows, excluded_cols,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-):  # fmt: skip
+def _special(rows, cols, sets, KINDS: tl.constexpr):
     """Return masks of the positives, of which the batch has at least one, and of the entries that are no negatives."""
-    among = members(
-        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-        POSITIVE, POSITIVE_IDS,
-    )  # fmt: skip
+    among = members(rows, cols, sets[0], sets[1], sets[2], sets[3], sets, KINDS[0], KINDS[1])
     out = among
-    if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
-        out = among | members(
-            rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
-            EXCLUDED, EXCLUDED_IDS,
-        )  # fmt: skip
+    if KINDS[2] > 0 or KINDS[3] != NO_IDS:
+        out = among | members(rows, cols, sets[4], sets[5], sets[6], sets[7], sets, KINDS[2], KINDS[3])
     return among, out
 
 
@@ -47,8 +37,7 @@ def nested_sums(
     x, y, numbers, ends, of_rows, of_targets, of_cols, row_scales, col_scales,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, parts, stride_x, stride_y,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    ENDS: tl.constexpr,
+    KINDS: tl.constexpr, ENDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -59,10 +48,11 @@ def nested_sums(
     row, col = block_row * BM, block_col * BN
     rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
-    among, out = _special(
-        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-        excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+    sets = (
+        positive, positive_stride, positive_rows, positive_cols,
+        excluded, excluded_stride, excluded_rows, excluded_cols, first_row, num_rows, num_cols,
     )  # fmt: skip
+    among, out = _special(rows, cols, sets, KINDS)
     total = tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):
@@ -115,8 +105,7 @@ def nested_gradient(
     x, y, numbers, gradient, ends, of_rows, of_cols, row_scales, col_scales, row_weights, row_targets, col_weights,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, parts, stride_x, stride_y, stride_gradient,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    ENDS: tl.constexpr,
+    KINDS: tl.constexpr, ENDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -128,10 +117,11 @@ def nested_gradient(
     rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
     here = here_rows[:, None] & here_cols[None, :]
-    among, out = _special(
-        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-        excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+    sets = (
+        positive, positive_stride, positive_rows, positive_cols,
+        excluded, excluded_stride, excluded_rows, excluded_cols, first_row, num_rows, num_cols,
     )  # fmt: skip
+    among, out = _special(rows, cols, sets, KINDS)
     total, left = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):

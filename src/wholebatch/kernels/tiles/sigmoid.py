@@ -51,12 +51,15 @@ def tile_sigmoid(
     x, y, numbers, losses, totals, gradient, row_weights,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, dim, stride_x, stride_y, stride_gradient,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    CANDIDATES: tl.constexpr, APPROXIMATE: tl.constexpr, STORES: tl.constexpr, PARTS: tl.constexpr,
+    KINDS: tl.constexpr, CANDIDATES: tl.constexpr, APPROXIMATE: tl.constexpr, STORES: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Write sum_j l_ij and sum_j dS_ij, (blocks of columns, rows), and dS, (rows, columns)."""
+    sets = (
+        positive, positive_stride, positive_rows, positive_cols,
+        excluded, excluded_stride, excluded_rows, excluded_cols, first_row, num_rows, num_cols,
+    )  # fmt: skip
     log2_scale, log2_bias = tl.load(numbers), tl.load(numbers + 1)
     down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
     for block in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=BOXES):
@@ -74,23 +77,15 @@ def tile_sigmoid(
             here_cols = cols < num_cols
             # In units of log(2); beyond the last column, a bias of -inf leaves neither a loss nor a gradient.
             m = columns_of(products, part, PARTS) * log2_scale + tl.where(here_cols, log2_bias, float("-inf"))[None, :]
-            m = choose(
-                m, float("-inf") if CANDIDATES == NEGATIVES else -m, float("-inf"),
-                rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-                excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
-            )  # fmt: skip
+            of_positives = float("-inf") if CANDIDATES == NEGATIVES else -m
+            m = choose(m, of_positives, float("-inf"), rows, cols, sets, KINDS)
             e = tl.exp2(-tl.abs(m))
             of_losses += tl.sum(tl.maximum(m, 0.0) + log2_of_1_plus(e), 1)
             if gradient is not None or totals is not None:
                 inverse = _reciprocal(1.0 + e, APPROXIMATE)
                 made = tl.where(m > 0, inverse, e * inverse)
                 if CANDIDATES != NEGATIVES:
-                    made = choose(
-                        made, -made, made, rows, cols, num_rows, num_cols, first_row,
-                        positive, positive_stride, positive_rows, positive_cols,
-                        excluded, excluded_stride, excluded_rows, excluded_cols,
-                        POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
-                    )  # fmt: skip
+                    made = choose(made, -made, made, rows, cols, sets, KINDS)
                 if row_weights is not None:
                     made *= tl.load(row_weights + rows, mask=here_rows, other=0.0)[:, None]
                 if totals is not None:

@@ -46,18 +46,12 @@ def _exponents(products, k, c, rows, cols, here_rows, here_cols, row_scale, row_
 
 
 @triton.jit
-def _of_candidates(
-    values, rows, cols, num_rows, num_cols, first_row,
-    positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-):  # fmt: skip
+def _of_candidates(values, rows, cols, sets, KINDS: tl.constexpr, CANDIDATES: tl.constexpr):
     """Return the values of candidates, and 0 elsewhere."""
     nothing = tl.zeros_like(values)
     return choose(
         nothing if CANDIDATES == POSITIVES else values, nothing if CANDIDATES == NEGATIVES else values, nothing,
-        rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-        excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
+        rows, cols, sets, KINDS,
     )  # fmt: skip
 
 
@@ -66,13 +60,16 @@ def tile_sums(
     x, y, numbers, of_rows, of_cols, row_scale, row_offset, col_scale,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, dim, stride_x, stride_y,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, PARTS: tl.constexpr,
+    KINDS: tl.constexpr, CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of a tile, (fields, blocks of columns, rows) and (fields, blocks of rows, columns)."""
     ALL_FIELDS: tl.constexpr = OF_ROWS | OF_COLS
+    sets = (
+        positive, positive_stride, positive_rows, positive_cols,
+        excluded, excluded_stride, excluded_rows, excluded_cols, first_row, num_rows, num_cols,
+    )  # fmt: skip
     k, c = tl.load(numbers), tl.load(numbers + 1)
     down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
     stride_rows, stride_cols = num_rows.to(tl.int64) * across, down.to(tl.int64) * num_cols  # num_cols may be constant
@@ -98,22 +95,12 @@ def tile_sums(
             if ALL_FIELDS > EXPONENTIALS:
                 logits = tl.where(here, (of_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
                 if TARGETS & ALL_FIELDS:
-                    of_positives = _of_candidates(
-                        logits, rows, cols, num_rows, num_cols, first_row,
-                        positive, positive_stride, positive_rows, positive_cols,
-                        excluded, excluded_stride, excluded_rows, excluded_cols,
-                        POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS, POSITIVES,
-                    )  # fmt: skip
+                    of_positives = _of_candidates(logits, rows, cols, sets, KINDS, POSITIVES)
                     targets += tl.sum(of_positives, 1)
                     if TARGETS & OF_COLS:
                         tl.store(to_cols + stride_cols, tl.sum(of_positives, 0), mask=here_cols)
                 if LOGITS & ALL_FIELDS:
-                    candidates = _of_candidates(
-                        tl.where(here, 1.0, 0.0), rows, cols, num_rows, num_cols, first_row,
-                        positive, positive_stride, positive_rows, positive_cols,
-                        excluded, excluded_stride, excluded_rows, excluded_cols,
-                        POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS, CANDIDATES,
-                    )  # fmt: skip
+                    candidates = _of_candidates(tl.where(here, 1.0, 0.0), rows, cols, sets, KINDS, CANDIDATES)
                     of_logits += tl.sum(logits * candidates, 1)
                     counts += tl.sum(candidates, 1)
                     if LOGITS & OF_COLS:
@@ -122,18 +109,14 @@ def tile_sums(
                         tl.store(to_logits + stride_cols, tl.sum(candidates, 0), mask=here_cols)
             exponentials = tl.exp2(exponents)
             special = True
-            if ALL_FIELDS == EXPONENTIALS and POSITIVE_IDS == NO_IDS and EXCLUDED_IDS == NO_IDS:
+            if ALL_FIELDS == EXPONENTIALS and KINDS[1] == NO_IDS and KINDS[3] == NO_IDS:
                 # Most blocks have no special entry; no kernel is started where named positives are all candidates.
                 special = (row + BM > num_rows) | (col + BN > num_cols)
-                special |= any_named(row, cols, num_cols, first_row, positive, positive_stride, POSITIVE, BM)
-                special |= any_named(row, cols, num_cols, first_row, excluded, excluded_stride, EXCLUDED, BM)
+                special |= any_named(row, cols, positive, positive_stride, sets, KINDS[0], BM)
+                special |= any_named(row, cols, excluded, excluded_stride, sets, KINDS[2], BM)
             if special:
-                exponentials = _of_candidates(
-                    tl.where(here, exponentials, 0.0), rows, cols, num_rows, num_cols, first_row,
-                    positive, positive_stride, positive_rows, positive_cols,
-                    excluded, excluded_stride, excluded_rows, excluded_cols,
-                    POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS, CANDIDATES,
-                )  # fmt: skip
+                exponentials = tl.where(here, exponentials, 0.0)
+                exponentials = _of_candidates(exponentials, rows, cols, sets, KINDS, CANDIDATES)
             by_row += tl.sum(exponentials, 1)
             if OF_COLS:
                 tl.store(to_cols, tl.sum(exponentials, 0), mask=here_cols)
@@ -165,8 +148,7 @@ def tile_gradient(
     row_scale, row_offset, col_scale,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
     first_row, num_rows, num_cols, dim, stride_x, stride_y, stride_gradient,
-    POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
-    CANDIDATES: tl.constexpr, STORES: tl.constexpr, PARTS: tl.constexpr,
+    KINDS: tl.constexpr, CANDIDATES: tl.constexpr, STORES: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -174,6 +156,10 @@ def tile_gradient(
 
     With `totals`, also write sum_j dS_ij, (blocks of columns, rows).
     """
+    sets = (
+        positive, positive_stride, positive_rows, positive_cols,
+        excluded, excluded_stride, excluded_rows, excluded_cols, first_row, num_rows, num_cols,
+    )  # fmt: skip
     k, c = tl.load(numbers), tl.load(numbers + 1)
     down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
     for block in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=BOXES):
@@ -198,11 +184,8 @@ def tile_gradient(
             of_positives = nothing if CANDIDATES == NEGATIVES else made
             if row_target is not None or col_target is not None:
                 of_positives += _weights(row_target, col_target, rows, cols, num_rows, num_cols)
-            made = choose(
-                nothing if CANDIDATES == POSITIVES else made, of_positives, nothing,
-                rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
-                excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
-            )  # fmt: skip
+            made = nothing if CANDIDATES == POSITIVES else made
+            made = choose(made, of_positives, nothing, rows, cols, sets, KINDS)
             if totals is not None:
                 summed += tl.sum(tl.where(here_cols[None, :], made, 0.0), 1)
             if row_scale is not None:
