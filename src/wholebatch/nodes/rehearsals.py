@@ -369,11 +369,15 @@ def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> Sigmoi
     """Return the plan of a sigmoid loss, in kernels if they passed their check. Collective at a form's first call."""
     if not plan.in_kernels:
         return plan
-    weighted = facts.inputs.get("weights") is not None or plan.per_row
-    weighted = weighted or facts.products.needs_unit(facts.features_dtype, in_kernels=True)
-    bias = facts.inputs["logit_bias"]
-    wants_bias = isinstance(bias, Tensor) and bias.requires_grad
-    form = (*plan.pairs.kinds, weighted, wants_bias, plan.per_row)
-    if use_kernels(facts, form, SigmoidRehearsal(facts, plan, layout, weighted, wants_bias)):
+
+    def uses_kernels() -> bool:
+        weighted = facts.inputs.get("weights") is not None or plan.per_row
+        weighted = weighted or facts.products.needs_unit(facts.features_dtype, in_kernels=True)
+        bias = facts.inputs["logit_bias"]
+        wants_bias = isinstance(bias, Tensor) and bias.requires_grad
+        form = (*plan.pairs.kinds, weighted, wants_bias, plan.per_row)
+        return use_kernels(facts, form, SigmoidRehearsal(facts, plan, layout, weighted, wants_bias))
+
+    if facts.once(("uses kernels", facts.products, facts.features_dtype), uses_kernels):
         return plan
-    return replace(plan, route=choose_route(replace(facts, kernels=False), layout, keep=False), in_kernels=False)
+    return replace(plan, route=choose_route(facts.with_(kernels=False), layout, keep=False), in_kernels=False)
