@@ -90,7 +90,7 @@ class InKernels:
         x_factor, y_factor = x.to(dtype) if v is not None else x, y.to(dtype) if u is not None else y
         for of in self.gradients:
             tile = of[0]
-            (rows, cols), wide = tile.shape, _wide(tile.shape[1])
+            (rows, cols), wide = tile.shape, columns_of_memory(tile.shape[1])
             grad = memory[: rows * wide].view(rows, wide)[:, :cols]
             write(of, grad)
             if u is not None:
@@ -100,7 +100,7 @@ class InKernels:
         return u, v
 
 
-def in_kernels(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype: torch.dtype) -> InKernels | None:
+def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype: torch.dtype) -> InKernels | None:
     """Return what calls of this form share; None, on all ranks, if their pairs, products or exchange are others.
 
     Args:
@@ -126,10 +126,10 @@ def in_kernels(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype: 
     tiles = [
         tuple((tile, named.of_tile(tile)) for tile in of) for of in tiles_of_launches(block, route.budget.side, factors)
     ]
-    most = max((tile.shape[0] * _wide(tile.shape[1]) for tile, _ in tiles[1]), default=0)
+    most = max((tile.shape[0] * columns_of_memory(tile.shape[1]) for tile, _ in tiles[1]), default=0)
     return InKernels(tiles[0], tiles[1], most, count, factors, of_gradients, products.allows_tf32)
 
 
-def _wide(cols: int) -> int:
+def columns_of_memory(cols: int) -> int:
     """Return the columns of memory of a tile, whose rows begin at multiples of 16 bytes."""
     return -(-cols // 8) * 8

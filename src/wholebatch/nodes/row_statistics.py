@@ -22,7 +22,7 @@ from .one_tile import OneTile, computes_one_tile
 from .rehearsals import SoftmaxRehearsal
 from .route import Layout, choose_route
 from .softmax import Softmax, output_names
-from .softmax_in_kernels import SoftmaxInKernels, softmax_in_kernels
+from .softmax_in_kernels import SoftmaxInKernels, in_kernels
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
 from .towers import Towers
 
@@ -169,7 +169,7 @@ def row_statistics(
         else:
             plan = plan_of(facts.with_(kernels=False))
     if plan.in_kernels and plan.shift is not None and len(features) == 2:
-        shared = facts.once(("in kernels", *in_form), lambda: (softmax_in_kernels(facts, plan, layout, dtype),))[0]
+        shared = facts.once(("in kernels", *in_form), lambda: (in_kernels(facts, plan, layout, dtype),))[0]
         if shared is not None:
             x, y = (features[at[0]] for at in (towers.stays, towers.travels))
             return _by_side(rows, cols, SoftmaxInKernels.apply(plan, shared, facts.of_rows, scale[1], x, y))

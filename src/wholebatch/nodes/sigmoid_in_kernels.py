@@ -21,7 +21,7 @@ from ..comm.inside import all_reduce, reduce_scatter
 from ..contract import KERNELS, Facts
 from ..sweep import LARGEST
 from .cross_entropy import softplus
-from .in_kernels import InKernels, TileOfS, in_kernels
+from .in_kernels import InKernels, TileOfS, one_diagonal
 from .rehearsals import in_kernels_or_not
 from .route import Layout
 from .sigmoid import Sigmoid, SigmoidPlan
@@ -90,7 +90,7 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
 
 def _form(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, weights: Tensor | None) -> _Form | None:
     """Return the facts of this node if it computes calls of this form, else None: the same on all ranks."""
-    tiles = None if plan.per_row else in_kernels(facts, plan.route, plan.pairs, layout, x.dtype)
+    tiles = None if plan.per_row else one_diagonal(facts, plan.route, plan.pairs, layout, x.dtype)
     if tiles is None:
         return None
     in_units = plan.route.products.needs_unit(x.dtype, in_kernels=True)

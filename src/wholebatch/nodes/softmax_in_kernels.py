@@ -21,7 +21,7 @@ from ..comm.inside import all_reduce, reduce_scatter
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
 from ..sweep import LARGEST, relative_difference
-from .in_kernels import InKernels, TileOfS, in_kernels
+from .in_kernels import InKernels, TileOfS, one_diagonal
 from .route import Layout
 from .softmax_plan import SoftmaxPlan
 
@@ -30,7 +30,7 @@ _UNCHANGED = (None,) * 7
 _SMALLEST = 1e-300  # gradient, so that none is divided by 0
 
 
-def softmax_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
+def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
     """Return what calls of this form share if this node computes them, else None: the same on all ranks.
 
     Args:
@@ -47,7 +47,7 @@ def softmax_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: t
         return None
     if plan.rows not in _FIELDS or plan.cols not in _FIELDS or plan.dtype is not None:
         return None
-    return in_kernels(facts, plan.route, of.pairs, layout, dtype)
+    return one_diagonal(facts, plan.route, of.pairs, layout, dtype)
 
 
 class SoftmaxInKernels(torch.autograd.Function):
