@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 
 def matmul(a, b, total, *, parts, block=16):
@@ -52,3 +53,19 @@ def use(patch, multiply):
         return TensorHandle(multiply(*factors, total.data), total.dtype.scalar)
 
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def round_to_nearest(patch):
+    """Let the interpreter round float32 to half precision as a GPU does: it truncates, and warns of infinity."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, halves = InterpreterBuilder.create_fp_trunc, {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+    def create_fp_trunc(builder, x, into):
+        half = halves.get(into.scalar.name)
+        if half is None or x.dtype.scalar.name != "fp32":
+            return cast(builder, x, into)
+        bits = torch.from_numpy(np.array(x.data)).to(half).view(torch.int16).numpy()
+        return TensorHandle(bits.view(np.uint16 if half == torch.bfloat16 else np.float16), into.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_fp_trunc", create_fp_trunc)

@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import tensor_cores
 import torch
 from kernel_losses import learns_its_scale, losses
 from precision_losses import LOSSES, value_and_gradients
@@ -334,6 +335,8 @@ def in_kernels(monkeypatch):
         made = new_empty(self, *args, **more)
         return made.fill_(NAN) if made.is_floating_point() else made
 
+    if DEVICE.type == "cpu":
+        tensor_cores.round_to_nearest(monkeypatch)
     monkeypatch.setattr(Driver, "logits", only_in_float64)
     monkeypatch.setattr(torch.Tensor, "new_empty", nothing)
 

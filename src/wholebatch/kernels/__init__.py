@@ -21,6 +21,7 @@ from .launch import Entries, RowTerms, TileInputs, exact, interpreted, laid_out,
 from .nested import Ends, NestedTile, NestedWeights
 from .rows import READABLE, RowNumbers, row_gradient, row_numbers, side_weights
 from .select import KERNELS, Kernel, check_kernel, chooses, missing
+from .sigmoid import add_sigmoid, sigmoid_sums
 from .tokens import TokenTile
 from .verify import (
     KernelError,
@@ -49,6 +50,7 @@ __all__ = [
     "RowTerms",
     "TileInputs",
     "TokenTile",
+    "add_sigmoid",
     "check_kernel",
     "check_rows",
     "choices",
@@ -63,6 +65,7 @@ __all__ = [
     "row_gradient",
     "row_numbers",
     "side_weights",
+    "sigmoid_sums",
     "tile_gradient",
     "tile_sigmoid",
     "tile_sums",

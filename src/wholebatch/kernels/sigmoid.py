@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import Box, TileInputs, box_of, empty, interpreted, layout, start
+from .launch import Box, Layout, TileInputs, box_of, empty, interpreted, layout, start
 
 
 def tile_sigmoid(
@@ -22,16 +22,41 @@ def tile_sigmoid(
     Returns:
         sum_j l_ij, and sum_j dS_ij or None; (R,), float64.
     """
-    from .tiles import sigmoid
-
-    of = layout("tile_sigmoid", tile, entries=totals + (weights is not None))
-    across, parts = -(-len(tile.y) // of.blocks.cols), of.blocks.parts
-    sums = empty(tile.x, 1 + totals, across, len(tile.x))
-    gradient = None if out is None else box_of(out, of, parts)
-    start(
-        sigmoid.tile_sigmoid, tile, of, sums, sums[1] if totals else None, gradient, weights,
-        last=(0 if out is None else out.stride(0),),
-        CANDIDATES=tile.candidates, APPROXIMATE=not interpreted(), STORES=type(gradient) is Box, PARTS=parts,
-    )  # fmt: skip
+    sums = sigmoid_sums(tile, tile.x.shape[0], weighted=weights is not None, totals=totals)
+    add_sigmoid(tile, out, sums, weights=weights, add=False)
     losses, *summed = sums.sum(1, dtype=torch.float64).unbind()
     return losses, summed[0] if summed else None
+
+
+def sigmoid_sums(tile: TileInputs, rows: int, *, weighted: bool, totals: bool) -> Tensor:
+    """Return memory for sums over blocks of columns: of losses, and with `totals` of dS, (1 or 2, blocks, rows).
+
+    Args:
+        tile: a tile that is as wide as any.
+        rows: of all tiles.
+        weighted: whether rows have weights.
+        totals: as above.
+    """
+    of = _layout(tile, weighted=weighted, totals=totals)
+    return empty(tile.x, 1 + totals, -(-tile.y.shape[0] // of.blocks.cols), rows)
+
+
+def add_sigmoid(tile: TileInputs, out: Tensor | None, sums: Tensor, *, weights: Tensor | None, add: bool) -> None:
+    """Write the sums of a tile's rows to `sums`, (1 or 2, blocks, R), or add them; and dS to `out`, if given.
+
+    So tiles that follow each other in the columns of S leave the sums over all of them, in float32.
+    """
+    from .tiles import sigmoid
+
+    totals = sums.shape[0] > 1
+    of = _layout(tile, weighted=weights is not None, totals=totals)
+    gradient = None if out is None else box_of(out, of, of.blocks.parts)
+    start(
+        sigmoid.tile_sigmoid, tile, of, sums[0], sums[1] if totals else None, gradient, weights,
+        last=(0 if out is None else out.stride(0), sums.stride(1), tile.x.shape[0] if add else 0),
+        CANDIDATES=tile.candidates, APPROXIMATE=not interpreted(), STORES=type(gradient) is Box, PARTS=of.blocks.parts,
+    )  # fmt: skip
+
+
+def _layout(tile: TileInputs, *, weighted: bool, totals: bool) -> Layout:
+    return layout("tile_sigmoid", tile, entries=totals + weighted)

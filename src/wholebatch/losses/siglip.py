@@ -16,8 +16,8 @@ from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Layout, choose_route
-from ..nodes.rehearsals import in_kernels_or_not
-from ..nodes.sigmoid import Sigmoid, SigmoidPlan
+from ..nodes.sigmoid import SigmoidPlan
+from ..nodes.sigmoid_in_kernels import sigmoid_losses
 from ..sweep import Memory, Pairs, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
@@ -126,15 +126,7 @@ def siglip_loss(
         per_row,
         facts.kernels,
     )
-    plan = in_kernels_or_not(facts, plan, layout)
-    loss = Sigmoid.apply(
-        plan,
-        inputs["logit_scale"],
-        inputs["logit_bias"],
-        None if per_row or weights is None else inputs["weights"].to(facts.device),
-        inputs["image_features"],
-        inputs["text_features"],
-    )
+    loss = sigmoid_losses(facts, plan, layout, inputs["image_features"], inputs["text_features"])
     return (reduce_losses if per_row else reduce_total)(facts, loss, rows.total)
 
 

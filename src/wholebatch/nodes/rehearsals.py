@@ -377,4 +377,4 @@ def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> Sigmoi
     form = (*plan.pairs.kinds, weighted, wants_bias, plan.per_row)
     if use_kernels(facts, form, layout, lambda: SigmoidRehearsal(facts, plan, layout, weighted, wants_bias)):
         return plan
-    return replace(plan, route=choose_route(replace(facts, kernels=False), layout, keep=False), in_kernels=False)
+    return replace(plan, route=choose_route(facts.with_(kernels=False), layout, keep=False), in_kernels=False)

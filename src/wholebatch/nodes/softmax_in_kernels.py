@@ -1,10 +1,9 @@
 """The softmax node in kernels, where the positives are diagonals: the formulas of `softmax` in a few launches.
 
-    forward     E of a tile -> sums of its rows and columns; a positive's logit is a product of two rows, in float32
-    backward    weights of rows and columns -> tiles of dS -> U and V by two products each -> dX, dY and <X, U>
+forward     E of a tile -> sums of its rows and columns; a positive's logit is a product of two rows, in float32
+backward    weights of rows and columns -> tiles of dS -> U and V by two products each -> dX, dY and <X, U>
 
-The positives are no candidates, so that their terms t_i in dS are added to U and V at the end, in float32. Features
-are cast once, and a further tile costs one launch and two products.
+The positives are no candidates: their terms join U and V at the end.
 """
 
 from __future__ import annotations
@@ -21,58 +20,18 @@ from .._autograd import no_autocast, once_differentiable
 from ..comm.inside import all_reduce, reduce_scatter
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
-from ..partition import Tile
-from ..sweep import (
-    LARGEST,
-    NONE,
-    Block,
-    Diagonals,
-    members,
-    relative_difference,
-    tiles_of_launches,
-)
+from ..sweep import LARGEST, relative_difference
+from .in_kernels import InKernels, TileOfS, one_diagonal
 from .route import Layout
 from .softmax_plan import SoftmaxPlan
 
-_Tile = tuple[Tile, kernels.Entries]
-_NO_ENTRIES = kernels.Entries()
 _FIELDS = ((), ("sum",), ("sum", "target"))  # of rows, and of columns, that this node computes
 _UNCHANGED = (None,) * 7
 _SMALLEST = 1e-300  # gradient, so that none is divided by 0
 
 
-@dataclass(eq=False)
-class InKernels:
-    """The facts of a form that all of its calls share.
-
-    Args:
-        sums, gradients: the tiles of S of one launch each, and the positives in each.
-        entries: of the largest tile of dS, with rows that begin at multiples of 16 bytes.
-        pairs: the number of positive pairs, of the first local rows with the first local columns.
-        dtype: of factors in the product S.
-        of_gradients: of dS, and of the rows that it is multiplied with.
-        tf32: whether float32 is multiplied in TF32.
-    """
-
-    sums: tuple[_Tile, ...]
-    gradients: tuple[_Tile, ...]
-    entries: int
-    pairs: int
-    dtype: torch.dtype
-    of_gradients: torch.dtype
-    tf32: bool
-
-    def inputs(self, of: _Tile, x: Tensor, y: Tensor, numbers: Tensor) -> kernels.TileInputs:
-        """Return a tile as kernels take it."""
-        tile, positive = of
-        rows, cols = tile.rows, tile.cols
-        return kernels.TileInputs(
-            x[rows], y[cols], numbers, positive, _NO_ENTRIES, 0, rows.start, allows_tf32=self.tf32
-        )
-
-
 def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
-    """Return the facts of this node if it computes calls of this form, else None: the same on all ranks.
+    """Return what calls of this form share if this node computes them, else None: the same on all ranks.
 
     Args:
         facts: of a call.
@@ -80,33 +39,15 @@ def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dty
         layout: of S.
         dtype: of the features.
     """
-    of, towers, positive = plan.selection, plan.towers, plan.selection.pairs.positive
+    of, towers = plan.selection, plan.towers
     changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, towers.stay_norms, towers.travel_norms)
-    if changed != _UNCHANGED or of.over != "negatives" or of.best_of > 1 or of.pairs.excluded is not NONE:
+    if changed != _UNCHANGED or of.over != "negatives" or of.best_of > 1:
         return None
     if plan.symmetric or plan.guide is not None or towers.normalize or len(towers.stays) + len(towers.travels) != 2:
         return None
     if plan.rows not in _FIELDS or plan.cols not in _FIELDS or plan.dtype is not None:
         return None
-    products, exchange = plan.route.products, plan.route.exchange
-    factors = products.dtype_in_kernels(dtype)
-    if factors is None or factors not in kernels.READABLE or not exchange.one_transfer:
-        return None
-    rank, device = facts.rank, facts.device
-    rows, cols = layout.rows.counts[rank], layout.cols.total
-    pairs = min(rows, layout.cols.counts[rank])
-    if not isinstance(positive, Diagonals) or positive.places != ((0, layout.cols.offsets[rank], pairs),):
-        return None
-    named = members(positive, cols, device)
-    assert named is not None
-    of_gradients = torch.float16 if factors == torch.bfloat16 and products.units else factors
-    block = Block(torch.empty(0, device="meta"), slice(0, cols), slice(0, rows))
-    tiles = [
-        tuple((tile, named.of_tile(tile)) for tile in of)
-        for of in tiles_of_launches(block, plan.route.budget.side, factors)
-    ]
-    most = max((tile.shape[0] * columns_of_memory(tile.shape[1]) for tile, _ in tiles[1]), default=0)
-    return InKernels(tiles[0], tiles[1], most, pairs, factors, of_gradients, products.allows_tf32)
+    return one_diagonal(facts, plan.route, of.pairs, layout, dtype)
 
 
 class SoftmaxInKernels(torch.autograd.Function):
@@ -135,9 +76,7 @@ class SoftmaxInKernels(torch.autograd.Function):
             plan.canaries.note_sums(relative_difference(row_sums.sum(), col_sums.sum(), entries))
         if col_sums is not None and exchange.comm.size > 1:
             col_sums = exchange.reduce(col_sums[:, None], "sum")[exchange.kept_local, 0].clone()
-        if of_rows is None or x.dtype != form.dtype:
-            of_rows = kernels.row_numbers(read, local, ())
-        target = of_rows.products[: form.pairs].double().mul_(plan.scale)
+        target = form.products_of(read, local, of_rows, x.dtype).double().mul_(plan.scale)
         ctx.plan, ctx.form, ctx.dtypes = plan, form, (x.dtype, y.dtype)
         scale = scale if isinstance(scale, Tensor) else None
         ctx.save_for_backward(scale, read, local, fetched, numbers, row_sums, col_sums)
@@ -240,31 +179,15 @@ def _products(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dS Y of the local rows, and dS^T X of all columns, without the pairs' terms; None where not needed."""
     x, y, numbers = data
-    multiply, dtype = plan.route.products.multiply, form.of_gradients
-    u = x.new_empty(x.shape, dtype=torch.float32) if needed[0] else None
-    v = y.new_empty(y.shape, dtype=torch.float32) if needed[1] else None
-    if not form.gradients:
-        return u, None if v is None else v.zero_()
     by_row, by_col = (None if of is None else {"sum": of} for of in (weights.rows, weights.cols))
-    memory = x.new_empty(form.entries, dtype=dtype)
-    x_factor, y_factor = x.to(dtype) if v is not None else x, y.to(dtype) if u is not None else y
-    for of in form.gradients:
+
+    def write(of: TileOfS, grad: Tensor) -> None:
         tile = of[0]
-        (rows, cols), wide = tile.shape, columns_of_memory(tile.shape[1])
-        grad = memory[: rows * wide].view(rows, wide)[:, :cols]
         kernels.tile_gradient(
             form.inputs(of, x, y, numbers),
             grad,
             rows={} if by_row is None else {"sum": by_row["sum"][tile.rows]},
             cols={} if by_col is None else {"sum": by_col["sum"][tile.cols]},
         )
-        if u is not None:
-            multiply((grad,), (y_factor[tile.cols],), u[tile.rows], add=tile.cols.start > 0)
-        if v is not None:
-            multiply((grad.T,), (x_factor[tile.rows],), v[tile.cols], add=tile.rows.start > 0)
-    return u, v
 
-
-def columns_of_memory(cols: int) -> int:
-    """Return the columns of memory of a tile, whose rows begin at multiples of 16 bytes."""
-    return -(-cols // 8) * 8
+    return form.products(plan.route, x, y, needed, write)

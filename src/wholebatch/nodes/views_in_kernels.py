@@ -22,8 +22,8 @@ from ..contract import Facts
 from ..logsumexp import log_sum_exp
 from ..partition import Tile
 from ..sweep import Block, Diagonals, members, tiles_of_launches
+from .in_kernels import columns_of_memory
 from .route import Layout
-from .softmax_in_kernels import columns_of_memory
 from .softmax_plan import SoftmaxPlan
 
 

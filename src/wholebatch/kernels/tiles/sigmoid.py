@@ -46,16 +46,16 @@ def _reciprocal(x, APPROXIMATE: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=ANY)
+@triton.jit(do_not_specialize=[*ANY, "stride_sums", "added"])
 def tile_sigmoid(
     x, y, numbers, losses, totals, gradient, row_weights,
     positive, positive_stride, positive_rows, positive_cols, excluded, excluded_stride, excluded_rows, excluded_cols,
-    first_row, num_rows, num_cols, dim, stride_x, stride_y, stride_gradient,
+    first_row, num_rows, num_cols, dim, stride_x, stride_y, stride_gradient, stride_sums, added,
     KINDS: tl.constexpr, CANDIDATES: tl.constexpr, APPROXIMATE: tl.constexpr, STORES: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BOXES: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Write sum_j l_ij and sum_j dS_ij, (blocks of columns, rows), and dS, (rows, columns)."""
+    """Write sum_j l_ij and sum_j dS_ij, (blocks of columns, rows), of `added` rows added, and dS, (rows, columns)."""
     sets = (
         positive, positive_stride, positive_rows, positive_cols,
         excluded, excluded_stride, excluded_rows, excluded_cols, first_row, num_rows, num_cols,
@@ -92,7 +92,9 @@ def tile_sigmoid(
                     summed += tl.sum(made, 1)
                 if gradient is not None:
                     write(gradient, row, first, rows, cols, here_rows, here_cols, stride_gradient, made, STORES)
-        at = block_col.to(tl.int64) * num_rows + rows
-        tl.store(losses + at, of_losses * _LOG_2, mask=here_rows)
+        at = block_col.to(tl.int64) * stride_sums + rows
+        earlier = rows < added
+        of_losses = of_losses * _LOG_2 + tl.load(losses + at, mask=earlier, other=0.0)
+        tl.store(losses + at, of_losses, mask=here_rows)
         if totals is not None:
-            tl.store(totals + at, summed, mask=here_rows)
+            tl.store(totals + at, summed + tl.load(totals + at, mask=earlier, other=0.0), mask=here_rows)

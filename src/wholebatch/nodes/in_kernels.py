@@ -1,0 +1,135 @@
+"""Nodes in kernels whose positives are one diagonal: what the calls of a form share, and products with tiles of dS.
+
+The positives are no candidates, so that their terms t_i in dS are added to U and V at the end, in float32. Features
+are cast once, and a further tile costs one launch and two products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..contract import Facts
+from ..partition import Tile
+from ..sweep import NONE, Block, Diagonals, Pairs, members, tiles_of_launches
+from .route import Layout, Route
+
+TileOfS = tuple[Tile, kernels.Entries]  # with its positives
+_NO_ENTRIES = kernels.Entries()
+
+
+@dataclass(eq=False)
+class InKernels:
+    """The facts of a form that all of its calls share.
+
+    Args:
+        sums, gradients: the tiles of S of one launch each, and the positives in each.
+        entries: of the largest tile of dS, with rows that begin at multiples of 16 bytes.
+        pairs: the number of positive pairs, of the first local rows with the first local columns.
+        dtype: of factors in the product S.
+        of_gradients: of dS, and of the rows that it is multiplied with.
+        tf32: whether float32 is multiplied in TF32.
+    """
+
+    sums: tuple[TileOfS, ...]
+    gradients: tuple[TileOfS, ...]
+    entries: int
+    pairs: int
+    dtype: torch.dtype
+    of_gradients: torch.dtype
+    tf32: bool
+
+    def inputs(self, of: TileOfS, x: Tensor, y: Tensor, numbers: Tensor) -> kernels.TileInputs:
+        """Return a tile as kernels take it."""
+        tile, positive = of
+        rows, cols = tile.rows, tile.cols
+        return kernels.TileInputs(
+            x[rows], y[cols], numbers, positive, _NO_ENTRIES, 0, rows.start, allows_tf32=self.tf32
+        )
+
+    def products_of(self, x: Tensor, y: Tensor, of_rows: kernels.RowNumbers | None, given: torch.dtype) -> Tensor:
+        """Return x_i . y_i of the positive pairs, float32.
+
+        Args:
+            x: the local rows, as they are multiplied.
+            y: likewise.
+            of_rows: the numbers of the rows that the caller gave, or None.
+            given: the dtype of these.
+        """
+        if of_rows is None or given != self.dtype:
+            of_rows = kernels.row_numbers(x, y, ())
+        return of_rows.products[: self.pairs]
+
+    def products(
+        self,
+        route: Route,
+        x: Tensor,
+        y: Tensor,
+        needed: tuple[bool, bool],
+        write: Callable[[TileOfS, Tensor], object],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return dS Y of the local rows, and dS^T X of all columns, without the pairs' terms; None where not needed.
+
+        Args:
+            route: of the call.
+            x: the local rows.
+            y: the rows of all ranks.
+            needed: whether the first is needed, and the second.
+            write: writes a tile of dS.
+        """
+        multiply, dtype = route.products.multiply, self.of_gradients
+        u = x.new_empty(x.shape, dtype=torch.float32) if needed[0] else None
+        v = y.new_empty(y.shape, dtype=torch.float32) if needed[1] else None
+        if not self.gradients:  # this rank has no rows
+            return u, None if v is None else v.zero_()
+        memory = x.new_empty(self.entries, dtype=dtype)
+        x_factor, y_factor = x.to(dtype) if v is not None else x, y.to(dtype) if u is not None else y
+        for of in self.gradients:
+            tile = of[0]
+            (rows, cols), wide = tile.shape, columns_of_memory(tile.shape[1])
+            grad = memory[: rows * wide].view(rows, wide)[:, :cols]
+            write(of, grad)
+            if u is not None:
+                multiply((grad,), (y_factor[tile.cols],), u[tile.rows], add=tile.cols.start > 0)
+            if v is not None:
+                multiply((grad.T,), (x_factor[tile.rows],), v[tile.cols], add=tile.rows.start > 0)
+        return u, v
+
+
+def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype: torch.dtype) -> InKernels | None:
+    """Return what calls of this form share; None, on all ranks, if their pairs, products or exchange are others.
+
+    Args:
+        facts: of a call.
+        route: of a call.
+        pairs: of a call.
+        layout: of S.
+        dtype: of the features.
+    """
+    positive, products, exchange = pairs.positive, route.products, route.exchange
+    factors = products.dtype_in_kernels(dtype)
+    if factors is None or factors not in kernels.READABLE or not exchange.one_transfer or pairs.excluded is not NONE:
+        return None
+    rank, device = facts.rank, facts.device
+    rows, cols = layout.rows.counts[rank], layout.cols.total
+    count = min(rows, layout.cols.counts[rank])
+    if not isinstance(positive, Diagonals) or positive.places != ((0, layout.cols.offsets[rank], count),):
+        return None
+    named = members(positive, cols, device)
+    assert named is not None
+    of_gradients = torch.float16 if factors == torch.bfloat16 and products.units else factors
+    block = Block(torch.empty(0, device="meta"), slice(0, cols), slice(0, rows))
+    tiles = [
+        tuple((tile, named.of_tile(tile)) for tile in of) for of in tiles_of_launches(block, route.budget.side, factors)
+    ]
+    most = max((tile.shape[0] * columns_of_memory(tile.shape[1]) for tile, _ in tiles[1]), default=0)
+    return InKernels(tiles[0], tiles[1], most, count, factors, of_gradients, products.allows_tf32)
+
+
+def columns_of_memory(cols: int) -> int:
+    """Return the columns of memory of a tile, whose rows begin at multiples of 16 bytes."""
+    return -(-cols // 8) * 8

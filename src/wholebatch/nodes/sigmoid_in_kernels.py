@@ -1,0 +1,222 @@
+"""The sigmoid node in kernels, where the positives are one diagonal: the formulas of `sigmoid` in a few launches.
+
+    forward     dS of a tile -> the sums of its rows' losses and of its rows -> U and V by two products each
+    backward    U and V, with the terms of the positives -> dX, dY and <X, U>
+
+A positive's logit S_ii is a product of two rows, in float32, its loss log(1 + exp(-S_ii)), its entry of dS
+-w_i sigmoid(-S_ii). Without weights dS is at most 1, so that its unit in float16 is a number that the host knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .._autograd import no_autocast, once_differentiable
+from ..comm.inside import all_reduce, reduce_scatter
+from ..contract import Facts
+from ..sweep import LARGEST
+from .cross_entropy import softplus
+from .in_kernels import InKernels, TileOfS, one_diagonal
+from .rehearsals import in_kernels_or_not
+from .route import Layout
+from .sigmoid import Sigmoid, SigmoidPlan
+
+_SMALLEST = 1e-300  # weight, so that none is divided by 0
+
+
+@dataclass(eq=False)
+class _Form:
+    """The facts of a form that all of its calls share.
+
+    Args:
+        tiles: of S.
+        in_units: whether dS is written to float16, in units.
+        factor: by which the kernel multiplies dS if the caller gave no weights.
+        factors: this number for each row, (b,), if it is not 1.
+    """
+
+    tiles: InKernels
+    in_units: bool
+    factor: float
+    factors: Tensor | None
+
+
+@dataclass(eq=False)
+class _Gradients:
+    """G Y and G^T X of the negatives' G = dL/dS, the positives' -G_ii, and the sum of all G, each in units.
+
+    Args:
+        u, v: the products.
+        terms: -G_ii / factor.
+        bias: the sum of the local rows of G, or None.
+        unit: the unit of u, v and bias.
+        factor: of terms.
+    """
+
+    u: Tensor | None
+    v: Tensor | None
+    terms: Tensor
+    bias: Tensor | None
+    unit: Tensor | float
+    factor: float
+
+
+def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y: Tensor) -> Tensor:
+    """Return a rank's share of L, or the l_i of its rows. Collective.
+
+    Args:
+        facts: of the call.
+        plan: of the call, in kernels if they may compute it.
+        layout: of S.
+        x: the features of rows.
+        y: those of columns.
+    """
+    inputs, form = facts.inputs, (facts.products.precision, facts.products.units, facts.features_dtype)
+    plan = in_kernels_or_not(facts, plan, layout)
+    weights = None if plan.per_row or inputs["weights"] is None else inputs["weights"].to(facts.device)
+    arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
+    if plan.in_kernels:
+        shared = facts.once(("sigmoid in kernels", *form), lambda: (_form(facts, plan, layout, x, weights),))[0]
+        if shared is not None:
+            return SigmoidInKernels.apply(plan, shared, facts.of_rows, *arguments)
+    return Sigmoid.apply(plan, *arguments)
+
+
+def _form(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, weights: Tensor | None) -> _Form | None:
+    """Return the facts of this node if it computes calls of this form, else None: the same on all ranks."""
+    tiles = None if plan.per_row else one_diagonal(facts, plan.route, plan.pairs, layout, x.dtype)
+    if tiles is None:
+        return None
+    in_units = plan.route.products.needs_unit(x.dtype, in_kernels=True)
+    if not in_units or weights is not None:
+        return _Form(tiles, in_units, 1.0, None)
+    return _Form(tiles, in_units, LARGEST, x.new_full((x.shape[0],), LARGEST, dtype=torch.float32))
+
+
+class SigmoidInKernels(torch.autograd.Function):
+    """Compute a rank's share of L from X, Y and weights, if any."""
+
+    @staticmethod
+    @no_autocast
+    def forward(
+        ctx: Any,
+        plan: SigmoidPlan,
+        form: _Form,
+        of_rows: kernels.RowNumbers | None,
+        scale: Any,
+        bias: Any,
+        weights: Tensor | None,
+        x: Tensor,
+        y: Tensor,
+    ) -> Tensor:
+        tiles = form.tiles
+        read, local = x.to(tiles.dtype), y.to(tiles.dtype)
+        products = tiles.products_of(read, local, of_rows, x.dtype)
+        want_scale, want_bias, _, want_x, want_y = ctx.needs_input_grad[3:] if plan.differentiable else (False,) * 5
+        losses, gradients = _sweep(
+            plan, form, (read, local, products), weights, (want_scale, want_bias, want_x, want_y)
+        )
+        ctx.plan, ctx.form, ctx.gradients, ctx.dtypes = plan, form, gradients, (x.dtype, y.dtype)
+        scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
+        ctx.save_for_backward(scale, bias, weights, read, local, products, losses)
+        return losses.sum() if weights is None else (weights * losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        plan: SigmoidPlan = ctx.plan
+        scale, bias, weights, x, y, products, losses = ctx.saved_tensors
+        want_scale, want_bias, want_weights, want_x, want_y = ctx.needs_input_grad[3:]
+        saved: _Gradients | None
+        saved, ctx.gradients = ctx.gradients, None
+        if saved is None:
+            _, saved = _sweep(plan, ctx.form, (x, y, products), weights, (want_scale, want_bias, want_x, want_y))
+        in_units = grad * saved.unit
+        terms, unit, shares = saved.terms * in_units, in_units.float(), None
+        found: list[Tensor | None] = []
+        for name, own, other, wanted, dtype in (("u", x, y, want_x, ctx.dtypes[0]), ("v", y, x, want_y, ctx.dtypes[1])):
+            made, product = None, getattr(saved, name)
+            if product is not None:
+                pairs = other, terms, -saved.factor
+                made, shares = kernels.row_gradient(product, own, pairs, None, unit, plan.scale, dtype)
+            found.append(made if wanted else None)
+        grad_scale = shares.sum().to(scale).view_as(scale) if want_scale and shares is not None else None
+        grad_bias = (saved.bias * in_units).to(bias).view_as(bias) if want_bias and saved.bias is not None else None
+        grad_weights = (grad * losses).to(weights) if want_weights else None
+        return None, None, None, grad_scale, grad_bias, grad_weights, *found
+
+
+def _sweep(
+    plan: SigmoidPlan,
+    form: _Form,
+    rows: tuple[Tensor, Tensor, Tensor],
+    weights: Tensor | None,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor, _Gradients]:
+    """Return the local rows' l_i, and what the backward pass multiplies.
+
+    Args:
+        plan: of the call.
+        form: of the call.
+        rows: the local rows of X and of Y, and their products.
+        weights: of rows, or None.
+        needed: whether gradients of scale, bias, X and Y are needed.
+    """
+    want_bias, comm = needed[1], plan.route.comm
+    x, y, products = rows
+    by_row, unit = (form.factors, 1 / form.factor) if weights is None else _in_units(plan, form, weights)
+    u, v, sums = _tiles(plan, form, (x, y), by_row, needed)
+    if v is not None and comm.size > 1:
+        v = reduce_scatter(comm, v, plan.route.exchange.columns.counts)
+    opposed = torch.rsub(products.double(), -plan.bias, alpha=plan.scale)  # minus the logits
+    losses, terms, of_bias = softplus(opposed), opposed.sigmoid_(), None
+    if weights is not None and by_row is not None:
+        terms.mul_(by_row)
+    if sums is not None:
+        summed = sums.sum(1, dtype=torch.float64).unbind()
+        losses += summed[0]
+        if want_bias:
+            of_bias = torch.sub(summed[1], terms, alpha=form.factor).sum()
+    elif want_bias:  # this rank has no rows
+        of_bias = terms.sum()
+    return losses, _Gradients(u, v, terms, of_bias, unit, form.factor)
+
+
+def _tiles(
+    plan: SigmoidPlan, form: _Form, rows: tuple[Tensor, Tensor], weights: Tensor | None, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dS Y and dS^T X, where needed, and the sums of losses and of dS; None if this rank has no rows."""
+    (x, local), tiles, (want_scale, want_bias, want_x, want_y) = rows, form.tiles, needed
+    numbers = kernels.numbers_of(plan.scale, plan.bias, x.device)
+    y = plan.route.exchange.fetch(local)
+    sums: Tensor | None = None
+
+    def write(of: TileOfS, grad: Tensor | None) -> None:
+        nonlocal sums
+        tile, inputs = of[0], tiles.inputs(of, x, y, numbers)
+        if sums is None:
+            sums = kernels.sigmoid_sums(inputs, x.shape[0], weighted=weights is not None, totals=want_bias)
+        of_tile = None if weights is None else weights[tile.rows]
+        kernels.add_sigmoid(inputs, grad, sums[..., tile.rows], weights=of_tile, add=tile.cols.start > 0)
+
+    want_x = want_x or (want_scale and not want_y)
+    if want_x or want_y:
+        return *tiles.products(plan.route, x, y, (want_x, want_y), write), sums
+    for of in tiles.sums:
+        write(of, None)
+    return None, None, sums
+
+
+def _in_units(plan: SigmoidPlan, form: _Form, weights: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Return weights in units, float32, and their unit, the same on all ranks."""
+    if not form.in_units:
+        return weights.float().contiguous(), 1.0
+    largest = weights.abs().amax() if weights.shape[0] else weights.new_zeros(())
+    unit = all_reduce(plan.route.comm, largest, "max").clamp(min=_SMALLEST).mul_(1 / LARGEST)
+    return (weights / unit).float().contiguous(), unit
