@@ -141,7 +141,7 @@ class Retrieval:
             stays, travels, towers = key_rows, self._queries, Towers(stays=key_tower, travels=(0,))
         else:
             stays, travels, towers = self._queries, key_rows, Towers(stays=(0,), travels=key_tower)
-        matching = Diagonals(Diagonal(0, travels.offsets[rank], b))
+        matching = facts.once(("matching", keys_stay), lambda: Diagonals(Diagonal(0, travels.offsets[rank], b)))
         of_rows, of_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
         row_ids, col_ids = (self._key_ids, self._query_ids) if keys_stay else (self._query_ids, self._key_ids)
         if ceiling is not None and keys_stay and row_ids is not None:
@@ -226,7 +226,7 @@ class Retrieval:
 
     def _pairs(self, matching: Diagonals, row_ids: Tensor | None, col_ids: Tensor | None) -> Pairs:
         if row_ids is None or col_ids is None:
-            return Pairs(matching)
+            return self._facts.once(("pairs", matching), lambda: Pairs(matching))
         others = EqualIds(row_ids, col_ids, but=matching)
         return Pairs(Union(matching, others)) if self.several else Pairs(matching, excluded=others)
 
