@@ -1,4 +1,4 @@
-"""The work of the host at the entry of a loss does not grow with the number of ranks; counted, not timed."""
+"""The work of the host: bounds for a call, and no growth with the number of ranks; counted, not timed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from counting import counted
+from torch.nn.functional import normalize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholebatch as wb
 from wholebatch.comm import statement
+from wholebatch.kernels import launch
 from wholebatch.losses import clip
 
 
@@ -71,3 +74,53 @@ def test_a_loop_over_ranks_would_be_seen(entry_calls, monkeypatch):
 
     monkeypatch.setattr(agree, "_values_of_all", reading_all)
     assert entry_calls(512)[0] > 2 * good
+
+
+def step(name, memory="auto"):
+    """Return a function that computes a loss of 256 rows in kernels, forward and backward."""
+    torch.manual_seed(0)
+    x, y = (normalize(torch.randn(256, 64), dim=1).bfloat16().requires_grad_() for _ in range(2))
+    scale, bias = (torch.tensor(number, requires_grad=True) for number in (10.0, -5.0))
+    made = {"siglip": lambda more: wb.functional.siglip_loss(x, y, scale, bias, **more)}
+
+    def call():
+        for leaf in (x, y, scale, bias):
+            leaf.grad = None
+        made[name]({"kernel": "triton", "memory": memory}).backward()
+
+    call()  # a first call of a form makes what later ones look up
+    call()
+    return call
+
+
+AT_MOST = {"siglip": (32, 600)}  # operations that compute something, and calls of Python's
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
+@pytest.mark.parametrize("name", AT_MOST)
+def test_a_step_in_kernels_is_little_work_for_the_host(name):
+    found = counted(step(name))
+    assert all(0.5 * most < of <= most for of, most in zip(found, AT_MOST[name], strict=True)), found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
+def test_a_further_tile_is_one_launch_and_two_products(monkeypatch):
+    """One of the same rows, or of further rows."""
+    run, started = launch.run, []
+    monkeypatch.setattr(launch, "run", lambda kernel, *of, **more: (started.append(kernel), run(kernel, *of, **more)))
+    found = []
+    for memory in ("auto", 100_000, 60_000):  # 1 tile, 2 of all rows, and 4 of half the rows
+        call = step("siglip", memory)
+        started.clear()
+        operations, _ = counted(call)
+        found.append((operations, len(started) // 2))
+    (operations, launches), *others = found
+    assert [(of - operations, n - launches) for of, n in others] == [(2, 1), (6, 3)]
+
+
+def test_work_of_the_host_is_counted():
+    def work():
+        sorted(torch.zeros(2).add_(1).view(2, 1).exp().tolist(), key=lambda x: x)
+
+    # zeros, add_, exp; of Python: work, sorted, two calls of its key, five functions of tensors, and the count's end
+    assert counted(work) == (3, 10)

@@ -142,6 +142,7 @@ class SigmoidInKernels(torch.autograd.Function):
         found: list[Tensor | None] = []
         for name, own, other, wanted, dtype in (("u", x, y, want_x, ctx.dtypes[0]), ("v", y, x, want_y, ctx.dtypes[1])):
             made, product = None, getattr(saved, name)
+            setattr(saved, name, None)  # so that U is freed before dY is made
             if product is not None:
                 pairs = other, terms, -saved.factor
                 made, shares = kernels.row_gradient(product, own, pairs, None, unit, plan.scale, dtype)
