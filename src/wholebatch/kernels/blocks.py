@@ -88,12 +88,12 @@ def blocks_of(form: Form, *, boxes: bool) -> Blocks:
         return _of_parts(form)
     narrow = form.ids or form.named > 1 or (form.entries > 0 and form.kernel != "tile_sigmoid")
     if boxes:
-        is_new = form.capability >= _BLACKWELL  # where 4 warps spill in some forms
+        is_new = form.capability >= _BLACKWELL  # where programs of 128 rows and 4 warps spill
         warps, sums = 8 if is_new else 4, form.kernel == "tile_sums"
         if narrow and sums and form.entries > 1:
             return Blocks(128, 64, 64, 8, 8, 3, parts=2)
         if narrow:
-            return Blocks(128, 64, 64, 8, warps, 3)
+            return Blocks(64 if is_new else 128, 64, 64, 8, 4, 3)
         if sums and not is_new and form.features >= _LONG and form.many_rows:
             return Blocks(256, 128, 64, 8, 8, 4)
         return Blocks(128, 128, 64, 8, warps, 3, parts=1 if sums and not is_new else 2)
