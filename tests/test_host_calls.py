@@ -16,6 +16,7 @@ import wholebatch as wb
 from wholebatch.comm import statement
 from wholebatch.kernels import launch
 from wholebatch.losses import clip
+from wholebatch.testing import run_ranks
 
 
 @pytest.fixture
@@ -76,46 +77,74 @@ def test_a_loop_over_ranks_would_be_seen(entry_calls, monkeypatch):
     assert entry_calls(512)[0] > 2 * good
 
 
-def step(name, memory="auto"):
-    """Return a function that computes a loss of 256 rows in kernels, forward and backward."""
+def step(name, memory="auto", kernel="triton", dtype=torch.bfloat16, rows=256):
+    """Return a function that computes a loss, forward and backward; its first call was made."""
     torch.manual_seed(0)
-    x, y = (normalize(torch.randn(256, 64), dim=1).bfloat16().requires_grad_() for _ in range(2))
-    scale, bias = (torch.tensor(number, requires_grad=True) for number in (10.0, -5.0))
-    made = {"siglip": lambda more: wb.functional.siglip_loss(x, y, scale, bias, **more)}
+    x, y = (normalize(torch.randn(rows, 64), dim=1).to(dtype).requires_grad_() for _ in range(2))
+    scale, bias, temperature = (torch.tensor(number, requires_grad=True) for number in (10.0, -5.0, 0.1))
+    loss = {
+        "clip": lambda f, more: f.clip_loss(x, y, scale, **more),
+        "info_nce": lambda f, more: f.info_nce_loss(x, y, logit_scale=scale, **more),
+        "nt_xent": lambda f, more: f.nt_xent_loss(x, y, temperature=temperature, **more),
+        "siglip": lambda f, more: f.siglip_loss(x, y, scale, bias, **more),
+    }[name]
 
     def call():
-        for leaf in (x, y, scale, bias):
+        for leaf in (x, y, scale, bias, temperature):
             leaf.grad = None
-        made[name]({"kernel": "triton", "memory": memory}).backward()
+        loss(wb.functional, {"kernel": kernel, "memory": memory}).backward()
 
-    call()  # a first call of a form makes what later ones look up
-    call()
+    call()  # what later calls of the form look up
     return call
 
 
-AT_MOST = {"siglip": (32, 600)}  # operations that compute something, and calls of Python's
+IN_KERNELS = {  # at most so many operations that compute something, and calls of Python's
+    "clip": (48, 700),
+    "info_nce": (48, 700),
+    "nt_xent": (48, 700),
+    "siglip": (32, 600),
+}
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
-@pytest.mark.parametrize("name", AT_MOST)
+@interpreted
+@pytest.mark.parametrize("name", IN_KERNELS)
 def test_a_step_in_kernels_is_little_work_for_the_host(name):
     found = counted(step(name))
-    assert all(0.5 * most < of <= most for of, most in zip(found, AT_MOST[name], strict=True)), found
+    assert all(0.5 * most < of <= most for of, most in zip(found, IN_KERNELS[name], strict=True)), found
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
-def test_a_further_tile_is_one_launch_and_two_products(monkeypatch):
+@interpreted
+@pytest.mark.parametrize("name", ["clip", "info_nce", "siglip"])
+def test_a_further_tile_is_one_launch_and_two_products(name, monkeypatch):
     """One of the same rows, or of further rows."""
     run, started = launch.run, []
     monkeypatch.setattr(launch, "run", lambda kernel, *of, **more: (started.append(kernel), run(kernel, *of, **more)))
     found = []
-    for memory in ("auto", 100_000, 60_000):  # 1 tile, 2 of all rows, and 4 of half the rows
-        call = step("siglip", memory)
+    for memory in ("auto", 14_000, 8_500):  # 1 tile, 2 of all rows, and 4 of half the rows
+        call = step(name, memory, rows=96)
         started.clear()
         operations, _ = counted(call)
-        found.append((operations, len(started) // 2))
+        found.append((operations, sum("sums" not in kernel.fn.__name__ for kernel in started) // 2))
     (operations, launches), *others = found
     assert [(of - operations, n - launches) for of, n in others] == [(2, 1), (6, 3)]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 600), (torch.bfloat16, 900)])
+def test_python_makes_few_calls_in_a_step_on_a_cpu(dtype, most):
+    _, calls = counted(step("clip", kernel="torch", dtype=dtype))
+    assert 0.3 * most < calls <= most
+
+
+def ranks_body(kernel, dtype):
+    return counted(step("clip", kernel=kernel, dtype=getattr(torch, dtype)))[1]
+
+
+@interpreted
+@pytest.mark.parametrize(("kernel", "dtype", "most"), [("torch", "float32", 1500), ("triton", "bfloat16", 1600)])
+def test_python_makes_few_calls_in_a_step_of_two_ranks(kernel, dtype, most):
+    for calls in run_ranks(ranks_body, 2, kernel, dtype, timeout_s=120):
+        assert 0.5 * most < calls <= most
 
 
 def test_work_of_the_host_is_counted():

@@ -145,7 +145,7 @@ class TorchTransport(Transport):
         return _after(works, lambda: out.to(x.device), wire)
 
     def stays_on_device(self, x: Tensor) -> bool:
-        return x.device.type != "cpu" and self._backends.on_device(x.device.type)
+        return self._backends.on_device(x.device.type)
 
     def keeps_tags(self, x: Tensor) -> bool:
         return not self._backends.on_device(self._wire_device(x).type)

@@ -121,6 +121,7 @@ def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable
     form_in_words = f"{described}, {'up to' if size < _CLASSES else 'about'} 2^{size} entries a rank"
     made = Choice(facts.caller, form_in_words, not why, why, passed, times, bool(failed), found["cached"])
     choice.note(group, key, made, reports=facts.rank == 0)
+    facts.plans[KERNELS] = made.in_kernels
     return made.in_kernels
 
 

@@ -45,18 +45,16 @@ def computes_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: to
         return False
     if not _is_plain(plan, layout.rows.offsets[facts.rank], layout.rows.counts[facts.rank]):
         return False
-    return never_underflows(plan.bounds, plan.shift, dtype)
+    return never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype))
 
 
 def _may_be_one_tile(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> bool:
     """Return whether a call of this form may be one tile."""
     if facts.device.type != "cpu" or facts.products.precision != "float32":  # only the sweep rounds factors
         return False
-    if dtype != accumulation_dtype(dtype):  # a sweep widens half precision tile by tile, this node would widen all rows
-        return False
     if plan.symmetric or plan.dtype is not None or layout.rows.counts != layout.cols.counts:
         return False
-    return plan.route.exchange.one_transfer and _fits(facts, plan, layout.rows.counts, dtype)
+    return plan.route.exchange.one_transfer and _fits(facts, plan, layout.rows.counts, accumulation_dtype(dtype))
 
 
 def _fits(facts: Facts, plan: SoftmaxPlan, counts: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -93,7 +91,7 @@ class OneTile(torch.autograd.Function):
         exchange = plan.route.exchange
         fetched, local = exchange.fetch(y), exchange.kept_local
         # Scale after the product, as in `Driver.logits`.
-        logits = torch.mm(x, fetched.T).mul_(plan.scale)
+        logits = torch.mm(_wide(x), _wide(fetched).T).mul_(plan.scale)
         target = logits.diagonal(local.start).to(wide, copy=True)  # before E overwrites it
         exponentials = (logits.sub_(shift) if shift else logits).exp_()
         exponentials.diagonal(local.start).zero_()
@@ -129,8 +127,8 @@ class OneTile(torch.autograd.Function):
             slope = exponentials * weights[0][:, None]
         slope.diagonal(exchange.kept_local.start).copy_(of_target * plan.size)
 
-        u = torch.mm(slope, fetched) if want_x or (want_scale and not want_y) else None
-        v = torch.mm(slope.T, x) if want_y else None
+        u = torch.mm(slope, _wide(fetched)) if want_x or (want_scale and not want_y) else None
+        v = torch.mm(slope.T, _wide(x)) if want_y else None
         if v is not None and exchange.comm.size > 1:
             v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
         grad_scale = None
@@ -142,3 +140,8 @@ class OneTile(torch.autograd.Function):
             z.mul_(factor).to(x.dtype) if z is not None and wanted else None for z, wanted in ((u, want_x), (v, want_y))
         )
         return None, grad_scale, dx, dy
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return rows in the dtype of sums; those in half precision are widened as a sweep widens the rows of a tile."""
+    return x.to(accumulation_dtype(x.dtype))
