@@ -134,52 +134,6 @@ class Statement:
         return by_rank.records.without_numbers(len(self._local.on_device) + self._varying)
 
 
-@dataclass(frozen=True)
-class Unread:
-    """A handshake that was sent and not read.
-
-    Args:
-        words: the records of all ranks, (W, 64), on the device where they arrived.
-        statement: that of this rank, with slots for its numbers.
-    """
-
-    words: Tensor
-    statement: Facts
-
-    def facts(self, words: Tensor) -> FactsByRank:
-        """Return the facts of all ranks that made this rank's statement, from the records on the host."""
-        return FactsByRank([self.statement[FACTS]] * len(words), Records(words))
-
-
-class UnreadError(CommunicationError):
-    """Other ranks do not read this handshake, because their caller promised that it is like the one before.
-
-    Args:
-        message: for this rank, the only one that can raise.
-        sent: the records that it got.
-    """
-
-    def __init__(self, message: str, sent: Unread) -> None:
-        super().__init__(message)
-        self.sent = sent
-
-
-@eager
-def handshake_unread(
-    transport: Transport, facts: Mapping[str, object], *, caller: str, checked: Checked = True, reads: bool = False
-) -> Unread:
-    """Send this rank's facts, and return those of all ranks without reading them.
-
-    Collective: one all-gather of 512 bytes per rank, the same as the first round of `handshake`; none at size 1. A rank
-    that makes a whole handshake at the same time raises UnreadError there.
-    """
-    local = _stated(caller, facts)
-    with torch.no_grad():
-        message = local.record(transport, reads=reads)
-        words = message if transport.size == 1 else _gathered(transport, caller, checked, message)
-    return Unread(words, _parsed(local.text))
-
-
 @dataclass
 class _Local:
     """The statement of this rank, and the numbers that belong to it."""
@@ -193,13 +147,13 @@ class _Local:
     def __post_init__(self) -> None:
         self.text = self.text or encode(self.statement)  # raises for a fact that is no JSON value, such as an array
 
-    def record(self, transport: Transport, *, reads: bool = True) -> Tensor:
+    def record(self, transport: Transport) -> Tensor:
         """Return the record, on the device where the numbers are, if it travels from there."""
         tensors = [of.number for of in self.on_device]
         alone = transport.size == 1 and bool(tensors) and wide_dtype(tensors[0].device) == torch.float64
         if tensors and (alone or transport.stays_on_device(tensors[0])):
-            return record(self.text, self.numbers, tensors, tensors[0].device, reads=reads)
-        return record(self.text, [*self._on_host(), *self.numbers], [], torch.device("cpu"), reads=reads)
+            return record(self.text, self.numbers, tensors, tensors[0].device)
+        return record(self.text, [*self._on_host(), *self.numbers], [], torch.device("cpu"))
 
     def _on_host(self) -> list[float]:
         return [*on_host({at: of.number for at, of in enumerate(self.on_device)}).values()]
@@ -312,13 +266,6 @@ def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[li
         records = Records(gathered.cpu() if transport.stays_on_device(gathered) else gathered)
         for rank in records.foreign():
             raise _foreign(transport, local.who, rank, f"{RECORD_BYTES} bytes that are no statement of a call")
-        if unread := records.unread():
-            raise UnreadError(
-                f"rank {transport.rank} of {transport.size}, in {local.who}: rank {', '.join(map(str, unread))} did "
-                "not wait for the facts of this call, because of even=True, and this rank's call is not like its call "
-                "before; give all ranks the same number of rows and the same options, or pass even=False",
-                Unread(gathered, _parsed(local.text)),
-            )
         lengths = records.different_lengths()
         if lengths is None:
             return [_parsed(local.text)] * transport.size, records

@@ -9,8 +9,7 @@ the records say everything, and no rank reads any text. A number on a device goe
 once, when it reads all records.
 
 A rank that finds other bytes instead of a record has met another rank in the middle of another operation: the
-first and the last word show it. The last word also shows a rank that does not read the records now (see
-`contract.even`), and so does not take part in a second round.
+first and the last word show it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ WORDS = 64
 RECORD_BYTES = 8 * WORDS
 _FIRST = 4  # the words before the numbers
 _MOST = WORDS - _FIRST - 1  # numbers of a record
-_START, _END, _UNREAD = struct.unpack("=3q", b"wholebat" + b"ch-rec-2" + b"ch-late2")
+_START, _END = struct.unpack("=2q", b"wholebat" + b"ch-rec-2")
 _EXACT = 2**53  # integers up to here are exact in float64
 _KINDS = {bool: "b", int: "i", float: "f"}
 _TYPES: dict[str, Any] = {"b": bool, "i": int, "f": float, "d": float}
@@ -126,9 +125,7 @@ def fill(facts: Any, numbers: Sequence[float]) -> Any:
     return facts.of(numbers) if isinstance(facts, Slot) else facts
 
 
-def record(
-    text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], device: torch.device, *, reads: bool = True
-) -> Tensor:
+def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return a rank's record, (1, WORDS), on the device where it travels; the host waits for no number there.
 
     Args:
@@ -136,13 +133,12 @@ def record(
         numbers: on the host.
         on_device: further numbers, shape () or [1], which come first.
         device: where the record travels.
-        reads: whether this rank reads the records of all ranks before it goes on.
     """
     first, second = struct.unpack("=2q", blake2b(text, digest_size=16).digest())
     words = bytearray(RECORD_BYTES)
     struct.pack_into("=4q", words, 0, _START, first, second, len(text))
     struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
-    struct.pack_into("=q", words, RECORD_BYTES - 8, _END if reads else _UNREAD)
+    struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
     made = torch.frombuffer(words, dtype=torch.int64)
     if device.type == "cuda":  # a copy from memory that is not pinned would wait for the GPU
         made = made.pin_memory().to(device, non_blocking=True)
@@ -179,12 +175,8 @@ class Records:
         if starts[0] == _START and ends[0] == _END and all_equal(starts) and all_equal(ends):
             return
         for rank, of_rank in enumerate(zip(starts, ends, strict=True)):
-            if of_rank not in ((_START, _END), (_START, _UNREAD)):
+            if of_rank != (_START, _END):
                 yield rank
-
-    def unread(self) -> list[int]:
-        """Return the ranks that do not read the records now."""
-        return [rank for rank, end in enumerate(self._words(WORDS - 1)) if end == _UNREAD]
 
     def different_lengths(self) -> list[int] | None:
         """Return the length of each rank's text, or None if all ranks have the same text."""
@@ -210,16 +202,6 @@ class Records:
 
     def _words(self, at: int) -> list[int]:
         return self._integers[at::WORDS].tolist()
-
-
-def numbers_on_device(words: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first numbers of all ranks' records, (W, count), and whether all else is the same in them, ().
-
-    Both stay on the device of the records, (W, WORDS).
-    """
-    end = _FIRST + count
-    same = (words[:, :_FIRST] == words[:1, :_FIRST]).all() & (words[:, end:] == words[:1, end:]).all()
-    return words[:, _FIRST:end].contiguous().view(torch.float64), same
 
 
 def all_equal(column: Sequence[Any]) -> bool:

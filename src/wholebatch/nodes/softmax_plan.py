@@ -104,8 +104,8 @@ class SoftmaxPlan:
 
     @property
     def keep(self) -> bool:
-        """Whether exp(S) is kept for the backward pass."""
-        return self.differentiable and self.route.budget.kept > 0
+        """Whether exp(S) is kept for the backward pass; kernels compute it again."""
+        return self.differentiable and self.route.budget.kept > 0 and not self.in_kernels
 
     def sweep(self, data: Data, kept: Tensor | None = None) -> SoftmaxSweep:
         """Return a sweep of X's rows."""
