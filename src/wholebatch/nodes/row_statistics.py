@@ -163,7 +163,9 @@ def row_statistics(
             keeps = keep and _keeps(facts, layout, plan)
             return use_kernels(facts, (*form, keeps), SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned))
 
-        in_form = ("uses kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, dtype)
+        in_form = (
+            "uses kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, dtype, facts.products
+        )  # fmt: skip
         if facts.once(in_form, uses_kernels):
             facts.plans[KERNELS] = True
         else:

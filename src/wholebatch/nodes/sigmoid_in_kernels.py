@@ -78,7 +78,8 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
     """
     inputs, form = facts.inputs, (facts.products, facts.features_dtype)
     plan = in_kernels_or_not(facts, plan, layout)
-    weights = None if plan.per_row else inputs["weights"]
+    weights = inputs["weights"]
+    weights = None if plan.per_row or weights is None else weights.to(facts.device)
     arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
     if plan.in_kernels:
         facts.plans[KERNELS] = True
@@ -203,9 +204,9 @@ def _tiles(
         nonlocal sums
         tile, inputs = of[0], tiles.inputs(of, x, y, numbers)
         if sums is None:
-            sums = kernels.sigmoid_sums(inputs, x.shape[0], weighted=weights is not None, totals=want_bias)
+            sums = kernels.sigmoid_sums(x.shape[0], inputs, weighted=weights is not None, totals=want_bias)
         of_tile = None if weights is None else weights[tile.rows]
-        kernels.add_sigmoid(inputs, grad, sums[..., tile.rows], weights=of_tile, add=tile.cols.start > 0)
+        kernels.add_sigmoid(sums[..., tile.rows], inputs, grad, weights=of_tile, add=tile.cols.start > 0)
 
     want_x = want_x or (want_scale and not want_y)
     if want_x or want_y:
