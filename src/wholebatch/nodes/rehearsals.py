@@ -378,6 +378,7 @@ def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> Sigmoi
         form = (*plan.pairs.kinds, weighted, wants_bias, plan.per_row)
         return use_kernels(facts, form, SigmoidRehearsal(facts, plan, layout, weighted, wants_bias))
 
-    if facts.once(("uses kernels", facts.products, facts.features_dtype), uses_kernels):
+    products = facts.products
+    if facts.once(("uses kernels", products.precision, products.units, facts.features_dtype), uses_kernels):
         return plan
     return replace(plan, route=choose_route(facts.with_(kernels=False), layout, keep=False), in_kernels=False)

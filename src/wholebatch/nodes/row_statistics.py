@@ -164,7 +164,8 @@ def row_statistics(
             return use_kernels(facts, (*form, keeps), SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned))
 
         in_form = (
-            "uses kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, dtype, facts.products
+            "uses kernels", *form, layout.rows.counts, layout.cols.counts, facts.differentiable, dtype,
+            facts.products.precision, facts.products.units,
         )  # fmt: skip
         if facts.once(in_form, uses_kernels):
             facts.plans[KERNELS] = True

@@ -76,14 +76,15 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
         x: the features of rows.
         y: those of columns.
     """
-    inputs, form = facts.inputs, (facts.products, facts.features_dtype)
+    inputs, products = facts.inputs, facts.products
     plan = in_kernels_or_not(facts, plan, layout)
     weights = inputs["weights"]
     weights = None if plan.per_row or weights is None else weights.to(facts.device)
     arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
     if plan.in_kernels:
         facts.plans[KERNELS] = True
-        shared = facts.once(("sigmoid in kernels", *form), lambda: (_form(facts, plan, layout, x, weights),))[0]
+        name = "sigmoid in kernels", products.precision, products.units, facts.features_dtype
+        shared = facts.once(name, lambda: (_form(facts, plan, layout, x, weights),))[0]
         if shared is not None:
             return SigmoidInKernels.apply(plan, shared, facts.of_rows, *arguments)
     return Sigmoid.apply(plan, *arguments)
