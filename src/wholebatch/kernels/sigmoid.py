@@ -22,18 +22,18 @@ def tile_sigmoid(
     Returns:
         sum_j l_ij, and sum_j dS_ij or None; (R,), float64.
     """
-    sums = sigmoid_sums(tile, tile.x.shape[0], weighted=weights is not None, totals=totals)
-    add_sigmoid(tile, out, sums, weights=weights, add=False)
+    sums = sigmoid_sums(tile.x.shape[0], tile, weighted=weights is not None, totals=totals)
+    add_sigmoid(sums, tile, out, weights=weights, add=False)
     losses, *summed = sums.sum(1, dtype=torch.float64).unbind()
     return losses, summed[0] if summed else None
 
 
-def sigmoid_sums(tile: TileInputs, rows: int, *, weighted: bool, totals: bool) -> Tensor:
+def sigmoid_sums(rows: int, tile: TileInputs, *, weighted: bool, totals: bool) -> Tensor:
     """Return memory for sums over blocks of columns: of losses, and with `totals` of dS, (1 or 2, blocks, rows).
 
     Args:
-        tile: a tile that is as wide as any.
         rows: of all tiles.
+        tile: a tile that is as wide as any.
         weighted: whether rows have weights.
         totals: as above.
     """
@@ -41,7 +41,7 @@ def sigmoid_sums(tile: TileInputs, rows: int, *, weighted: bool, totals: bool) -
     return empty(tile.x, 1 + totals, -(-tile.y.shape[0] // of.blocks.cols), rows)
 
 
-def add_sigmoid(tile: TileInputs, out: Tensor | None, sums: Tensor, *, weights: Tensor | None, add: bool) -> None:
+def add_sigmoid(sums: Tensor, tile: TileInputs, out: Tensor | None, *, weights: Tensor | None, add: bool) -> None:
     """Write the sums of a tile's rows to `sums`, (1 or 2, blocks, R), or add them; and dS to `out`, if given.
 
     So tiles that follow each other in the columns of S leave the sums over all of them, in float32.

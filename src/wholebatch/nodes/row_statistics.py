@@ -160,7 +160,7 @@ def row_statistics(
             offsets is not None, learned, *rows, *cols, layout.symmetric, keep,
             plan.towers.normalize_per_tile, plan.towers.stay_norms is not None, plan.towers.travel_norms is not None,
         )  # fmt: skip
-        keeps = facts.once(("keeps", *form), lambda: keep and _keeps(facts, layout, plan))
+        keeps = facts.once(("keeps", plan.differentiable, *form), lambda: keep and _keeps(facts, layout, plan))
         if not use_kernels(
             facts, (*form, keeps), layout, lambda: SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned)
         ):
