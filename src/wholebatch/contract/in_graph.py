@@ -1,0 +1,247 @@
+"""Losses inside compiled graphs: each call of a loss is one operator, whose backward pass is another.
+
+When Dynamo traces a call, its tensors become inputs of `wholebatch::loss`, the parameters of its modules among them, and
+all else is kept here under a number. The operator runs the eager loss on copies of the tensors, and on the modules
+themselves. It returns the loss and a token. The graph for the eager backward pass lives as long as the storage of the
+token, which autograd saves for `wholebatch::loss_backward`.
+
+A compiler may write into the memory of a tensor that its graph no longer needs. So no input and no result of an operator
+shares memory with what the eager graph has saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache, wraps
+from itertools import count
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from .._graph_break import outside_graphs
+from .._precision import accumulation_dtype
+from .._trees import map_leaves
+
+_REASON = (
+    "wholebatch's losses run outside the compiled graph where they return more than one tensor, have sparse gradients, or "
+    "get an object that was made inside the compiled function"
+)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Call(NamedTuple):
+    """A call of a loss in a compiled graph."""
+
+    loss: Callable[..., Tensor]
+    arguments: Any  # args and kwargs; in the place of tensors their positions, in that of other objects `_Kept`
+    autocast: list[tuple[str, bool, torch.dtype]]
+
+
+class _Graph(bytearray):
+    """The memory of a token, with the graph of an eager loss."""
+
+    loss: Tensor
+    leaves: list[Tensor]
+
+
+_numbers = count()
+_calls: dict[int, _Call] = {}
+_kept: dict[str, Callable[[], Any]] = {}
+_graphs: WeakValueDictionary[int, _Graph] = WeakValueDictionary()
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()  # with autograd
+
+
+def inside_graphs(loss: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap a loss so that it is one operator of a compiled caller's graph; what cannot be one breaks the graph."""
+    outside = outside_graphs(loss, _REASON)
+    if loss.__annotations__.get("return") != "Tensor":
+        return outside
+
+    @wraps(loss)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_dynamo_compiling():
+            result = _traced(loss, args, kwargs)
+            if result is not None:
+                return result
+        return outside(*args, **kwargs)
+
+    return call
+
+
+def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return the result of the operator, None where the graph must break. Dynamo reads this function, it never runs."""
+    tensors: list[Tensor] = []
+    modules: list[nn.Module] = []
+    refused: list[Any] = []
+
+    def placed(leaf: Any) -> int | str:
+        """Return a tensor's position, -1 - position for a number, which becomes a tensor, or the key of an object."""
+        number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+        if number:  # not kept, because it may differ between calls of one graph
+            leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64, device="cpu")
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            return -len(tensors) if number else len(tensors) - 1
+        if isinstance(leaf, nn.Module):
+            modules.append(leaf)
+        key = _keep(leaf)
+        if not key:
+            refused.append(leaf)
+        return key
+
+    arguments = map_leaves(placed, (args, kwargs))
+    of_features = [x.is_floating_point() for x in tensors]
+    if refused or not any(of_features):
+        return None
+    parameters: list[Tensor] = []
+    for parameter in (p for module in modules for p in module.parameters()):
+        if not any(parameter is x for x in parameters):
+            parameters.append(parameter)
+    tensors += parameters
+    options = getattr(args[0], "options", args[0]) if args else None
+    reduction = kwargs.get("reduction", getattr(options, "reduction", "mean"))
+    learned = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
+    call = _register(loss, arguments, tuple({x.device.type for x in tensors}))
+    return torch.ops.wholebatch.loss(tensors, call, learned, of_features.index(True), reduction == "none")[0]
+
+
+def _keep(leaf: object) -> str:
+    """Keep an object, not alive where it can be referred to weakly, and return its key; Dynamo calls this."""
+    if not getattr(leaf, "__dict__", True):  # Dynamo sets attributes of an object that it makes later, in its graph
+        return ""
+    key = f"object {next(_numbers)}"
+    try:
+        _kept[key] = ref(leaf)  # the graph's guards keep it alive as long as the graph runs
+    except TypeError:
+        _kept[key] = lambda: leaf
+    return key
+
+
+def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, ...]) -> int:
+    """Keep a call with the autocast around it, and return its number; Dynamo calls this."""
+    _register_effects()
+    available = [device for device in devices if torch.amp.is_autocast_available(device)]
+    autocast = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in available]
+    number = next(_numbers)
+    _calls[number] = _Call(loss, arguments, autocast)
+    return number
+
+
+for _constant in (_keep, _register):  # torch.compiler.assume_constant_result would import Dynamo
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _register_effects() -> None:
+    """Keep compilers from removing or reordering losses, which communicate; this imports more than a program may need."""
+    from torch._library.effects import EffectType
+
+    for name in ("loss", "loss_backward"):
+        _library._register_effectful_op(f"wholebatch::{name}", EffectType.ORDERED)
+
+
+def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool) -> tuple[Tensor, Tensor]:
+    """Run a loss; see the module's docstring. `of` is the position of the features, `rows` whether nothing is reduced."""
+    loss, arguments, autocast = _calls[call]
+    leaves = list(tensors)
+    modules: list[nn.Module] = []
+
+    def argument(leaf: int | str) -> Any:
+        if isinstance(leaf, str):
+            kept = _kept[leaf]()
+            if isinstance(kept, nn.Module):
+                modules.append(kept)
+            return kept
+        if leaf < 0:
+            return tensors[-1 - leaf].item()
+        leaves[leaf] = tensors[leaf].detach().clone().requires_grad_(learned[leaf])
+        return leaves[leaf]
+
+    with ExitStack() as as_eager:
+        as_eager.enter_context(torch._C._ForceDispatchKeyGuard(*_KEYS))
+        for device, enabled, dtype in autocast:
+            as_eager.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        as_eager.enter_context(torch.set_grad_enabled(any(learned)))
+        args, kwargs = map_leaves(argument, arguments)
+        parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+        if any(parameter._backward_hooks for parameter in parameters):
+            raise RuntimeError(
+                "a parameter of a loss in a compiled graph has a hook, which would run twice; use "
+                "register_post_accumulate_grad_hook, or call the loss outside of torch.compile"
+            )
+        leaves[len(leaves) - len(parameters) :] = parameters
+        result = loss(*args, **kwargs)
+        expected, _ = _loss_of_fakes(tensors, call, learned, of, rows)
+        if (result.dtype, result.shape) != (expected.dtype, expected.shape):
+            raise RuntimeError(
+                f"a loss in a compiled graph must have dtype {expected.dtype} and shape {tuple(expected.shape)}, as its "
+                f"features have, got {result.dtype} and {tuple(result.shape)}; cast features to the dtype of the loss's "
+                "parameters, or call the loss outside of torch.compile"
+            )
+        graph = _Graph(8)
+        if result.requires_grad:
+            graph.loss, graph.leaves = result, [x for x, needed in zip(leaves, learned, strict=True) if needed]
+        token = torch.frombuffer(graph, dtype=torch.int64)
+        number = next(_numbers)
+        _graphs[number] = graph
+        return result.detach().clone(), token.fill_(number)
+
+
+def _loss_of_fakes(
+    tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool
+) -> tuple[Tensor, Tensor]:
+    """Return tensors with the shapes and dtypes of a loss and its token."""
+    features = tensors[of]
+    shape = features.shape[:1] if rows else ()
+    return features.new_empty(shape, dtype=accumulation_dtype(features.dtype)), _empty_token()
+
+
+def _empty_token() -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, _, learned, _, _ = inputs
+    ctx.learned = learned
+    ctx.save_for_backward(output[1], *(x for x, needed in zip(tensors, learned, strict=True) if needed))
+
+
+def _backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Any, ...]:
+    token, *tensors = ctx.saved_tensors
+    gradients = iter(torch.ops.wholebatch.loss_backward(token, grad, tensors))
+    return [next(gradients) if needed else None for needed in ctx.learned], None, None, None, None
+
+
+def _loss_backward(token: Tensor, grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the loss with this token, as the eager backward pass computes them."""
+    graph = _graphs.get(int(token))
+    if graph is None:
+        raise RuntimeError("the graph of a compiled loss has been freed; its token must not be copied, nor its storage")
+    again = torch._C._autograd._get_current_graph_task_keep_graph()
+    with torch._C._ForceDispatchKeyGuard(*_KEYS):
+        gradients = torch.autograd.grad(graph.loss, graph.leaves, grad, retain_graph=again, allow_unused=True)
+    results, used = list[Tensor](), {grad.untyped_storage().data_ptr()}
+    for x, gradient in zip(tensors, gradients, strict=True):
+        result = torch.zeros_like(x) if gradient is None else gradient.contiguous()
+        memory = result.untyped_storage().data_ptr()
+        results.append(result.clone() if again or memory in used else result)
+        used.add(memory)
+    return results
+
+
+def _gradients_of_fakes(_token: Tensor, _grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+
+
+_library = torch.library.Library("wholebatch", "DEF")
+_library.define("loss(Tensor[] tensors, int call, bool[] learned, int of, bool rows) -> (Tensor, Tensor)")
+_library.define("loss_backward(Tensor token, Tensor grad, Tensor[] tensors) -> Tensor[]")
+_library.impl("loss", _loss, "CompositeExplicitAutograd")
+_library.impl("loss_backward", _loss_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("wholebatch::loss", _loss_of_fakes, lib=_library)
+torch.library.register_fake("wholebatch::loss_backward", _gradients_of_fakes, lib=_library)
+torch.library.register_autograd("wholebatch::loss", _backward, setup_context=_save, lib=_library)
