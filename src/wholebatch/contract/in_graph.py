@@ -11,6 +11,7 @@ shares memory with what the eager graph has saved.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, wraps
@@ -88,7 +89,9 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return -len(tensors) if number else len(tensors) - 1
         if isinstance(leaf, nn.Module):
             modules.append(leaf)
-        key = _keep(leaf)
+        elif leaf is None or isinstance(leaf, bool | str) or type(leaf).__module__.startswith("torch"):
+            return _keep(leaf)
+        key = _keep_object(id(leaf))  # torch 2.11 passes no other objects to the functions that it calls
         if not key:
             refused.append(leaf)
         return key
@@ -111,14 +114,18 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _keep(leaf: object) -> str:
     """Keep an object, not alive where it can be referred to weakly, and return its key; Dynamo calls this."""
-    if not getattr(leaf, "__dict__", True):  # Dynamo sets attributes of an object that it makes later, in its graph
-        return ""
     key = f"object {next(_numbers)}"
     try:
         _kept[key] = ref(leaf)  # the graph's guards keep it alive as long as the graph runs
     except TypeError:
         _kept[key] = lambda: leaf
     return key
+
+
+def _keep_object(address: int) -> str:
+    """Keep the object with this id, which Dynamo holds; return "" for one that the compiled function has made."""
+    leaf = ctypes.cast(address, ctypes.py_object).value
+    return _keep(leaf) if vars(leaf) else ""  # Dynamo sets the attributes of an object that it makes in the graph
 
 
 def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, ...]) -> int:
@@ -131,7 +138,7 @@ def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, .
     return number
 
 
-for _constant in (_keep, _register):  # torch.compiler.assume_constant_result would import Dynamo
+for _constant in (_keep, _keep_object, _register):  # torch.compiler.assume_constant_result would import Dynamo
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
