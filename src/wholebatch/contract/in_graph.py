@@ -98,14 +98,14 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     arguments = map_leaves(placed, (args, kwargs))
     of_features = [x.is_floating_point() for x in tensors]
-    if refused or not any(of_features):
+    options = getattr(args[0], "options", args[0]) if args else None
+    if refused or not any(of_features) or getattr(args[0], "gradients_are_sparse", False):
         return None
     parameters: list[Tensor] = []
     for parameter in (p for module in modules for p in module.parameters()):
         if not any(parameter is x for x in parameters):
             parameters.append(parameter)
     tensors += parameters
-    options = getattr(args[0], "options", args[0]) if args else None
     reduction = kwargs.get("reduction", getattr(options, "reduction", "mean"))
     learned = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
     call = _register(loss, arguments, tuple({x.device.type for x in tensors}))
