@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from compare import assert_same
 from loss_cases import BIAS, LOSSES, rows_of, whole_batch
 from torch import nn
 
@@ -119,11 +120,12 @@ def modules_body(dtype):
             leaf = bias.clone().requires_grad_()
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
                 values = step(x, y, leaf, labels)
-            names = [name for name, _ in model.named_parameters()]
-            parameters = [*model.parameters(), leaf]
-            gradients = results_of(lambda values=values: values @ weights, parameters)
-            results.append([values.detach(), *gradients, *model.buffers()])
-        assert_equal(results[1], results[0], (world, rows, names))
+            total, *gradients = results_of(lambda values=values: values @ weights, [*model.parameters(), leaf])
+            results.append([values.detach(), total, *gradients[2:], *model.buffers(), *gradients[:2]])
+        for actual, expected in zip(results[1][-2:], results[0][-2:], strict=True):
+            # of the encoder, whose own derivative the compiler writes in another way
+            assert_same(actual, expected, relative=1e-2 if dtype else 1e-5, what=f"{world}, {rows}")
+        assert_equal(results[1][:-2], results[0][:-2], f"{world}, {rows}")
 
 
 @pytest.mark.parametrize("world", [1, 2])
