@@ -1,12 +1,12 @@
 """Losses inside compiled graphs: each call of a loss is one operator, whose backward pass is another.
 
-When Dynamo traces a call, its tensors become inputs of `wholebatch::loss`, the parameters of its modules among them, and
-all else is kept here under a number. The operator runs the eager loss on copies of the tensors, and on the modules
-themselves. It returns the loss and a token. The graph for the eager backward pass lives as long as the storage of the
-token, which autograd saves for `wholebatch::loss_backward`.
+When Dynamo traces a call, its tensors and the parameters of its modules become inputs of `wholebatch::loss`; all else
+is kept here under a number. The operator runs the eager loss on copies of the tensors and on the modules themselves, and
+returns the loss and a token. Autograd saves the token for `wholebatch::loss_backward`; the graph of the eager loss lives
+as long as the storage of the token.
 
-A compiler may write into the memory of a tensor that its graph no longer needs. So no input and no result of an operator
-shares memory with what the eager graph has saved.
+A compiler may write into the memory of a tensor that its graph no longer needs. So no input and no result of an
+operator shares memory with what the eager graph has saved, except for parameters.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .._precision import accumulation_dtype
 from .._trees import map_leaves
 
 _REASON = (
-    "wholebatch's losses run outside the compiled graph where they return more than one tensor, have sparse gradients, or "
-    "get an object that was made inside the compiled function"
+    "wholebatch runs this outside the compiled graph. Losses go inside, unless they return anything but one tensor, "
+    "have sparse gradients (PartialFC that draws classes), or take an object that the compiled function makes"
 )
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -59,7 +59,7 @@ _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local
 def inside_graphs(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap a loss so that it is one operator of a compiled caller's graph; what cannot be one breaks the graph."""
     outside = outside_graphs(loss, _REASON)
-    if loss.__annotations__.get("return") != "Tensor":
+    if loss.__annotations__.get("return") not in (Tensor, "Tensor"):
         return outside
 
     @wraps(loss)
@@ -123,9 +123,13 @@ def _keep(leaf: object) -> str:
 
 
 def _keep_object(address: int) -> str:
-    """Keep the object with this id, which Dynamo holds; return "" for one that the compiled function has made."""
+    """Keep the object with this id, which Dynamo holds; return "" for one that the compiled function makes.
+
+    Such an object has no attributes while Dynamo traces, or its id is that of something of Dynamo's in its place.
+    """
     leaf = ctypes.cast(address, ctypes.py_object).value
-    return _keep(leaf) if vars(leaf) else ""  # Dynamo sets the attributes of an object that it makes in the graph
+    made = not getattr(leaf, "__dict__", None) or type(leaf).__module__.startswith("torch._dynamo")
+    return "" if made else _keep(leaf)
 
 
 def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, ...]) -> int:
@@ -139,12 +143,12 @@ def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, .
 
 
 for _constant in (_keep, _keep_object, _register):  # torch.compiler.assume_constant_result would import Dynamo
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010  # mypy knows no such attribute
 
 
 @cache
 def _register_effects() -> None:
-    """Keep compilers from removing or reordering losses, which communicate; this imports more than a program may need."""
+    """Keep compilers from removing or reordering losses, which communicate; its imports are for compiling alone."""
     from torch._library.effects import EffectType
 
     for name in ("loss", "loss_backward"):
@@ -152,7 +156,15 @@ def _register_effects() -> None:
 
 
 def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool) -> tuple[Tensor, Tensor]:
-    """Run a loss; see the module's docstring. `of` is the position of the features, `rows` whether nothing is reduced."""
+    """Run a loss, and return it and a token.
+
+    Args:
+        tensors: those of the call, then the parameters of its modules.
+        call: the number of the call.
+        learned: whether each tensor gets a gradient.
+        of: the position of the features.
+        rows: whether the loss is one number for each row of the features.
+    """
     loss, arguments, autocast = _calls[call]
     leaves = list(tensors)
     modules: list[nn.Module] = []
@@ -185,9 +197,9 @@ def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int
         expected, _ = _loss_of_fakes(tensors, call, learned, of, rows)
         if (result.dtype, result.shape) != (expected.dtype, expected.shape):
             raise RuntimeError(
-                f"a loss in a compiled graph must have dtype {expected.dtype} and shape {tuple(expected.shape)}, as its "
-                f"features have, got {result.dtype} and {tuple(result.shape)}; cast features to the dtype of the loss's "
-                "parameters, or call the loss outside of torch.compile"
+                f"the result of a loss in a compiled graph must be {expected.dtype} of shape {tuple(expected.shape)}, "
+                f"as the compiler expects of its features, got {result.dtype} of shape {tuple(result.shape)}; cast the "
+                "features to the dtype of the loss's parameters, or call the loss outside of torch.compile"
             )
         graph = _Graph(8)
         if result.requires_grad:
