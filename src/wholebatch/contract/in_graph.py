@@ -1,9 +1,9 @@
 """Losses inside compiled graphs: each call of a loss is one operator, whose backward pass is another.
 
 When Dynamo traces a call, its tensors and the parameters of its modules become inputs of `wholebatch::loss`; all else
-is kept here under a number. The operator runs the eager loss on copies of the tensors and on the modules themselves, and
-returns the loss and a token. Autograd saves the token for `wholebatch::loss_backward`; the graph of the eager loss lives
-as long as the storage of the token.
+is kept here under a number. The operator runs the eager loss on copies of the tensors and on the modules themselves,
+and returns the loss and a token. Autograd saves the token for `wholebatch::loss_backward`; the graph of the eager loss
+lives as long as the storage of the token.
 
 A compiler may write into the memory of a tensor that its graph no longer needs. So no input and no result of an
 operator shares memory with what the eager graph has saved, except for parameters.
@@ -15,6 +15,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, wraps
+from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary, ref
@@ -38,7 +39,7 @@ class _Call(NamedTuple):
     """A call of a loss in a compiled graph."""
 
     loss: Callable[..., Tensor]
-    arguments: Any  # args and kwargs; in the place of tensors their positions, in that of other objects `_Kept`
+    arguments: Any  # args and kwargs, with positions and keys in the place of tensors, numbers and objects
     autocast: list[tuple[str, bool, torch.dtype]]
 
 
@@ -59,7 +60,7 @@ _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local
 def inside_graphs(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap a loss so that it is one operator of a compiled caller's graph; what cannot be one breaks the graph."""
     outside = outside_graphs(loss, _REASON)
-    if loss.__annotations__.get("return") not in (Tensor, "Tensor"):
+    if signature(loss).return_annotation not in (Tensor, "Tensor"):
         return outside
 
     @wraps(loss)
@@ -97,19 +98,25 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return key
 
     arguments = map_leaves(placed, (args, kwargs))
-    of_features = [x.is_floating_point() for x in tensors]
-    options = getattr(args[0], "options", args[0]) if args else None
-    if refused or not any(of_features) or getattr(args[0], "gradients_are_sparse", False):
+    features = [at for at, x in enumerate(tensors) if x.is_floating_point() and x.dim() > 1]
+    if refused or not features or any(getattr(module, "gradients_are_sparse", False) for module in modules):
         return None
-    parameters: list[Tensor] = []
-    for parameter in (p for module in modules for p in module.parameters()):
-        if not any(parameter is x for x in parameters):
-            parameters.append(parameter)
-    tensors += parameters
-    reduction = kwargs.get("reduction", getattr(options, "reduction", "mean"))
+    tensors += _learned_by(modules)
+    owner = modules[0] if modules else None
+    reduction = kwargs.get("reduction", getattr(getattr(owner, "options", owner), "reduction", "mean"))
     learned = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
     call = _register(loss, arguments, tuple({x.device.type for x in tensors}))
-    return torch.ops.wholebatch.loss(tensors, call, learned, of_features.index(True), reduction == "none")[0]
+    return torch.ops.wholebatch.loss(tensors, call, learned, features[0], reduction == "none")[0]
+
+
+def _learned_by(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers that get a gradient, each once."""
+    found: list[Tensor] = []
+    for module in modules:
+        for x in (*module.parameters(), *module.buffers()):
+            if x.requires_grad and not any(x is other for other in found):
+                found.append(x)
+    return found
 
 
 def _keep(leaf: object) -> str:
@@ -186,7 +193,7 @@ def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int
             as_eager.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         as_eager.enter_context(torch.set_grad_enabled(any(learned)))
         args, kwargs = map_leaves(argument, arguments)
-        parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+        parameters = _learned_by(modules)
         if any(parameter._backward_hooks for parameter in parameters):
             raise RuntimeError(
                 "a parameter of a loss in a compiled graph has a hook, which would run twice; use "
@@ -194,33 +201,29 @@ def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int
             )
         leaves[len(leaves) - len(parameters) :] = parameters
         result = loss(*args, **kwargs)
-        expected, _ = _loss_of_fakes(tensors, call, learned, of, rows)
-        if (result.dtype, result.shape) != (expected.dtype, expected.shape):
+        shape, dtype = _form(tensors[of], rows)
+        if (result.shape, result.dtype) != (shape, dtype):
             raise RuntimeError(
-                f"the result of a loss in a compiled graph must be {expected.dtype} of shape {tuple(expected.shape)}, "
+                f"the result of a loss in a compiled graph must be {dtype} of shape {tuple(shape)}, "
                 f"as the compiler expects of its features, got {result.dtype} of shape {tuple(result.shape)}; cast the "
                 "features to the dtype of the loss's parameters, or call the loss outside of torch.compile"
             )
-        graph = _Graph(8)
-        if result.requires_grad:
-            graph.loss, graph.leaves = result, [x for x, needed in zip(leaves, learned, strict=True) if needed]
-        token = torch.frombuffer(graph, dtype=torch.int64)
-        number = next(_numbers)
+        graph, number = _Graph(8), next(_numbers)
+        graph.loss, graph.leaves = result, [x for x, needed in zip(leaves, learned, strict=True) if needed]
         _graphs[number] = graph
-        return result.detach().clone(), token.fill_(number)
+        return result.detach().clone(), torch.frombuffer(graph, dtype=torch.int64).fill_(number)
+
+
+def _form(features: Tensor, rows: bool) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and the dtype of a loss."""
+    return features.shape[: int(rows)], accumulation_dtype(features.dtype)
 
 
 def _loss_of_fakes(
     tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return tensors with the shapes and dtypes of a loss and its token."""
-    features = tensors[of]
-    shape = features.shape[:1] if rows else ()
-    return features.new_empty(shape, dtype=accumulation_dtype(features.dtype)), _empty_token()
-
-
-def _empty_token() -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device="cpu")
+    shape, dtype = _form(tensors[of], rows)
+    return tensors[of].new_empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
