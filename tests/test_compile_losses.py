@@ -306,6 +306,19 @@ def test_hooks_that_would_run_twice_raise():
         compiled(lambda x: head(x, torch.arange(5)))(x)
 
 
+class Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name, seen):
+        ctx.seen, ctx.name = seen, f"backward of {name}"
+        seen.append(name)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(ctx.name)
+        return grad.expand(5, 4), None, None
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_losses_run_in_the_order_of_the_program_even_if_unused(backend):
@@ -314,14 +327,12 @@ def test_losses_run_in_the_order_of_the_program_even_if_unused(backend):
 
     @entry
     def probe(x: Tensor, name: str) -> Tensor:
-        seen.append(name)
-        return x.sum()
+        return Seen.apply(x, name, seen)
 
-    def step(x):
+    def step(x, y):
         probe(x.exp(), "unused")
-        late = probe(x.sin().cos().tan() @ x.T, "first")
-        early = probe(x, "second")
-        return early * late
+        first = probe(1.5 * x.sin().cos() * y, "first")
+        return first + probe(x, "second") * probe((y + first).detach(), "third")
 
-    compiled(step, backend)(features()[0]).backward()
-    assert seen == ["unused", "first", "second"]
+    compiled(step, backend)(*features()).backward()
+    assert seen == ["unused", "first", "second", "third", "backward of second", "backward of first"]

@@ -12,9 +12,10 @@ operator shares memory with what the eager graph has saved, except for parameter
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -156,10 +157,14 @@ for _constant in (_keep, _keep_object, _register):  # torch.compiler.assume_cons
 @cache
 def _register_effects() -> None:
     """Keep compilers from removing or reordering losses, which communicate; its imports are for compiling alone."""
+    for name in ("loss", "loss_backward"):
+        _library._register_effectful_op(f"wholebatch::{name}", _effects().ORDERED)
+
+
+def _effects() -> Any:
     from torch._library.effects import EffectType
 
-    for name in ("loss", "loss_backward"):
-        _library._register_effectful_op(f"wholebatch::{name}", EffectType.ORDERED)
+    return EffectType
 
 
 def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool) -> tuple[Tensor, Tensor]:
@@ -219,9 +224,28 @@ def _form(features: Tensor, rows: bool) -> tuple[torch.Size, torch.dtype]:
     return features.shape[: int(rows)], accumulation_dtype(features.dtype)
 
 
+def _keep_order_in_inductor() -> None:
+    """Make inductor keep the order of losses: it asks for this by names of operations, and notes names of buffers."""
+    lowering = sys.modules.get("torch._inductor.lowering")  # imported before inductor traces
+    for name in ("loss", "loss_backward"):
+        operator = getattr(torch.ops.wholebatch, name).default
+        if lowering is not None and operator not in lowering.lowerings:
+            lowering.register_lowering(operator, type_promotion_kind=None)(partial(_lowered, lowering, operator))
+
+
+def _lowered(lowering: Any, operator: Any, *args: Any) -> Any:
+    graph, effects = lowering.V.graph, _effects()
+    before, first = graph.effectful_ops.get(effects.ORDERED), len(graph.operations)
+    results = lowering.fallback_handler(operator, add_to_fallback_set=False)(*args)
+    for operation in graph.operations[first:] if before is not None else ():
+        graph.additional_star_deps[operation.get_operation_name()].add(before.get_name())
+    return results
+
+
 def _loss_of_fakes(
     tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool
 ) -> tuple[Tensor, Tensor]:
+    _keep_order_in_inductor()
     shape, dtype = _form(tensors[of], rows)
     return tensors[of].new_empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64, device="cpu")
 
