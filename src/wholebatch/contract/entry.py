@@ -26,8 +26,8 @@ _R = TypeVar("_R")
 def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate the entry of a loss.
 
-    A compiled training step leaves its graph for the loss, because no graph can hold the loss's handshake. Autocast is
-    off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
+    In a compiled training step the loss is one operator of the graph, which runs it as without the compiler. Autocast
+    is off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
     loss. Arguments that do not fit the signature raise on every rank.
     """
     return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(loss))))
