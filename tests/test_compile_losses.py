@@ -336,3 +336,15 @@ def test_losses_run_in_the_order_of_the_program_even_if_unused(backend):
 
     compiled(step, backend)(*features()).backward()
     assert seen == ["unused", "first", "second", "third", "backward of second", "backward of first"]
+
+
+def test_losses_of_rows():
+    terms = {"all": wb.LogSumExp(lambda s, x, y, p: s), "own": wb.Partner(lambda s, x, y, p: s)}
+    pairs = wb.PairLoss(terms, lambda r, x, p: r.all - r.own, reduction="none")
+    for loss in (wb.CLIPLoss(logit_scale=1.0, reduction="none"), pairs):
+        step = lambda x, y, loss=loss: loss(x, y).square().sum()  # noqa: E731
+        batch = features()
+        assert_equal(results_of(compiled(step), batch, batch), results_of(step, batch, batch), type(loss).__name__)
+    head, x = wb.PartialFC(4, 6), features()[0]
+    with pytest.raises(RuntimeError, match=r"must be torch.float64 of shape \(\).*got torch.float32"):
+        compiled(lambda x: head(x.double(), torch.arange(5)))(x)
