@@ -142,7 +142,7 @@ def _keep_object(address: int) -> str:
 
 def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, ...]) -> int:
     """Keep a call with the autocast around it, and return its number; Dynamo calls this."""
-    _register_effects()
+    _in_order()
     available = [device for device in devices if torch.amp.is_autocast_available(device)]
     autocast = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in available]
     number = next(_numbers)
@@ -155,16 +155,13 @@ for _constant in (_keep, _keep_object, _register):  # torch.compiler.assume_cons
 
 
 @cache
-def _register_effects() -> None:
-    """Keep compilers from removing or reordering losses, which communicate; its imports are for compiling alone."""
-    for name in ("loss", "loss_backward"):
-        _library._register_effectful_op(f"wholebatch::{name}", _effects().ORDERED)
-
-
-def _effects() -> Any:
+def _in_order() -> Any:
+    """Keep compilers from removing or reordering losses, which communicate; its import is for compiling alone."""
     from torch._library.effects import EffectType
 
-    return EffectType
+    for name in ("loss", "loss_backward"):
+        _library._register_effectful_op(f"wholebatch::{name}", EffectType.ORDERED)
+    return EffectType.ORDERED
 
 
 def _loss(tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool) -> tuple[Tensor, Tensor]:
@@ -225,7 +222,7 @@ def _form(features: Tensor, rows: bool) -> tuple[torch.Size, torch.dtype]:
 
 
 def _keep_order_in_inductor() -> None:
-    """Make inductor keep the order of losses: it asks for this by names of operations, and notes names of buffers."""
+    """Make inductor keep the order: torch 2.11 to 2.13 note it by names of buffers and look for names of operations."""
     lowering = sys.modules.get("torch._inductor.lowering")  # imported before inductor traces
     for name in ("loss", "loss_backward"):
         operator = getattr(torch.ops.wholebatch, name).default
@@ -234,8 +231,8 @@ def _keep_order_in_inductor() -> None:
 
 
 def _lowered(lowering: Any, operator: Any, *args: Any) -> Any:
-    graph, effects = lowering.V.graph, _effects()
-    before, first = graph.effectful_ops.get(effects.ORDERED), len(graph.operations)
+    graph = lowering.V.graph
+    before, first = graph.effectful_ops.get(_in_order()), len(graph.operations)
     results = lowering.fallback_handler(operator, add_to_fallback_set=False)(*args)
     for operation in graph.operations[first:] if before is not None else ():
         graph.additional_star_deps[operation.get_operation_name()].add(before.get_name())
