@@ -122,7 +122,7 @@ def test_without_gradients_siglip_computes_no_products():
 
 
 def compiled_steps_body():
-    """Compile a whole training step: the loss leaves the graph, encoder and optimizer do not."""
+    """Compile a whole training step: encoder, loss and optimizer."""
     # dynamo itself looks at .grad of a tensor that is no leaf, in a frame that a graph break has cut (torch 2.13)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # torch's own, in dynamo

@@ -54,7 +54,7 @@ def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
                     without_autocast.enter_context(torch.autocast(device, enabled=False))
             return function(*args, **kwargs)
 
-    return outside_graphs(run, "wholebatch's losses run outside the compiled graph")
+    return outside_graphs(run, "wholebatch computes this outside the compiled graph")
 
 
 def device_types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:

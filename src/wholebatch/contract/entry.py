@@ -9,10 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from .._autograd import no_autocast
-from .._graph_break import outside_graphs
 from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from .autocast import remember_autocast
+from .in_graph import inside_graphs
 
 _FIXES = {  # keywords that losses with a logit scale have elsewhere
     "temperature": "pass logit_scale=1 / temperature",
@@ -26,12 +26,11 @@ _R = TypeVar("_R")
 def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate the entry of a loss.
 
-    A compiled training step leaves its graph for the loss, because no graph can hold the loss's handshake. Autocast is
-    off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
+    In a compiled training step the loss is one operator of the graph, which runs it as without the compiler. Autocast
+    is off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
     loss. Arguments that do not fit the signature raise on every rank.
     """
-    call = remember_autocast(no_autocast(bind_on_all_ranks(loss)))
-    return outside_graphs(call, "wholebatch's losses run outside the compiled graph")
+    return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(loss))))
 
 
 def bind_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:

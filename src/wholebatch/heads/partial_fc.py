@@ -249,13 +249,18 @@ class PartialFC(nn.Module):
     @entry
     def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """Return L, (b_r, d), (b_r,) -> (); see :func:`wholebatch.functional.partial_fc_loss`."""
-        drawn = self.training and self.sample_rate < 1
+        drawn = self.gradients_are_sparse
         settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
         classes = Classes(self._sample, self.weight.dtype, self.num_classes, drawn, settings)
         loss = class_softmax("PartialFC", Batch(embeddings, labels, weights), classes, self.logits, self.options)
         if drawn:
             self.step += 1
         return loss
+
+    @property
+    def gradients_are_sparse(self) -> bool:
+        """Whether a step draws classes, so that gradients have the drawn rows alone."""
+        return self.training and self.sample_rate < 1
 
     def _sample(self, labels: Tensor | None) -> Sample:
         """Return the local classes of a step: all of them without labels, else a sample with the labels' classes."""
