@@ -76,12 +76,14 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
         x: the features of rows.
         y: those of columns.
     """
-    inputs, form = facts.inputs, (facts.products.precision, facts.products.units, facts.features_dtype)
+    inputs, products = facts.inputs, facts.products
     plan = in_kernels_or_not(facts, plan, layout)
-    weights = None if plan.per_row or inputs["weights"] is None else inputs["weights"].to(facts.device)
+    weights = inputs["weights"]
+    weights = None if plan.per_row or weights is None else weights.to(facts.device)
     arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
     if plan.in_kernels:
-        shared = facts.once(("sigmoid in kernels", *form), lambda: (_form(facts, plan, layout, x, weights),))[0]
+        name = "sigmoid in kernels", products.precision, products.units, facts.features_dtype
+        shared = facts.once(name, lambda: (_form(facts, plan, layout, x, weights),))[0]
         if shared is not None:
             return SigmoidInKernels.apply(plan, shared, facts.of_rows, *arguments)
     return Sigmoid.apply(plan, *arguments)
@@ -202,9 +204,9 @@ def _tiles(
         nonlocal sums
         tile, inputs = of[0], tiles.inputs(of, x, y, numbers)
         if sums is None:
-            sums = kernels.sigmoid_sums(inputs, x.shape[0], weighted=weights is not None, totals=want_bias)
+            sums = kernels.sigmoid_sums(x.shape[0], inputs, weighted=weights is not None, totals=want_bias)
         of_tile = None if weights is None else weights[tile.rows]
-        kernels.add_sigmoid(inputs, grad, sums[..., tile.rows], weights=of_tile, add=tile.cols.start > 0)
+        kernels.add_sigmoid(sums[..., tile.rows], inputs, grad, weights=of_tile, add=tile.cols.start > 0)
 
     want_x = want_x or (want_scale and not want_y)
     if want_x or want_y:
