@@ -230,7 +230,7 @@ class PartialFC(nn.Module):
 
         def fill(start: int) -> None:
             generator = torch.Generator().manual_seed(mix(key + start // _BLOCK))
-            block = torch.randn(_BLOCK, *weight.shape[1:], generator=generator, device="cpu").mul_(0.01)
+            block = torch.randn(_BLOCK, *weight.shape[1:], generator=generator).mul_(0.01)
             shared = overlap(start, _BLOCK, self.local_classes.start, len(weight))
             assert shared is not None
             weight[shared[1]] = block[shared[0]]
