@@ -6,6 +6,7 @@
     softmax        the node that computes them; softmax_plan: the facts of one call; shifts: the shifts of exponentials
     cross_entropy  from these statistics to losses
     sigmoid        losses that are a sum over the entries of S
+    in_kernels     the parts of softmax_in_kernels and sigmoid_in_kernels, which compute common cases in a few launches
     nested         the softmax of several nested S at once
     soft_targets   cross-entropy with the softmax of another S for targets
     ranks          smooth ranks of positives
