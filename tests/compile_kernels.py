@@ -41,7 +41,7 @@ CUOBJDUMP = os.environ.get("CUOBJDUMP") or Path(triton.backends.nvidia.__file__)
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"},
     **{torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32"},
-    **{int: "i32", type(None): "constexpr"},
+    **{torch.float64: "*fp64", int: "i32", float: "fp32", type(None): "constexpr"},
 }
 WHOLE = {"num_cols", "positive_stride", "excluded_stride", "stride_gradient"}  # multiples of 16, as in most batches
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -59,6 +59,10 @@ class Started:
     kernel: Any
     types: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
+
+    def has(self, argument: str) -> bool:
+        """Tell whether the kernel takes an argument of that name."""
+        return argument in self.kernel.arg_names
 
     def describe(self, **more: Any) -> dict[str, Any]:
         """Return the facts that identify it in a message."""
@@ -203,7 +207,11 @@ def tasks(everything: bool) -> list[Task]:
             found += [
                 Task(of, name, capability, str(dtype)) for of, name in forms.items() if names is None or name in names
             ]
-    found += [of_one_column(of) for of in found if (of.loss, of.capability, of.dtype) == ("clip", 90, "torch.bfloat16")]
+    found += [
+        of_one_column(of)
+        for of in found
+        if (of.loss, of.capability, of.dtype) == ("clip", 90, "torch.bfloat16") and of.form.has("num_cols")
+    ]
     found.append(sums_in(blocks_of(Form("tile_sums", (9, 0), torch.bfloat16, 768, many_rows=True), boxes=True), "clip"))
     return [*found, sums_in(Blocks(128, 128, 64, 8, 4, 3), "clip, ids")]
 

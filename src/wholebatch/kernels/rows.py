@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from . import launch
-from .launch import empty, tiles
+from .launch import empty, laid_out, tiles
 
-_ROWS, _FEATURES, _ENTRIES = 32, 128, 1024  # of a block
+_ROWS, _FEATURES, _ENTRIES = 16, 64, 1024  # of a block
 EPS = 1e-12  # as in `_normalize`
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 
 
@@ -39,7 +41,8 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
         y: (m, d).
         scalars: up to two tensors of one number, which join the extremes.
     """
-    x, y = _in_order(x.detach()), _in_order(y.detach())
+    x, y = laid_out(x.detach()), laid_out(y.detach())
+    aligned = gcd(16, x.shape[1])
     n, m = x.shape[0], y.shape[0]
     blocks = max(1, -(-max(n, m) // _ROWS))
     out = empty(x, blocks, 3 + len(scalars), dtype=torch.float64)
@@ -48,8 +51,8 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
     scale, bias = (*scalars, None, None)[:2]
     launch.run(
         tiles("rows").row_numbers, blocks, x, y, scale, bias, products,
-        norms, norms[n:], out, n, m, x.shape[1], x.stride(0), y.stride(0),
-        SCALARS=len(scalars), BM=_ROWS, BK=_FEATURES,
+        norms, norms[n:], out, n, m, x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
+        SCALARS=len(scalars), ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **_OPTIONS,
     )  # fmt: skip
     return RowNumbers(out.amax(0), products, norms)
 
@@ -71,9 +74,11 @@ def side_weights(
     blocks = max(1, -(-n // _ENTRIES) + -(-m // _ENTRIES))
     weights = [None if side is None else empty(side[0], side[0].shape[0]) for side in (rows, cols)]
     largest = empty(row_grads, 2, blocks, dtype=torch.float64)
+    some = next(of for of in weights if of is not None)  # of a side that does not exist nothing is written
     launch.run(
-        tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums, *weights, largest,
-        n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES,
+        tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums,
+        *(some if of is None else of for of in weights), largest,
+        n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES, **_OPTIONS,
     )  # fmt: skip
     return weights[0], weights[1], largest.amax(1)
 
@@ -90,7 +95,7 @@ def row_gradient(
     """Return f (u U_i + t_i y_i), less its part along x_i where rows are normalized, and all <x_i, u U_i + t_i y_i>.
 
     Args:
-        products: U, (n, d), float32.
+        products: U, (n, d), float32, contiguous.
         x: (n, d).
         pairs: y and t of the first rows, (k, d) and (k,), and a factor of t; None: there are no pairs.
         norms: (n,), |x_i|, by which rows are divided: U and t are then divided by them as well. None: they are not.
@@ -101,23 +106,19 @@ def row_gradient(
     Returns:
         (n, d), and sums of the second over some rows each, float64.
     """
-    x = _in_order(x)
+    x, (n, d) = laid_out(x), products.shape
     other, terms, term_factor = (None, None, 1.0) if pairs is None else pairs
-    n, d = products.shape
+    aligned = gcd(16, d)
     blocks = max(1, -(-n // _ROWS))
     out, shares = empty(products, n, d, dtype=dtype), empty(products, blocks, dtype=torch.float64)
     if other is not None:
-        other = _in_order(other)
+        other = laid_out(other)
     launch.run(
         tiles("rows").row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
-        n, 0 if terms is None else terms.shape[0], d, products.stride(0), x.stride(0),
-        0 if other is None else other.stride(0), 0 if terms is None else terms.stride(0),
+        n, 0 if terms is None else terms.shape[0], d // aligned, x.stride(0) // aligned,
+        0 if other is None else other.stride(0) // aligned, 0 if terms is None else terms.stride(0),
         float(factor), float(term_factor),
         PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=EPS,
-        BM=_ROWS, BK=_FEATURES,
+        ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **_OPTIONS,
     )  # fmt: skip
     return out, shares
-
-
-def _in_order(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()

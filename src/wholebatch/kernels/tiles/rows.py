@@ -26,15 +26,19 @@ def _largest(values):
 
 
 @triton.jit
+def _features(x, rows, here, start, dim, stride, BK: tl.constexpr):
+    """Return some features of rows, float32; 0 beyond the last one, and in rows that do not exist."""
+    at = start + tl.arange(0, BK)
+    known = here[:, None] & (at < dim)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * stride + at[None, :], mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _powers(x, rows, here, dim, stride, BM: tl.constexpr, BK: tl.constexpr):
     """Return for each row the power of two that brings its largest entry to [1, 2); near it for extreme rows."""
     largest = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        at = start + tl.arange(0, BK)
-        values = tl.load(
-            x + rows.to(tl.int64)[:, None] * stride + at[None, :], mask=here[:, None] & (at < dim)[None, :], other=0.0
-        )
-        largest = tl.maximum(largest, tl.max(tl.abs(values.to(tl.float32)), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(_features(x, rows, here, start, dim, stride, BK)), 1))
     largest = tl.minimum(tl.maximum(largest, 2.0**-94), 2.0**95)
     return 1.0 / (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -43,21 +47,20 @@ def _powers(x, rows, here, dim, stride, BM: tl.constexpr, BK: tl.constexpr):
 def row_numbers(
     x, y, scale, bias, products, norms_x, norms_y, out,
     rows_x, rows_y, dim, stride_x, stride_y,
-    SCALARS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SCALARS: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write (blocks, 3 + SCALARS): the largest norms, the largest -x_i . y_i, scale and bias; and those of each row."""
     block = tl.program_id(0)
     rows = block * BM + tl.arange(0, BM)
     here_x, here_y = rows < rows_x, rows < rows_y
+    dim, stride_x, stride_y = dim * ALIGNED, stride_x * ALIGNED, stride_y * ALIGNED
     power_x = _powers(x, rows, here_x, dim, stride_x, BM, BK)
     power_y = _powers(y, rows, here_y, dim, stride_y, BM, BK)
     squares_x, squares_y = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
     inner = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        at = start + tl.arange(0, BK)
-        place, known = rows.to(tl.int64)[:, None], (at < dim)[None, :]
-        a = tl.load(x + place * stride_x + at[None, :], mask=here_x[:, None] & known, other=0.0).to(tl.float32)
-        b = tl.load(y + place * stride_y + at[None, :], mask=here_y[:, None] & known, other=0.0).to(tl.float32)
+        a = _features(x, rows, here_x, start, dim, stride_x, BK)
+        b = _features(y, rows, here_y, start, dim, stride_y, BK)
         inner += tl.sum(a * b, 1)
         a, b = a * power_x[:, None], b * power_y[:, None]
         squares_x += tl.sum(a * a, 1)
@@ -106,29 +109,27 @@ def side_weights(
 
 @triton.jit
 def _gradient(
-    products, other, rows, at, known, pairs, stride_products, stride_other, term, unit, PAIRED: tl.constexpr
+    products, other, rows, here, start, pairs, dim, stride, term, unit, PAIRED: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """Return u U_i + t_i y_i of some features; rows from `pairs` on have no y_i."""
-    place = rows.to(tl.int64)[:, None]
-    grad = tl.load(products + place * stride_products + at[None, :], mask=known, other=0.0) * unit
+    """Return some features of u U_i + t_i y_i; rows from `pairs` on have no y_i."""
+    grad = _features(products, rows, here, start, dim, dim, BK) * unit
     if PAIRED:
-        paired = known & (rows < pairs)[:, None]
-        of_pairs = tl.load(other + place * stride_other + at[None, :], mask=paired, other=0.0).to(tl.float32)
-        grad += term[:, None] * of_pairs
+        grad += term[:, None] * _features(other, rows, here & (rows < pairs), start, dim, stride, BK)
     return grad
 
 
 @triton.jit(do_not_specialize=ANY)
 def row_gradient(
     products, x, other, terms, norms, unit, out, shares,
-    num_rows, pairs, dim, stride_products, stride_x, stride_other, stride_terms, factor, term_factor,
+    num_rows, pairs, dim, stride_x, stride_other, stride_terms, factor, term_factor,
     PAIRED: tl.constexpr, NORMED: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    ALIGNED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write dX, (rows, d), and sum_i <x_i, u U_i + t_i y_i> of each block of rows."""
     block = tl.program_id(0)
     rows = block * BM + tl.arange(0, BM)
-    here, place = rows < num_rows, rows.to(tl.int64)[:, None]
+    here = rows < num_rows
+    dim, stride_x, stride_other = dim * ALIGNED, stride_x * ALIGNED, stride_other * ALIGNED
     of_unit = 1.0
     if UNIT:
         of_unit = tl.load(unit)
@@ -137,21 +138,17 @@ def row_gradient(
         term = (tl.load(terms + rows * stride_terms, mask=rows < pairs, other=0.0) * term_factor).to(tl.float32)
     along = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        at = start + tl.arange(0, BK)
-        known = here[:, None] & (at < dim)[None, :]
-        grad = _gradient(products, other, rows, at, known, pairs, stride_products, stride_other, term, of_unit, PAIRED)
-        a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
-        along += tl.sum(a * grad, 1)
+        grad = _gradient(products, other, rows, here, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
+        along += tl.sum(_features(x, rows, here, start, dim, stride_x, BK) * grad, 1)
     tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
     if NORMED:  # <z_i, U_i> = <x_i, U_i / |x_i|>
         norm = tl.load(norms + rows, mask=here, other=1.0)
         divisor = tl.maximum(norm, EPS)
         removed = tl.where(norm >= EPS, along / divisor / divisor, 0.0)
     for start in range(0, dim, BK):
-        at = start + tl.arange(0, BK)
-        known = here[:, None] & (at < dim)[None, :]
-        grad = _gradient(products, other, rows, at, known, pairs, stride_products, stride_other, term, of_unit, PAIRED)
+        grad = _gradient(products, other, rows, here, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
         if NORMED:
-            a = tl.load(x + place * stride_x + at[None, :], mask=known, other=0.0).to(tl.float32)
-            grad -= a * removed[:, None]
-        tl.store(out + place * dim + at[None, :], (grad * factor).to(out.dtype.element_ty), mask=known)
+            grad -= _features(x, rows, here, start, dim, stride_x, BK) * removed[:, None]
+        at = start + tl.arange(0, BK)
+        to = out + rows.to(tl.int64)[:, None] * dim + at[None, :]
+        tl.store(to, (grad * factor).to(out.dtype.element_ty), mask=here[:, None] & (at < dim)[None, :])
