@@ -27,7 +27,7 @@ _MOST = 512  # forms of a group: a program whose batches all differ in size must
 
 @dataclass(eq=False)
 class Agreement:
-    """What the ranks agree on in every call of their forms.
+    """Facts on which the ranks agree in every call of their forms.
 
     Args:
         by_rank: the facts of all ranks, with the numbers of the first call.

@@ -40,7 +40,7 @@ class _Call(NamedTuple):
     """A call of a loss in a compiled graph."""
 
     loss: Callable[..., Tensor]
-    arguments: Any  # args and kwargs, with positions and keys in the place of tensors, numbers and objects
+    arguments: Any  # args and kwargs, with positions and keys instead of tensors, numbers and objects
     autocast: list[tuple[str, bool, torch.dtype]]
 
 
