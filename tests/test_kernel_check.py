@@ -334,7 +334,7 @@ def test_faults_of_arguments_are_noticed(fresh, monkeypatch, fault, products):
 @pytest.mark.parametrize("dim", [1, 3, 24, 128, 1024, 4096])
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_products_on_tensor_cores_are_as_exact_as_the_check_demands(products, dim, block):
-    """They pass with few features and many, however many products a tensor core adds at a time, by a small factor."""
+    """They pass with few features and many, however many products a tensor core adds at a time, by a factor of 1 to 50."""
     dtype, precision, parts = PRODUCTS[products]
     x, y = (unit_rows(32, dim, dtype, seed) for seed in range(2))
     tile = TileInputs(x, y, 1.0, Entries(), Entries(), 0, 0, allows_tf32=precision == "tf32")

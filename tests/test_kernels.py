@@ -273,6 +273,7 @@ def test_descriptors_load_parts_of_whole_steps(in_kernels, monkeypatch):
     """Parts of 32 and 64 features are steps of the interpreter's blocks; those of 16 and 64 are not."""
     made = []
     run = kernels.launch.run
+
     def record(kernel, *of, **more):
         made.extend(boxes for name, boxes in more.items() if name == "BOXES")  # those of rows have none
         run(kernel, *of, **more)
