@@ -10,6 +10,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -398,16 +399,22 @@ def without_privileges():
         os.seteuid(user)
 
 
+@pytest.fixture
+def public():
+    """Return a folder to which other users find a way."""
+    with TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
 @pytest.mark.parametrize("permissions", [0o000, 0o500])
-def test_a_folder_without_permissions(monkeypatch, tmp_path, permissions):
+def test_a_folder_without_permissions(monkeypatch, public, permissions):
     """Neither verdict nor folder can be read, or nothing can be written."""
-    folder = tmp_path / "verdicts"
+    folder = public / "verdicts"
     assert again(monkeypatch, folder) == (1, 2)
     if not os.geteuid():
         for path in (*folder.iterdir(), folder):
             os.chown(path, 65534, -1)
-        for path in list(folder.parents)[:3]:
-            path.chmod(0o755)
     folder.chmod(permissions)
     try:
         with without_privileges():

@@ -48,7 +48,6 @@ class TorchTransport(Transport):
         if _RANKS not in self.kept:
             self.kept[_RANKS] = dist.get_rank(group), dist.get_world_size(group), Backends.of(group)
         self.rank, self.size, self._backends = self.kept[_RANKS]
-        self._takes_cpu = "cpu" in self._backends.by_device
         self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
         self.failed = self.kept.setdefault(FAILED, {})
 
@@ -266,7 +265,7 @@ class TorchTransport(Transport):
 
     def _wire(self, x: Tensor) -> Tensor:
         """Return x on a device from which a backend of this group takes it."""
-        return x if x.device.type == "cpu" and self._takes_cpu else x.to(self._wire_device(x))
+        return x if x.device.type == "cpu" and "cpu" in self._backends.by_device else x.to(self._wire_device(x))
 
     def _wire_device(self, x: Tensor) -> torch.device:
         if self._backends.take(x.device.type):
