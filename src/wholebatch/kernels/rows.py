@@ -42,16 +42,16 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
         scalars: up to two tensors of one number, which join the extremes.
     """
     x, y = laid_out(x.detach()), laid_out(y.detach())
-    aligned = gcd(16, x.shape[1])
-    n, m = x.shape[0], y.shape[0]
-    blocks = max(1, -(-max(n, m) // _ROWS))
+    (n, d), m = x.shape, y.shape[0]
+    aligned = gcd(16, d)
+    pairs, blocks = (n, -(-m // _ROWS) or 1) if n < m else (m, -(-n // _ROWS) or 1)
     out = empty(x, blocks, 3 + len(scalars), dtype=torch.float64)
-    numbers = empty(x, min(n, m) + n + m)
-    products, norms = numbers[: min(n, m)], numbers[min(n, m) :]
+    numbers = empty(x, pairs + n + m)
+    products, norms = numbers[:pairs], numbers[pairs:]
     scale, bias = (*scalars, None, None)[:2]
     launch.run(
         tiles("rows").row_numbers, blocks, x, y, scale, bias, products,
-        norms, norms[n:], out, n, m, x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
+        norms, norms[n:], out, n, m, d // aligned, x.stride(0) // aligned, y.stride(0) // aligned,
         SCALARS=len(scalars), ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **_OPTIONS,
     )  # fmt: skip
     return RowNumbers(out.amax(0), products, norms)
@@ -69,18 +69,16 @@ def side_weights(
     """
     first = rows or cols
     assert first is not None
-    n, m = (0 if side is None else side[0].shape[0] for side in (rows, cols))
     (row_grads, row_sums), (col_grads, col_sums) = rows or first, cols or first
-    blocks = max(1, -(-n // _ENTRIES) + -(-m // _ENTRIES))
-    weights = [None if side is None else empty(side[0], side[0].shape[0]) for side in (rows, cols)]
+    n, m = row_grads.shape[0] if rows else 0, col_grads.shape[0] if cols else 0
+    blocks = -(-n // _ENTRIES) + -(-m // _ENTRIES) or 1
+    row_weights, col_weights = empty(row_grads, n), empty(col_grads, m)
     largest = empty(row_grads, 2, blocks, dtype=torch.float64)
-    some = next(of for of in weights if of is not None)  # of a side that does not exist nothing is written
     launch.run(
-        tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums,
-        *(some if of is None else of for of in weights), largest,
+        tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums, row_weights, col_weights, largest,
         n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES, **_OPTIONS,
     )  # fmt: skip
-    return weights[0], weights[1], largest.amax(1)
+    return row_weights if rows else None, col_weights if cols else None, largest.amax(1)
 
 
 def row_gradient(
@@ -109,7 +107,7 @@ def row_gradient(
     x, (n, d) = laid_out(x), products.shape
     other, terms, term_factor = (None, None, 1.0) if pairs is None else pairs
     aligned = gcd(16, d)
-    blocks = max(1, -(-n // _ROWS))
+    blocks = -(-n // _ROWS) or 1
     out, shares = empty(products, n, d, dtype=dtype), empty(products, blocks, dtype=torch.float64)
     if other is not None:
         other = laid_out(other)
