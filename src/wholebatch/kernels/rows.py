@@ -9,11 +9,11 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from .._normalize import EPS
 from . import launch
 from .launch import empty, laid_out, tiles
 
 _ROWS, _FEATURES, _ENTRIES = 16, 64, 1024  # of a block
-EPS = 1e-12  # as in `_normalize`
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 

@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .._normalize import EPS
 from . import launch, nested, rows, sigmoid, softmax, tokens, witness
 from .nested import NestedTile
 from .tokens import TokenTile
@@ -204,7 +205,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     inner = (a[:few] * b[:few]).sum(1)
     grad = 0.25 * u
     grad[:few] += 2 * grads[:few, None] * b[:few]
-    divisors = of_rows[: len(x), None].clamp(min=rows.EPS)
+    divisors = of_rows[: len(x), None].clamp(min=EPS)
     z, g = a / divisors, u * divisors
     extremes = torch.stack(
         [a.norm(dim=1).max(), b.norm(dim=1).max(), -inner.min(), torch.tensor(0.25, device=x.device)]

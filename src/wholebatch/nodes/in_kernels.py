@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..comm import Communicator
+from ..comm.inside import all_reduce
 from ..contract import Facts
 from ..partition import Tile
-from ..sweep import NONE, Block, Diagonals, Pairs, members, tiles_of_launches
+from ..sweep import LARGEST, NONE, Block, Diagonals, Pairs, entries_of_memory, in_memory, members, tiles_of_launches
 from .route import Layout, Route
 
 TileOfS = tuple[Tile, kernels.Entries]  # with its positives
 _NO_ENTRIES = kernels.Entries()
+_SMALLEST = 1e-300  # bound of |dS|, so that nothing is divided by 0
 
 
 @dataclass(eq=False)
@@ -90,8 +93,7 @@ class InKernels:
         x_factor, y_factor = x.to(dtype) if v is not None else x, y.to(dtype) if u is not None else y
         for of in self.gradients:
             tile = of[0]
-            (rows, cols), wide = tile.shape, columns_of_memory(tile.shape[1])
-            grad = memory[: rows * wide].view(rows, wide)[:, :cols]
+            grad = in_memory(memory, tile.shape)
             write(of, grad)
             if u is not None:
                 multiply((grad,), (y_factor[tile.cols],), u[tile.rows], add=tile.cols.start > 0)
@@ -126,10 +128,10 @@ def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype
     tiles = [
         tuple((tile, named.of_tile(tile)) for tile in of) for of in tiles_of_launches(block, route.budget.side, factors)
     ]
-    most = max((tile.shape[0] * columns_of_memory(tile.shape[1]) for tile, _ in tiles[1]), default=0)
+    most = max((entries_of_memory(tile.shape) for tile, _ in tiles[1]), default=0)
     return InKernels(tiles[0], tiles[1], most, count, factors, of_gradients, products.allows_tf32)
 
 
-def columns_of_memory(cols: int) -> int:
-    """Return the columns of memory of a tile, whose rows begin at multiples of 16 bytes."""
-    return -(-cols // 8) * 8
+def unit_of_gradients(comm: Communicator, largest: Tensor) -> Tensor:
+    """Return a number, (), the same on all ranks, such that dS / unit fits into float16, from a bound of |dS|."""
+    return all_reduce(comm, largest, "max").clamp(min=_SMALLEST).mul_(1 / LARGEST)

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from .. import kernels
 from .._autograd import no_autocast, once_differentiable
-from ..comm.inside import all_reduce, reduce_scatter
+from ..comm.inside import reduce_scatter
 from ..contract import Facts
 from ..sweep import LARGEST
 from .cross_entropy import softplus
-from .in_kernels import InKernels, TileOfS, one_diagonal
+from .in_kernels import InKernels, TileOfS, one_diagonal, unit_of_gradients
 from .rehearsals import in_kernels_or_not
 from .route import Layout
 from .sigmoid import Sigmoid, SigmoidPlan
-
-_SMALLEST = 1e-300  # weight, so that none is divided by 0
 
 
 @dataclass(eq=False)
@@ -221,5 +219,5 @@ def _in_units(plan: SigmoidPlan, form: _Form, weights: Tensor) -> tuple[Tensor, 
     if not form.in_units:
         return weights.float().contiguous(), 1.0
     largest = weights.abs().amax() if weights.shape[0] else weights.new_zeros(())
-    unit = all_reduce(plan.route.comm, largest, "max").clamp(min=_SMALLEST).mul_(1 / LARGEST)
+    unit = unit_of_gradients(plan.route.comm, largest)
     return (weights / unit).float().contiguous(), unit

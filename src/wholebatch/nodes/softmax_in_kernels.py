@@ -17,17 +17,16 @@ from torch import Tensor
 
 from .. import kernels
 from .._autograd import no_autocast, once_differentiable
-from ..comm.inside import all_reduce, reduce_scatter
+from ..comm.inside import reduce_scatter
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
-from ..sweep import LARGEST, relative_difference
-from .in_kernels import InKernels, TileOfS, one_diagonal
+from ..sweep import relative_difference
+from .in_kernels import InKernels, TileOfS, one_diagonal, unit_of_gradients
 from .route import Layout
 from .softmax_plan import SoftmaxPlan
 
 _FIELDS = ((), ("sum",), ("sum", "target"))  # of rows, and of columns, that this node computes
 _UNCHANGED = (None,) * 7
-_SMALLEST = 1e-300  # gradient, so that none is divided by 0
 
 
 def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
@@ -163,7 +162,7 @@ def _weights(
     rows, cols, largest = kernels.side_weights(sides[0], sides[1], plan.size)
     exchange, unit = plan.route.exchange, None
     if form.of_gradients == torch.float16:
-        unit = all_reduce(exchange.comm, largest.sum(), "max").clamp_(min=_SMALLEST).mul_(1 / LARGEST).float()
+        unit = unit_of_gradients(exchange.comm, largest.sum()).float()
         rows, cols = (None if weights is None else weights.div_(unit) for weights in (rows, cols))
     if cols is not None:
         cols = exchange.distribute(cols[None])[0]

@@ -21,8 +21,7 @@ from .._normalize import EPS
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
 from ..partition import Tile
-from ..sweep import Block, Diagonals, members, tiles_of_launches
-from .in_kernels import columns_of_memory
+from ..sweep import Block, Diagonals, entries_of_memory, in_memory, members, tiles_of_launches
 from .route import Layout
 from .softmax_plan import SoftmaxPlan
 
@@ -80,7 +79,7 @@ def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype:
         tuple((tile, positive.of_tile(tile), excluded.of_tile(tile)) for tile in tiles)
         for tiles in tiles_of_launches(block, plan.route.budget.side, factors)
     )
-    most = max((tile.shape[0] * columns_of_memory(tile.shape[1]) for tile, *_ in gradients), default=0)
+    most = max((entries_of_memory(tile.shape) for tile, *_ in gradients), default=0)
     return Views(sums, gradients, most, factors, products.allows_tf32)
 
 
@@ -138,8 +137,7 @@ class TwoViewsInKernels(torch.autograd.Function):
         u = x.new_empty(x.shape, dtype=torch.float32)
         for of in form.gradients:
             tile = of[0]
-            rows, cols, wide = tile.rows, tile.cols, columns_of_memory(tile.shape[1])
-            slope = memory[: tile.shape[0] * wide].view(tile.shape[0], wide)[:, : tile.shape[1]]
+            rows, cols, slope = tile.rows, tile.cols, in_memory(memory, tile.shape)
             kernels.tile_gradient(
                 form.inputs(of, x, inverse, numbers), slope, rows={"sum": weights[rows]}, cols={"sum": weights[cols]}
             )

@@ -20,7 +20,7 @@ max_sim       tiles of S whose rows and columns are several vectors each: late i
 from .driver import Block, Driver
 from .hardest import HardestSweep
 from .kept_winners import KeptWinners
-from .kernel_tiles import LARGEST, columns_of_tiles, tiles_of_launches
+from .kernel_tiles import LARGEST, columns_of_tiles, entries_of_memory, in_memory, tiles_of_launches
 from .max_sim import Documents, MaxSimDriver
 from .max_sim_kernels import KernelMaxSimDriver
 from .members import Members, members
@@ -81,8 +81,10 @@ __all__ = [
     "bytes_of_winners",
     "columns_of_tiles",
     "default_side",
+    "entries_of_memory",
     "fit",
     "fit_tokens",
+    "in_memory",
     "integer_for",
     "members",
     "relative_difference",

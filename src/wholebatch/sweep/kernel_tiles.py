@@ -230,12 +230,12 @@ class KernelTiles:
 
     def gradient(self, tile: Tile, *several: int) -> Tensor:
         """Return memory for a tile of dS, or for several, whose rows begin at multiples of 16 bytes."""
-        rows, cols = tile.shape
-        shape = (*several, rows, -(-cols // _EIGHT) * _EIGHT)
-        if self._written is None or self._written.numel() < prod(shape):
+        shape = (*several, *tile.shape)
+        needed = entries_of_memory(shape)
+        if self._written is None or self._written.numel() < needed:
             self._written = None  # free it before the larger one is allocated
-            self._written = self.driver.x.new_empty(prod(shape), dtype=self._of_gradients)
-        return self._written[: prod(shape)].view(shape)[..., :cols]
+            self._written = self.driver.x.new_empty(needed, dtype=self._of_gradients)
+        return in_memory(self._written, shape)
 
     def pairs(self, block: Block) -> Iterator[NamedPairs]:
         """Yield the positive pairs of a block that do not enter a kernel, one diagonal after the other."""
@@ -267,6 +267,17 @@ def _entries(block: Block, side: int, bytes_of_an_entry: tuple[int, int]) -> int
     rows, cols = (min(side, at.stop - at.start) for at in (block.rows, block.cols))
     ours, theirs = bytes_of_an_entry
     return max(1, rows * cols) * theirs // ours
+
+
+def entries_of_memory(shape: tuple[int, ...]) -> int:
+    """Return the entries of memory for a tile of dS, or for several, whose rows begin at multiples of 16 bytes."""
+    return prod(shape[:-1]) * -(-shape[-1] // _EIGHT) * _EIGHT
+
+
+def in_memory(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tile of dS, or several, as a view of such memory."""
+    wide = -(-shape[-1] // _EIGHT) * _EIGHT
+    return memory[: prod(shape[:-1]) * wide].view(*shape[:-1], wide)[..., : shape[-1]]
 
 
 def tiles_of_launches(block: Block, side: int, dtype: torch.dtype) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
