@@ -1,11 +1,12 @@
 """A device without hardware, "card": its tensors compute on the CPU, and refuse those of the CPU as a GPU's do.
 
-Importing this file registers the device, for the rest of the process. A tensor without dimensions may come from the
-CPU, and an index as well. Nothing here has a stream, memory of its own or kernels.
+`register` comes before the first backward pass of a process, and lasts as long. A tensor without dimensions may come
+from the CPU, and an index as well. Nothing here has a stream, memory of its own or kernels.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,7 +93,10 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
-def _register() -> torch.library.Library:
+@cache
+def register() -> torch.library.Library:
+    """Register the device; what it implements is removed with the library that is returned."""
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter stays the same object, as on a GPU
     backend_registration._setup_privateuseone_for_python_backend("card", _Module())
     library = torch.library.Library("aten", "IMPL")
     for name in _FACTORIES:
@@ -100,10 +104,6 @@ def _register() -> torch.library.Library:
         library.impl(name, _factory(getattr(getattr(ops, packet), overload or "default")), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     return library
-
-
-_LIBRARY = _register()  # the implementations are removed with it
-torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter stays the same object, as on a GPU
 
 
 def to_card(tree: Any) -> Any:

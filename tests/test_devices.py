@@ -15,6 +15,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 import torch.distributed as dist
+from card import register, to_card
 from device_cases import cases
 
 from wholebatch._processes import run_processes
@@ -24,8 +25,7 @@ def place(name):
     """Return a function that moves arguments there, and the context in which the library computes."""
     if name == "meta":
         return lambda tree: tree, partial(torch.device, "meta")
-    from card import to_card  # registers the device in this process
-
+    register()
     return to_card, nullcontext
 
 
@@ -54,7 +54,7 @@ def compare(case, actual, expected, *, exactly):
 
 
 def in_new_processes(body, size, *args):
-    """Return what each rank returns; the process of one rank is a new one, too, because `card` registers a device."""
+    """Return what each rank returns; the process of one rank is a new one, too, because the card stays registered."""
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
         return pool.submit(run_processes, body, size, *args, timeout_s=300).result()
 
