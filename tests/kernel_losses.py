@@ -28,6 +28,9 @@ def losses(x, y, ids, scale=14.3):
         "clip, ids excluded": lambda f, more: f.clip_loss(x, y, scale, ids=ids, equal_ids="excluded", **more),
         "clip, label smoothing": lambda f, more: f.clip_loss(x, y, scale, label_smoothing=0.1, **more),
         "info_nce": lambda f, more: f.info_nce_loss(x, y, logit_scale=scale, **more),
+        "info_nce, both directions": lambda f, more: f.info_nce_loss(
+            x, y, logit_scale=scale, directions=("query_to_key", "key_to_query"), partition="per_direction", **more
+        ),
         "info_nce, ids": lambda f, more: f.info_nce_loss(
             x, y, logit_scale=scale, query_ids=ids, key_ids=ids, equal_ids="positive", **more
         ),

@@ -28,7 +28,15 @@ from .._tensor_file import bytes_of
 from .binding import CallError
 from .compiled import eager
 from .facts_by_rank import Facts, FactsByRank
-from .records import RECORD_BYTES, OnDevice, Records, record, take_numbers, with_slots
+from .records import (
+    RECORD_BYTES,
+    OnDevice,
+    Records,
+    numbers_of_records,
+    record,
+    take_numbers,
+    with_slots,
+)
 from .statement import FACTS, KINDS, NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
 
@@ -126,6 +134,19 @@ class Statement:
         first = self._local
         local = _Local(first.who, first.statement, [*numbers, *first.numbers[self._varying :]], on_device, first.text)
         return _agreed(transport, local, self._caller, (), "of a loss")
+
+    @eager
+    def gather(self, transport: Transport, without: Tensor, numbers: Tensor) -> Tensor:
+        """Return the records of all ranks, (W, n), which no host reads.
+
+        Args:
+            transport: the ranks.
+            without: (1, n), the record of this rank without its first numbers.
+            numbers: (k,), these.
+        """
+        local = without.clone()
+        numbers_of_records(local, len(numbers)).copy_(numbers)
+        return _gathered(transport, self._local.who, "of a loss", local)
 
     def forms_of_ranks(self, by_rank: FactsByRank) -> bytes | None:
         """Return all that the ranks have stated but for the numbers that change; None if their texts differ."""
@@ -267,6 +288,11 @@ def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[li
         for rank in records.foreign():
             raise _foreign(transport, local.who, rank, f"{RECORD_BYTES} bytes that are no statement of a call")
         lengths = records.different_lengths()
+        if lengths is not None and records.unread():
+            raise ValueError(
+                f"rank {transport.rank} of {transport.size}, in {local.who}: rank {records.unread()[0]} goes on with a "
+                "loss of checks='deferred' as before; make the same calls on all ranks, or pass checks='entry'"
+            )
         if lengths is None:
             return [_parsed(local.text)] * transport.size, records
         text = torch.frombuffer(bytearray(local.text.ljust(max(lengths))), dtype=torch.uint8).unsqueeze(0)

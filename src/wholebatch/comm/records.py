@@ -31,7 +31,7 @@ WORDS = 64
 RECORD_BYTES = 8 * WORDS
 _FIRST = 4  # the words before the numbers
 _MOST = WORDS - _FIRST - 1  # numbers of a record
-_START, _END = struct.unpack("=2q", b"wholebat" + b"ch-rec-2")
+_START, _UNREAD, _END = struct.unpack("=3q", b"wholebat" + b"wb-other" + b"ch-rec-2")
 _EXACT = 2**53  # integers up to here are exact in float64
 _KINDS = {bool: "b", int: "i", float: "f"}
 _TYPES: dict[str, Any] = {"b": bool, "i": int, "f": float, "d": float}
@@ -144,10 +144,16 @@ def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], d
         made = made.pin_memory().to(device, non_blocking=True)
     elif device.type != "cpu":
         made = made.to(device)
+    made = made[None]
     if on_device:
         wide = [_number_on(device, number.detach().reshape(())) for number in on_device]
-        made[_FIRST : _FIRST + len(wide)] = torch.stack(wide).view(torch.int64)
-    return made[None]
+        numbers_of_records(made, len(wide)).copy_(torch.stack(wide))
+    return made
+
+
+def numbers_of_records(words: Tensor, count: int) -> Tensor:
+    """Return the first numbers of records, (W, WORDS) -> (W, count), float64, a view."""
+    return words.view(torch.float64)[:, _FIRST : _FIRST + count]
 
 
 def _number_on(device: torch.device, number: Tensor) -> Tensor:
@@ -175,8 +181,20 @@ class Records:
         if starts[0] == _START and ends[0] == _END and all_equal(starts) and all_equal(ends):
             return
         for rank, of_rank in enumerate(zip(starts, ends, strict=True)):
-            if of_rank != (_START, _END):
+            if of_rank not in ((_START, _END), (_UNREAD, _END)):
                 yield rank
+
+    def unread(self) -> list[int]:
+        """Return the ranks that do not read these records, because their call is like the one before."""
+        starts = self._words(0)
+        return [rank for rank, start in enumerate(starts) if start == _UNREAD] if _UNREAD in starts else []
+
+    def as_unread(self, count: int) -> Tensor:
+        """Return these records as those of a later call that no rank reads, without the first `count` numbers."""
+        words = self.words.clone()
+        numbers_of_records(words, count).zero_()
+        words[:, 0] = _UNREAD
+        return words
 
     def different_lengths(self) -> list[int] | None:
         """Return the length of each rank's text, or None if all ranks have the same text."""
@@ -187,7 +205,7 @@ class Records:
         if not self._has_one_text:
             return None
         words = self.words.clone()
-        words[:, _FIRST : _FIRST + count] = 0
+        numbers_of_records(words, count).zero_()
         return bytes(bytes_of(words))
 
     def numbers(self, rank: int) -> list[float]:

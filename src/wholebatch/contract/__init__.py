@@ -3,9 +3,11 @@
     entry       a call whose arguments do not fit its signature raises on every rank; autocast is off inside
     in_graph    a loss in a compiled graph is one operator, and its backward pass another
     autocast    its dtype around the loss, from which the precision of products follows
-    options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel, precision
+    options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel,
+                precision, checks
     inputs      a loss's declaration of its tensors and scalars, checked on the rank that has them
     agree       one handshake: every rank's arguments are valid and fit together, or every rank raises
+    deferred    with checks="deferred": what a call assumes, and what the host reads at the next one
     facts       the facts that every rank then knows about all ranks
     forms       what the ranks have agreed on, kept for later calls with the same shapes and settings
     gradients   an input that requires a gradient on one rank requires it on all; the factor of `sync`
@@ -19,12 +21,13 @@ This package knows no loss. A loss decides which entries of S count, and `nodes`
 from .agree import agree
 from .backward import CALL, check_earlier, differed, latest_call, number_call, together
 from .canaries import Canaries, canaries_of
+from .deferred import Deferred
 from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
 from .facts import Facts
 from .forms import KERNELS
 from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
-from .options import REDUCTIONS, Options, Reduction
+from .options import REDUCTIONS, Checking, Options, Reduction
 from .reduction import finish, reduce_losses, reduce_total
 
 __all__ = [
@@ -33,7 +36,9 @@ __all__ = [
     "MIN_PAIR_PRODUCT",
     "REDUCTIONS",
     "Canaries",
+    "Checking",
     "Checks",
+    "Deferred",
     "Facts",
     "Inputs",
     "Options",

@@ -3,7 +3,8 @@
 1. each rank checks shapes, types and settings          no device is read
 2. each rank computes the numbers that values need      norms, scalars: they stay on the device
 3. all ranks send facts and numbers in one handshake    the host waits once, for the numbers of all ranks
-4. each rank checks the numbers and facts of all ranks  the same numbers, hence the same decision, on all
+4. each rank checks the numbers and facts of all ranks  the same numbers, hence the same decision, on all;
+                                                        with checks="deferred" at the next call, see `deferred`
 5. the inputs enter the graph of the loss               see `gradients`
 
 A call of a form that was valid before looks up 1, and of 3 and 4 all but the numbers (see `forms`).
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,17 +29,27 @@ from .._precision import accumulation_dtype, tf32_is_allowed
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
-from ..comm.records import OnDevice
+from ..comm.records import OnDevice, Records
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .autocast import autocast_around
 from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call
 from .canaries import CANARIES, canaries_of
+from .deferred import (
+    Assumption,
+    Deferred,
+    assumptions_of,
+    bounds_of,
+    capturing,
+    read_earlier,
+    stacked,
+    with_rows,
+)
 from .facts import Facts
 from .forms import Agreement, Form, forms_of, keep
 from .gradients import check_inference, enter, gradient_facts, join
-from .inputs import MIN_PAIR_PRODUCT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
+from .inputs import MIN_PAIR_PRODUCT, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
 from .options import Options
 
 NUMBERS = "numbers"  # the fact with the numbers of a rank
@@ -54,6 +65,7 @@ _MUST_MATCH = (
     "sync",
     "exchange",
     "reduction",
+    "checks",
     "kernel",
     PRECISION,
 )
@@ -75,9 +87,17 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     """
     checks, comm = checks or Checks(), select_communicator(options.group)
     transport = comm.transport
+    read_earlier(transport)
     call = _Call(caller, options, inputs, checks, comm)
     forms, key = forms_of(transport), call.form()
     form = forms.get(key)
+    if options.checks == "deferred" and form is not None and (facts := call.without_reading(form, key)) is not None:
+        return facts
+    if capturing():
+        raise RuntimeError(
+            f"{caller}: in a CUDA graph a loss needs checks='deferred', and just before a call of the same shapes and "
+            "settings, whose norms and scale allow that (docs/performance.md); make a few steps, then capture one"
+        )
     numbers, of_rows = (None, None) if form is None else call.valid_numbers(in_kernels=form.in_kernels)
     agreement = mistake = None
     if form is None or numbers is None:
@@ -92,6 +112,8 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         latest = [latest_call()]
     if agreement is None or comm.size > 1:
         columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
+        if by_rank.records is not None and by_rank.records.unread():
+            return call.beside(by_rank.records)
     if agreement is None:
         canaries_of(transport).check(columns)
         mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
@@ -102,6 +124,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         if mistake is not None:
             raise on_all_ranks(mistake, transport)
         values = _Values.of(checked, inputs)
+    on_device = call.names_on_device() if options.checks == "deferred" else []
     check_earlier(transport, {})
     if agreement is None:
         agreement = call.agreement(by_rank)
@@ -114,7 +137,10 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
-    return call.facts(agreement, number_call(latest), values, of_rows)
+    number = number_call(latest)
+    if options.checks == "deferred" and key is not None:
+        call.assume(key, form, agreement, by_rank, number, values, on_device)
+    return call.facts(agreement, number, values, of_rows)
 
 
 @dataclass(eq=False)
@@ -136,7 +162,7 @@ class _Call:
         cuda = None if device is None or device.type != "cuda" else (autocast_around(device), tf32_is_allowed())
         key = (
             self.caller, options.sync, options.exchange, options.memory, options.memory.__class__, options.reduction,
-            options.kernel, options.precision, settings, tuple(map(type, settings)), self.inputs.form(),
+            options.kernel, options.precision, options.checks, settings, tuple(map(type, settings)), self.inputs.form(),
             torch.is_grad_enabled(), cuda, choice.switched_off(), EARLIER in differed(transport),
         )  # fmt: skip
         try:
@@ -145,13 +171,15 @@ class _Call:
             return None
         return key
 
-    def valid_numbers(self, *, in_kernels: bool) -> tuple[dict[str, Tensor | float] | None, RowNumbers | None]:
+    def valid_numbers(
+        self, *, in_kernels: bool, read: bool = True
+    ) -> tuple[dict[str, Tensor | float] | None, RowNumbers | None]:
         """Return the numbers of this call, and those of each row if kernels compute them; None if one is wrong.
 
-        One process reads them.
+        One process reads them, with `read`.
         """
         try:
-            alone, of_rows = self.comm.transport.size == 1, None
+            alone, of_rows = read and self.comm.transport.size == 1, None
             if in_kernels and self.inputs.may_be_fused():
                 others = _further_numbers(self.comm, self.checks)
                 reads = alone and not others and self.inputs.weights[0] is None
@@ -188,6 +216,92 @@ class _Call:
             choice.forget(transport.group_name)
         return by_rank
 
+    def without_reading(self, form: Form, key: Hashable) -> Facts | None:
+        """Return the facts of a call that is like the one before; None if the host has to read its numbers."""
+        transport = self.comm.transport
+        assumption = assumptions_of(transport).get(self._kind(key))
+        if assumption is None or assumption.form is not form:
+            return None
+        numbers, of_rows = self.valid_numbers(in_kernels=form.in_kernels, read=False)
+        if numbers is None:
+            return None
+        on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
+        host = {name: x for name, x in numbers.items() if name not in on_device}
+        if host != assumption.host or [*on_device] != [*assumption.limits]:
+            return None
+        check_earlier(transport, {})
+        if assumption.records is None:
+            judged = stacked([*on_device.values()], assumption.bounds)
+        else:
+            own = assumption.records[self.comm.rank][None]
+            judged = form.statement.gather(transport, own, stacked([*on_device.values()], assumption.bounds))
+        return self._as_assumed(assumption, judged, of_rows)
+
+    def beside(self, records: Records) -> Facts:
+        """Return the facts of a call for which other ranks have read nothing, because theirs is like the one before.
+
+        Raises:
+            ValueError: on this rank alone, if it did not take part in that one.
+        """
+        kept, others = assumptions_of(self.comm.transport), records.unread()
+        for assumption in kept.values():
+            judged = records.words.to(assumption.bounds.device)
+            if assumption.caller == self.caller and all(assumption.like(judged)[others].tolist()):
+                counts = {name: rows.counts[self.comm.rank] for name, rows in assumption.agreement.rows.items()}
+                return replace(self, inputs=with_rows(self.inputs, counts))._as_assumed(assumption, judged, None)
+        raise ValueError(
+            f"{self.caller}: with checks='deferred', rank {others[0]} goes on as in an earlier call, in which rank "
+            f"{self.comm.rank} had other settings; pass the same on all ranks, or checks='entry'"
+        )
+
+    def _as_assumed(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
+        assumption.call += 1
+        deferred = Deferred(assumption, judged, self.inputs.first[1].device)
+        norms = {name: [norm] for name, norm in assumption.norms.items()}
+        scalars = {name: [number] for name, number in assumption.scalars.items()}
+        values = _Values(norms, scalars, None, [assumption.least], {})
+        return self.facts(assumption.agreement, assumption.call, values, of_rows, deferred)
+
+    def _kind(self, key: Hashable) -> Hashable:
+        """Return what calls have in common of which all ranks keep the latest alone: on one process, all of a form."""
+        if self.comm.size == 1:
+            return key
+        return self.caller, self.inputs.first[1].shape[1:], torch.is_grad_enabled()
+
+    def names_on_device(self) -> list[str]:
+        """Return the names of the numbers on the device, in order."""
+        inputs = self.inputs
+        names = [norm_of(name) for name in inputs.given_features]
+        names += [name for name, x in inputs.compared.items() if isinstance(x, Tensor)]
+        names += [SUM_OF_WEIGHTS, SMALLEST_WEIGHT] if inputs.weights[0] is not None else []
+        names += [MIN_PAIR_PRODUCT] if inputs.matching is not None else []
+        return [*names, *differed(self.comm.transport)]
+
+    def assume(
+        self,
+        key: Hashable,
+        form: Form,
+        agreement: Agreement,
+        by_rank: FactsByRank,
+        call: int,
+        values: _Values,
+        on_device: Sequence[str],
+    ) -> None:
+        """Let later calls of this form assume what this one has read, if that bounds their logits."""
+        norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
+        scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
+        bounds = bounds_of(self.inputs, on_device, norms, scalars, min(values.min_pair_products))
+        kept, kind = assumptions_of(self.comm.transport), self._kind(key)
+        kept.pop(kind, None)
+        records, device = by_rank.records, self.inputs.first[1].device
+        if bounds is None or (records is not None and records.different_lengths() is not None):
+            return
+        if records is not None and not self.comm.transport.stays_on_device(self.inputs.first[1]):
+            device = torch.device("cpu")
+        host = {name: x for name, x in scalars.items() if name not in on_device}
+        words = None if records is None else records.as_unread(len(on_device)).to(device)
+        kept[kind] = Assumption(self.caller, form, agreement, call, host, *bounds, device, words)
+
     def agreement(self, by_rank: FactsByRank) -> Agreement:
         """Return what the ranks agree on.
 
@@ -209,10 +323,19 @@ class _Call:
             _may_use_kernels(self.comm, options, by_rank),
         )
 
-    def facts(self, agreement: Agreement, number: int, values: _Values, of_rows: RowNumbers | None) -> Facts:
+    def facts(
+        self,
+        agreement: Agreement,
+        number: int,
+        values: _Values,
+        of_rows: RowNumbers | None,
+        deferred: Deferred | None = None,
+    ) -> Facts:
         """Return the facts of the call; its inputs enter the graph of the loss."""
         first, given = self.inputs.first[1], self.inputs.differentiable
         entered = enter(join(given, agreement.needs_grad), self.inputs, self.comm, self.options)
+        if deferred is not None:
+            entered = {name: deferred.admit(x) for name, x in entered.items()}
         dtype = accumulation_dtype(first.dtype)
         norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
         facts = Facts(
@@ -237,6 +360,7 @@ class _Call:
             needs_grad=True in agreement.needs_grad,
             plans=agreement.plans,
             of_rows=of_rows,
+            deferred=deferred,
         )
         return facts.in_range()
 
@@ -250,6 +374,11 @@ def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
 def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: Checks) -> dict[str, Any]:
     """Return this rank's facts, if its arguments are valid."""
     options.check()
+    if options.checks == "deferred" and (checks.settings is None or checks.derive is not None):
+        raise ValueError(
+            "checks='deferred' needs a loss whose settings and tensors ask for no values on the host; with these it "
+            "has to read some: pass checks='entry'"
+        )
     inputs.check_features()
     first = inputs.first[1]
     comm.transport.use_device(first.device)
@@ -272,6 +401,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "exchange": options.exchange,
         "memory": options.memory,
         "reduction": options.reduction,
+        "checks": options.checks,
         "kernel": options.kernel,
         PRECISION: products.precision,
         _NO_KERNELS: _why_not(first.device) if options.kernel == "auto" else "",

@@ -17,6 +17,7 @@ from ..comm.inside import all_gather
 from ..kernels import RowNumbers
 from ..partition import Partition
 from ..sweep import Products
+from .deferred import Deferred
 from .options import Options
 
 _T = TypeVar("_T")
@@ -51,6 +52,7 @@ class Facts:
         needs_grad: whether one of the inputs needs a gradient, on any rank.
         plans: what layers above have made for calls of this form, by name.
         of_rows: the numbers of each row of two features, if kernels have computed them.
+        deferred: the call, if the host has not read its numbers: norms, scalars and products are then bounds.
     """
 
     caller: str
@@ -74,6 +76,7 @@ class Facts:
     needs_grad: bool = False
     plans: dict[Hashable, Any] = field(default_factory=dict)
     of_rows: RowNumbers | None = None
+    deferred: Deferred | None = None
 
     @property
     def differentiable(self) -> bool:
@@ -89,6 +92,10 @@ class Facts:
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the loss that the caller gets."""
         return accumulation_dtype(self.given_dtype)
+
+    def factor(self, number: float, x: Any) -> Any:
+        """Return a scalar as a factor without gradient: on the host, or where the host has a bound, on the device."""
+        return x.detach() if self.deferred is not None and isinstance(x, Tensor) else number
 
     def in_range(self, *norms: float) -> Facts:
         """Return facts with features in float64 if products of the longest rows would overflow in float32.

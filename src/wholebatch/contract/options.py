@@ -12,6 +12,8 @@ from ..kernels import KERNELS, Kernel
 from ..sweep import PRECISIONS, Memory, Precision
 from ..sync import Sync, check_sync
 
+Checking = Literal["entry", "deferred"]
+CHECKING = ("entry", "deferred")
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -27,6 +29,7 @@ class Options:
     reduction: Reduction = "mean"
     kernel: Kernel = "auto"
     precision: Precision = "auto"
+    checks: Checking = "entry"
 
     def check(self) -> None:
         """Raise ValueError unless each option exists; `group` is checked when the loss is called."""
@@ -36,3 +39,4 @@ class Options:
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("kernel", self.kernel, KERNELS)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("checks", self.checks, CHECKING)

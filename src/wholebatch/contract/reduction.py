@@ -44,4 +44,7 @@ def reduce_total(facts: Facts, share: Tensor, count: int | Tensor, counted: Tens
 
 def finish(facts: Facts, loss: Tensor, *, one_loss: bool = True) -> Tensor:
     """Return the loss in the caller's dtype; its backward pass begins by comparing the ranks, see `together`."""
-    return together(loss.to(facts.loss_dtype), facts.comm, facts.caller, facts.call, one_loss=one_loss)
+    loss = loss.to(facts.loss_dtype)
+    if facts.deferred is not None:
+        loss = facts.deferred.finish(loss)
+    return together(loss, facts.comm, facts.caller, facts.call, one_loss=one_loss)

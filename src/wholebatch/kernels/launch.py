@@ -129,7 +129,7 @@ def exact(x: float) -> float:
     return ctypes.c_float(x * LOG2_E).value / LOG2_E
 
 
-def numbers_of(scale: float, other: float, device: torch.device) -> Tensor:
+def numbers_of(scale: float | Tensor, other: float | Tensor, device: torch.device) -> Tensor:
     """Return a scale and a shift, or a bias, in the form that kernels read, (2,), float32."""
     numbers = torch.empty(2, dtype=torch.float32, device=device)
     numbers[0].fill_(scale * LOG2_E)  # filled in there: a copy from the host would wait for a GPU

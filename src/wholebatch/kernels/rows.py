@@ -98,7 +98,7 @@ def row_gradient(
         pairs: y and t of the first rows, (k, d) and (k,), and a factor of t; None: there are no pairs.
         norms: (n,), |x_i|, by which rows are divided: U and t are then divided by them as well. None: they are not.
         unit: u, shape (), float32; None: 1.
-        factor: f.
+        factor: f; a tensor of shape () on the device of the rows is read there.
         dtype: of the result.
 
     Returns:
@@ -106,7 +106,7 @@ def row_gradient(
     """
     x, (n, d) = laid_out(x), products.shape
     other, terms, term_factor = (None, None, 1.0) if pairs is None else pairs
-    aligned = gcd(16, d)
+    aligned, factor = gcd(16, d), factor.float() if isinstance(factor, Tensor) else factor
     blocks = -(-n // _ROWS) or 1
     out, shares = empty(products, n, d, dtype=dtype), empty(products, blocks, dtype=torch.float64)
     if other is not None:
@@ -115,8 +115,9 @@ def row_gradient(
         tiles("rows").row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
         n, 0 if terms is None else terms.shape[0], d // aligned, x.stride(0) // aligned,
         0 if other is None else other.stride(0) // aligned, 0 if terms is None else terms.stride(0),
-        float(factor), float(term_factor),
-        PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None, EPS=EPS,
+        factor, float(term_factor),
+        PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None,
+        LOADED=isinstance(factor, Tensor), EPS=EPS,
         ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **_OPTIONS,
     )  # fmt: skip
     return out, shares

@@ -197,7 +197,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         norms = numbers.norms[: len(x)].clone()
         pairs = (_surrounded(y[:few]), grads[:few], 2.0)
         plain, shares = rows.row_gradient(product, _surrounded(x), pairs, None, unit, 0.5, torch.float32)
-        normed, along = rows.row_gradient(product, _surrounded(x), None, norms, None, 0.5, torch.float32)
+        normed, along = rows.row_gradient(product, _surrounded(x), None, norms, None, 2 * unit, torch.float32)
     finally:
         launch.memory = None
     a, b, u = x.double(), y.double(), product.double()

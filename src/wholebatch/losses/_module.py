@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .._checks import check_temperature
 from ..comm import Group
 from ..comm.select import check_group
-from ..contract import Options, Reduction
+from ..contract import Checking, Options, Reduction
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory, Precision
@@ -36,7 +36,7 @@ else:
         return lambda cls: cls
 
 
-_OPTIONS = ("exchange", "memory", "reduction", "kernel", "precision")
+_OPTIONS = ("exchange", "memory", "reduction", "kernel", "precision", "checks")
 _REQUIRED = inspect.Parameter.empty
 
 
@@ -143,6 +143,12 @@ class KernelLoss(ProductLoss):
     """The settings of a loss with a sweep that kernels can compute."""
 
     kernel: Kernel = "auto"
+
+
+class DeferrableLoss(KernelLoss):
+    """The settings of a loss whose checks need not wait for the device."""
+
+    checks: Checking = "entry"
 
 
 def _shown(value: object) -> str:

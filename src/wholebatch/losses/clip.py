@@ -18,7 +18,7 @@ from torch import Tensor
 from .._checks import check_choice, check_label_smoothing
 from .._statistics_request import statistics_requested
 from ..comm import Group
-from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
@@ -27,7 +27,7 @@ from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
-from ._module import KernelLoss
+from ._module import DeferrableLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from .statistics import report_statistics
 
@@ -52,6 +52,7 @@ def clip_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
@@ -93,6 +94,10 @@ def clip_loss(
             half precision or under autocast, with sums in float32, and TF32 where the program allows it; else
             float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
             Float64 features are multiplied in float64.
+        checks: of the values of tensors. "entry": read by the host before anything is computed; a mistake raises now, on
+            all ranks. "deferred": the first call reads, and a later one like it does not: a mistake is NaN with
+            gradients 0, and raises on all ranks at the next call. It can be captured in a CUDA graph:
+            docs/performance.md.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
@@ -145,7 +150,7 @@ def clip_loss(
     statistics = statistics_requested()
     facts = agree(
         "clip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -204,7 +209,9 @@ def clip_loss(
     loss = reduce_losses(facts, (losses[0] + losses[1]) / 2, rows.total)
     if statistics:
         sides = zip((of_images, of_texts), targets, strict=True)
-        report_statistics(facts.comm, facts.scalars["logit_scale"], list(sides))
+        report_statistics(
+            facts.comm, facts.factor(facts.scalars["logit_scale"], facts.inputs["logit_scale"]), list(sides)
+        )
     bias = facts.inputs["logit_bias"]
     return loss + 0 * bias.to(loss).view(()) if isinstance(bias, Tensor) else loss
 
@@ -215,7 +222,7 @@ def _check(label_smoothing: float, equal_ids: EqualIdsAre) -> dict[str, Any]:
     return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids}
 
 
-class CLIPLoss(TakesLogitBias, KernelLoss):
+class CLIPLoss(TakesLogitBias, DeferrableLoss):
     """Symmetric cross-entropy over the global batch: the settings of :func:`wholebatch.functional.clip_loss`.
 
     `logit_scale` may enter `forward`, so that it can stay inside the model that the engine wraps, or be a default of
@@ -225,7 +232,7 @@ class CLIPLoss(TakesLogitBias, KernelLoss):
         logit_scale, logit_bias: defaults for calls that leave them out; a number, a tensor, an `nn.Parameter`, or a
             :class:`wholebatch.Scale`, which is called once in each forward and stays positive. Each call needs a
             scale, from here or from its arguments.
-        group, sync, exchange, memory, kernel, precision, reduction, label_smoothing, equal_ids: as in
+        group, sync, exchange, memory, kernel, precision, checks, reduction, label_smoothing, equal_ids: as in
             :func:`wholebatch.functional.clip_loss`.
     """
 

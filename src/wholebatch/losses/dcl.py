@@ -15,13 +15,13 @@ from torch import Tensor
 from .._checks import check_number, check_temperature
 from .._statistics_request import statistics_requested
 from ..comm import Group
-from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory, Precision
 from ..sync import Sync, total
 from ._declaration import Declaration
-from ._module import KernelLoss
+from ._module import DeferrableLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics
 
@@ -42,6 +42,7 @@ def dcl_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the logsumexp over each row's negatives minus its positive's logit, over the two views of all ranks.
 
@@ -65,6 +66,7 @@ def dcl_loss(
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
@@ -93,7 +95,7 @@ def dcl_loss(
     statistics = statistics_requested()
     facts = agree(
         "dcl_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(
             check=lambda: {**_check(sigma), "statistics": statistics},
@@ -106,14 +108,20 @@ def dcl_loss(
     assert side.target is not None
     target = side.target
     if sigma is not None:
-        cosines = target.detach().unflatten(0, (2, -1))[0] * facts.scalars["temperature"]
+        cosines = target.detach().unflatten(0, (2, -1))[0] * facts.factor(
+            facts.scalars["temperature"], facts.inputs["temperature"]
+        )
         nothing = cosines.new_full((1,), -torch.inf)
         largest = facts.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
         similar = ((cosines - largest) / sigma).exp()
         target = target * (2 - count * similar / total(facts.comm, similar.sum())).repeat(2)
     losses = torch.where(side.logsumexp.isneginf(), 0.0, side.logsumexp - target)
     if statistics:
-        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(side, side.target)])
+        report_statistics(
+            facts.comm,
+            1 / facts.factor(facts.scalars["temperature"], facts.inputs["temperature"]),
+            [(side, side.target)],
+        )
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), count)
 
 
@@ -121,12 +129,12 @@ def _check(sigma: float | None) -> dict[str, float | None]:
     return {"sigma": None if sigma is None else check_temperature("sigma", check_number("sigma", sigma))}
 
 
-class DCLLoss(KernelLoss):
+class DCLLoss(DeferrableLoss):
     """Decoupled contrastive loss over the global batch: the settings of :func:`wholebatch.functional.dcl_loss`.
 
     Args:
         temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
-        sigma, reduction, group, sync, exchange, memory, kernel, precision: as in
+        sigma, reduction, group, sync, exchange, memory, kernel, precision, checks: as in
             :func:`wholebatch.functional.dcl_loss`.
     """
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from .._checks import check_number
 from ..comm import Group
-from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes.cross_entropy import softplus
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration
-from ._module import KernelLoss
+from ._module import DeferrableLoss
 from ._views import two_views, two_views_inputs
 
 _ALL = 60.0  # a positive with exp(60) times W_i leaves nothing of the corrected sum, and exp(60) is finite
@@ -47,6 +47,7 @@ def debiased_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return NT-Xent with a sum over negatives that is corrected for false ones and weighted toward hard ones.
 
@@ -70,6 +71,7 @@ def debiased_loss(
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
@@ -96,7 +98,7 @@ def debiased_loss(
     """
     facts = agree(
         "debiased_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
         two_views_inputs(z0, z1, temperature=temperature, weights=weights),
         Checks(check=lambda: _check(tau_plus, beta), must_match=("tau_plus", "beta"), settings=(tau_plus, beta)),
     )
@@ -129,12 +131,12 @@ def _check(tau_plus: float, beta: float) -> dict[str, float]:
     return {"tau_plus": tau_plus, "beta": beta}
 
 
-class DebiasedLoss(KernelLoss):
+class DebiasedLoss(DeferrableLoss):
     """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:
         temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
-        tau_plus, beta, reduction, group, sync, exchange, memory, kernel, precision: as in
+        tau_plus, beta, reduction, group, sync, exchange, memory, kernel, precision, checks: as in
             :func:`wholebatch.functional.debiased_loss`.
     """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._products import paired_products
 from .._statistics_request import statistics_requested
 from ..comm import Group
-from ..contract import Checks, Facts, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checking, Checks, Facts, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import RowStatistics, statistics_fields
@@ -33,7 +33,7 @@ from ._hard_negatives import combined, hard_negative_statistics
 from ._info_nce_inputs import InfoNCETensors
 from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
 from ._logit_scale import TakesLogitScale
-from ._module import KernelLoss
+from ._module import DeferrableLoss
 from ._pairs import EqualIdsAre
 from .statistics import report_statistics
 
@@ -70,6 +70,7 @@ def info_nce_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the cross-entropy of each query's key among the keys and negatives of all ranks, with its exact gradient.
 
@@ -128,6 +129,7 @@ def info_nce_loss(
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
@@ -189,11 +191,16 @@ def info_nce_loss(
 
     def check() -> dict[str, Any]:
         settings.check()
+        if checks == "deferred" and (exclude_above is not None or hardness or hard_negatives is not None):
+            raise ValueError(
+                "checks='deferred' needs a loss that reads no scale on the host: without exclude_above, hardness and "
+                "hard_negatives; pass checks='entry'"
+            )
         return {"guides": tensors.check(settings), "settings": repr(settings), "statistics": statistics}
 
     facts = agree(
         "info_nce_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
         tensors.inputs(logit_scale),
         Checks(
             check,
@@ -231,11 +238,13 @@ def info_nce_loss(
     else:
         losses = _one_positive(settings, found, target - facts.inputs["logit_scale"] * margin if margin else target)
     if statistics:
-        report_statistics(facts.comm, scale, [(found[settings.main], target)])
+        report_statistics(
+            facts.comm, facts.factor(scale, facts.inputs["logit_scale"]), [(found[settings.main], target)]
+        )
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 
-class InfoNCELoss(TakesLogitScale, KernelLoss):
+class InfoNCELoss(TakesLogitScale, DeferrableLoss):
     """InfoNCE over the global batch: the settings of :func:`wholebatch.functional.info_nce_loss`.
 
     Args:

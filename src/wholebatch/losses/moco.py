@@ -19,7 +19,7 @@ from .._precision import wide_dtype
 from .._statistics_request import statistics_requested
 from ..comm import Group, select_communicator
 from ..comm.select import check_group
-from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..nodes.cross_entropy import softplus
@@ -44,6 +44,7 @@ def moco_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the cross-entropy of each query's key among that key and those of a queue, with its exact gradient.
 
@@ -64,6 +65,7 @@ def moco_loss(
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.moco_loss` on the concatenated
@@ -91,7 +93,7 @@ def moco_loss(
     statistics = statistics_requested()
     facts = agree(
         "moco_loss",
-        Options(group, sync, "gather", memory, reduction, kernel, precision),
+        Options(group, sync, "gather", memory, reduction, kernel, precision, checks),
         Inputs(
             features={"queries": queries, "keys": keys, "queue": queue},
             scalars={"logit_scale": logit_scale},
@@ -123,7 +125,7 @@ def moco_loss(
     similarities = torch.linalg.vecdot(inputs["queries"], inputs["keys"])
     target = inputs["logit_scale"] * similarities.to(wide_dtype(facts.device))
     if statistics:
-        report_statistics(facts.comm, scale, [(side, target)])
+        report_statistics(facts.comm, facts.factor(scale, inputs["logit_scale"]), [(side, target)])
     return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 
 
@@ -132,13 +134,14 @@ class MoCoLoss(TakesLogitScale):
 
     Args:
         logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
-        reduction, group, sync, memory, kernel, precision: as in :func:`wholebatch.functional.moco_loss`.
+        reduction, group, sync, memory, kernel, precision, checks: as in :func:`wholebatch.functional.moco_loss`.
     """
 
     reduction: Reduction = "mean"
     memory: Memory = "auto"
     kernel: Kernel = "auto"
     precision: Precision = "auto"
+    checks: Checking = "entry"
 
     @entry
     def forward(

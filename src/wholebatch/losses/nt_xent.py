@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .._statistics_request import statistics_requested
 from ..comm import Group
-from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes.cross_entropy import one_positive
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
-from ._module import KernelLoss
+from ._module import DeferrableLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics
 
@@ -40,6 +40,7 @@ def nt_xent_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the cross-entropy of each row's other view among all other rows of both views, with its exact gradient.
 
@@ -61,6 +62,7 @@ def nt_xent_loss(
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
@@ -90,7 +92,7 @@ def nt_xent_loss(
     statistics = statistics_requested()
     facts = agree(
         "nt_xent_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
     )
@@ -98,11 +100,15 @@ def nt_xent_loss(
     assert side.target is not None
     losses = one_positive(side, side.target)
     if statistics:
-        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(side, side.target)])
+        report_statistics(
+            facts.comm,
+            1 / facts.factor(facts.scalars["temperature"], facts.inputs["temperature"]),
+            [(side, side.target)],
+        )
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), facts.rows["z0"].total)
 
 
-class NTXentLoss(KernelLoss):
+class NTXentLoss(DeferrableLoss):
     """NT-Xent over the global batch: the settings of :func:`wholebatch.functional.nt_xent_loss`.
 
     Args:
@@ -110,7 +116,7 @@ class NTXentLoss(KernelLoss):
             engine synchronizes its gradient. A step may make a parameter negative, which raises at the next call; to
             learn one that stays positive, call the function with `temperature=1 / scale()` of a
             :class:`wholebatch.Scale`.
-        reduction, group, sync, exchange, memory, kernel, precision: as in :func:`wholebatch.functional.nt_xent_loss`.
+        reduction, group, sync, exchange, memory, kernel, precision, checks: as in :func:`wholebatch.functional.nt_xent_loss`.
     """
 
     temperature: Tensor | float = 0.1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import check_choice
 from ..comm import Group
-from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses, reduce_total
+from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses, reduce_total
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Layout, choose_route
@@ -22,7 +22,7 @@ from ..sweep import Memory, Pairs, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
-from ._module import KernelLoss
+from ._module import DeferrableLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 
 
@@ -43,6 +43,7 @@ def siglip_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
 
@@ -68,6 +69,7 @@ def siglip_loss(
         memory: "flat", "auto" or bytes, as there; nothing is kept, so a number of bytes can only make tiles smaller.
         kernel: "torch", "triton" or "auto", as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
@@ -96,7 +98,7 @@ def siglip_loss(
     """
     facts = agree(
         "siglip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -120,8 +122,8 @@ def siglip_loss(
     plan = SigmoidPlan(
         choose_route(facts, layout, keep=False),
         facts.once("pairs", pairs) if ids is None else pairs(),
-        facts.scalars["logit_scale"],
-        facts.scalars["logit_bias"],
+        facts.factor(facts.scalars["logit_scale"], inputs["logit_scale"]),
+        facts.factor(facts.scalars["logit_bias"], inputs["logit_bias"]),
         facts.differentiable,
         per_row,
         facts.kernels,
@@ -130,7 +132,7 @@ def siglip_loss(
     return (reduce_losses if per_row else reduce_total)(facts, loss, rows.total)
 
 
-class SigLIPLoss(TakesLogitBias, KernelLoss):
+class SigLIPLoss(TakesLogitBias, DeferrableLoss):
     """SigLIP over the global batch: the settings of :func:`wholebatch.functional.siglip_loss`.
 
     `logit_scale` and `logit_bias` may enter `forward`, so that they can stay inside the model that the engine wraps, or
@@ -139,7 +141,7 @@ class SigLIPLoss(TakesLogitBias, KernelLoss):
     Args:
         logit_scale, logit_bias: defaults for calls that leave them out, as in :class:`wholebatch.CLIPLoss`; each call
             needs both, from here or from its arguments. A bias is usually negative; a Scale is positive.
-        equal_ids, reduction, group, sync, exchange, memory, kernel, precision: as in
+        equal_ids, reduction, group, sync, exchange, memory, kernel, precision, checks: as in
             :func:`wholebatch.functional.siglip_loss`.
     """
 

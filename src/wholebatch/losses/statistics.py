@@ -96,7 +96,7 @@ def with_statistics(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, 
 
 
 @torch.no_grad()
-def report_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[RowStatistics, Tensor]]) -> None:
+def report_statistics(comm: Communicator, scale: float | Tensor, sides: Sequence[tuple[RowStatistics, Tensor]]) -> None:
     """Report the statistics of a loss to the caller that has requested them. Collective: one all-reduce.
 
     Args:
@@ -118,4 +118,4 @@ def report_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[Ro
             sums.append(torch.stack([torch.where(where, values, 0.0).sum(), where.sum().to(values)]))
     totals = comm.all_reduce(torch.stack(sums).unflatten(0, (len(sides), 4)).sum(0), check=False)
     accuracy, positive, hardest, effective = (totals[:, 0] / totals[:, 1]).unbind()
-    report(BatchStatistics(accuracy, positive, hardest, effective, torch.full_like(accuracy, 1 / scale)))
+    report(BatchStatistics(accuracy, positive, hardest, effective, torch.ones_like(accuracy) / scale))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._statistics_request import statistics_requested
 from ..comm import Group
-from ..contract import Checks, Options, Reduction, entry
+from ..contract import Checking, Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import statistics_fields
@@ -22,7 +22,7 @@ from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._labeled import agree_labeled
-from ._module import KernelLoss
+from ._module import DeferrableLoss
 from .statistics import report_statistics
 
 
@@ -40,6 +40,7 @@ def sup_con_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the mean cross-entropy of each row's positives, the others of its class, among the rows of all ranks.
 
@@ -63,6 +64,7 @@ def sup_con_loss(
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
@@ -91,28 +93,26 @@ def sup_con_loss(
     statistics = statistics_requested()
     data = agree_labeled(
         "sup_con_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
         (features, labels, weights),
         Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
         scalars={"temperature": temperature},
     )
-    scale = 1 / data.facts.scalars["temperature"]
-    side = data.statistics(
-        (scale, 1 / data.facts.inputs["temperature"]), "all", statistics_fields(statistics=statistics)
-    )
+    scale, given = 1 / data.facts.scalars["temperature"], 1 / data.facts.inputs["temperature"]
+    side = data.statistics((scale, given), "all", statistics_fields(statistics=statistics))
     losses = many_positives(side, data.positives)
     if statistics:
         assert side.target is not None
-        report_statistics(data.facts.comm, scale, [(side, side.target / data.positives)])
+        report_statistics(data.facts.comm, data.facts.factor(scale, given), [(side, side.target / data.positives)])
     return data.reduce(losses, data.anchors, data.positives > 0)
 
 
-class SupConLoss(KernelLoss):
+class SupConLoss(DeferrableLoss):
     """Supervised contrastive loss over the global batch: the settings of :func:`wholebatch.functional.sup_con_loss`.
 
     Args:
         temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
-        reduction, group, sync, exchange, memory, kernel, precision: as in
+        reduction, group, sync, exchange, memory, kernel, precision, checks: as in
             :func:`wholebatch.functional.sup_con_loss`.
     """
 

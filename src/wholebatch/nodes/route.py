@@ -75,7 +75,7 @@ class Route:
         """Return the route of another call of the same form."""
         return Route(comm, self.exchange.over(comm), self.budget, self.products, self.tokens_in_kernels)
 
-    def driver(self, x: Tensor, scale: float, bias: float = 0.0, *, in_units: bool = False) -> Driver:
+    def driver(self, x: Tensor, scale: float | Tensor, bias: float | Tensor = 0.0, *, in_units: bool = False) -> Driver:
         """Return a driver of X's rows, in tiles of the budget.
 
         With `in_units` the caller scales dS so that it fits into float16; else float16 factors are widened.

@@ -28,7 +28,7 @@ from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
 from .towers import Towers
 from .views_in_kernels import TwoViewsInKernels, two_views_in_kernels
 
-Scale = tuple[float, Any]  # the factor of S as a number, and as a tensor that may need a gradient
+Scale = tuple[float, Any]  # the factor of S as a number or its bound, and as a tensor that may need a gradient
 
 
 @dataclass(eq=False)
@@ -140,7 +140,7 @@ def row_statistics(
             replace(towers, normalize_per_tile=True) if per_tile and towers.normalize else towers,
             selection,
             operands.guide,
-            scale[0],
+            facts.factor(*scale),
             limits,
             shift,
             size=(layout.rows if rows or layout.symmetric else layout.cols).total,
@@ -149,7 +149,8 @@ def row_statistics(
             differentiable=facts.differentiable,
             in_kernels=in_kernels,
             dtype=dtype if operands.narrow else None,
-            canaries=canaries_of(facts.comm.transport).due() if in_kernels else None,
+            canaries=canaries_of(facts.comm.transport).due() if in_kernels and facts.deferred is None else None,
+            deferred=facts.deferred,
         )
 
     plan = plan_of(facts)

@@ -31,8 +31,8 @@ class SigmoidPlan:
 
     route: Route
     pairs: Pairs
-    scale: float
-    bias: float
+    scale: float | Tensor
+    bias: float | Tensor
     differentiable: bool  # whether a backward pass may follow
     per_row: bool  # whether the output is the l_i instead of their sum
     in_kernels: bool = False  # whether Triton kernels compute the tiles

@@ -175,7 +175,7 @@ def _sweep(
     u, v, sums = _tiles(plan, form, (x, y), by_row, needed)
     if v is not None and comm.size > 1:
         v = reduce_scatter(comm, v, plan.route.exchange.columns.counts)
-    opposed = torch.rsub(products.double(), -plan.bias, alpha=plan.scale)  # minus the logits
+    opposed = products.double().mul_(-plan.scale).sub_(plan.bias)  # minus the logits
     losses, terms, of_bias = softplus(opposed), opposed.sigmoid_(), None
     if weights is not None and by_row is not None:
         terms.mul_(by_row)

@@ -80,7 +80,7 @@ class SoftmaxInKernels(torch.autograd.Function):
         scale = scale if isinstance(scale, Tensor) else None
         ctx.save_for_backward(scale, read, local, fetched, numbers, row_sums, col_sums)
         outputs = [
-            target if name == "target" else log_sum_exp(shift, sums)
+            target.clone() if name == "target" else log_sum_exp(shift, sums)
             for names, sums in ((plan.rows, row_sums), (plan.cols, col_sums))
             for name in names
             if sums is not None
@@ -102,7 +102,8 @@ class SoftmaxInKernels(torch.autograd.Function):
             v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
         if plan.canaries is not None and u is not None and v is not None:
             plan.canaries.note_products((x, u, None), (y, v, None))
-        term = next((side[1] for side in (row_grads, col_grads) if len(side) > 1), None)
+        terms = [side[1] for side in (row_grads, col_grads) if len(side) > 1]  # a pair has one logit in both
+        term = None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
         found: list[Tensor | None] = []
         shares = None
         for product, own, other, wanted, dtype in ((u, x, y, want_x, ctx.dtypes[0]), (v, y, x, want_y, ctx.dtypes[1])):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._normalize import divisors
-from ..contract import Canaries
+from ..contract import Canaries, Deferred
 from ..sweep import Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep
 from .route import Route
 from .towers import Towers
@@ -61,7 +61,7 @@ class SoftmaxPlan:
         towers: the rule by which features become X and Y.
         selection: the positives and the candidates.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
-        scale: of S.
+        scale: of S; on the device if the host has not read it.
         bounds: of logits.
         shift: one for all logits; None: their bound is too large for that.
         size: N, the size of the batch.
@@ -71,13 +71,14 @@ class SoftmaxPlan:
         in_kernels: whether Triton kernels compute the tiles that they support.
         dtype: the dtype in which features are multiplied; None: that of the features.
         canaries: of the group, if kernels compute the tiles.
+        deferred: the call, if the host has not read its numbers.
     """
 
     route: Route
     towers: Towers
     selection: Selection
     guide: Tensor | None
-    scale: float
+    scale: float | Tensor
     bounds: LogitBounds
     shift: float | None
     size: int
@@ -87,6 +88,7 @@ class SoftmaxPlan:
     in_kernels: bool
     dtype: torch.dtype | None
     canaries: Canaries | None = None
+    deferred: Deferred | None = None
 
     @property
     def symmetric(self) -> bool:

@@ -54,8 +54,8 @@ class Driver:
     def __init__(
         self,
         x: Tensor,
-        scale: float,
-        bias: float = 0.0,
+        scale: float | Tensor,
+        bias: float | Tensor = 0.0,
         *,
         side: int,
         largest: tuple[int, int] | None = None,
@@ -112,7 +112,7 @@ class Driver:
         if tile.self_transposed:  # a product may round S_ij and S_ji differently
             below = torch.triu(logits, 1, out=self.scratch(tile)).T
             logits.triu_().add_(below)
-        return logits.add_(self.bias) if self.bias else logits
+        return logits.add_(self.bias) if isinstance(self.bias, Tensor) or self.bias else logits
 
     def buffer(self, tile: Tile) -> Tensor:
         """Return the memory of the tile of S."""

@@ -158,7 +158,7 @@ class KernelTiles:
             dtype, diagonals, numbers, col_scales,
         )  # fmt: skip
 
-    def set_numbers(self, other: float) -> None:
+    def set_numbers(self, other: float | Tensor) -> None:
         """Make the numbers that the tiles of a call share, unless they were given: the scale and a shift or bias."""
         if self.numbers is None:
             self.numbers = kernels.numbers_of(self.driver.scale, other, self.driver.x.device)

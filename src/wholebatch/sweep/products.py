@@ -145,9 +145,9 @@ class Products:
             self._multiply(left, right, out, add=add or number > 0)
         return out
 
-    def scaled(self, scale: float, a: Factor, b: Factor, out: Tensor) -> Tensor:
+    def scaled(self, scale: float | Tensor, a: Factor, b: Factor, out: Tensor) -> Tensor:
         """Write scale a b to `out`, in its precision; scale multiplies the sums, not the factors."""
-        if not _has_products_of_halves(a[0], out):
+        if not _has_products_of_halves(a[0], out) or isinstance(scale, Tensor):
             # Given as alpha, a CPU's library may scale and round the entries of one factor first.
             return self.multiply(a, b, out).mul_(scale)
         for number, (left, right) in enumerate(_pairs(a, b)):

@@ -122,7 +122,7 @@ def _gradient(
 def row_gradient(
     products, x, other, terms, norms, unit, out, shares,
     num_rows, pairs, dim, stride_x, stride_other, stride_terms, factor, term_factor,
-    PAIRED: tl.constexpr, NORMED: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr,
+    PAIRED: tl.constexpr, NORMED: tl.constexpr, UNIT: tl.constexpr, LOADED: tl.constexpr, EPS: tl.constexpr,
     ALIGNED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write dX, (rows, d), and sum_i <x_i, u U_i + t_i y_i> of each block of rows."""
@@ -133,6 +133,9 @@ def row_gradient(
     of_unit = 1.0
     if UNIT:
         of_unit = tl.load(unit)
+    times = factor
+    if LOADED:
+        times = tl.load(factor)
     term = tl.zeros((BM,), tl.float32)
     if PAIRED:
         term = (tl.load(terms + rows * stride_terms, mask=rows < pairs, other=0.0) * term_factor).to(tl.float32)
@@ -151,4 +154,4 @@ def row_gradient(
             grad -= _features(x, rows, here, start, dim, stride_x, BK) * removed[:, None]
         at = start + tl.arange(0, BK)
         to = out + rows.to(tl.int64)[:, None] * dim + at[None, :]
-        tl.store(to, (grad * factor).to(out.dtype.element_ty), mask=here[:, None] & (at < dim)[None, :])
+        tl.store(to, (grad * times).to(out.dtype.element_ty), mask=here[:, None] & (at < dim)[None, :])

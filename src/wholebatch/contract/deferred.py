@@ -1,0 +1,333 @@
+"""checks="deferred": a call reads nothing on the host; its numbers are judged on the device, and read at the next call.
+
+    a first call    reads its numbers as with checks="entry", and leaves an :class:`Assumption`: bounds of such numbers
+    a call like it  computes its numbers, and judges on the device whether they keep to the bounds: ok or not
+    the next call   of the group finds these numbers on the host, where they have arrived by then
+
+A call that is not ok has the loss NaN and gradients 0 on all ranks. For a mistake, the next call raises on all ranks;
+if a norm or a scale has grown beyond its bound, it warns and reads. On several ranks a call is like the one before if
+each rank has the form that it had then: rows may be uneven. A rank with other rows reads, finds that the others do not,
+and takes part with rows of zeros. So no rank waits for it.
+
+What a loss needs of these numbers on the host is a bound of its logits, L = |scale| max|x| max|y| with norms of at
+least 1 (see `wholebatch.logsumexp`):
+
+    L <= 66                            L <= 70: no logit is shifted, and no sum underflows
+    rows with norms <= 1.01            norms and scale grow by 5 %; where pairs match, the scale up to 102
+    else                               each call reads
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._autograd import once_differentiable
+from .._precision import wide_dtype
+from .._settings import LARGEST
+from .._tensor_file import bytes_of
+from ..comm.records import numbers_of_records
+from ..comm.transport import Transport
+from .backward import EARLIER, check_earlier
+from .forms import Agreement, Form
+from .inputs import MIN_PAIR_PRODUCT, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Inputs, norm_of
+
+_NO_SHIFT, _NEAR_IT = 70.0, 66.0
+_UNIT, _GROWS, _USUAL_SCALE, _LESS_ALIKE = 1.01, 1.05, 102.0, 0.25
+_ALMOST = 0.98  # of a bound: the next call reads before a number has grown beyond it
+_TOLERANCE = 1e-5  # relative, of a scalar between ranks
+_ASSUMED = "assumptions of deferred checks"  # the name under which a group keeps them
+
+Limits = dict[str, tuple[float, float]]  # the lowest and the highest accepted value of each number on the device
+
+
+def capturing() -> bool:
+    """Return whether a CUDA graph is being captured: nothing may be read, and nothing new copied from the host."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(eq=False)
+class Assumption:
+    """What calls like an earlier one assume.
+
+    Args:
+        caller: the loss.
+        form: of this rank's call.
+        agreement: of the ranks.
+        call: the number of the latest call.
+        host: the scalars that are numbers on the host.
+        norms: upper bounds of norms, by the name of the features.
+        scalars: the scalars; for those on the device, the bound that makes logits largest.
+        least: lower bound of the product of a matching pair.
+        limits: of the numbers on the device.
+        device: where numbers are judged.
+        records: (W, n), those of all ranks in calls like this one, with 0 for numbers on the device; None on one
+            process.
+
+    Attributes:
+        bounds: the limits, (2, k).
+    """
+
+    caller: str
+    form: Form
+    agreement: Agreement
+    call: int
+    host: Mapping[str, float]
+    norms: dict[str, float]
+    scalars: dict[str, float]
+    least: float
+    limits: Limits
+    device: torch.device
+    records: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.bounds = torch.tensor([*self.limits.values()], dtype=wide_dtype(self.device)).T.to(self.device)
+        self._ranks = 1 if self.records is None else len(self.records)
+        # Whether all calls were ok, whether each rank's was like the one before, and the numbers of each rank.
+        self._state = self.bounds.new_ones(1 + self._ranks * (1 + len(self.limits)))
+        self._found = self._state.to("cpu", copy=True)
+        self._arrived = None
+        if self._state.is_cuda:
+            self._found, self._arrived = self._found.pin_memory(), torch.cuda.Event()
+        self._unread = self._captured = False
+
+    def like(self, records: Tensor) -> Tensor:
+        """Return whether each rank's record is that of a call like the one before, (W,), apart from its numbers."""
+        assert self.records is not None
+        without = records.clone()
+        numbers_of_records(without, len(self.limits)).zero_()
+        return torch.eq(without, self.records).all(1)
+
+    def note(self, ok: Tensor, like: Tensor, numbers: Tensor) -> None:
+        """Keep the numbers of a call, unless one before it was not ok; they travel to the host."""
+        state = self._state
+        new = torch.cat([ok.to(state).view(1), like.to(state), numbers.to(state).view(-1)])
+        torch.where(state[0] > 0, new, state, out=state)
+        self._unread = True
+        if capturing():  # the graph will keep the numbers of each replay
+            self._captured = True
+            return
+        self._found.copy_(state, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self, transport: Transport) -> bool:
+        """Read the numbers of earlier calls; return whether those to come may assume the same.
+
+        Raises:
+            ValueError: if a call was not ok, on all ranks.
+        """
+        if not self._unread:
+            return True
+        if self._captured:  # a replay may have changed them since
+            self._found.copy_(self._state)
+        elif self._arrived is not None:
+            self._arrived.synchronize()  # of an earlier call, with a backward pass between
+        self._unread = self._captured
+        ok, *found = bytes_of(self._found).cast("d" if self._found.dtype == torch.float64 else "f").tolist()
+        like, numbers = found[: self._ranks], found[self._ranks :]
+        columns = {name: numbers[at :: len(self.limits)] for at, name in enumerate(self.limits)}
+        if not ok:
+            self._state.fill_(1.0)
+            self._raise(transport, like, columns)
+        return bool(ok) and not self._beyond(columns, _ALMOST)
+
+    def _raise(self, transport: Transport, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> None:
+        """Raise the error of a call that was not ok, or warn of a number that has grown."""
+        check_earlier(transport, {EARLIER: max(columns.get(EARLIER, [0.0]))})
+        mistake = self._mistake(like, columns)
+        if mistake is None and (grown := self._beyond(columns, 1.0)):
+            low, high = self.limits[grown]
+            warnings.warn(
+                f"{self.caller}: with checks='deferred', {grown} was {columns[grown]} in an earlier call, and numbers "
+                f"from {low:.6g} to {high:.6g} were assumed. The loss of that step is NaN, and its gradients are 0; "
+                "this call reads its numbers again",
+                stacklevel=2,
+            )
+            return
+        mistake = mistake or "all logits of a row underflowed"
+        raise ValueError(
+            f"{self.caller}: in an earlier call with checks='deferred', {mistake}. The loss of that step is NaN, and its "
+            "gradients are 0; pass checks='entry' for an error at once"
+        )
+
+    def _mistake(self, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> str | None:
+        """Return what was wrong, the same on all ranks; None if numbers were beyond their limits."""
+        unlike = [rank for rank, same in enumerate(like) if not same]
+        if unlike:
+            return f"rank {', '.join(map(str, unlike))} passed other rows or settings than before"
+        for name, column in columns.items():
+            wrong = [rank for rank, number in enumerate(column) if not math.isfinite(number)]
+            if wrong and name != MIN_PAIR_PRODUCT:  # which is infinite without rows
+                return f"{name} of rank {wrong[0]} was {column[wrong[0]]}; check for an overflow"
+            if name in self.scalars and max(column) - min(column) > _TOLERANCE * abs(column[0]):
+                return f"{name} must be the same on all ranks, got {column}"
+        if min(columns.get(SMALLEST_WEIGHT, [0.0])) < 0:
+            return f"weights must not be negative, got {min(columns[SMALLEST_WEIGHT])}"
+        if sum(columns.get(SUM_OF_WEIGHTS, [1.0])) <= 0:
+            return "weights were 0 for every example of every rank"
+        return None
+
+    def _beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
+        """Return the name of a number that is beyond a share of its limits on any rank."""
+        for name, (low, high) in self.limits.items():
+            low, high = (low * share if low < 0 else low / share), high * share
+            if name != EARLIER and not all(low <= number <= high for number in columns[name]):
+                return name
+        return None
+
+
+class Deferred:
+    """A call whose numbers the host has not read.
+
+    Args:
+        assumption: of the call.
+        judged: this rank's numbers, (k,), or the records of all ranks, (W, n).
+        device: of the features.
+
+    Attributes:
+        ok: whether all is as assumed, () on `device`.
+    """
+
+    def __init__(self, assumption: Assumption, judged: Tensor, device: torch.device) -> None:
+        self._assumption, (low, high) = assumption, assumption.bounds
+        if assumption.records is None:
+            self._like, numbers = low.new_ones(1, dtype=torch.bool), judged[None]
+        else:
+            self._like, numbers = assumption.like(judged), numbers_of_records(judged, len(low))
+        self._numbers = numbers
+        ok = ((numbers >= low) & (numbers <= high)).all() & self._like.all()
+        column = dict(zip(assumption.limits, numbers.unbind(1), strict=True))
+        for name in assumption.scalars if len(numbers) > 1 else ():
+            if name in column:
+                ok = ok & ((column[name] - column[name][0]).abs() <= _TOLERANCE * column[name][0].abs()).all()
+        if SUM_OF_WEIGHTS in column:
+            ok = ok & (column[SUM_OF_WEIGHTS].sum() > 0)
+        self.ok = ok.to(device, non_blocking=True)
+
+    def require(self, holds: Tensor) -> None:
+        """Require a further condition, (), which is the same on all ranks."""
+        self.ok = self.ok & holds
+
+    def admit(self, x: Any) -> Any:
+        """Return an argument, whose gradient is 0 where the call is not ok."""
+        return _Admit.apply(x, self) if isinstance(x, Tensor) and x.requires_grad else x
+
+    def finish(self, loss: Tensor) -> Tensor:
+        """Return the loss, NaN if the call is not ok, and let the numbers travel to the host."""
+        self._assumption.note(self.ok, self._like, self._numbers)
+        return torch.where(self.ok, loss, math.nan)
+
+
+def assumptions_of(transport: Transport) -> dict[Hashable, Assumption]:
+    """Return what the calls of a group may assume, by their kind."""
+    found: dict[Hashable, Assumption] = transport.kept.setdefault(_ASSUMED, {})
+    return found
+
+
+def read_earlier(transport: Transport) -> None:
+    """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok."""
+    found = transport.kept.get(_ASSUMED)
+    if found and not capturing():
+        for kind, assumption in [*found.items()]:
+            try:
+                holds = assumption.read(transport)
+            except ValueError:
+                found.clear()
+                raise
+            if not holds:
+                del found[kind]
+
+
+def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return numbers of shape () or [1] as one tensor, (k,), in the dtype and on the device of another."""
+    return torch.stack([number.detach().reshape(()).to(like) for number in numbers])
+
+
+def bounds_of(
+    inputs: Inputs, on_device: Sequence[str], norms: Mapping[str, float], scalars: Mapping[str, float], least: float
+) -> tuple[dict[str, float], dict[str, float], float, Limits] | None:
+    """Return what to assume of norms, of scalars and of matching pairs, and the limits; None: nothing.
+
+    Args:
+        inputs: of the call.
+        on_device: the names of its numbers on the device, in order.
+        norms: the largest norms, over all ranks, by the name of the features.
+        scalars: of the call.
+        least: the smallest product of a matching pair.
+    """
+    changing = [name for name in scalars if name in on_device and name in ("logit_scale", "temperature")]
+    factors = {name: 1 / scalars[name] if name in inputs.positive else abs(scalars[name]) for name in scalars}
+    assumed = {name: max(1.0, norm) for name, norm in norms.items()}
+    largest = math.prod(assumed.values()) * max(1.0, math.prod(factors[name] for name in changing))
+    grows, usual = _GROWS, 0.0
+    if largest <= _NEAR_IT:
+        grows = (_NO_SHIFT / largest) ** (1 / (len(changing) + len(assumed)))
+    elif max(assumed.values()) > _UNIT:
+        return None
+    if inputs.matching is not None and max(assumed.values()) <= _UNIT:
+        grows, usual = _GROWS, _USUAL_SCALE
+    assumed = {name: grows * norm for name, norm in assumed.items()}
+    bounds = {name: max(usual, grows * max(1.0, factors[name])) for name in changing}
+    least = min(least, 0.0) - _LESS_ALIKE * math.prod(assumed.values())
+    limits: Limits = {norm_of(name): (0.0, norm) for name, norm in assumed.items()}
+    limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
+    limits |= dict.fromkeys((SUM_OF_WEIGHTS, SMALLEST_WEIGHT), (0.0, LARGEST))
+    assumed_scalars = dict(scalars)
+    for name, bound in bounds.items():
+        divides = name in inputs.positive
+        limits[name] = (1 / bound, LARGEST) if divides else (-bound, bound)
+        assumed_scalars[name] = 1 / bound if divides else math.copysign(bound, scalars[name])
+    return assumed, assumed_scalars, least, {name: limits.get(name, (-LARGEST, LARGEST)) for name in on_device}
+
+
+def with_rows(inputs: Inputs, counts: Mapping[str, int]) -> Inputs:
+    """Return inputs in which zeros, without gradient, stand for features, ids and weights of other counts of rows."""
+
+    def stand_in(x: Tensor, of: str) -> Tensor:
+        return x if len(x) == counts[of] else _StandIn.apply(x, (counts[of], *x.shape[1:]))
+
+    weights, of = inputs.weights
+    return replace(
+        inputs,
+        features={name: None if x is None else stand_in(x, name) for name, x in inputs.features.items()},
+        ids={name: (None if x is None else stand_in(x, of), of) for name, (x, of) in inputs.ids.items()},
+        weights=(None if weights is None else stand_in(weights, of), of),
+    )
+
+
+class _Admit(Function):
+    """Return x; its gradient is 0 where a call is not ok."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, deferred: Deferred) -> Tensor:
+        ctx.deferred = deferred
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ok = ctx.deferred.ok  # what was required after this node counts as well
+        return torch.where(ok if grad.is_cuda == ok.is_cuda else ok.to(grad.device), grad, 0.0), None
+
+
+class _StandIn(Function):
+    """Return zeros instead of a tensor of another shape, whose gradient is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_zeros(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        return torch.zeros_like(x), None
