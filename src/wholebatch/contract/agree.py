@@ -44,6 +44,7 @@ from .deferred import (
     capturing,
     read_earlier,
     stacked,
+    unread_of,
     with_rows,
 )
 from .facts import Facts
@@ -300,7 +301,8 @@ class _Call:
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
         words = None if records is None else records.as_unread(len(on_device)).to(device)
-        kept[kind] = Assumption(self.caller, form, agreement, call, host, *bounds, device, words)
+        unread = unread_of(self.comm.transport)
+        keep(kept, kind, Assumption(self.caller, form, agreement, call, host, *bounds, device, words, unread))
 
     def agreement(self, by_rank: FactsByRank) -> Agreement:
         """Return what the ranks agree on.

@@ -12,9 +12,10 @@ and takes part with rows of zeros. So no rank waits for it.
 What a loss needs of these numbers on the host is a bound of its logits, L = |scale| max|x| max|y| with norms of at
 least 1 (see `wholebatch.logsumexp`):
 
-    L <= 66                            L <= 70: no logit is shifted, and no sum underflows
-    rows with norms <= 1.01            norms and scale grow by 5 %; where pairs match, the scale up to 102
-    else                               each call reads
+    L <= 66                                 L <= 70: no logit is shifted, and no sum underflows
+    norms <= 1.01, cosines of pairs >= -0.2   norms grow by 5 %, a scale to 102, and pairs have cosines >= -0.25
+    norms <= 1.01, a loss without pairs     norms and scale grow by 5 %; an underflow is found on the device: not ok
+    else, or all rows shorter than 1/16     each call reads
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from .forms import Agreement, Form
 from .inputs import MIN_PAIR_PRODUCT, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Inputs, norm_of
 
 _NO_SHIFT, _NEAR_IT = 70.0, 66.0
-_UNIT, _GROWS, _USUAL_SCALE, _LESS_ALIKE = 1.01, 1.05, 102.0, 0.25
+_UNIT, _GROWS, _USUAL_SCALE, _ALIKE, _LESS_ALIKE = 1.01, 1.05, 102.0, -0.2, -0.25
+_SHORT = 2.0**-4  # a longest row that is shorter decides the precision of products (see `Facts.in_units`)
 _ALMOST = 0.98  # of a bound: the next call reads before a number has grown beyond it
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks
-_ASSUMED = "assumptions of deferred checks"  # the name under which a group keeps them
+_ASSUMED, _UNREAD = "assumptions of deferred checks", "those whose numbers are unread"  # kept with a group
 
 Limits = dict[str, tuple[float, float]]  # the lowest and the highest accepted value of each number on the device
 
@@ -55,7 +57,7 @@ def capturing() -> bool:
 
 @dataclass(eq=False)
 class Assumption:
-    """What calls like an earlier one assume.
+    """Facts that calls like an earlier one assume.
 
     Args:
         caller: the loss.
@@ -70,6 +72,7 @@ class Assumption:
         device: where numbers are judged.
         records: (W, n), those of all ranks in calls like this one, with 0 for numbers on the device; None on one
             process.
+        unread: those of the group whose numbers the host has not read.
 
     Attributes:
         bounds: the limits, (2, k).
@@ -86,6 +89,7 @@ class Assumption:
     limits: Limits
     device: torch.device
     records: Tensor | None
+    unread: list[Assumption]
 
     def __post_init__(self) -> None:
         self.bounds = torch.tensor([*self.limits.values()], dtype=wide_dtype(self.device)).T.to(self.device)
@@ -96,7 +100,7 @@ class Assumption:
         self._arrived = None
         if self._state.is_cuda:
             self._found, self._arrived = self._found.pin_memory(), torch.cuda.Event()
-        self._unread = self._captured = False
+        self._captured = False
 
     def like(self, records: Tensor) -> Tensor:
         """Return whether each rank's record is that of a call like the one before, (W,), apart from its numbers."""
@@ -108,9 +112,10 @@ class Assumption:
     def note(self, ok: Tensor, like: Tensor, numbers: Tensor) -> None:
         """Keep the numbers of a call, unless one before it was not ok; they travel to the host."""
         state = self._state
-        new = torch.cat([ok.to(state).view(1), like.to(state), numbers.to(state).view(-1)])
+        new = torch.cat([ok.to(state).view(1), like.to(state), numbers.to(state).flatten()])
         torch.where(state[0] > 0, new, state, out=state)
-        self._unread = True
+        if self not in self.unread:
+            self.unread.append(self)
         if capturing():  # the graph will keep the numbers of each replay
             self._captured = True
             return
@@ -124,13 +129,11 @@ class Assumption:
         Raises:
             ValueError: if a call was not ok, on all ranks.
         """
-        if not self._unread:
-            return True
-        if self._captured:  # a replay may have changed them since
+        if self._captured:  # a replay may have changed them since, and will again
+            self.unread.append(self)
             self._found.copy_(self._state)
         elif self._arrived is not None:
             self._arrived.synchronize()  # of an earlier call, with a backward pass between
-        self._unread = self._captured
         ok, *found = bytes_of(self._found).cast("d" if self._found.dtype == torch.float64 else "f").tolist()
         like, numbers = found[: self._ranks], found[self._ranks :]
         columns = {name: numbers[at :: len(self.limits)] for at, name in enumerate(self.limits)}
@@ -154,8 +157,8 @@ class Assumption:
             return
         mistake = mistake or "all logits of a row underflowed"
         raise ValueError(
-            f"{self.caller}: in an earlier call with checks='deferred', {mistake}. The loss of that step is NaN, and its "
-            "gradients are 0; pass checks='entry' for an error at once"
+            f"{self.caller}: in an earlier call with checks='deferred', {mistake}. The loss of that step is NaN, and "
+            "its gradients are 0; pass checks='entry' for an error at once"
         )
 
     def _mistake(self, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> str | None:
@@ -177,6 +180,9 @@ class Assumption:
 
     def _beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
         """Return the name of a number that is beyond a share of its limits on any rank."""
+        for name in map(norm_of, self.norms):
+            if max(columns[name]) < _SHORT / share:
+                return name
         for name, (low, high) in self.limits.items():
             low, high = (low * share if low < 0 else low / share), high * share
             if name != EARLIER and not all(low <= number <= high for number in columns[name]):
@@ -204,6 +210,7 @@ class Deferred:
             self._like, numbers = assumption.like(judged), numbers_of_records(judged, len(low))
         self._numbers = numbers
         ok = ((numbers >= low) & (numbers <= high)).all() & self._like.all()
+        ok = ok & (numbers[:, : len(assumption.norms)].amax(0) >= _SHORT).all()  # norms come first
         column = dict(zip(assumption.limits, numbers.unbind(1), strict=True))
         for name in assumption.scalars if len(numbers) > 1 else ():
             if name in column:
@@ -232,18 +239,25 @@ def assumptions_of(transport: Transport) -> dict[Hashable, Assumption]:
     return found
 
 
+def unread_of(transport: Transport) -> list[Assumption]:
+    """Return the assumptions of a group whose calls have left numbers that the host has not read."""
+    found: list[Assumption] = transport.kept.setdefault(_UNREAD, [])
+    return found
+
+
 def read_earlier(transport: Transport) -> None:
     """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok."""
-    found = transport.kept.get(_ASSUMED)
-    if found and not capturing():
-        for kind, assumption in [*found.items()]:
-            try:
-                holds = assumption.read(transport)
-            except ValueError:
-                found.clear()
-                raise
+    if not transport.kept.get(_UNREAD) or capturing():
+        return
+    unread, kept = unread_of(transport), assumptions_of(transport)
+    for _ in range(len(unread)):
+        assumption, holds = unread.pop(0), False
+        try:
+            holds = assumption.read(transport)
+        finally:
             if not holds:
-                del found[kind]
+                for kind in [kind for kind, other in kept.items() if other is assumption]:
+                    del kept[kind]
 
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -263,28 +277,37 @@ def bounds_of(
         scalars: of the call.
         least: the smallest product of a matching pair.
     """
-    changing = [name for name in scalars if name in on_device and name in ("logit_scale", "temperature")]
-    factors = {name: 1 / scalars[name] if name in inputs.positive else abs(scalars[name]) for name in scalars}
+    factors = {  # of S
+        name: 1 / number if name in inputs.positive else abs(number)
+        for name, number in scalars.items()
+        if name in ("logit_scale", "temperature")
+    }
+    changing = [name for name in factors if name in on_device]
     assumed = {name: max(1.0, norm) for name, norm in norms.items()}
-    largest = math.prod(assumed.values()) * max(1.0, math.prod(factors[name] for name in changing))
-    grows, usual = _GROWS, 0.0
-    if largest <= _NEAR_IT:
-        grows = (_NO_SHIFT / largest) ** (1 / (len(changing) + len(assumed)))
-    elif max(assumed.values()) > _UNIT:
+    largest = math.prod(assumed.values()) * max(1.0, math.prod(factors.values()))
+    unit, alike = max(assumed.values()) <= _UNIT, inputs.matching is not None and least >= _ALIKE
+    if min(norms.values()) < _SHORT:
         return None
-    if inputs.matching is not None and max(assumed.values()) <= _UNIT:
+    if not inputs.shifts or largest <= _NEAR_IT:
+        grows = (_NO_SHIFT / min(largest, _NEAR_IT)) ** (1 / (len(changing) + len(assumed)))
+    elif unit and (alike or inputs.matching is None):
+        grows = _GROWS
+    else:
+        return None
+    usual = 0.0
+    if unit and (alike or not inputs.shifts):
         grows, usual = _GROWS, _USUAL_SCALE
     assumed = {name: grows * norm for name, norm in assumed.items()}
-    bounds = {name: max(usual, grows * max(1.0, factors[name])) for name in changing}
-    least = min(least, 0.0) - _LESS_ALIKE * math.prod(assumed.values())
+    least = _LESS_ALIKE * math.prod(assumed.values()) if usual else -math.inf
     limits: Limits = {norm_of(name): (0.0, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
     limits |= dict.fromkeys((SUM_OF_WEIGHTS, SMALLEST_WEIGHT), (0.0, LARGEST))
     assumed_scalars = dict(scalars)
-    for name, bound in bounds.items():
-        divides = name in inputs.positive
-        limits[name] = (1 / bound, LARGEST) if divides else (-bound, bound)
-        assumed_scalars[name] = 1 / bound if divides else math.copysign(bound, scalars[name])
+    for name in changing:
+        bound, divides = max(usual, grows * max(1.0, factors[name])), name in inputs.positive
+        signed = math.copysign(bound, scalars[name])  # what is known of pairs holds for scales of one sign
+        limits[name] = (1 / bound, LARGEST) if divides else (min(signed, 0.0), max(signed, 0.0))
+        assumed_scalars[name] = 1 / bound if divides else signed
     return assumed, assumed_scalars, least, {name: limits.get(name, (-LARGEST, LARGEST)) for name in on_device}
 
 

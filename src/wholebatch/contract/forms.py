@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from ..comm.transport import Transport
 from ..partition import Partition
 from ..sweep import Products
 
+_T = TypeVar("_T")
 KERNELS = "kernels compute it"  # a plan of a form whose kernels have passed their check
 _KEPT = "forms of calls"  # the name under which a group keeps them
 _MOST = 512  # forms of a group: a program whose batches all differ in size must not fill the memory
@@ -90,8 +91,8 @@ def forms_of(transport: Transport) -> dict[Hashable, Form]:
     return forms
 
 
-def keep(forms: dict[Hashable, Form], key: Hashable, form: Form) -> None:
-    """Keep a form, in place of the oldest one if there are many."""
+def keep(forms: dict[Hashable, _T], key: Hashable, form: _T) -> None:
+    """Keep what belongs to a form, in place of the oldest if there are many."""
     if len(forms) >= _MOST:
         del forms[next(iter(forms))]
     forms[key] = form

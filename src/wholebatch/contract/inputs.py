@@ -47,8 +47,7 @@ class Inputs:
         positive: names of scalars that must be positive.
         paired: names of two features with the same number of rows.
         matching: names of two features whose rows i are positives of each other, for every i that both have.
-        scales: the name of the scalar that multiplies S, and of the features that it may multiply instead on the
-            device; (): there is none.
+        shifts: whether logits are shifted, so that their bounds count.
         data: vectors of any dtype, each with the name of the features whose rows have these numbers.
         parameters: numbers, or tensors of any shape, that are equal on all ranks.
         items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
@@ -69,7 +68,7 @@ class Inputs:
     positive: Sequence[str] = ()
     paired: tuple[str, str] | None = None
     matching: tuple[str, str] | None = None
-    scales: tuple[str, str] | tuple[()] = ()
+    shifts: bool = True
     data: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
     parameters: Mapping[str, Tensor | float] = field(default_factory=dict)
     items: Mapping[str, int] = field(default_factory=dict)

@@ -94,8 +94,8 @@ def clip_loss(
             half precision or under autocast, with sums in float32, and TF32 where the program allows it; else
             float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
             Float64 features are multiplied in float64.
-        checks: of the values of tensors. "entry": read by the host before anything is computed; a mistake raises now, on
-            all ranks. "deferred": the first call reads, and a later one like it does not: a mistake is NaN with
+        checks: of the values of tensors. "entry": read by the host before anything is computed; a mistake raises now,
+            on all ranks. "deferred": the first call reads, and a later one like it does not: a mistake is NaN with
             gradients 0, and raises on all ranks at the next call. It can be captured in a CUDA graph:
             docs/performance.md.
 
@@ -159,7 +159,6 @@ def clip_loss(
             optional=("logit_bias",),
             paired=("image_features", "text_features"),
             matching=("image_features", "text_features"),
-            scales=("logit_scale", "image_features"),
         ),
         Checks(
             check=lambda: {**_check(label_smoothing, equal_ids), "statistics": statistics},

@@ -116,7 +116,8 @@ class NTXentLoss(DeferrableLoss):
             engine synchronizes its gradient. A step may make a parameter negative, which raises at the next call; to
             learn one that stays positive, call the function with `temperature=1 / scale()` of a
             :class:`wholebatch.Scale`.
-        reduction, group, sync, exchange, memory, kernel, precision, checks: as in :func:`wholebatch.functional.nt_xent_loss`.
+        reduction, group, sync, exchange, memory, kernel, precision, checks: as in
+            :func:`wholebatch.functional.nt_xent_loss`.
     """
 
     temperature: Tensor | float = 0.1
