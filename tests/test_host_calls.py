@@ -136,6 +136,13 @@ def test_python_makes_few_calls_in_a_step_on_a_cpu(dtype, most):
     assert 0.3 * most < calls <= most
 
 
+def test_a_small_batch_is_little_work():
+    """S is one tile, kept in float32."""
+    operations, calls = counted(step("clip", kernel="torch", dtype=torch.float32, rows=32))
+    assert 30 < operations <= 54
+    assert 300 < calls <= 500
+
+
 def ranks_body(kernel, dtype):
     return counted(step("clip", kernel=kernel, dtype=getattr(torch, dtype)))[1]
 

@@ -215,7 +215,7 @@ def test_rows_that_float16_does_not_hold(length, monkeypatch):
     x, y = (length * z.bfloat16().float() for z in features("half trained"))
     scale = 10 / length**2
     _, truth = value_and_gradients(reference.clip_loss, x.double(), y.double(), scale)
-    _, found = value_and_gradients(wf.clip_loss, x, y, scale, precision="bfloat16")
+    _, found = value_and_gradients(wf.clip_loss, x, y, scale, precision="bfloat16", memory="flat")
     assert dtypes == {FP16 if length == 1.0 else BF16}
     assert (found - truth).norm() <= 1e-2 * truth.norm()
 
@@ -238,7 +238,7 @@ def test_positive_pairs_are_multiplied_apart(precision, monkeypatch):
         torch.manual_seed(0)
         x, y = (z.to(dtype).float() for z in features(kind))
         _, truth = value_and_gradients(reference.clip_loss, x.double(), y.double(), 10.0)
-        _, apart = value_and_gradients(wf.clip_loss, x, y, 10.0, precision=precision)
+        _, apart = value_and_gradients(wf.clip_loss, x, y, 10.0, precision=precision, memory="flat")
         with monkeypatch.context() as patch:
 
             def inside(self, grad, tile, x, y, block, u, v, pairs=None, *, products=driver.Driver.products):
@@ -246,7 +246,7 @@ def test_positive_pairs_are_multiplied_apart(precision, monkeypatch):
                 products(self, grad, tile, x, y, block, u, v)
 
             patch.setattr(driver.Driver, "products", inside)
-            _, wrong = value_and_gradients(wf.clip_loss, x, y, 10.0, precision=precision)
+            _, wrong = value_and_gradients(wf.clip_loss, x, y, 10.0, precision=precision, memory="flat")
         assert 5 * (apart - truth).norm() <= (wrong - truth).norm()
 
 

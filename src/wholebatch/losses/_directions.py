@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Facts
-from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
+from ..nodes import Bounds, Layout, Operands, RowStatistics, Scale, Towers, pair_losses, row_statistics
 from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal, Partition
 from ..sweep import NONE, Diagonals, Entries, EqualIds, Pairs, Selection, Union
@@ -124,10 +124,30 @@ class Retrieval:
         )
         return equal + (queries != keys)
 
+    def pair_losses(self) -> Tensor | None:
+        """Return the cross-entropy of each query with its only positive, (b,), in query_to_key; None if keys stay."""
+        call, keys_stay, _ = self._call(to_key=True)
+        return None if keys_stay else pair_losses(*call, both=False)
+
     def _between(
         self, *, to_key: bool, to_query: bool, hardness: float = 0.0, ceiling: Ceiling | None = None
     ) -> dict[Direction, RowStatistics]:
         """Return the statistics of query_to_key, of key_to_query, or of both from one sweep."""
+        call, keys_stay, softer = self._call(to_key=to_key, hardness=hardness, ceiling=ceiling)
+        of_rows, of_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
+        rows, cols = row_statistics(*call, rows=self._fields if of_rows else (), cols=self._fields if of_cols else ())
+        to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
+        found: dict[Direction, RowStatistics] = {}
+        if to_keys is not None:
+            found["query_to_key"] = to_keys if not hardness else _softened(to_keys, softer)
+        if to_queries is not None:
+            found["key_to_query"] = to_queries.first(self._local.stop - self._local.start)
+        return found
+
+    def _call(
+        self, *, to_key: bool, hardness: float = 0.0, ceiling: Ceiling | None = None
+    ) -> tuple[tuple[Facts, Scale, Operands, Selection, Bounds], bool, float]:
+        """Return the call of `row_statistics` between queries and keys, whether keys stay, and scale / harder scale."""
         facts, (queries, *keys) = self._facts, self._towers()
         b = self._local.stop - self._local.start
         keys_stay = self._queries.total < self._keys.total if ceiling is None else not to_key
@@ -142,7 +162,6 @@ class Retrieval:
         else:
             stays, travels, towers = self._queries, key_rows, Towers(stays=(0,), travels=key_tower)
         matching = facts.once(("matching", keys_stay), lambda: Diagonals(Diagonal(0, travels.offsets[rank], b)))
-        of_rows, of_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
         row_ids, col_ids = (self._key_ids, self._query_ids) if keys_stay else (self._query_ids, self._key_ids)
         if ceiling is not None and keys_stay and row_ids is not None:
             ids: Tensor | None = row_ids[self._local_keys]
@@ -158,7 +177,7 @@ class Retrieval:
         softer = scale / harder if hardness else 1.0  # without hardness the scale may be 0
         if hardness:
             given = scale_gradient(given + hardness, harder / scale) if isinstance(given, Tensor) else harder
-        rows, cols = row_statistics(
+        call = (
             facts,
             (harder, given),
             Operands(
@@ -174,16 +193,8 @@ class Retrieval:
                 min_pair_product=facts.min_pair_product,
                 add_positive=0.0 if self.several else softer,
             ),
-            rows=self._fields if of_rows else (),
-            cols=self._fields if of_cols else (),
         )
-        to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
-        found: dict[Direction, RowStatistics] = {}
-        if to_keys is not None:
-            found["query_to_key"] = to_keys if not hardness else _softened(to_keys, softer)
-        if to_queries is not None:
-            found["key_to_query"] = to_queries.first(b)
-        return found
+        return call, keys_stay, softer
 
     def _among(self, tower: Literal["queries", "keys"], ceiling: Ceiling | None) -> RowStatistics:
         """Return the statistics of query_to_query or key_to_key, which have no positives."""

@@ -36,6 +36,12 @@ class InfoNCESettings:
         return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
 
     @property
+    def are_plain(self) -> bool:
+        """Whether the loss is the cross-entropy of each query's pair among all keys."""
+        changed = (self.margin, self.hardness, self.label_smoothing, self.exclude_above)
+        return tuple(self.directions) == ("query_to_key",) and changed == (0, 0, 0, None)
+
+    @property
     def hardness_of_hard_negatives(self) -> float:
         """The hardness of the negatives that count for one query alone."""
         return self.hardness if self.hard_negative_hardness is None else self.hard_negative_hardness

@@ -18,10 +18,10 @@ from torch import Tensor
 from .._checks import check_choice, check_label_smoothing
 from .._statistics_request import statistics_requested
 from ..comm import Group
-from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checking, Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
-from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
+from ..nodes import Bounds, Layout, Operands, Towers, pair_losses, row_statistics, statistics_fields
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
 from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
@@ -175,7 +175,7 @@ def clip_loss(
     def select() -> Selection:
         return Selection(pairs_of_rows(local, all_ids, equal_ids), over="all" if several else "negatives")
 
-    of_images, of_texts = row_statistics(
+    call = (
         facts,
         (facts.scalars["logit_scale"], facts.inputs["logit_scale"]),
         Operands(
@@ -189,8 +189,11 @@ def clip_loss(
             min_pair_product=facts.min_pair_product,
             add_positive=0.0 if several else 1.0,
         ),
-        rows=fields,
-        cols=fields if several else tuple(name for name in fields if name != "target"),
+    )
+    if fields == ("sum", "target") and not several:
+        return _with_bias(reduce_losses(facts, pair_losses(*call, both=True), rows.total), facts)
+    of_images, of_texts = row_statistics(
+        *call, rows=fields, cols=fields if several else tuple(name for name in fields if name != "target")
     )
     assert of_images is not None
     assert of_texts is not None
@@ -211,6 +214,11 @@ def clip_loss(
         report_statistics(
             facts.comm, facts.factor(facts.scalars["logit_scale"], facts.inputs["logit_scale"]), list(sides)
         )
+    return _with_bias(loss, facts)
+
+
+def _with_bias(loss: Tensor, facts: Facts) -> Tensor:
+    """Return the loss, which depends on the bias with a gradient of 0."""
     bias = facts.inputs["logit_bias"]
     return loss + 0 * bias.to(loss).view(()) if isinstance(bias, Tensor) else loss
 

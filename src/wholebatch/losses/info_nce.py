@@ -220,6 +220,9 @@ def info_nce_loss(
     facts = facts.widened() if len(settings.directions) > 1 or hard_negatives is not None else facts
     row_fields = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
     retrieval = Retrieval(facts, equal_ids, row_fields)
+    plain = settings.are_plain and not (statistics or retrieval.several or hard_negatives is not None)
+    if plain and (losses := retrieval.pair_losses()) is not None:
+        return reduce_losses(facts, losses, facts.rows["queries"].total)
     found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling, limited=settings.limited)
     if hard_negatives is not None:
         excluded = None

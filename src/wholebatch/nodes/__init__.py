@@ -5,6 +5,7 @@
     row_statistics logsumexp, targets and more, for each row and column: the entry for most losses
     softmax        the node that computes them; softmax_plan: the facts of one call; shifts: the shifts of exponentials
     cross_entropy  from these statistics to losses
+    pair_losses    cross-entropies of one positive for each row; for a small batch a node of their own
     sigmoid        losses that are a sum over the entries of S
     in_kernels     the parts of softmax_in_kernels and sigmoid_in_kernels, which compute common cases in a few launches
     nested         the softmax of several nested S at once
@@ -16,8 +17,9 @@
 A node receives the facts on which the ranks agreed. It does not know which loss uses it.
 """
 
+from .pair_losses import pair_losses
 from .route import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks, token_driver
-from .row_statistics import Operands, RowStatistics, row_statistics, statistics_fields
+from .row_statistics import Operands, RowStatistics, Scale, row_statistics, statistics_fields
 from .softmax_plan import Bounds
 from .towers import Towers
 
@@ -27,11 +29,13 @@ __all__ = [
     "Operands",
     "Route",
     "RowStatistics",
+    "Scale",
     "Towers",
     "Vectors",
     "choose_route",
     "choose_token_route",
     "items_of_ranks",
+    "pair_losses",
     "row_statistics",
     "statistics_fields",
     "token_driver",

@@ -18,7 +18,6 @@ from ..contract import Facts, canaries_of
 from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .kernel_check import use_kernels
-from .one_tile import OneTile, computes_one_tile
 from .rehearsals import SoftmaxRehearsal
 from .route import Layout, choose_route
 from .shifts import never_underflows
@@ -114,70 +113,95 @@ def row_statistics(
         rows: the fields of rows, from `statistics_fields`; empty for none.
         cols: the fields of columns, likewise. A symmetric S takes `rows` only: its columns are its rows.
     """
-    facts = facts.in_units()
-    layout, features, towers = operands.layout, operands.features, operands.towers
-    if layout.symmetric:
-        rows, cols = (), rows
-    offsets = selection.offsets
-    if offsets is not None:
-        selection = replace(selection, offsets=offsets.detach())
-    dtype = facts.features_dtype if operands.narrow else features[0].dtype
-    keep = "logits" not in rows and "logits" not in cols and selection.transform is None
-    limits = _of_logits(
-        _rounded(bounds, facts.products),
-        scale[0],
-        "squares" not in rows and "squares" not in cols,
-        max(layout.rows.total, layout.cols.total),
-    )
-    shift = shared_shift(limits.largest, limits.terms, accumulation_dtype(dtype))
+    return Planned(facts, scale, operands, selection, bounds, rows, cols).statistics()
 
-    def plan_of(facts: Facts) -> SoftmaxPlan:
+
+class Planned:
+    """The call of `row_statistics` with these arguments, and its plan. Collective at the first call of a form."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        scale: Scale,
+        operands: Operands,
+        selection: Selection,
+        bounds: Bounds,
+        rows: tuple[str, ...],
+        cols: tuple[str, ...],
+    ) -> None:
+        self.facts, self.scale, self.operands = facts.in_units(), scale, operands
+        layout, features = operands.layout, operands.features
+        self._offsets = offsets = selection.offsets
+        if offsets is not None:
+            selection = replace(selection, offsets=offsets.detach())
+        self._selection = selection
+        self._fields = rows, cols = ((), rows) if layout.symmetric else (rows, cols)
+        self.dtype = self.facts.features_dtype if operands.narrow else features[0].dtype
+        self._keep = "logits" not in rows and "logits" not in cols and selection.transform is None
+        self._limits = _of_logits(
+            _rounded(bounds, self.facts.products),
+            scale[0],
+            "squares" not in rows and "squares" not in cols,
+            max(layout.rows.total, layout.cols.total),
+        )
+        self._shift = shared_shift(self._limits.largest, self._limits.terms, accumulation_dtype(self.dtype))
+        self.plan = plan = self._plan(self.facts)
+        self._form: tuple[Any, ...] = ()
+        if plan.in_kernels:
+            learned = offsets is not None and offsets.requires_grad
+            self._form = form = (
+                *selection.pairs.kinds, selection.over,
+                offsets is not None, learned, *rows, *cols, layout.symmetric, self._keep,
+                plan.towers.normalize_per_tile, plan.towers.stay_norms is not None,
+                plan.towers.travel_norms is not None,
+            )  # fmt: skip
+            keeps = self.facts.once(
+                ("keeps", plan.differentiable, *form), lambda: self._keep and _keeps(self.facts, layout, plan)
+            )
+            if not use_kernels(
+                self.facts,
+                (*form, keeps),
+                layout,
+                lambda: SoftmaxRehearsal(self.facts, plan, layout, self.dtype, keeps, learned),
+            ):
+                self.plan = self._plan(self.facts.with_(kernels=False))
+
+    def _plan(self, facts: Facts) -> SoftmaxPlan:
+        (rows, cols), operands, layout = self._fields, self.operands, self.operands.layout
+        towers, products = operands.towers, facts.products
         in_kernels = facts.kernels and KernelSoftmaxSweep.fields.issuperset((*rows, *cols))
         # Kernels multiply bfloat16 rows as they are, and apply their norms afterward.
-        per_tile = in_kernels and dtype == torch.bfloat16 and facts.products.half in (None, dtype)
+        per_tile = in_kernels and self.dtype == torch.bfloat16 and products.half in (None, self.dtype)
         return SoftmaxPlan(
-            choose_route(facts, layout, keep=keep, exact=selection.over != "negatives"),
+            choose_route(facts, layout, keep=self._keep, exact=self._selection.over != "negatives"),
             replace(towers, normalize_per_tile=True) if per_tile and towers.normalize else towers,
-            selection,
+            self._selection,
             operands.guide,
-            facts.factor(*scale),
-            limits,
-            shift,
+            facts.factor(*self.scale),
+            self._limits,
+            self._shift,
             size=(layout.rows if rows or layout.symmetric else layout.cols).total,
             rows=rows,
             cols=cols,
             differentiable=facts.differentiable,
             in_kernels=in_kernels,
-            dtype=dtype if operands.narrow else None,
+            dtype=self.dtype if operands.narrow else None,
             canaries=canaries_of(facts.comm.transport).due() if in_kernels and facts.deferred is None else None,
             deferred=facts.deferred,
         )
 
-    plan = plan_of(facts)
-    if plan.in_kernels:
-        learned = offsets is not None and offsets.requires_grad
-        form = (
-            *selection.pairs.kinds, selection.over,
-            offsets is not None, learned, *rows, *cols, layout.symmetric, keep,
-            plan.towers.normalize_per_tile, plan.towers.stay_norms is not None, plan.towers.travel_norms is not None,
-        )  # fmt: skip
-        keeps = facts.once(("keeps", plan.differentiable, *form), lambda: keep and _keeps(facts, layout, plan))
-        if not use_kernels(
-            facts, (*form, keeps), layout, lambda: SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned)
-        ):
-            plan = plan_of(facts.with_(kernels=False))
-    if plan.in_kernels and plan.shift is not None and len(features) == 2:
-        found = _in_few_launches(facts, plan, layout, features, scale[1], form)
-        if found is not None:
-            return found
-    if len(features) == 2 and computes_one_tile(facts, plan, layout, dtype):
-        of_rows, target, *of_cols = OneTile.apply(plan, scale[1], *features)
-        return RowStatistics(of_rows, target), RowStatistics(*of_cols) if of_cols else None
-    # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so that
-    # autograd finds the node when a gradient is differentiated again, and the node raises.
-    anchor = torch.cat([feature[:0].flatten() for feature in features])
-    sides = _by_side(rows, cols, Softmax.apply(plan, anchor, scale[1], offsets, *features))
-    return (sides[1], None) if layout.symmetric else sides
+    def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
+        """Return what `row_statistics` returns. Collective."""
+        plan, layout, features = self.plan, self.operands.layout, self.operands.features
+        if plan.in_kernels and plan.shift is not None and len(features) == 2:
+            found = _in_few_launches(self.facts, plan, layout, features, self.scale[1], self._form)
+            if found is not None:
+                return found
+        # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
+        # that autograd finds the node when a gradient is differentiated again, and the node raises.
+        anchor = torch.cat([feature[:0].flatten() for feature in features])
+        sides = _by_side(*self._fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
+        return (sides[1], None) if layout.symmetric else sides
 
 
 def _in_few_launches(

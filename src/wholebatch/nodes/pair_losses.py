@@ -1,0 +1,184 @@
+"""The cross-entropy of pairs, one positive for each row, on the diagonal: for a small batch in one node.
+
+    -log p_i = softplus(A_i - T_i)        A over the negatives of row i, or of column i, T_i = S_ii
+
+A rank's part of S is one tile then, and no loop over tiles is needed: S is multiplied once, and E = exp(S - c) is kept
+for the backward pass. With R_i = sum_j E_ij and D_i = R_i + exp(T_i - c), of rows and of columns,
+
+    dL/dS_ij = E_ij (g_i / D_i + g_j / D'_j),        dL/dS_ii = -(g_i R_i / D_i + g_i R'_i / D'_i)
+
+The time of such a step depends on the number of operations that Python starts, not on their size. Memory: E, and in the
+backward pass one more matrix of its size, as the budget allows. On several ranks the messages are those of the sweep
+with the exchange "gather". All ranks take this way, or none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import no_autocast, once_differentiable
+from .._precision import accumulation_dtype, wide_dtype
+from ..comm.inside import reduce_scatter
+from ..contract import Facts
+from ..sweep import NONE, Diagonals, Selection
+from .cross_entropy import one_positive, softplus
+from .row_statistics import Operands, Planned, Scale
+from .shifts import never_underflows
+from .softmax_plan import Bounds, SoftmaxPlan
+
+_ROWS, _COLS = ("sum", "target"), ("sum",)
+_UNCHANGED = (None,) * 7
+_MOST = 2048  # rows and columns of S
+
+
+def pair_losses(
+    facts: Facts, scale: Scale, operands: Operands, selection: Selection, bounds: Bounds, *, both: bool
+) -> Tensor:
+    """Return the cross-entropy of each local row's pair, (b,), in float64. Collective, as `row_statistics`.
+
+    Args:
+        facts: of the call, and so the next, as for `row_statistics`.
+        scale: of S.
+        operands: X and Y.
+        selection: the positives and the candidates.
+        bounds: of similarities.
+        both: whether it is the mean of a pair's cross-entropies in its row and in its column.
+    """
+    call = Planned(facts, scale, operands, selection, bounds, _ROWS, _COLS if both else ())
+    if _computes(call):
+        return OneTile.apply(call.plan, scale[1], *operands.features)
+    of_rows, of_cols = call.statistics()
+    assert of_rows is not None
+    assert of_rows.target is not None
+    losses = one_positive(of_rows, of_rows.target)
+    return losses if of_cols is None else (losses + one_positive(of_cols, of_rows.target)) / 2
+
+
+def _computes(call: Planned) -> bool:
+    """Return whether the node below computes S: the same on all ranks."""
+    facts, plan, layout = call.facts, call.plan, call.operands.layout
+    if plan.shift is None or plan.in_kernels or len(call.operands.features) != 2:
+        return False
+    form = "one tile", layout.rows.counts, layout.cols.counts, plan.symmetric, call.dtype, facts.differentiable
+    if not facts.once(form, lambda: _may_be_one_tile(call)):
+        return False
+    if not _is_plain(plan, layout.rows.offsets[facts.rank], layout.rows.counts[facts.rank]):
+        return False
+    return never_underflows(plan.bounds, plan.shift, accumulation_dtype(call.dtype))
+
+
+def _may_be_one_tile(call: Planned) -> bool:
+    """Return whether a call of this form may be one tile."""
+    facts, plan, layout = call.facts, call.plan, call.operands.layout
+    products = plan.route.products
+    if products.parts > 1 or (products.precision == "tf32" and facts.device.type != "cuda"):  # the sweep emulates these
+        return False
+    if plan.symmetric or plan.dtype is not None or layout.rows.counts != layout.cols.counts:
+        return False
+    fits = _fits(facts, plan, layout.rows.counts, accumulation_dtype(call.dtype))
+    return plan.route.exchange.one_transfer and fits
+
+
+def _fits(facts: Facts, plan: SoftmaxPlan, counts: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether each rank's part of S is one tile, and is kept in full precision for the backward pass."""
+    budget, total = plan.route.budget, sum(counts)
+    if len(counts) == 1:
+        return total <= min(budget.side, _MOST) and budget.kept >= total**2 and budget.kept_dtype == dtype
+    return set(facts.of_ranks("memory")) == {"auto"} and max(counts) * total <= min(budget.side, _MOST) ** 2
+
+
+def _is_plain(plan: SoftmaxPlan, start: int, count: int) -> bool:
+    """Return whether the logits are scaled products, the positives are the diagonal, and all others are candidates."""
+    of, towers, positive = plan.selection, plan.towers, plan.selection.pairs.positive
+    changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, plan.guide, towers.stay_norms)
+    return (
+        of.over == "negatives"
+        and of.best_of == 1
+        and of.pairs.excluded is NONE
+        and changed == _UNCHANGED
+        and (towers.stays, towers.travels, towers.normalize, towers.travel_norms) == ((0,), (1,), False, None)
+        and isinstance(positive, Diagonals)
+        and positive.places == ((0, start, count),)
+    )
+
+
+class OneTile(torch.autograd.Function):
+    """Compute the cross-entropies of the local pairs, (b,), from X and Y."""
+
+    @staticmethod
+    @no_autocast
+    def forward(ctx: Any, plan: SoftmaxPlan, scale: Any, x: Tensor, y: Tensor) -> Tensor:
+        wide, shift, exchange, products = wide_dtype(x.device), plan.shift, plan.route.exchange, plan.route.products
+        own, others = products.rounded(x), products.rounded(exchange.fetch(y))
+        local, size = exchange.kept_local, (x.shape[0], others.shape[0])
+        logits = products.scaled(plan.scale, (own,), (others.T,), x.new_empty(size, dtype=accumulation_dtype(x.dtype)))
+        target = logits.diagonal(local.start).to(wide, copy=True)  # before E overwrites it
+        if shift:
+            logits.sub_(shift)
+            target.sub_(shift)
+        exponentials = logits.exp_()
+        exponentials.diagonal(local.start).zero_()
+        sides = [exponentials.sum(1)]
+        if plan.cols and exchange.comm.size == 1:
+            sides.append(exponentials.sum(0))
+        sums = torch.stack(sides).to(wide)
+        if plan.cols and exchange.comm.size > 1:
+            of_cols = exchange.reduce(exponentials.sum(0).to(wide)[:, None], "sum")[local, 0]
+            sums = torch.cat([sums, of_cols[None]])
+        ctx.plan, ctx.dtypes = plan, (x.dtype, y.dtype)
+        scale = scale if isinstance(scale, Tensor) else None
+        # X and Y as well, so that autograd finds the node when a gradient is differentiated again, and the node raises.
+        ctx.save_for_backward(scale, own, others, exponentials, sums, target, x, y)
+        return softplus(sums.log().sub_(target)).mean(0)
+
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        plan: SoftmaxPlan = ctx.plan
+        scale, own, others, exponentials, sums, target, *_ = ctx.saved_tensors
+        exchange, products, dtype = plan.route.exchange, plan.route.products, exponentials.dtype
+        local = exchange.kept_local
+        _, want_scale, want_x, want_y = ctx.needs_input_grad
+        # N dS, so that nothing is tiny
+        weights = (grad * (plan.size / sums.shape[0])).div(target.exp().add(sums))
+        of_pairs = weights.mul(sums).sum(0).neg_().to(dtype)
+        by_row, *by_col = weights.to(dtype).unbind()
+        if by_col:
+            slope = torch.add(by_row[:, None], exchange.distribute(by_col[0][None])).mul_(exponentials)
+        else:
+            slope = exponentials * by_row[:, None]
+        unit, apart = None, products.rounds_gradients  # pairs are the largest entries: they are not rounded
+        if products.needs_unit(own.dtype, in_kernels=False):
+            unit = slope.abs().amax().clamp(min=torch.finfo(dtype).tiny) if slope.numel() else slope.new_ones(())
+            slope.div_(unit)
+        if apart:
+            slope = slope.to(products.of_gradients)
+        else:
+            slope.diagonal(local.start).copy_(of_pairs)
+
+        def product(left: Tensor, right: Tensor) -> Tensor:
+            out = exponentials.new_empty(left.shape[0], right.shape[1])
+            products.multiply((left,), products.beside_gradient((right,)), out)
+            return out if unit is None else out.mul_(unit)
+
+        u = product(slope, others) if want_x or (want_scale and not want_y) else None
+        v = product(slope.T, own) if want_y else None
+        if v is not None and exchange.comm.size > 1:
+            v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
+        for made, of_pair in ((u, others[local]), (v, own)):
+            if apart and made is not None:
+                made.addcmul_(of_pairs[:, None], of_pair.to(dtype))
+        grad_scale = None
+        if want_scale:
+            of, made = (own, u) if v is None else (others[local], v)
+            assert made is not None
+            share = torch.linalg.vecdot(of.to(dtype), made).sum(dtype=sums.dtype)
+            grad_scale = (share / plan.size).to(scale).view_as(scale)
+        factor, found = plan.scale / plan.size, []
+        for made, wanted, given in ((u, want_x, ctx.dtypes[0]), (v, want_y, ctx.dtypes[1])):
+            found.append(made.mul_(factor).to(given) if made is not None and wanted else None)
+        return None, grad_scale, *found
