@@ -34,8 +34,8 @@ def losses_of(x, y, scale, bias, learned, labels):
         "clip, scale of the host": (lambda f, m: f.clip_loss(x, y, 14.3, **m), [x, y]),
         "info_nce": (lambda f, m: f.info_nce_loss(x, y, logit_scale=scale, **m), [x, y, scale]),
         "info_nce, all": (
-            lambda f, m: f.info_nce_loss(x, y, logit_scale=scale, directions=ALL, partition="joint", **m),
-            [x, y, scale],
+            lambda f, m: f.info_nce_loss(x, y, logit_scale=1 / learned, directions=ALL, partition="joint", **m),
+            [x, y, learned],
         ),
         "nt_xent": (lambda f, m: f.nt_xent_loss(x, y, temperature=0.1, **m), [x, y]),
         "nt_xent, learned": (lambda f, m: f.nt_xent_loss(x, y, temperature=learned, **m), [x, y, learned]),

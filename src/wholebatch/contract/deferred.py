@@ -12,10 +12,10 @@ and takes part with rows of zeros. So no rank waits for it.
 What a loss needs of these numbers on the host is a bound of its logits, L = |scale| max|x| max|y| with norms of at
 least 1 (see `wholebatch.logsumexp`):
 
-    L <= 66                                 L <= 70: no logit is shifted, and no sum underflows
+    L <= 66                                   L <= 70: no logit is shifted, and no sum underflows
     norms <= 1.01, cosines of pairs >= -0.2   norms grow by 5 %, a scale to 102, and pairs have cosines >= -0.25
-    norms <= 1.01, a loss without pairs     norms and scale grow by 5 %; an underflow is found on the device: not ok
-    else, or all rows shorter than 1/16     each call reads
+    norms <= 1.01, a loss without pairs       norms and scale grow by 5 %; an underflow is found on the device: not ok
+    else, or all rows shorter than 1/16       each call reads
 """
 
 from __future__ import annotations
@@ -285,20 +285,20 @@ def bounds_of(
     changing = [name for name in factors if name in on_device]
     assumed = {name: max(1.0, norm) for name, norm in norms.items()}
     largest = math.prod(assumed.values()) * max(1.0, math.prod(factors.values()))
-    unit, alike = max(assumed.values()) <= _UNIT, inputs.matching is not None and least >= _ALIKE
+    unit, pairs = max(assumed.values()) <= _UNIT, inputs.matching is not None
     if min(norms.values()) < _SHORT:
         return None
-    if not inputs.shifts or largest <= _NEAR_IT:
-        grows = (_NO_SHIFT / min(largest, _NEAR_IT)) ** (1 / (len(changing) + len(assumed)))
-    elif unit and (alike or inputs.matching is None):
+    if largest <= _NEAR_IT:
+        grows = (_NO_SHIFT / largest) ** (1 / (len(changing) + len(assumed)))
+    elif unit and (least >= _ALIKE or not pairs):
         grows = _GROWS
     else:
         return None
     usual = 0.0
-    if unit and (alike or not inputs.shifts):
+    if inputs.any_scale and unit and (least >= _ALIKE or not pairs):
         grows, usual = _GROWS, _USUAL_SCALE
     assumed = {name: grows * norm for name, norm in assumed.items()}
-    least = _LESS_ALIKE * math.prod(assumed.values()) if usual else -math.inf
+    least = _LESS_ALIKE * math.prod(assumed.values()) if pairs and least >= _ALIKE else -math.inf
     limits: Limits = {norm_of(name): (0.0, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
     limits |= dict.fromkeys((SUM_OF_WEIGHTS, SMALLEST_WEIGHT), (0.0, LARGEST))

@@ -47,7 +47,8 @@ class Inputs:
         positive: names of scalars that must be positive.
         paired: names of two features with the same number of rows.
         matching: names of two features whose rows i are positives of each other, for every i that both have.
-        shifts: whether logits are shifted, so that their bounds count.
+        any_scale: whether a scale may rise to 102 between two calls with unit rows, without a sum that underflows: each
+            sum is that of a matching pair, too, or there are no sums.
         data: vectors of any dtype, each with the name of the features whose rows have these numbers.
         parameters: numbers, or tensors of any shape, that are equal on all ranks.
         items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
@@ -68,7 +69,7 @@ class Inputs:
     positive: Sequence[str] = ()
     paired: tuple[str, str] | None = None
     matching: tuple[str, str] | None = None
-    shifts: bool = True
+    any_scale: bool = False
     data: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
     parameters: Mapping[str, Tensor | float] = field(default_factory=dict)
     items: Mapping[str, int] = field(default_factory=dict)

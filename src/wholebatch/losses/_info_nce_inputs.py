@@ -59,7 +59,7 @@ class InfoNCETensors:
         guides = {"query_guides": self.query_guides, "key_guides": self.key_guides}
         return {name: x for name, x in guides.items() if x is not None}
 
-    def inputs(self, logit_scale: Tensor | float) -> Inputs:
+    def inputs(self, logit_scale: Tensor | float, *, any_scale: bool) -> Inputs:
         """Return the inputs that are validated across ranks."""
         return Inputs(
             features={
@@ -73,6 +73,7 @@ class InfoNCETensors:
             weights=(self.weights, "queries"),
             optional=("negatives", "hard_negatives"),
             matching=("queries", "keys"),
+            any_scale=any_scale,
         )
 
     def check(self, settings: InfoNCESettings) -> list[Any] | None:

@@ -159,6 +159,7 @@ def clip_loss(
             optional=("logit_bias",),
             paired=("image_features", "text_features"),
             matching=("image_features", "text_features"),
+            any_scale=True,
         ),
         Checks(
             check=lambda: {**_check(label_smoothing, equal_ids), "statistics": statistics},

@@ -37,6 +37,12 @@ from ._module import DeferrableLoss
 from ._pairs import EqualIdsAre
 from .statistics import report_statistics
 
+_WITH_PAIRS = (
+    ("query_to_key",),
+    ("key_to_query",),
+    ("query_to_key", "key_to_query"),
+)  # each sum is that of a pair, too
+
 
 @entry
 def info_nce_loss(
@@ -201,7 +207,7 @@ def info_nce_loss(
     facts = agree(
         "info_nce_loss",
         Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
-        tensors.inputs(logit_scale),
+        tensors.inputs(logit_scale, any_scale=settings.directions in _WITH_PAIRS),
         Checks(
             check,
             tensors.read_back,

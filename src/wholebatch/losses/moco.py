@@ -100,6 +100,7 @@ def moco_loss(
             weights=(weights, "queries"),
             paired=("queries", "keys"),
             matching=("queries", "keys"),
+            any_scale=True,
         ),
         Checks(
             check=lambda: {"length of the queue": len(queue), "statistics": statistics},

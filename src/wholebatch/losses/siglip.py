@@ -105,7 +105,7 @@ def siglip_loss(
             ids={"ids": (ids, "image_features")},
             weights=(weights, "image_features"),
             paired=("image_features", "text_features"),
-            shifts=False,
+            any_scale=True,
         ),
         Checks(
             check=lambda: {"equal_ids": check_choice("equal_ids", equal_ids, EQUAL_IDS)},

@@ -36,10 +36,15 @@ from .route import Layout, Route, Vectors, choose_route
 from .sigmoid import SigmoidPlan
 from .softmax_plan import SoftmaxPlan
 
-_SCALE, _SHIFT, _BIAS = 14.3, 3.0, -4.0
+_SHIFT, _BIAS = 3.0, -4.0
 _SHORT = (1, 2, 3, 5, 8, 13)  # documents in which every token wins for some query
 _TOKENS_OF_A_PROGRAM = 64  # of a document, at most: so many more programs are started
 _MakeSweep: TypeAlias = Callable[[Tensor | None], SoftmaxSweep]  # from the memory of exponentials
+
+
+def _scale(features: int) -> float:
+    """Return the scale of a rehearsal: products of a few features are large."""
+    return min(14.3, 5.0 * features**0.5)
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class SoftmaxRehearsal:
             y = (y * col_norms[of.cols]).to(y.dtype)
         driver = Driver(
             x,
-            _SCALE,
+            _scale(self.facts.embedding_size),
             side=min(sizes.side, plan.route.budget.side),
             norms=norms,
             col_norms=col_norms,
@@ -195,7 +200,11 @@ class SigmoidRehearsal:
         if of is None:
             return lambda: None
         plan = replace(
-            self.plan, route=_smaller(self.plan.route, sizes), scale=_SCALE, bias=_BIAS, in_kernels=in_kernels
+            self.plan,
+            route=_smaller(self.plan.route, sizes),
+            scale=_scale(facts.embedding_size),
+            bias=_BIAS,
+            in_kernels=in_kernels,
         )
         weights = random_numbers(len(of.x), facts.device, 2) if self.weighted else None
         block, accumulate = Block(of.y, of.cols, of.rows), accumulation_dtype(dtype)
@@ -233,7 +242,9 @@ class NestedRehearsal:
             return lambda: None
         accumulate, wide = accumulation_dtype(given), wide_dtype(facts.device)
         inverse = [inverse_norms(z, parts.dims, accumulate) for z in (of.x, of.y)]
-        plan = replace(self.plan, route=_smaller(self.plan.route, sizes), scale=_SCALE, shift=_SHIFT)
+        plan = replace(
+            self.plan, route=_smaller(self.plan.route, sizes), scale=_scale(facts.embedding_size), shift=_SHIFT
+        )
         if not in_kernels:
             plan = replace(plan, kernel_dtype=None)
         block = Block(torch.cat([of.y.to(accumulate), inverse[1]], dim=1), of.cols, of.rows)
