@@ -23,6 +23,10 @@ SCALES = (14.3, 15.0, 40.0, 99.0)
 TEMPERATURES = (0.1, 0.09, 0.08, 0.1)
 
 
+def without_sweep(options):
+    return {name: value for name, value in options.items() if name in ("sync", "checks")}
+
+
 def losses_of(x, y, scale, bias, learned, labels):
     """Return functions of a module of losses and its options, by name, and the leaves of each."""
     few = normalize(torch.ones(5, x.shape[1]).to(x).cumsum(0), dim=1)
@@ -37,12 +41,15 @@ def losses_of(x, y, scale, bias, learned, labels):
             lambda f, m: f.info_nce_loss(x, y, logit_scale=1 / learned, directions=ALL, partition="joint", **m),
             [x, y, learned],
         ),
-        "nt_xent": (lambda f, m: f.nt_xent_loss(x, y, temperature=0.1, **m), [x, y]),
+        "nt_xent": (lambda f, m: f.nt_xent_loss(20 * x, y, temperature=0.1, **m), [x, y]),
         "nt_xent, learned": (lambda f, m: f.nt_xent_loss(x, y, temperature=learned, **m), [x, y, learned]),
         "sup_con": (lambda f, m: f.sup_con_loss(x, labels, temperature=learned, **m), [x, learned]),
         "siglip": (lambda f, m: f.siglip_loss(x, y, scale, bias, **m), [x, y, scale, bias]),
         "dcl": (lambda f, m: f.dcl_loss(x, y, temperature=0.1, sigma=0.5, **m), [x, y]),
         "debiased": (lambda f, m: f.debiased_loss(x, y, temperature=0.1, tau_plus=0.1, beta=0.5, **m), [x, y]),
+        "alignment_uniformity": (lambda f, m: f.alignment_uniformity_loss(3 * x, y, **m), [x, y]),
+        "vicreg": (lambda f, m: f.vicreg_loss(3 * x, y, **without_sweep(m)), [x, y]),
+        "barlow_twins": (lambda f, m: f.barlow_twins_loss(3 * x, y, **without_sweep(m)), [x, y]),
         "moco": (lambda f, m: f.moco_loss(x, y, few, logit_scale=scale, **m), [x, y, scale]),
     }
 

@@ -10,7 +10,7 @@ each rank has the form that it had then: rows may be uneven. A rank with other r
 and takes part with rows of zeros. So no rank waits for it.
 
 What a loss needs of these numbers on the host is a bound of its logits, L = |scale| max|x| max|y| with norms of at
-least 1 (see `wholebatch.logsumexp`):
+least 1, or of 1 where it normalizes rows (see `wholebatch.logsumexp`). There norms may grow by a factor of 8.
 
     L <= 66                                   L <= 70: no logit is shifted, and no sum underflows
     norms <= 1.01, cosines of pairs >= -0.2   norms grow by 5 %, a scale to 102, and pairs have cosines >= -0.25
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._autograd import once_differentiable
+from .._normalize import LONGEST
 from .._precision import wide_dtype
 from .._settings import LARGEST
 from .._tensor_file import bytes_of
@@ -41,8 +42,9 @@ from .forms import Agreement, Form
 from .inputs import MIN_PAIR_PRODUCT, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Inputs, norm_of
 
 _NO_SHIFT, _NEAR_IT = 70.0, 66.0
-_UNIT, _GROWS, _USUAL_SCALE, _ALIKE, _LESS_ALIKE = 1.01, 1.05, 102.0, -0.2, -0.25
-_SHORT = 2.0**-4  # a longest row that is shorter decides the precision of products (see `Facts.in_units`)
+_UNIT, _GROWS, _FREELY, _USUAL_SCALE, _ALIKE, _LESS_ALIKE = 1.01, 1.05, 8.0, 102.0, -0.2, -0.25
+# Longest rows that are shorter or longer decide the precision of products (see `Facts.in_units`, `Facts.in_range`).
+_SHORT, _LONGEST_HALF = 2.0**-4, torch.finfo(torch.float16).max
 _ALMOST = 0.98  # of a bound: the next call reads before a number has grown beyond it
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks
 _ASSUMED, _UNREAD = "assumptions of deferred checks", "those whose numbers are unread"  # kept with a group
@@ -284,12 +286,13 @@ def bounds_of(
     }
     changing = [name for name in factors if name in on_device]
     assumed = {name: max(1.0, norm) for name, norm in norms.items()}
-    largest = math.prod(assumed.values()) * max(1.0, math.prod(factors.values()))
-    unit, pairs = max(assumed.values()) <= _UNIT, inputs.matching is not None
+    bounding = [] if inputs.normalized else [*assumed.values()]
+    largest = math.prod(bounding) * max(1.0, math.prod(factors.values()))
+    unit, pairs = max(bounding, default=1.0) <= _UNIT, inputs.matching is not None
     if min(norms.values()) < _SHORT:
         return None
     if largest <= _NEAR_IT:
-        grows = (_NO_SHIFT / largest) ** (1 / (len(changing) + len(assumed)))
+        grows = (_NO_SHIFT / largest) ** (1 / max(1, len(changing) + len(bounding)))
     elif unit and (least >= _ALIKE or not pairs):
         grows = _GROWS
     else:
@@ -297,7 +300,10 @@ def bounds_of(
     usual = 0.0
     if inputs.any_scale and unit and (least >= _ALIKE or not pairs):
         grows, usual = _GROWS, _USUAL_SCALE
-    assumed = {name: grows * norm for name, norm in assumed.items()}
+    grown = {name: (_FREELY if inputs.normalized else grows) * norm for name, norm in assumed.items()}
+    for most in (_LONGEST_HALF, LONGEST[torch.float32]):  # beyond these, products have another precision
+        grown = {name: min(norm, most) if assumed[name] <= most else norm for name, norm in grown.items()}
+    assumed = grown
     least = _LESS_ALIKE * math.prod(assumed.values()) if pairs and least >= _ALIKE else -math.inf
     limits: Limits = {norm_of(name): (0.0, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}

@@ -47,6 +47,7 @@ class Inputs:
         positive: names of scalars that must be positive.
         paired: names of two features with the same number of rows.
         matching: names of two features whose rows i are positives of each other, for every i that both have.
+        normalized: whether norms bound no logits: the loss divides rows by them, or has no logits.
         any_scale: whether a scale may rise to 102 between two calls with unit rows, without a sum that underflows: each
             sum is that of a matching pair, too, or there are no sums.
         data: vectors of any dtype, each with the name of the features whose rows have these numbers.
@@ -69,6 +70,7 @@ class Inputs:
     positive: Sequence[str] = ()
     paired: tuple[str, str] | None = None
     matching: tuple[str, str] | None = None
+    normalized: bool = False
     any_scale: bool = False
     data: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
     parameters: Mapping[str, Tensor | float] = field(default_factory=dict)

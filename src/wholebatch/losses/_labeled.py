@@ -69,6 +69,7 @@ def agree_labeled(
             ids={"labels": (flat[1], "features")},
             weights=(flat[2], "features"),
             required=("labels",),
+            normalized=True,
             positive=tuple(scalars),
         ),
         replace(

@@ -125,6 +125,12 @@ class LossModule(Settings):
             check_temperature("temperature", settings["temperature"])
 
 
+class Deferrable(LossModule):
+    """The settings of a loss whose checks need not wait for the device."""
+
+    checks: Checking = "entry"
+
+
 class SweepLoss(LossModule):
     """The settings of a loss that sweeps over S."""
 
@@ -143,12 +149,6 @@ class KernelLoss(ProductLoss):
     """The settings of a loss with a sweep that kernels can compute."""
 
     kernel: Kernel = "auto"
-
-
-class DeferrableLoss(KernelLoss):
-    """The settings of a loss whose checks need not wait for the device."""
-
-    checks: Checking = "entry"
 
 
 def _shown(value: object) -> str:

@@ -32,12 +32,13 @@ def two_views_inputs(
         weights=(weights, "z0"),
         positive=("temperature",),
         paired=("z0", "z1"),
+        normalized=True,
     )
 
 
 def two_view_features(z0: Tensor, z1: Tensor) -> Inputs:
     """Return the inputs of a loss of two views that has no other tensors: "z0" and "z1"."""
-    return Inputs(features={"z0": z0, "z1": z1}, paired=("z0", "z1"))
+    return Inputs(features={"z0": z0, "z1": z1}, paired=("z0", "z1"), normalized=True)
 
 
 def two_views(

@@ -20,7 +20,7 @@ from .._checks import check_number, check_positive_number, check_weight
 from .._normalize import UNIT, normalize_rows
 from .._precision import wide_dtype
 from ..comm import Group
-from ..contract import Checks, Facts, Options, agree, entry, finish
+from ..contract import Checking, Checks, Facts, Options, agree, entry, finish
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
@@ -28,7 +28,7 @@ from ..partition import Diagonal
 from ..sweep import Diagonals, Memory, Pairs, Precision, Selection
 from ..sync import Sync, total
 from ._declaration import Declaration
-from ._module import LossModule
+from ._module import Deferrable
 from ._views import two_view_features
 
 
@@ -46,6 +46,7 @@ def alignment_uniformity_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the distance of two views plus the log of the mean Gaussian potential of the rows of each view.
 
@@ -65,6 +66,7 @@ def alignment_uniformity_loss(
         memory: "flat", "auto" or bytes, as there.
         kernel: who computes a tile, as there.
         precision: of products, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.alignment_uniformity_loss` on the
@@ -92,7 +94,7 @@ def alignment_uniformity_loss(
     """
     facts = agree(
         "alignment_uniformity_loss",
-        Options(group, sync, exchange, memory, kernel=kernel, precision=precision),
+        Options(group, sync, exchange, memory, kernel=kernel, precision=precision, checks=checks),
         two_view_features(z0, z1),
         Checks(check=lambda: _check(alpha, t, uniformity), must_match=("settings",), settings=(alpha, t, uniformity)),
     ).widened()
@@ -142,11 +144,11 @@ def _check(alpha: float, t: float, uniformity: float) -> dict[str, Any]:
     return {"settings": {"alpha": alpha, "t": t, "uniformity": uniformity}}
 
 
-class AlignmentUniformityLoss(LossModule):
+class AlignmentUniformityLoss(Deferrable):
     """The distance of two views and the uniformity of each over the global batch.
 
     Args:
-        alpha, t, uniformity, group, sync, exchange, memory, kernel, precision: as in
+        alpha, t, uniformity, group, sync, exchange, memory, kernel, precision, checks: as in
             :func:`wholebatch.functional.alignment_uniformity_loss`.
     """
 

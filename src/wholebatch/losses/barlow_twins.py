@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._checks import check_positive_number, check_weight
 from ..comm import Group
-from ..contract import Checks, Options, agree, entry
+from ..contract import Checking, Checks, Options, agree, entry
 from ..sync import Sync
 from ._declaration import Declaration
-from ._module import LossModule
+from ._module import Deferrable
 from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
 from ._views import two_view_features
 
@@ -29,6 +29,7 @@ def barlow_twins_loss(
     epsilon: float = 1e-5,
     group: Group = None,
     sync: Sync = "mean",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the distance from the identity of the correlation matrix of two views, over the rows of all ranks.
 
@@ -42,6 +43,7 @@ def barlow_twins_loss(
         epsilon: added to the (biased) variances, > 0.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.barlow_twins_loss` on the concatenated
@@ -68,7 +70,7 @@ def barlow_twins_loss(
     """
     facts = agree(
         "barlow_twins_loss",
-        Options(group, sync),
+        Options(group, sync, checks=checks),
         two_view_features(z0, z1),
         Checks(check=lambda: _check(redundancy, epsilon), must_match=("settings",), settings=(redundancy, epsilon)),
     )
@@ -91,11 +93,11 @@ def _check(redundancy: float, epsilon: float) -> dict[str, object]:
     return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
 
 
-class BarlowTwinsLoss(LossModule):
+class BarlowTwinsLoss(Deferrable):
     """Barlow Twins over the global batch: the settings of :func:`wholebatch.functional.barlow_twins_loss`.
 
     Args:
-        redundancy, epsilon, group, sync: as in :func:`wholebatch.functional.barlow_twins_loss`.
+        redundancy, epsilon, group, sync, checks: as in :func:`wholebatch.functional.barlow_twins_loss`.
     """
 
     redundancy: float = 5e-3

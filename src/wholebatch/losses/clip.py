@@ -27,7 +27,7 @@ from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
-from ._module import DeferrableLoss
+from ._module import Deferrable, KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from .statistics import report_statistics
 
@@ -230,7 +230,7 @@ def _check(label_smoothing: float, equal_ids: EqualIdsAre) -> dict[str, Any]:
     return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids}
 
 
-class CLIPLoss(TakesLogitBias, DeferrableLoss):
+class CLIPLoss(TakesLogitBias, Deferrable, KernelLoss):
     """Symmetric cross-entropy over the global batch: the settings of :func:`wholebatch.functional.clip_loss`.
 
     `logit_scale` may enter `forward`, so that it can stay inside the model that the engine wraps, or be a default of

@@ -21,7 +21,7 @@ from ..kernels import Kernel
 from ..sweep import Memory, Precision
 from ..sync import Sync, total
 from ._declaration import Declaration
-from ._module import DeferrableLoss
+from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics
 
@@ -129,7 +129,7 @@ def _check(sigma: float | None) -> dict[str, float | None]:
     return {"sigma": None if sigma is None else check_temperature("sigma", check_number("sigma", sigma))}
 
 
-class DCLLoss(DeferrableLoss):
+class DCLLoss(Deferrable, KernelLoss):
     """Decoupled contrastive loss over the global batch: the settings of :func:`wholebatch.functional.dcl_loss`.
 
     Args:

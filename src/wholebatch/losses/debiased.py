@@ -25,7 +25,7 @@ from ..nodes.cross_entropy import softplus
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration
-from ._module import DeferrableLoss
+from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
 
 _ALL = 60.0  # a positive with exp(60) times W_i leaves nothing of the corrected sum, and exp(60) is finite
@@ -131,7 +131,7 @@ def _check(tau_plus: float, beta: float) -> dict[str, float]:
     return {"tau_plus": tau_plus, "beta": beta}
 
 
-class DebiasedLoss(DeferrableLoss):
+class DebiasedLoss(Deferrable, KernelLoss):
     """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:

@@ -33,7 +33,7 @@ from ._hard_negatives import combined, hard_negative_statistics
 from ._info_nce_inputs import InfoNCETensors
 from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
 from ._logit_scale import TakesLogitScale
-from ._module import DeferrableLoss
+from ._module import Deferrable, KernelLoss
 from ._pairs import EqualIdsAre
 from .statistics import report_statistics
 
@@ -253,7 +253,7 @@ def info_nce_loss(
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 
-class InfoNCELoss(TakesLogitScale, DeferrableLoss):
+class InfoNCELoss(TakesLogitScale, Deferrable, KernelLoss):
     """InfoNCE over the global batch: the settings of :func:`wholebatch.functional.info_nce_loss`.
 
     Args:

@@ -27,6 +27,7 @@ from ..partition import Partition
 from ..sweep import Memory, Pairs, Precision, Selection
 from ..sync import Sync
 from ._logit_scale import TakesLogitScale
+from ._module import Deferrable
 from .statistics import report_statistics
 
 
@@ -130,7 +131,7 @@ def moco_loss(
     return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 
 
-class MoCoLoss(TakesLogitScale):
+class MoCoLoss(TakesLogitScale, Deferrable):
     """MoCo over the global batch: the settings of :func:`wholebatch.functional.moco_loss`.
 
     Args:
@@ -142,7 +143,6 @@ class MoCoLoss(TakesLogitScale):
     memory: Memory = "auto"
     kernel: Kernel = "auto"
     precision: Precision = "auto"
-    checks: Checking = "entry"
 
     @entry
     def forward(

@@ -20,7 +20,7 @@ from ..nodes.cross_entropy import one_positive
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
-from ._module import DeferrableLoss
+from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics
 
@@ -108,7 +108,7 @@ def nt_xent_loss(
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), facts.rows["z0"].total)
 
 
-class NTXentLoss(DeferrableLoss):
+class NTXentLoss(Deferrable, KernelLoss):
     """NT-Xent over the global batch: the settings of :func:`wholebatch.functional.nt_xent_loss`.
 
     Args:

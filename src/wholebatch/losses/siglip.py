@@ -22,7 +22,7 @@ from ..sweep import Memory, Pairs, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
-from ._module import DeferrableLoss
+from ._module import Deferrable, KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 
 
@@ -133,7 +133,7 @@ def siglip_loss(
     return (reduce_losses if per_row else reduce_total)(facts, loss, rows.total)
 
 
-class SigLIPLoss(TakesLogitBias, DeferrableLoss):
+class SigLIPLoss(TakesLogitBias, Deferrable, KernelLoss):
     """SigLIP over the global batch: the settings of :func:`wholebatch.functional.siglip_loss`.
 
     `logit_scale` and `logit_bias` may enter `forward`, so that they can stay inside the model that the engine wraps, or

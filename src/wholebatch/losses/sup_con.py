@@ -22,7 +22,7 @@ from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._labeled import agree_labeled
-from ._module import DeferrableLoss
+from ._module import Deferrable, KernelLoss
 from .statistics import report_statistics
 
 
@@ -107,7 +107,7 @@ def sup_con_loss(
     return data.reduce(losses, data.anchors, data.positives > 0)
 
 
-class SupConLoss(DeferrableLoss):
+class SupConLoss(Deferrable, KernelLoss):
     """Supervised contrastive loss over the global batch: the settings of :func:`wholebatch.functional.sup_con_loss`.
 
     Args:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .._checks import check_positive_number, check_weight
 from ..comm import Group
-from ..contract import Checks, Options, agree, entry
+from ..contract import Checking, Checks, Options, agree, entry
 from ..sync import Sync, shared_sum
 from ._declaration import Declaration
-from ._module import LossModule
+from ._module import Deferrable
 from ._moments import centered, cross_product, of_all_ranks
 from ._views import two_view_features
 
@@ -33,6 +33,7 @@ def vicreg_loss(
     epsilon: float = 1e-4,
     group: Group = None,
     sync: Sync = "mean",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the distance of two views plus a hinge on deviations and squared covariances, over the rows of all ranks.
 
@@ -49,6 +50,7 @@ def vicreg_loss(
         epsilon: added to the variances, > 0.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
+        checks: "entry" or "deferred", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.vicreg_loss` on the concatenated
@@ -75,7 +77,7 @@ def vicreg_loss(
     """
     facts = agree(
         "vicreg_loss",
-        Options(group, sync),
+        Options(group, sync, checks=checks),
         two_view_features(z0, z1),
         Checks(
             check=lambda: _check(invariance, variance, covariance, epsilon),
@@ -105,11 +107,11 @@ def _check(invariance: float, variance: float, covariance: float, epsilon: float
     return {"settings": {"invariance": invariance, "variance": variance, "covariance": covariance, "epsilon": epsilon}}
 
 
-class VICRegLoss(LossModule):
+class VICRegLoss(Deferrable):
     """VICReg over the global batch: the settings of :func:`wholebatch.functional.vicreg_loss`.
 
     Args:
-        invariance, variance, covariance, epsilon, group, sync: as in :func:`wholebatch.functional.vicreg_loss`.
+        invariance, variance, covariance, epsilon, group, sync, checks: as in :func:`wholebatch.functional.vicreg_loss`.
     """
 
     invariance: float = 25.0
