@@ -291,7 +291,9 @@ class _Call:
         """Let later calls of this form assume what this one has read, if that bounds their logits."""
         norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
         scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
-        bounds = bounds_of(self.inputs, on_device, norms, scalars, min(values.min_pair_products))
+        bounds = bounds_of(
+            self.inputs, on_device, norms, scalars, min(values.min_pair_products), alone=self.comm.size == 1
+        )
         kept, kind = assumptions_of(self.comm.transport), self._kind(key)
         kept.pop(kind, None)
         records, device = by_rank.records, self.inputs.first[1].device
@@ -337,7 +339,7 @@ class _Call:
         first, given = self.inputs.first[1], self.inputs.differentiable
         entered = enter(join(given, agreement.needs_grad), self.inputs, self.comm, self.options)
         if deferred is not None:
-            entered = {name: deferred.admit(x) for name, x in entered.items()}
+            entered = deferred.admit(entered)
         dtype = accumulation_dtype(first.dtype)
         norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
         facts = Facts(

@@ -96,8 +96,9 @@ class Assumption:
     def __post_init__(self) -> None:
         self.bounds = torch.tensor([*self.limits.values()], dtype=wide_dtype(self.device)).T.to(self.device)
         self._ranks = 1 if self.records is None else len(self.records)
-        # Whether all calls were ok, whether each rank's was like the one before, and the numbers of each rank.
-        self._state = self.bounds.new_ones(1 + self._ranks * (1 + len(self.limits)))
+        # Whether a call was ok, on several ranks whether that of each is like the one before, and the numbers of each.
+        self._alike = 0 if self.records is None else self._ranks
+        self._state = self.bounds.new_ones(1 + self._alike + self._ranks * len(self.limits))
         self._found = self._state.to("cpu", copy=True)
         self._arrived = None
         if self._state.is_cuda:
@@ -111,17 +112,16 @@ class Assumption:
         numbers_of_records(without, len(self.limits)).zero_()
         return torch.eq(without, self.records).all(1)
 
-    def note(self, ok: Tensor, like: Tensor, numbers: Tensor) -> None:
-        """Keep the numbers of a call, unless one before it was not ok; they travel to the host."""
-        state = self._state
-        new = torch.cat([ok.to(state).view(1), like.to(state), numbers.to(state).flatten()])
-        torch.where(state[0] > 0, new, state, out=state)
+    def note(self, ok: Tensor, like: Tensor | None, numbers: Tensor) -> None:
+        """Let the numbers of a call travel to the host; in a CUDA graph, keep those of the first replay not ok."""
+        new = torch.cat([of.to(self._state).reshape(-1) for of in (ok, like, numbers) if of is not None])
         if self not in self.unread:
             self.unread.append(self)
-        if capturing():  # the graph will keep the numbers of each replay
+        if capturing():
             self._captured = True
+            torch.where(self._state[0] > 0, new, self._state, out=self._state)
             return
-        self._found.copy_(state, non_blocking=True)
+        self._found.copy_(new, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
@@ -137,7 +137,7 @@ class Assumption:
         elif self._arrived is not None:
             self._arrived.synchronize()  # of an earlier call, with a backward pass between
         ok, *found = bytes_of(self._found).cast("d" if self._found.dtype == torch.float64 else "f").tolist()
-        like, numbers = found[: self._ranks], found[self._ranks :]
+        like, numbers = found[: self._alike], found[self._alike :]
         columns = {name: numbers[at :: len(self.limits)] for at, name in enumerate(self.limits)}
         if not ok:
             self._state.fill_(1.0)
@@ -202,37 +202,42 @@ class Deferred:
 
     Attributes:
         ok: whether all is as assumed, () on `device`.
+        bad: whether it is not; from `finish` on.
     """
 
     def __init__(self, assumption: Assumption, judged: Tensor, device: torch.device) -> None:
         self._assumption, (low, high) = assumption, assumption.bounds
-        if assumption.records is None:
-            self._like, numbers = low.new_ones(1, dtype=torch.bool), judged[None]
-        else:
-            self._like, numbers = assumption.like(judged), numbers_of_records(judged, len(low))
-        self._numbers = numbers
-        ok = ((numbers >= low) & (numbers <= high)).all() & self._like.all()
-        ok = ok & (numbers[:, : len(assumption.norms)].amax(0) >= _SHORT).all()  # norms come first
-        column = dict(zip(assumption.limits, numbers.unbind(1), strict=True))
-        for name in assumption.scalars if len(numbers) > 1 else ():
-            if name in column:
+        self._like, self._numbers, numbers = None, judged, judged
+        if assumption.records is not None:
+            self._like = assumption.like(judged)
+            self._numbers = numbers = numbers_of_records(judged, len(low))
+        ok = ((numbers >= low) & (numbers <= high)).all()
+        if self._like is not None:
+            column = dict(zip(assumption.limits, numbers.unbind(1), strict=True))
+            longest = numbers[:, : len(assumption.norms)].amax(0)  # norms come first
+            ok = ok & self._like.all() & (longest >= _SHORT).all()
+            for name in assumption.scalars.keys() & column.keys():
                 ok = ok & ((column[name] - column[name][0]).abs() <= _TOLERANCE * column[name][0].abs()).all()
-        if SUM_OF_WEIGHTS in column:
-            ok = ok & (column[SUM_OF_WEIGHTS].sum() > 0)
+            if SUM_OF_WEIGHTS in column:
+                ok = ok & (column[SUM_OF_WEIGHTS].sum() > 0)
         self.ok = ok.to(device, non_blocking=True)
 
     def require(self, holds: Tensor) -> None:
         """Require a further condition, (), which is the same on all ranks."""
         self.ok = self.ok & holds
 
-    def admit(self, x: Any) -> Any:
-        """Return an argument, whose gradient is 0 where the call is not ok."""
-        return _Admit.apply(x, self) if isinstance(x, Tensor) and x.requires_grad else x
+    def admit(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments, whose gradients are 0 if the call is not ok."""
+        names = [name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
+        if not names:
+            return {**arguments}
+        return {**arguments, **dict(zip(names, _Admit.apply(self, *(arguments[n] for n in names)), strict=True))}
 
     def finish(self, loss: Tensor) -> Tensor:
         """Return the loss, NaN if the call is not ok, and let the numbers travel to the host."""
         self._assumption.note(self.ok, self._like, self._numbers)
-        return torch.where(self.ok, loss, math.nan)
+        self.bad = self.ok.logical_not()
+        return _Finish.apply(loss, self)
 
 
 def assumptions_of(transport: Transport) -> dict[Hashable, Assumption]:
@@ -264,11 +269,19 @@ def read_earlier(transport: Transport) -> None:
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return numbers of shape () or [1] as one tensor, (k,), in the dtype and on the device of another."""
-    return torch.stack([number.detach().reshape(()).to(like) for number in numbers])
+    if len({number.dtype for number in numbers}) > 1:
+        numbers = [number.to(like) for number in numbers]
+    return torch.stack([number.detach().reshape(()) for number in numbers]).to(like)
 
 
 def bounds_of(
-    inputs: Inputs, on_device: Sequence[str], norms: Mapping[str, float], scalars: Mapping[str, float], least: float
+    inputs: Inputs,
+    on_device: Sequence[str],
+    norms: Mapping[str, float],
+    scalars: Mapping[str, float],
+    least: float,
+    *,
+    alone: bool,
 ) -> tuple[dict[str, float], dict[str, float], float, Limits] | None:
     """Return what to assume of norms, of scalars and of matching pairs, and the limits; None: nothing.
 
@@ -278,6 +291,7 @@ def bounds_of(
         norms: the largest norms, over all ranks, by the name of the features.
         scalars: of the call.
         least: the smallest product of a matching pair.
+        alone: whether one process makes the call.
     """
     factors = {  # of S
         name: 1 / number if name in inputs.positive else abs(number)
@@ -305,9 +319,10 @@ def bounds_of(
         grown = {name: min(norm, most) if assumed[name] <= most else norm for name, norm in grown.items()}
     assumed = grown
     least = _LESS_ALIKE * math.prod(assumed.values()) if pairs and least >= _ALIKE else -math.inf
-    limits: Limits = {norm_of(name): (0.0, norm) for name, norm in assumed.items()}
+    shortest = _SHORT if alone else 0.0  # a rank may have no rows
+    limits: Limits = {norm_of(name): (shortest, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
-    limits |= dict.fromkeys((SUM_OF_WEIGHTS, SMALLEST_WEIGHT), (0.0, LARGEST))
+    limits |= {SUM_OF_WEIGHTS: (math.ulp(0.0) if alone else 0.0, LARGEST), SMALLEST_WEIGHT: (0.0, LARGEST)}
     assumed_scalars = dict(scalars)
     for name in changing:
         bound, divides = max(usual, grows * max(1.0, factors[name])), name in inputs.positive
@@ -333,18 +348,30 @@ def with_rows(inputs: Inputs, counts: Mapping[str, int]) -> Inputs:
 
 
 class _Admit(Function):
-    """Return x; its gradient is 0 where a call is not ok."""
+    """Return tensors, whose gradients are 0 if a call is not ok."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, deferred: Deferred) -> Tensor:
+    def forward(ctx: Any, deferred: Deferred, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.deferred = deferred
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in given)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ok = ctx.deferred.ok  # what was required after this node counts as well
-        return torch.where(ok if grad.is_cuda == ok.is_cuda else ok.to(grad.device), grad, 0.0), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        bad = ctx.deferred.bad
+        return None, *(grad if grad is None else grad.masked_fill(bad.to(grad.device), 0.0) for grad in grads)
+
+
+class _Finish(Function):
+    """Return the loss, NaN if its call is not ok; whether it is does not change the gradient here (see `_Admit`)."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, deferred: Deferred) -> Tensor:
+        return loss.masked_fill(deferred.bad, math.nan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _StandIn(Function):
