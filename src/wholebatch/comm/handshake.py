@@ -289,9 +289,10 @@ def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[li
             raise _foreign(transport, local.who, rank, f"{RECORD_BYTES} bytes that are no statement of a call")
         lengths = records.different_lengths()
         if lengths is not None and records.unread():
+            mistake = local.statement.get(_COMPLAINT, "make the same calls with the same options on all ranks")
             raise ValueError(
-                f"rank {transport.rank} of {transport.size}, in {local.who}: rank {records.unread()[0]} goes on with a "
-                "loss of checks='deferred' as before; make the same calls on all ranks, or pass checks='entry'"
+                f"rank {transport.rank} of {transport.size}, in {local.who}: {mistake} (rank {records.unread()[0]} "
+                "goes on with a loss of checks='deferred' as before, and waits; checks='entry' raises on all ranks)"
             )
         if lengths is None:
             return [_parsed(local.text)] * transport.size, records

@@ -151,6 +151,14 @@ def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], d
     return made
 
 
+def as_unread(words: Tensor, count: int) -> Tensor:
+    """Return records as those of a call that no rank reads, without the first `count` numbers."""
+    words = words.clone()
+    numbers_of_records(words, count).zero_()
+    words[:, 0] = _UNREAD
+    return words
+
+
 def numbers_of_records(words: Tensor, count: int) -> Tensor:
     """Return the first numbers of records, (W, WORDS) -> (W, count), float64, a view."""
     return words.view(torch.float64)[:, _FIRST : _FIRST + count]
@@ -188,13 +196,6 @@ class Records:
         """Return the ranks that do not read these records, because their call is like the one before."""
         starts = self._words(0)
         return [rank for rank, start in enumerate(starts) if start == _UNREAD] if _UNREAD in starts else []
-
-    def as_unread(self, count: int) -> Tensor:
-        """Return these records as those of a later call that no rank reads, without the first `count` numbers."""
-        words = self.words.clone()
-        numbers_of_records(words, count).zero_()
-        words[:, 0] = _UNREAD
-        return words
 
     def different_lengths(self) -> list[int] | None:
         """Return the length of each rank's text, or None if all ranks have the same text."""

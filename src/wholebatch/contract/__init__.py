@@ -21,7 +21,7 @@ This package knows no loss. A loss decides which entries of S count, and `nodes`
 from .agree import agree
 from .backward import CALL, check_earlier, differed, latest_call, number_call, together
 from .canaries import Canaries, canaries_of
-from .deferred import Deferred
+from .deferred import Assumption, Deferred
 from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
 from .facts import Facts
 from .forms import KERNELS
@@ -35,6 +35,7 @@ __all__ = [
     "KERNELS",
     "MIN_PAIR_PRODUCT",
     "REDUCTIONS",
+    "Assumption",
     "Canaries",
     "Checking",
     "Checks",

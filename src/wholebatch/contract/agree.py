@@ -29,20 +29,22 @@ from .._precision import accumulation_dtype, tf32_is_allowed
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
-from ..comm.records import OnDevice, Records
+from ..comm.records import OnDevice, Records, as_unread
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .autocast import autocast_around
-from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call
+from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call, number_next_call
 from .canaries import CANARIES, canaries_of
 from .deferred import (
     Assumption,
     Deferred,
+    Seen,
     assumptions_of,
     bounds_of,
     capturing,
     read_earlier,
+    seen_of,
     stacked,
     unread_of,
     with_rows,
@@ -114,7 +116,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     if agreement is None or comm.size > 1:
         columns, latest = by_rank.columns_of_mapping(NUMBERS), by_rank.column(CALL)
         if by_rank.records is not None and by_rank.records.unread():
-            return call.beside(by_rank.records)
+            return call.beside(by_rank, by_rank.records)
     if agreement is None:
         canaries_of(transport).check(columns)
         mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
@@ -138,10 +140,10 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
-    number = number_call(latest)
+    number, assumption = number_call(transport, latest), None
     if options.checks == "deferred" and key is not None:
-        call.assume(key, form, agreement, by_rank, number, values, on_device)
-    return call.facts(agreement, number, values, of_rows)
+        assumption = call.assume(key, form, agreement, by_rank, values, on_device)
+    return call.facts(agreement, number, values, of_rows, assumption=assumption)
 
 
 @dataclass(eq=False)
@@ -221,7 +223,7 @@ class _Call:
         """Return the facts of a call that is like the one before; None if the host has to read its numbers."""
         transport = self.comm.transport
         assumption = assumptions_of(transport).get(self._kind(key))
-        if assumption is None or assumption.form is not form:
+        if assumption is None or assumption.form is not form or assumption.seen.underflowed:
             return None
         numbers, of_rows = self.valid_numbers(in_kernels=form.in_kernels, read=False)
         if numbers is None:
@@ -238,12 +240,15 @@ class _Call:
             judged = form.statement.gather(transport, own, stacked([*on_device.values()], assumption.bounds))
         return self._as_assumed(assumption, judged, of_rows)
 
-    def beside(self, records: Records) -> Facts:
+    def beside(self, by_rank: FactsByRank, records: Records) -> Facts:
         """Return the facts of a call for which other ranks have read nothing, because theirs is like the one before.
 
         Raises:
-            ValueError: on this rank alone, if it did not take part in that one.
+            ValueError: on this rank alone, if its settings are others, or it did not take part in that one.
         """
+        mistake = different_facts(self.caller, by_rank, (*_MUST_MATCH, *self.checks.must_match, GRAD_ENABLED))
+        if mistake is not None:
+            raise mistake
         kept, others = assumptions_of(self.comm.transport), records.unread()
         for assumption in kept.values():
             judged = records.words.to(assumption.bounds.device)
@@ -256,12 +261,11 @@ class _Call:
         )
 
     def _as_assumed(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
-        assumption.call += 1
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
         norms = {name: [norm] for name, norm in assumption.norms.items()}
         scalars = {name: [number] for name, number in assumption.scalars.items()}
         values = _Values(norms, scalars, None, [assumption.least], {})
-        return self.facts(assumption.agreement, assumption.call, values, of_rows, deferred)
+        return self.facts(assumption.agreement, number_next_call(self.comm.transport), values, of_rows, deferred)
 
     def _kind(self, key: Hashable) -> Hashable:
         """Return what calls have in common of which all ranks keep the latest alone: on one process, all of a form."""
@@ -284,27 +288,30 @@ class _Call:
         form: Form,
         agreement: Agreement,
         by_rank: FactsByRank,
-        call: int,
         values: _Values,
         on_device: Sequence[str],
-    ) -> None:
-        """Let later calls of this form assume what this one has read, if that bounds their logits."""
-        norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
+    ) -> Assumption | None:
+        """Return what later calls of this form may assume after this one has read its numbers; None: nothing."""
+        columns = {norm_of(name): of_ranks for name, of_ranks in values.norms.items()} | {**values.scalars}
+        columns[MIN_PAIR_PRODUCT] = values.min_pair_products
         scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
-        bounds = bounds_of(
-            self.inputs, on_device, norms, scalars, min(values.min_pair_products), alone=self.comm.size == 1
-        )
-        kept, kind = assumptions_of(self.comm.transport), self._kind(key)
+        transport, kind, first = self.comm.transport, self._kind(key), self.inputs.first[1]
+        seen = seen_of(transport).setdefault(kind, Seen())
+        seen.add(self.inputs, columns)
+        bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=self.comm.size == 1)
+        kept, records, device = assumptions_of(transport), by_rank.records, first.device
         kept.pop(kind, None)
-        records, device = by_rank.records, self.inputs.first[1].device
         if bounds is None or (records is not None and records.different_lengths() is not None):
-            return
-        if records is not None and not self.comm.transport.stays_on_device(self.inputs.first[1]):
+            return None
+        if records is not None and not transport.stays_on_device(first):
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
-        words = None if records is None else records.as_unread(len(on_device)).to(device)
-        unread = unread_of(self.comm.transport)
-        keep(kept, kind, Assumption(self.caller, form, agreement, call, host, *bounds, device, words, unread))
+        words = None if records is None else as_unread(records.words, 1 + len(on_device)).to(device)
+        made = Assumption(
+            self.caller, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, unread_of(transport)
+        )
+        keep(kept, kind, made)
+        return made
 
     def agreement(self, by_rank: FactsByRank) -> Agreement:
         """Return what the ranks agree on.
@@ -334,6 +341,7 @@ class _Call:
         values: _Values,
         of_rows: RowNumbers | None,
         deferred: Deferred | None = None,
+        assumption: Assumption | None = None,
     ) -> Facts:
         """Return the facts of the call; its inputs enter the graph of the loss."""
         first, given = self.inputs.first[1], self.inputs.differentiable
@@ -365,6 +373,7 @@ class _Call:
             plans=agreement.plans,
             of_rows=of_rows,
             deferred=deferred,
+            assumption=assumption,
         )
         return facts.in_range()
 

@@ -34,6 +34,7 @@ from ..comm.transport import Transport
 
 _GRADIENT = "incoming gradient"
 _STATEMENTS = "statements of backward passes"  # the name under which a group keeps them
+_NUMBER = "number of the latest call"  # likewise
 _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round differently
 EARLIER = "earlier backward passes that differed"  # the number of `differed`
 CALL = "call"  # the fact of a handshake that numbers the call
@@ -48,11 +49,19 @@ def latest_call() -> int:
     return _latest
 
 
-def number_call(latest: Sequence[int]) -> int:
+def number_call(transport: Transport, latest: Sequence[int]) -> int:
     """Return the number of a call that all ranks make, from the numbers of the latest call of each."""
     global _latest  # noqa: PLW0603
-    _latest = 1 + max(latest)
+    transport.kept[_NUMBER] = _latest = 1 + max(latest)
     return _latest
+
+
+def number_next_call(transport: Transport) -> int:
+    """Return the number of a call of which the ranks read nothing: the next one of the group."""
+    global _latest
+    number: int = transport.kept[_NUMBER] + 1
+    transport.kept[_NUMBER], _latest = number, max(_latest, number)
+    return number
 
 
 def together(loss: Tensor, comm: Communicator, caller: str, call: int, *, one_loss: bool = True) -> Tensor:

@@ -5,9 +5,9 @@
     the next call   of the group finds these numbers on the host, where they have arrived by then
 
 A call that is not ok has the loss NaN and gradients 0 on all ranks. For a mistake, the next call raises on all ranks;
-if a norm or a scale has grown beyond its bound, it warns and reads. On several ranks a call is like the one before if
-each rank has the form that it had then: rows may be uneven. A rank with other rows reads, finds that the others do not,
-and takes part with rows of zeros. So no rank waits for it.
+if a norm or a scale has grown beyond its bound, or a sum underflowed, it warns and reads. On several ranks a call is
+like the one before if each rank has the form that it had then: rows may be uneven. A rank with other rows reads, finds
+that the others do not, and takes part with rows of zeros. So no rank waits for it.
 
 What a loss needs of these numbers on the host is a bound of its logits, L = |scale| max|x| max|y| with norms of at
 least 1, or of 1 where it normalizes rows (see `wholebatch.logsumexp`). There norms may grow by a factor of 8.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .._normalize import LONGEST
 from .._precision import wide_dtype
 from .._settings import LARGEST
 from .._tensor_file import bytes_of
-from ..comm.records import numbers_of_records
+from ..comm.records import as_unread, numbers_of_records
 from ..comm.transport import Transport
 from .backward import EARLIER, check_earlier
 from .forms import Agreement, Form
@@ -46,8 +46,44 @@ _UNIT, _GROWS, _FREELY, _USUAL_SCALE, _ALIKE, _LESS_ALIKE = 1.01, 1.05, 8.0, 102
 # Longest rows that are shorter or longer decide the precision of products (see `Facts.in_units`, `Facts.in_range`).
 _SHORT, _LONGEST_HALF = 2.0**-4, torch.finfo(torch.float16).max
 _ALMOST = 0.98  # of a bound: the next call reads before a number has grown beyond it
+_SCALES = ("logit_scale", "temperature")  # the names of scalars that multiply, or divide, all logits
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks
-_ASSUMED, _UNREAD = "assumptions of deferred checks", "those whose numbers are unread"  # kept with a group
+# The names under which a group keeps them.
+_ASSUMED, _SEEN, _UNREAD = "assumptions of deferred checks", "extremes of calls", "assumptions with unread numbers"
+
+
+@dataclass(eq=False)
+class Seen:
+    """The extremes of calls of a form: two losses in a step may have one form, and other numbers.
+
+    Args:
+        norms: the largest, by the name of the features.
+        scalars: those of the largest logits, by name; NaN if scales of both signs were seen.
+        least: the smallest product of a matching pair.
+        shortest: the smallest of the largest norms.
+        underflowed: whether a sum underflowed, which a call has to read.
+    """
+
+    norms: dict[str, float] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
+    least: float = math.inf
+    shortest: float = math.inf
+    underflowed: bool = False
+
+    def add(self, of: Assumption | Inputs, columns: Mapping[str, Sequence[float]]) -> None:
+        """Add the numbers of a call of all ranks."""
+        names = [*of.norms] if isinstance(of, Assumption) else [*of.given_features]
+        for name in names:
+            longest = max(columns[norm_of(name)])
+            self.norms[name], self.shortest = max(self.norms.get(name, 0.0), longest), min(self.shortest, longest)
+        for name in _SCALES:
+            if name in columns:
+                number = columns[name][0]
+                before = self.scalars.get(name, number)
+                larger = min(before, number) if name in of.positive else max(before, number, key=abs)
+                self.scalars[name] = larger if before * number >= 0 else math.nan
+        self.least = min(self.least, *columns.get(MIN_PAIR_PRODUCT, [math.inf]))
+
 
 Limits = dict[str, tuple[float, float]]  # the lowest and the highest accepted value of each number on the device
 
@@ -65,15 +101,16 @@ class Assumption:
         caller: the loss.
         form: of this rank's call.
         agreement: of the ranks.
-        call: the number of the latest call.
         host: the scalars that are numbers on the host.
         norms: upper bounds of norms, by the name of the features.
         scalars: the scalars; for those on the device, the bound that makes logits largest.
         least: lower bound of the product of a matching pair.
         limits: of the numbers on the device.
         device: where numbers are judged.
-        records: (W, n), those of all ranks in calls like this one, with 0 for numbers on the device; None on one
-            process.
+        records: (W, n), those of all ranks in calls like this one, with 0 for numbers on the device and the number of
+            the call; None on one process.
+        positive: the names of scalars that must be positive.
+        seen: of calls like this one.
         unread: those of the group whose numbers the host has not read.
 
     Attributes:
@@ -83,7 +120,6 @@ class Assumption:
     caller: str
     form: Form
     agreement: Agreement
-    call: int
     host: Mapping[str, float]
     norms: dict[str, float]
     scalars: dict[str, float]
@@ -91,8 +127,11 @@ class Assumption:
     limits: Limits
     device: torch.device
     records: Tensor | None
+    positive: Sequence[str]
+    seen: Seen
     unread: list[Assumption]
 
+    @torch.inference_mode(False)  # of whichever mode the first call is
     def __post_init__(self) -> None:
         self.bounds = torch.tensor([*self.limits.values()], dtype=wide_dtype(self.device)).T.to(self.device)
         self._ranks = 1 if self.records is None else len(self.records)
@@ -108,9 +147,7 @@ class Assumption:
     def like(self, records: Tensor) -> Tensor:
         """Return whether each rank's record is that of a call like the one before, (W,), apart from its numbers."""
         assert self.records is not None
-        without = records.clone()
-        numbers_of_records(without, len(self.limits)).zero_()
-        return torch.eq(without, self.records).all(1)
+        return torch.eq(as_unread(records, 1 + len(self.limits)), self.records).all(1)
 
     def note(self, ok: Tensor, like: Tensor | None, numbers: Tensor) -> None:
         """Let the numbers of a call travel to the host; in a CUDA graph, keep those of the first replay not ok."""
@@ -148,19 +185,23 @@ class Assumption:
         """Raise the error of a call that was not ok, or warn of a number that has grown."""
         check_earlier(transport, {EARLIER: max(columns.get(EARLIER, [0.0]))})
         mistake = self._mistake(like, columns)
-        if mistake is None and (grown := self._beyond(columns, 1.0)):
-            low, high = self.limits[grown]
-            warnings.warn(
-                f"{self.caller}: with checks='deferred', {grown} was {columns[grown]} in an earlier call, and numbers "
-                f"from {low:.6g} to {high:.6g} were assumed. The loss of that step is NaN, and its gradients are 0; "
-                "this call reads its numbers again",
-                stacklevel=2,
+        if mistake is not None:
+            raise ValueError(
+                f"{self.caller}: in an earlier call with checks='deferred', {mistake}. The loss of that step is NaN, "
+                "and its gradients are 0; pass checks='entry' for an error at once"
             )
-            return
-        mistake = mistake or "all logits of a row underflowed"
-        raise ValueError(
-            f"{self.caller}: in an earlier call with checks='deferred', {mistake}. The loss of that step is NaN, and "
-            "its gradients are 0; pass checks='entry' for an error at once"
+        self.seen.add(self, columns)
+        grown = self._beyond(columns, 1.0)
+        if grown is None:
+            self.seen.underflowed = True
+            found = "the sum of a row or column underflowed under one shift for all logits; such calls read from now on"
+        else:
+            low, high = self.limits[grown]
+            found = f"{grown} was {columns[grown]}, and numbers from {low:.6g} to {high:.6g} were assumed"
+        warnings.warn(
+            f"{self.caller}: in an earlier call with checks='deferred', {found}. The loss of that step is NaN, and its "
+            "gradients are 0; this call reads its numbers again",
+            stacklevel=2,
         )
 
     def _mistake(self, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> str | None:
@@ -172,6 +213,8 @@ class Assumption:
             wrong = [rank for rank, number in enumerate(column) if not math.isfinite(number)]
             if wrong and name != MIN_PAIR_PRODUCT:  # which is infinite without rows
                 return f"{name} of rank {wrong[0]} was {column[wrong[0]]}; check for an overflow"
+            if name in self.positive and min(column) <= 0:
+                return f"{name} must be positive, got {min(column)}"
             if name in self.scalars and max(column) - min(column) > _TOLERANCE * abs(column[0]):
                 return f"{name} must be the same on all ranks, got {column}"
         if min(columns.get(SMALLEST_WEIGHT, [0.0])) < 0:
@@ -246,6 +289,12 @@ def assumptions_of(transport: Transport) -> dict[Hashable, Assumption]:
     return found
 
 
+def seen_of(transport: Transport) -> dict[Hashable, Seen]:
+    """Return the extremes of a group's calls, by their kind."""
+    found: dict[Hashable, Seen] = transport.kept.setdefault(_SEEN, {})
+    return found
+
+
 def unread_of(transport: Transport) -> list[Assumption]:
     """Return the assumptions of a group whose calls have left numbers that the host has not read."""
     found: list[Assumption] = transport.kept.setdefault(_UNREAD, [])
@@ -275,50 +324,48 @@ def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def bounds_of(
-    inputs: Inputs,
-    on_device: Sequence[str],
-    norms: Mapping[str, float],
-    scalars: Mapping[str, float],
-    least: float,
-    *,
-    alone: bool,
+    inputs: Inputs, on_device: Sequence[str], scalars: Mapping[str, float], seen: Seen, *, alone: bool
 ) -> tuple[dict[str, float], dict[str, float], float, Limits] | None:
     """Return what to assume of norms, of scalars and of matching pairs, and the limits; None: nothing.
 
     Args:
         inputs: of the call.
         on_device: the names of its numbers on the device, in order.
-        norms: the largest norms, over all ranks, by the name of the features.
         scalars: of the call.
-        least: the smallest product of a matching pair.
+        seen: the extremes of this call and those before.
         alone: whether one process makes the call.
     """
+    scalars = {
+        name: seen.scalars.get(name, number) if name in on_device else number for name, number in scalars.items()
+    }
+    norms, least = seen.norms, seen.least
     factors = {  # of S
         name: 1 / number if name in inputs.positive else abs(number)
         for name, number in scalars.items()
-        if name in ("logit_scale", "temperature")
+        if name in _SCALES
     }
     changing = [name for name in factors if name in on_device]
     assumed = {name: max(1.0, norm) for name, norm in norms.items()}
     bounding = [] if inputs.normalized else [*assumed.values()]
     largest = math.prod(bounding) * max(1.0, math.prod(factors.values()))
     unit, pairs = max(bounding, default=1.0) <= _UNIT, inputs.matching is not None
-    if min(norms.values()) < _SHORT:
+    alike = least >= _ALIKE and min(scalars.values(), default=0.0) >= 0
+    if seen.underflowed or seen.shortest < _SHORT or math.isnan(largest):
         return None
     if largest <= _NEAR_IT:
         grows = (_NO_SHIFT / largest) ** (1 / max(1, len(changing) + len(bounding)))
-    elif unit and (least >= _ALIKE or not pairs):
+    elif unit and (alike or not pairs):
         grows = _GROWS
     else:
         return None
     usual = 0.0
-    if inputs.any_scale and unit and (least >= _ALIKE or not pairs):
+    if inputs.any_scale and unit and (alike or not pairs):
         grows, usual = _GROWS, _USUAL_SCALE
     grown = {name: (_FREELY if inputs.normalized else grows) * norm for name, norm in assumed.items()}
     for most in (_LONGEST_HALF, LONGEST[torch.float32]):  # beyond these, products have another precision
         grown = {name: min(norm, most) if assumed[name] <= most else norm for name, norm in grown.items()}
     assumed = grown
-    least = _LESS_ALIKE * math.prod(assumed.values()) if pairs and least >= _ALIKE else -math.inf
+    least = _LESS_ALIKE * math.prod(assumed.values()) if pairs and alike else -math.inf
     shortest = _SHORT if alone else 0.0  # a rank may have no rows
     limits: Limits = {norm_of(name): (shortest, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
@@ -326,7 +373,7 @@ def bounds_of(
     assumed_scalars = dict(scalars)
     for name in changing:
         bound, divides = max(usual, grows * max(1.0, factors[name])), name in inputs.positive
-        signed = math.copysign(bound, scalars[name])  # what is known of pairs holds for scales of one sign
+        signed = -bound if scalars[name] < 0 else bound  # what is known of pairs holds for scales of one sign
         limits[name] = (1 / bound, LARGEST) if divides else (min(signed, 0.0), max(signed, 0.0))
         assumed_scalars[name] = 1 / bound if divides else signed
     return assumed, assumed_scalars, least, {name: limits.get(name, (-LARGEST, LARGEST)) for name in on_device}

@@ -17,7 +17,7 @@ from ..comm.inside import all_gather
 from ..kernels import RowNumbers
 from ..partition import Partition
 from ..sweep import Products
-from .deferred import Deferred
+from .deferred import Assumption, Deferred
 from .options import Options
 
 _T = TypeVar("_T")
@@ -53,6 +53,7 @@ class Facts:
         plans: what layers above have made for calls of this form, by name.
         of_rows: the numbers of each row of two features, if kernels have computed them.
         deferred: the call, if the host has not read its numbers: norms, scalars and products are then bounds.
+        assumption: of later calls, if this one has read its numbers.
     """
 
     caller: str
@@ -77,6 +78,7 @@ class Facts:
     plans: dict[Hashable, Any] = field(default_factory=dict)
     of_rows: RowNumbers | None = None
     deferred: Deferred | None = None
+    assumption: Assumption | None = None
 
     @property
     def differentiable(self) -> bool:

@@ -185,7 +185,7 @@ class WholeBatch(nn.Module):
         check_inference(everyone)
         needed = [any(column) for column in everyone.columns_of_list(NEEDS_GRAD)]
         inputs = [*join(dict(enumerate(inputs)), needed).values()]
-        call = number_call([facts[CALL] for facts in everyone])
+        call = number_call(comm.transport, [facts[CALL] for facts in everyone])
         if self.strategy == "root":
             loss = loss_at_root(
                 comm, self.root, self.sync, compute, inputs, partitions, LossState(passed, owned, buffers)

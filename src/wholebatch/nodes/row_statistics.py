@@ -188,6 +188,7 @@ class Planned:
             dtype=self.dtype if operands.narrow else None,
             canaries=canaries_of(facts.comm.transport).due() if in_kernels and facts.deferred is None else None,
             deferred=facts.deferred,
+            assumption=facts.assumption,
         )
 
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:

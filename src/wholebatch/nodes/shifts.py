@@ -40,6 +40,8 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
         if no_underflow(plan.route.comm, sums, plan.bounds.terms, dtype):
             return rows, cols, kept
         del rows, cols, kept
+        if plan.assumption is not None:
+            plan.assumption.seen.underflowed = True
     row_max, col_max = _maxima(plan, data)
     return *_sums(plan, data, row_max, col_max, None), None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._normalize import divisors
-from ..contract import Canaries, Deferred
+from ..contract import Assumption, Canaries, Deferred
 from ..sweep import Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep
 from .route import Route
 from .towers import Towers
@@ -72,6 +72,7 @@ class SoftmaxPlan:
         dtype: the dtype in which features are multiplied; None: that of the features.
         canaries: of the group, if kernels compute the tiles.
         deferred: the call, if the host has not read its numbers.
+        assumption: of later calls, else.
     """
 
     route: Route
@@ -89,6 +90,7 @@ class SoftmaxPlan:
     dtype: torch.dtype | None
     canaries: Canaries | None = None
     deferred: Deferred | None = None
+    assumption: Assumption | None = None
 
     @property
     def symmetric(self) -> bool:
