@@ -5,7 +5,6 @@ A loss is built in the process that measures it, so that a library that is not i
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,9 +76,12 @@ _OURS: dict[str, Callable[..., Tensor]] = {
 
 def our_methods() -> list[Method]:
     """Return this library's methods: with its defaults, by each kernel, and with deferred checks where it has them."""
-    settings: dict[str, dict[str, Any]] = {"default": {}, "triton": {"kernel": "triton"}, "torch": {"kernel": "torch"}}
-    if "checks" in inspect.signature(wb.functional.clip_loss).parameters:
-        settings["deferred"] = {"checks": "deferred"}
+    settings: dict[str, dict[str, Any]] = {
+        "default": {},
+        "triton": {"kernel": "triton"},
+        "torch": {"kernel": "torch"},
+        "deferred": {"checks": "deferred"},
+    }
     return [
         Method(loss, label, partial(partial, call, **options), captures=label == "deferred")
         for loss, call in _OURS.items()

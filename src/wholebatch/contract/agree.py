@@ -296,7 +296,8 @@ class _Call:
         columns[MIN_PAIR_PRODUCT] = values.min_pair_products
         scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
         transport, kind, first = self.comm.transport, self._kind(key), self.inputs.first[1]
-        seen = seen_of(transport).setdefault(kind, Seen())
+        if (seen := seen_of(transport).get(kind)) is None:
+            keep(seen_of(transport), kind, seen := Seen())
         seen.add(self.inputs, columns)
         bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=self.comm.size == 1)
         kept, records, device = assumptions_of(transport), by_rank.records, first.device
