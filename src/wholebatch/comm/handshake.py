@@ -28,15 +28,7 @@ from .._tensor_file import bytes_of
 from .binding import CallError
 from .compiled import eager
 from .facts_by_rank import Facts, FactsByRank
-from .records import (
-    RECORD_BYTES,
-    OnDevice,
-    Records,
-    numbers_of_records,
-    record,
-    take_numbers,
-    with_slots,
-)
+from .records import RECORD_BYTES, OnDevice, Records, numbers_of_records, record, take_numbers, with_slots
 from .statement import FACTS, KINDS, NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
 

@@ -40,19 +40,17 @@ from .deferred import (
     Assumption,
     Deferred,
     Seen,
-    assumptions_of,
     bounds_of,
     capturing,
+    kept_by,
     read_earlier,
-    seen_of,
     stacked,
-    unread_of,
     with_rows,
 )
 from .facts import Facts
 from .forms import Agreement, Form, forms_of, keep
 from .gradients import check_inference, enter, gradient_facts, join
-from .inputs import MIN_PAIR_PRODUCT, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
+from .inputs import MIN_PAIR_PRODUCT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
 from .options import Options
 
 NUMBERS = "numbers"  # the fact with the numbers of a rank
@@ -127,7 +125,6 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         if mistake is not None:
             raise on_all_ranks(mistake, transport)
         values = _Values.of(checked, inputs)
-    on_device = call.names_on_device() if options.checks == "deferred" else []
     check_earlier(transport, {})
     if agreement is None:
         agreement = call.agreement(by_rank)
@@ -141,8 +138,8 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
     number, assumption = number_call(transport, latest), None
-    if options.checks == "deferred" and key is not None:
-        assumption = call.assume(key, form, agreement, by_rank, values, on_device)
+    if options.checks == "deferred" and key is not None and columns is not None:
+        assumption = call.assume(key, form, agreement, by_rank, columns)
     return call.facts(agreement, number, values, of_rows, assumption=assumption)
 
 
@@ -222,7 +219,7 @@ class _Call:
     def without_reading(self, form: Form, key: Hashable) -> Facts | None:
         """Return the facts of a call that is like the one before; None if the host has to read its numbers."""
         transport = self.comm.transport
-        assumption = assumptions_of(transport).get(self._kind(key))
+        assumption = kept_by(transport).assumptions.get(self._kind(key))
         if assumption is None or assumption.form is not form or assumption.seen.underflowed:
             return None
         numbers, of_rows = self.valid_numbers(in_kernels=form.in_kernels, read=False)
@@ -249,8 +246,8 @@ class _Call:
         mistake = different_facts(self.caller, by_rank, (*_MUST_MATCH, *self.checks.must_match, GRAD_ENABLED))
         if mistake is not None:
             raise mistake
-        kept, others = assumptions_of(self.comm.transport), records.unread()
-        for assumption in kept.values():
+        others = records.unread()
+        for assumption in kept_by(self.comm.transport).assumptions.values():
             judged = records.words.to(assumption.bounds.device)
             if assumption.caller == self.caller and all(assumption.like(judged)[others].tolist()):
                 counts = {name: rows.counts[self.comm.rank] for name, rows in assumption.agreement.rows.items()}
@@ -273,35 +270,24 @@ class _Call:
             return key
         return self.caller, self.inputs.first[1].shape[1:], torch.is_grad_enabled()
 
-    def names_on_device(self) -> list[str]:
-        """Return the names of the numbers on the device, in order."""
-        inputs = self.inputs
-        names = [norm_of(name) for name in inputs.given_features]
-        names += [name for name, x in inputs.compared.items() if isinstance(x, Tensor)]
-        names += [SUM_OF_WEIGHTS, SMALLEST_WEIGHT] if inputs.weights[0] is not None else []
-        names += [MIN_PAIR_PRODUCT] if inputs.matching is not None else []
-        return [*names, *differed(self.comm.transport)]
-
     def assume(
         self,
         key: Hashable,
         form: Form,
         agreement: Agreement,
         by_rank: FactsByRank,
-        values: _Values,
-        on_device: Sequence[str],
+        columns: Mapping[str, Sequence[float]],
     ) -> Assumption | None:
         """Return what later calls of this form may assume after this one has read its numbers; None: nothing."""
-        columns = {norm_of(name): of_ranks for name, of_ranks in values.norms.items()} | {**values.scalars}
-        columns[MIN_PAIR_PRODUCT] = values.min_pair_products
-        scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
         transport, kind, first = self.comm.transport, self._kind(key), self.inputs.first[1]
-        if (seen := seen_of(transport).get(kind)) is None:
-            keep(seen_of(transport), kind, seen := Seen())
+        on_device = [name for name in columns if isinstance(self.inputs.compared.get(name, first), Tensor)]
+        scalars = {name: columns[name][0] for name in self.inputs.compared}
+        kept, records, device = kept_by(transport), by_rank.records, first.device
+        if (seen := kept.seen.get(kind)) is None:
+            keep(kept.seen, kind, seen := Seen())
         seen.add(self.inputs, columns)
         bounds = bounds_of(self.inputs, on_device, scalars, seen, alone=self.comm.size == 1)
-        kept, records, device = assumptions_of(transport), by_rank.records, first.device
-        kept.pop(kind, None)
+        kept.assumptions.pop(kind, None)
         if bounds is None or (records is not None and records.different_lengths() is not None):
             return None
         if records is not None and not transport.stays_on_device(first):
@@ -309,9 +295,9 @@ class _Call:
         host = {name: x for name, x in scalars.items() if name not in on_device}
         words = None if records is None else as_unread(records.words, 1 + len(on_device)).to(device)
         made = Assumption(
-            self.caller, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, unread_of(transport)
+            self.caller, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
         )
-        keep(kept, kind, made)
+        keep(kept.assumptions, kind, made)
         return made
 
     def agreement(self, by_rank: FactsByRank) -> Agreement:

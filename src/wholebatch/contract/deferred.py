@@ -48,8 +48,7 @@ _SHORT, _LONGEST_HALF = 2.0**-4, torch.finfo(torch.float16).max
 _ALMOST = 0.98  # of a bound: the next call reads before a number has grown beyond it
 _SCALES = ("logit_scale", "temperature")  # the names of scalars that multiply, or divide, all logits
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks
-# The names under which a group keeps them.
-_ASSUMED, _SEEN, _UNREAD = "assumptions of deferred checks", "extremes of calls", "assumptions with unread numbers"
+_KEPT = "deferred checks"  # the name under which a group keeps them
 
 
 @dataclass(eq=False)
@@ -283,37 +282,42 @@ class Deferred:
         return _Finish.apply(loss, self)
 
 
-def assumptions_of(transport: Transport) -> dict[Hashable, Assumption]:
-    """Return what the calls of a group may assume, by their kind."""
-    found: dict[Hashable, Assumption] = transport.kept.setdefault(_ASSUMED, {})
-    return found
+@dataclass(eq=False)
+class Kept:
+    """Facts that a group keeps of its calls with deferred checks.
+
+    Args:
+        assumptions: what its calls may assume, by their kind.
+        seen: the extremes of its calls, by their kind.
+        unread: the assumptions whose calls have left numbers that the host has not read.
+    """
+
+    assumptions: dict[Hashable, Assumption] = field(default_factory=dict)
+    seen: dict[Hashable, Seen] = field(default_factory=dict)
+    unread: list[Assumption] = field(default_factory=list)
 
 
-def seen_of(transport: Transport) -> dict[Hashable, Seen]:
-    """Return the extremes of a group's calls, by their kind."""
-    found: dict[Hashable, Seen] = transport.kept.setdefault(_SEEN, {})
-    return found
-
-
-def unread_of(transport: Transport) -> list[Assumption]:
-    """Return the assumptions of a group whose calls have left numbers that the host has not read."""
-    found: list[Assumption] = transport.kept.setdefault(_UNREAD, [])
-    return found
+def kept_by(transport: Transport) -> Kept:
+    """Return what a group keeps of deferred checks."""
+    kept: Kept | None = transport.kept.get(_KEPT)
+    if kept is None:
+        kept = transport.kept[_KEPT] = Kept()
+    return kept
 
 
 def read_earlier(transport: Transport) -> None:
     """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok."""
-    if not transport.kept.get(_UNREAD) or capturing():
+    kept: Kept | None = transport.kept.get(_KEPT)
+    if kept is None or not kept.unread or capturing():
         return
-    unread, kept = unread_of(transport), assumptions_of(transport)
-    for _ in range(len(unread)):
-        assumption, holds = unread.pop(0), False
+    for _ in range(len(kept.unread)):
+        assumption, holds = kept.unread.pop(0), False
         try:
             holds = assumption.read(transport)
         finally:
             if not holds:
-                for kind in [kind for kind, other in kept.items() if other is assumption]:
-                    del kept[kind]
+                for kind in [kind for kind, other in kept.assumptions.items() if other is assumption]:
+                    del kept.assumptions[kind]
 
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -99,6 +99,10 @@ class Facts:
         """Return a scalar as a factor without gradient: on the host, or where the host has a bound, on the device."""
         return x.detach() if self.deferred is not None and isinstance(x, Tensor) else number
 
+    def factor_of(self, name: str) -> Any:
+        """Return one of the scalars, by its name, as such a factor."""
+        return self.factor(self.scalars[name], self.inputs[name])
+
     def in_range(self, *norms: float) -> Facts:
         """Return facts with features in float64 if products of the longest rows would overflow in float32.
 

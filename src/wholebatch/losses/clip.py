@@ -212,9 +212,7 @@ def clip_loss(
     loss = reduce_losses(facts, (losses[0] + losses[1]) / 2, rows.total)
     if statistics:
         sides = zip((of_images, of_texts), targets, strict=True)
-        report_statistics(
-            facts.comm, facts.factor(facts.scalars["logit_scale"], facts.inputs["logit_scale"]), list(sides)
-        )
+        report_statistics(facts.comm, facts.factor_of("logit_scale"), list(sides))
     return _with_bias(loss, facts)
 
 

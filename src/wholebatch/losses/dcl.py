@@ -108,9 +108,7 @@ def dcl_loss(
     assert side.target is not None
     target = side.target
     if sigma is not None:
-        cosines = target.detach().unflatten(0, (2, -1))[0] * facts.factor(
-            facts.scalars["temperature"], facts.inputs["temperature"]
-        )
+        cosines = target.detach().unflatten(0, (2, -1))[0] * facts.factor_of("temperature")
         nothing = cosines.new_full((1,), -torch.inf)
         largest = facts.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
         similar = ((cosines - largest) / sigma).exp()
@@ -119,7 +117,7 @@ def dcl_loss(
     if statistics:
         report_statistics(
             facts.comm,
-            1 / facts.factor(facts.scalars["temperature"], facts.inputs["temperature"]),
+            1 / facts.factor_of("temperature"),
             [(side, side.target)],
         )
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), count)

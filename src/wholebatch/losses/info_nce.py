@@ -247,9 +247,7 @@ def info_nce_loss(
     else:
         losses = _one_positive(settings, found, target - facts.inputs["logit_scale"] * margin if margin else target)
     if statistics:
-        report_statistics(
-            facts.comm, facts.factor(scale, facts.inputs["logit_scale"]), [(found[settings.main], target)]
-        )
+        report_statistics(facts.comm, facts.factor_of("logit_scale"), [(found[settings.main], target)])
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 

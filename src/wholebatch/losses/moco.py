@@ -127,7 +127,7 @@ def moco_loss(
     similarities = torch.linalg.vecdot(inputs["queries"], inputs["keys"])
     target = inputs["logit_scale"] * similarities.to(wide_dtype(facts.device))
     if statistics:
-        report_statistics(facts.comm, facts.factor(scale, inputs["logit_scale"]), [(side, target)])
+        report_statistics(facts.comm, facts.factor_of("logit_scale"), [(side, target)])
     return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 
 

@@ -102,7 +102,7 @@ def nt_xent_loss(
     if statistics:
         report_statistics(
             facts.comm,
-            1 / facts.factor(facts.scalars["temperature"], facts.inputs["temperature"]),
+            1 / facts.factor_of("temperature"),
             [(side, side.target)],
         )
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), facts.rows["z0"].total)

@@ -123,8 +123,8 @@ def siglip_loss(
     plan = SigmoidPlan(
         choose_route(facts, layout, keep=False),
         facts.once("pairs", pairs) if ids is None else pairs(),
-        facts.factor(facts.scalars["logit_scale"], inputs["logit_scale"]),
-        facts.factor(facts.scalars["logit_bias"], inputs["logit_bias"]),
+        facts.factor_of("logit_scale"),
+        facts.factor_of("logit_bias"),
         facts.differentiable,
         per_row,
         facts.kernels,
