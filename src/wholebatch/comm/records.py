@@ -181,7 +181,7 @@ class Records:
         self.words = words
         memory = bytes_of(words)
         self._integers, self._numbers = memory.cast("q"), memory.cast("d")
-        self._has_one_text = all(all_equal(self._words(at)) for at in (1, 2, 3))
+        self._has_one_text = all_equal([*zip(self._words(1), self._words(2), self._words(3), strict=True)])
 
     def foreign(self) -> Iterator[int]:
         """Yield the ranks whose words are no record."""

@@ -1,7 +1,7 @@
 """The block of S that one program of a kernel computes at a time, for each form and architecture.
 
-A block is as large as registers allow: no form spills, on any architecture, with any of the versions of Triton that
-`make kernels` compiles. Their compilers differ, so a form has room to spare where it can.
+A block is as large as registers allow: with any of the versions of Triton that `make kernels` compiles, no form spills
+on 9.0, and none more than a few registers elsewhere. Their compilers differ, so a form has room to spare where it can.
 
 An SM has 65536 registers. With 4 warps, they are enough for two programs of 128 x 128, if shared memory is, too: one of
 them computes exponentials and sums while the other one multiplies. That was the fastest form on an H100 nearly

@@ -14,6 +14,8 @@ with the exchange "gather". All ranks take this way, or none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +23,16 @@ from torch import Tensor
 
 from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
+from ..comm import LocalCommunicator
+from ..comm.facts_by_rank import FactsByRank
 from ..comm.inside import reduce_scatter
 from ..contract import Facts
-from ..sweep import NONE, Diagonals, Selection
+from ..partition import Diagonal, Partition
+from ..sweep import NONE, Diagonals, Pairs, Selection
 from .cross_entropy import one_positive, softplus
+from .kernel_check import random_rows
+from .rehearsals import moderate_scale
+from .route import Layout
 from .row_statistics import Operands, Planned, Scale
 from .shifts import never_underflows
 from .softmax_plan import Bounds, SoftmaxPlan
@@ -32,6 +40,7 @@ from .softmax_plan import Bounds, SoftmaxPlan
 _ROWS, _COLS = ("sum", "target"), ("sum",)
 _UNCHANGED = (None,) * 7
 _MOST = 2048  # rows and columns of S
+_UNIT = 1.1  # bound of the products of unit rows that are rounded
 
 
 def pair_losses(
@@ -47,9 +56,14 @@ def pair_losses(
         bounds: of similarities.
         both: whether it is the mean of a pair's cross-entropies in its row and in its column.
     """
-    call = Planned(facts, scale, operands, selection, bounds, _ROWS, _COLS if both else ())
+    cols = _COLS if both else ()
+    return _losses(Planned(facts, scale, operands, selection, bounds, _ROWS, cols, timed=_step))
+
+
+def _losses(call: Planned) -> Tensor:
+    """Return the cross-entropy of each local row's pair, (b,). Collective."""
     if _computes(call):
-        return OneTile.apply(call.plan, scale[1], *operands.features)
+        return OneTile.apply(call.plan, call.scale[1], *call.operands.features)
     of_rows, of_cols = call.statistics()
     assert of_rows is not None
     assert of_rows.target is not None
@@ -57,15 +71,46 @@ def pair_losses(
     return losses if of_cols is None else (losses + one_positive(of_cols, of_rows.target)) / 2
 
 
+def _step(call: Planned, rows: int, in_kernels: bool) -> Callable[[], None] | None:
+    """Return a function that computes the losses of random pairs, forward and backward, on this process alone.
+
+    None: the call has other pairs.
+    """
+    if not _is_plain(call):
+        return None
+    facts, given, like = call.facts, call.scale[1], call.operands
+    pairs, size = Partition((rows,)), facts.embedding_size
+    number = moderate_scale(size)
+    alone = facts.with_(
+        comm=LocalCommunicator(), by_rank=FactsByRank([{"memory": facts.options.memory}]), kernels=in_kernels,
+        plans={}, of_rows=None, deferred=None, assumption=None,
+    )  # fmt: skip
+    learned = isinstance(given, Tensor) and given.requires_grad
+    scale = number, torch.full_like(given, number).requires_grad_() if learned else number
+    features = [
+        random_rows(rows, size, of[:0].detach(), seed).requires_grad_(of.requires_grad)
+        for seed, of in enumerate(like.features)
+    ]
+    operands = replace(like, features=features, layout=Layout(pairs, pairs))
+    selection = Selection(Pairs(Diagonals(Diagonal(0, 0, rows))))
+
+    def run() -> None:
+        losses = _losses(Planned(alone, scale, operands, selection, Bounds(_UNIT), *call.fields, rehearses=True))
+        if losses.requires_grad:
+            losses.mean().backward()
+
+    return run
+
+
 def _computes(call: Planned) -> bool:
     """Return whether the node below computes S: the same on all ranks."""
     facts, plan, layout = call.facts, call.plan, call.operands.layout
-    if plan.shift is None or plan.in_kernels or len(call.operands.features) != 2:
+    if plan.shift is None or plan.in_kernels:
         return False
     form = "one tile", layout.rows.counts, layout.cols.counts, plan.symmetric, call.dtype, facts.differentiable
     if not facts.once(form, lambda: _may_be_one_tile(call)):
         return False
-    if not _is_plain(plan, layout.rows.offsets[facts.rank], layout.rows.counts[facts.rank]):
+    if not _is_plain(call):
         return False
     return never_underflows(plan.bounds, plan.shift, accumulation_dtype(call.dtype))
 
@@ -90,10 +135,11 @@ def _fits(facts: Facts, plan: SoftmaxPlan, counts: tuple[int, ...], dtype: torch
     return set(facts.of_ranks("memory")) == {"auto"} and max(counts) * total <= min(budget.side, _MOST) ** 2
 
 
-def _is_plain(plan: SoftmaxPlan, start: int, count: int) -> bool:
+def _is_plain(call: Planned) -> bool:
     """Return whether the logits are scaled products, the positives are the diagonal, and all others are candidates."""
-    of, towers, positive = plan.selection, plan.towers, plan.selection.pairs.positive
-    changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, plan.guide, towers.stay_norms)
+    rows, of, towers = call.operands.layout.rows, call.plan.selection, call.operands.towers
+    positive, rank = of.pairs.positive, call.facts.rank
+    changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, call.plan.guide, towers.stay_norms)
     return (
         of.over == "negatives"
         and of.best_of == 1
@@ -101,7 +147,7 @@ def _is_plain(plan: SoftmaxPlan, start: int, count: int) -> bool:
         and changed == _UNCHANGED
         and (towers.stays, towers.travels, towers.normalize, towers.travel_norms) == ((0,), (1,), False, None)
         and isinstance(positive, Diagonals)
-        and positive.places == ((0, start, count),)
+        and positive.places == ((0, rows.offsets[rank], rows.counts[rank]),)
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import TypeAlias
 
 import torch
@@ -42,7 +43,7 @@ _TOKENS_OF_A_PROGRAM = 64  # of a document, at most: so many more programs are s
 _MakeSweep: TypeAlias = Callable[[Tensor | None], SoftmaxSweep]  # from the memory of exponentials
 
 
-def _scale(features: int) -> float:
+def moderate_scale(features: int) -> float:
     """Return the scale of a rehearsal: products of a few features are large."""
     return min(14.3, 5.0 * features**0.5)
 
@@ -81,6 +82,7 @@ class SoftmaxRehearsal:
         dtype: of X's and Y's rows when a sweep gets them.
         keeps: whether exponentials may be kept on any rank.
         offsets: whether the rows' offsets need a gradient.
+        timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the sweep's does.
     """
 
     facts: Facts
@@ -89,10 +91,15 @@ class SoftmaxRehearsal:
     dtype: torch.dtype
     keeps: bool
     offsets: bool
+    timed: Callable[[int, bool], Callable[[], None] | None] | None = None
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that makes one sweep."""
         plan, layout, device = self.plan, self.layout, self.facts.device
+        if sizes.as_called and self.timed is not None:
+            step = self.timed(isqrt(sizes.rows * sizes.cols), in_kernels)
+            if step is not None:
+                return step
         of = _Rows.of(self.facts, layout, sizes, self.dtype, layout.rows.counts[self.facts.rank])
         if of is None:
             return lambda: None
@@ -106,7 +113,7 @@ class SoftmaxRehearsal:
             y = (y * col_norms[of.cols]).to(y.dtype)
         driver = Driver(
             x,
-            _scale(self.facts.embedding_size),
+            moderate_scale(self.facts.embedding_size),
             side=min(sizes.side, plan.route.budget.side),
             norms=norms,
             col_norms=col_norms,
@@ -202,7 +209,7 @@ class SigmoidRehearsal:
         plan = replace(
             self.plan,
             route=_smaller(self.plan.route, sizes),
-            scale=_scale(facts.embedding_size),
+            scale=moderate_scale(facts.embedding_size),
             bias=_BIAS,
             in_kernels=in_kernels,
         )
@@ -243,7 +250,7 @@ class NestedRehearsal:
         accumulate, wide = accumulation_dtype(given), wide_dtype(facts.device)
         inverse = [inverse_norms(z, parts.dims, accumulate) for z in (of.x, of.y)]
         plan = replace(
-            self.plan, route=_smaller(self.plan.route, sizes), scale=_scale(facts.embedding_size), shift=_SHIFT
+            self.plan, route=_smaller(self.plan.route, sizes), scale=moderate_scale(facts.embedding_size), shift=_SHIFT
         )
         if not in_kernels:
             plan = replace(plan, kernel_dtype=None)

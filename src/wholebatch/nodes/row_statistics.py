@@ -6,8 +6,9 @@ the loss computes its value from them in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,13 @@ def row_statistics(
 
 
 class Planned:
-    """The call of `row_statistics` with these arguments, and its plan. Collective at the first call of a form."""
+    """The call of `row_statistics` with these arguments, and its plan. Collective at the first call of a form.
+
+    Args:
+        facts, scale, operands, selection, bounds, rows, cols: as there.
+        timed: makes a step on random features, whose time decides between kernels and plain PyTorch.
+        rehearses: whether this is such a step. Its kernels were checked.
+    """
 
     def __init__(
         self,
@@ -128,6 +135,8 @@ class Planned:
         bounds: Bounds,
         rows: tuple[str, ...],
         cols: tuple[str, ...],
+        timed: Callable[[Planned, int, bool], Callable[[], None] | None] | None = None,
+        rehearses: bool = False,
     ) -> None:
         self.facts, self.scale, self.operands = facts.in_units(), scale, operands
         layout, features = operands.layout, operands.features
@@ -135,8 +144,9 @@ class Planned:
         if offsets is not None:
             selection = replace(selection, offsets=offsets.detach())
         self._selection = selection
-        self._fields = rows, cols = ((), rows) if layout.symmetric else (rows, cols)
+        self.fields = rows, cols = ((), rows) if layout.symmetric else (rows, cols)
         self.dtype = self.facts.features_dtype if operands.narrow else features[0].dtype
+        self._rehearses = rehearses
         self._keep = "logits" not in rows and "logits" not in cols and selection.transform is None
         self._limits = _of_logits(
             _rounded(bounds, self.facts.products),
@@ -158,20 +168,23 @@ class Planned:
             keeps = self.facts.once(
                 ("keeps", plan.differentiable, *form), lambda: self._keep and _keeps(self.facts, layout, plan)
             )
-            if not use_kernels(
+            if not rehearses and not use_kernels(
                 self.facts,
                 (*form, keeps),
                 layout,
-                lambda: SoftmaxRehearsal(self.facts, plan, layout, self.dtype, keeps, learned),
+                lambda: SoftmaxRehearsal(
+                    self.facts, plan, layout, self.dtype, keeps, learned, timed and partial(timed, self)
+                ),
             ):
                 self.plan = self._plan(self.facts.with_(kernels=False))
 
     def _plan(self, facts: Facts) -> SoftmaxPlan:
-        (rows, cols), operands, layout = self._fields, self.operands, self.operands.layout
+        (rows, cols), operands, layout = self.fields, self.operands, self.operands.layout
         towers, products = operands.towers, facts.products
         in_kernels = facts.kernels and KernelSoftmaxSweep.fields.issuperset((*rows, *cols))
         # Kernels multiply bfloat16 rows as they are, and apply their norms afterward.
         per_tile = in_kernels and self.dtype == torch.bfloat16 and products.half in (None, self.dtype)
+        compares = in_kernels and facts.deferred is None and not self._rehearses
         return SoftmaxPlan(
             choose_route(facts, layout, keep=self._keep, exact=self._selection.over != "negatives"),
             replace(towers, normalize_per_tile=True) if per_tile and towers.normalize else towers,
@@ -186,7 +199,7 @@ class Planned:
             differentiable=facts.differentiable,
             in_kernels=in_kernels,
             dtype=self.dtype if operands.narrow else None,
-            canaries=canaries_of(facts.comm.transport).due() if in_kernels and facts.deferred is None else None,
+            canaries=canaries_of(facts.comm.transport).due() if compares else None,
             deferred=facts.deferred,
             assumption=facts.assumption,
         )
@@ -201,7 +214,7 @@ class Planned:
         # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
         # that autograd finds the node when a gradient is differentiated again, and the node raises.
         anchor = torch.cat([feature[:0].flatten() for feature in features])
-        sides = _by_side(*self._fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
+        sides = _by_side(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
         return (sides[1], None) if layout.symmetric else sides
 
 
