@@ -36,6 +36,7 @@ def losses_of(x, y, scale, bias, learned, labels):
         "clip, ids": (lambda f, m: f.clip_loss(x, y, scale, ids=labels, **m), [x, y, scale]),
         "clip, weights": (lambda f, m: f.clip_loss(x, y, scale, weights=1.0 + labels.abs(), **m), [x, y, scale]),
         "clip, scale of the host": (lambda f, m: f.clip_loss(x, y, 14.3, **m), [x, y]),
+        "clip, scale of shape [1]": (lambda f, m: f.clip_loss(x, y, scale[None], **m), [x, y, scale]),
         "info_nce": (lambda f, m: f.info_nce_loss(x, y, logit_scale=scale, **m), [x, y, scale]),
         "info_nce, all": (
             lambda f, m: f.info_nce_loss(x, y, logit_scale=1 / learned, directions=ALL, partition="joint", **m),
@@ -45,6 +46,10 @@ def losses_of(x, y, scale, bias, learned, labels):
         "nt_xent, learned": (lambda f, m: f.nt_xent_loss(x, y, temperature=learned, **m), [x, y, learned]),
         "sup_con": (lambda f, m: f.sup_con_loss(x, labels, temperature=learned, **m), [x, learned]),
         "siglip": (lambda f, m: f.siglip_loss(x, y, scale, bias, **m), [x, y, scale, bias]),
+        "siglip, scalars of shape [1]": (
+            lambda f, m: f.siglip_loss(x, y, scale[None], bias[None], **m),
+            [x, y, scale, bias],
+        ),
         "dcl": (lambda f, m: f.dcl_loss(x, y, temperature=0.1, sigma=0.5, **m), [x, y]),
         "debiased": (lambda f, m: f.debiased_loss(x, y, temperature=0.1, tau_plus=0.1, beta=0.5, **m), [x, y]),
         "alignment_uniformity": (lambda f, m: f.alignment_uniformity_loss(3 * x, y, **m), [x, y]),
@@ -500,6 +505,46 @@ def test_a_call_keeps_the_rules_of_capture(name, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"largest norm of .* was nan"):
         outcome(name, batch(0, (9,))[1], {"checks": "deferred"})
+
+
+def test_a_mistake_outside_of_a_graph_that_was_captured(monkeypatch):
+    for step in range(3):
+        with monkeypatch.context() as patch:
+            for module in ("agree", "deferred") if step == 2 else ():
+                patch.setattr(import_module(f"wholebatch.contract.{module}"), "capturing", lambda: True)
+            outcome("clip", batch(step, (9,))[1], {"checks": "deferred"})
+    wrong = batch(1, (9,))[1]
+    wrong[0].data[0] = torch.nan
+    assert outcome("clip", wrong, {"checks": "deferred"})[0].isnan()
+    with pytest.raises(ValueError, match=r"largest norm of .* was nan"):
+        outcome("clip", batch(0, (9,))[1], {"checks": "deferred"})
+
+
+def of_two_losses(_ranks):
+    """Return what calls raise after a mistake in another loss, in the same one, and in one that reads."""
+    counts, raised = (5,) * dist.get_world_size() if dist.is_initialized() else (5,), []
+    for name, checks in (("siglip", "deferred"), ("clip", "deferred"), ("siglip", "entry")):
+        for _ in range(2):
+            for of in ("clip", "siglip"):
+                outcome(of, batch(0, counts)[1], {"checks": "deferred"})
+        wrong = batch(0, counts)[1]
+        wrong[0].data[0] = torch.nan
+        assert outcome("clip", wrong, {"checks": "deferred"})[0].isnan()
+        try:
+            outcome(name, batch(0, counts)[1], {"checks": checks})
+        except ValueError as error:
+            raised.append(str(error))
+        else:
+            raised.append("")
+            with pytest.raises(ValueError, match="was nan"):
+                outcome("clip", batch(0, counts)[1], {"checks": "deferred"})
+    return [("was nan" in of) for of in raised]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_of_the_same_step_is_not_waited_for(size):
+    found = run_ranks(of_two_losses, 2, size) if size > 1 else [of_two_losses(size)]
+    assert found == [[False, True, True]] * size
 
 
 def test_a_graph_needs_deferred_checks_and_a_call_before(monkeypatch):

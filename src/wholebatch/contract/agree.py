@@ -87,10 +87,12 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         ValueError: on every rank, whichever rank made the mistake.
     """
     checks, comm = checks or Checks(), select_communicator(options.group)
-    transport = comm.transport
-    read_earlier(transport)
-    call = _Call(caller, options, inputs, checks, comm)
-    forms, key = forms_of(transport), call.form()
+    transport, call = comm.transport, _Call(caller, options, inputs, checks, comm)
+    key = call.form() if comm.size == 1 else None
+    read_earlier(transport, call.kind(key) if options.checks == "deferred" else None)
+    if comm.size > 1:  # what was read belongs to a form there
+        key = call.form()
+    forms = forms_of(transport)
     form = forms.get(key)
     if options.checks == "deferred" and form is not None and (facts := call.without_reading(form, key)) is not None:
         return facts
@@ -190,7 +192,7 @@ class _Call:
             else:
                 numbers = _numbers(self.comm, self.inputs, self.checks)
             return {**on_host(numbers)} if alone else numbers, of_rows
-        except ValueError:  # raised again, on all ranks, by the first handshake of a form
+        except Exception:  # raised again, on all ranks, by the first handshake of a form
             return None, None
 
     def first_handshake(self) -> tuple[FactsByRank, Form]:
@@ -219,7 +221,7 @@ class _Call:
     def without_reading(self, form: Form, key: Hashable) -> Facts | None:
         """Return the facts of a call that is like the one before; None if the host has to read its numbers."""
         transport = self.comm.transport
-        assumption = kept_by(transport).assumptions.get(self._kind(key))
+        assumption = kept_by(transport).assumptions.get(self.kind(key))
         if assumption is None or assumption.form is not form or assumption.seen.underflowed:
             return None
         numbers, of_rows = self.valid_numbers(in_kernels=form.in_kernels, read=False)
@@ -264,11 +266,11 @@ class _Call:
         values = _Values(norms, scalars, None, [assumption.least], {})
         return self.facts(assumption.agreement, number_next_call(self.comm.transport), values, of_rows, deferred)
 
-    def _kind(self, key: Hashable) -> Hashable:
+    def kind(self, key: Hashable) -> Hashable:
         """Return what calls have in common of which all ranks keep the latest alone: on one process, all of a form."""
         if self.comm.size == 1:
             return key
-        return self.caller, self.inputs.first[1].shape[1:], torch.is_grad_enabled()
+        return self.caller, getattr(self.inputs.first[1], "shape", ())[1:], torch.is_grad_enabled()
 
     def assume(
         self,
@@ -279,7 +281,7 @@ class _Call:
         columns: Mapping[str, Sequence[float]],
     ) -> Assumption | None:
         """Return what later calls of this form may assume after this one has read its numbers; None: nothing."""
-        transport, kind, first = self.comm.transport, self._kind(key), self.inputs.first[1]
+        transport, kind, first = self.comm.transport, self.kind(key), self.inputs.first[1]
         on_device = [name for name in columns if isinstance(self.inputs.compared.get(name, first), Tensor)]
         scalars = {name: columns[name][0] for name in self.inputs.compared}
         kept, records, device = kept_by(transport), by_rank.records, first.device
@@ -295,7 +297,7 @@ class _Call:
         host = {name: x for name, x in scalars.items() if name not in on_device}
         words = None if records is None else as_unread(records.words, 1 + len(on_device)).to(device)
         made = Assumption(
-            self.caller, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
+            self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
         )
         keep(kept.assumptions, kind, made)
         return made

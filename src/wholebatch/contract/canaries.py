@@ -1,7 +1,7 @@
 """Canaries of kernels: numbers of a call that must be equal, compared on all ranks at the entry of the next call.
 
-A check at first use (see `nodes.kernel_check`) misses faults that only large tiles show, or only some steps. So every
-hundredth call in kernels computes a few sums twice, by different ways, on the device:
+A check at first use (see `nodes.kernel_check`) misses faults that only large tiles show, or only some steps. So one
+call in kernels of `EVERY` computes a few sums twice, by different ways, on the device:
 
     sum_i (sum_j E_ij) = sum_j (sum_i E_ij)        of each launch that sums both rows and columns
     <X, U> = <Y, V>                                U = dS Y and V = dS^T X, summed over the ranks
@@ -33,7 +33,7 @@ _TOLERANCE = 1e-3  # of sums in float32, whose errors are below 1e-5 of their si
 Products: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # X, U, and the divisors of X's rows
 
 
-EVERY = 100  # calls in kernels, of which one computes them
+EVERY = 101  # calls in kernels, of which one computes them: a prime, for a step that makes several calls
 
 
 class Canaries:
@@ -81,12 +81,8 @@ class Canaries:
             of_ranks: each number of all ranks; None if ranks noted different ones, which says nothing.
         """
         self._numbers.clear()
-        if of_ranks is not None:
-            self.judge(of_ranks)
-
-    @staticmethod
-    def judge(of_ranks: Mapping[str, Sequence[float]]) -> None:
-        """Raise RuntimeError, on all ranks, if numbers of all ranks contradict each other."""
+        if of_ranks is None:
+            return
         sums = max(of_ranks.get(_SUMS, [0.0]))
         by_rows, by_columns, size = (sum(of_ranks.get(name, [0.0])) for name in (_BY_ROWS, _BY_COLUMNS, _SIZE))
         if math.isfinite(sums) and sums > _TOLERANCE:

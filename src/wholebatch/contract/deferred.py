@@ -2,7 +2,7 @@
 
     a first call    reads its numbers as with checks="entry", and leaves an :class:`Assumption`: bounds of such numbers
     a call like it  computes its numbers, and judges on the device whether they keep to the bounds: ok or not
-    the next call   of the group finds these numbers on the host, where they have arrived by then
+    the next one    finds these numbers on the host, where they have arrived by then, as does a call with checks="entry"
 
 A call that is not ok has the loss NaN and gradients 0 on all ranks. For a mistake, the next call raises on all ranks;
 if a norm or a scale has grown beyond its bound, or a sum underflowed, it warns and reads. On several ranks a call is
@@ -98,6 +98,7 @@ class Assumption:
 
     Args:
         caller: the loss.
+        kind: what these calls have in common.
         form: of this rank's call.
         agreement: of the ranks.
         host: the scalars that are numbers on the host.
@@ -117,6 +118,7 @@ class Assumption:
     """
 
     caller: str
+    kind: Hashable
     form: Form
     agreement: Agreement
     host: Mapping[str, float]
@@ -132,7 +134,8 @@ class Assumption:
 
     @torch.inference_mode(False)  # of whichever mode the first call is
     def __post_init__(self) -> None:
-        self.bounds = torch.tensor([*self.limits.values()], dtype=wide_dtype(self.device)).T.to(self.device)
+        bounds = torch.tensor([*self.limits.values()], dtype=wide_dtype(self.device), device="cpu")
+        self.bounds = bounds.T.to(self.device)
         self._ranks = 1 if self.records is None else len(self.records)
         # Whether a call was ok, on several ranks whether that of each is like the one before, and the numbers of each.
         self._alike = 0 if self.records is None else self._ranks
@@ -149,17 +152,22 @@ class Assumption:
         return torch.eq(as_unread(records, 1 + len(self.limits)), self.records).all(1)
 
     def note(self, ok: Tensor, like: Tensor | None, numbers: Tensor) -> None:
-        """Let the numbers of a call travel to the host; in a CUDA graph, keep those of the first replay not ok."""
+        """Let the numbers of a call travel to the host: those of the first one that is not ok, until they are read."""
         new = torch.cat([of.to(self._state).reshape(-1) for of in (ok, like, numbers) if of is not None])
         if self not in self.unread:
             self.unread.append(self)
+        torch.where(self._state[0] > 0, new, self._state, out=self._state)
         if capturing():
             self._captured = True
-            torch.where(self._state[0] > 0, new, self._state, out=self._state)
             return
-        self._found.copy_(new, non_blocking=True)
+        self._found.copy_(self._state, non_blocking=True)
         if self._arrived is not None:
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(self._state.device))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the host need not wait for the numbers of earlier calls."""
+        return self._arrived is None or self._arrived.query()
 
     def read(self, transport: Transport) -> bool:
         """Read the numbers of earlier calls; return whether those to come may assume the same.
@@ -171,7 +179,7 @@ class Assumption:
             self.unread.append(self)
             self._found.copy_(self._state)
         elif self._arrived is not None:
-            self._arrived.synchronize()  # of an earlier call, with a backward pass between
+            self._arrived.synchronize()  # mostly of an earlier step
         ok, *found = bytes_of(self._found).cast("d" if self._found.dtype == torch.float64 else "f").tolist()
         like, numbers = found[: self._alike], found[self._alike :]
         columns = {name: numbers[at :: len(self.limits)] for at, name in enumerate(self.limits)}
@@ -305,19 +313,26 @@ def kept_by(transport: Transport) -> Kept:
     return kept
 
 
-def read_earlier(transport: Transport) -> None:
-    """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok."""
+def read_earlier(transport: Transport, kind: Hashable | None) -> None:
+    """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok.
+
+    Args:
+        transport: of the group.
+        kind: of the calls, so that no other loss of the same step is waited for; None: all calls.
+    """
     kept: Kept | None = transport.kept.get(_KEPT)
     if kept is None or not kept.unread or capturing():
         return
-    for _ in range(len(kept.unread)):
-        assumption, holds = kept.unread.pop(0), False
+    for assumption in [of for of in kept.unread if kind is None or of.kind == kind]:
+        if kind is not None and transport.size == 1 and not assumption.has_arrived:  # no other rank decides otherwise
+            continue
+        kept.unread.remove(assumption)
+        holds = False
         try:
             holds = assumption.read(transport)
         finally:
-            if not holds:
-                for kind in [kind for kind, other in kept.assumptions.items() if other is assumption]:
-                    del kept.assumptions[kind]
+            if not holds and kept.assumptions.get(assumption.kind) is assumption:
+                del kept.assumptions[assumption.kind]
 
 
 def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class Facts:
 
     def factor(self, number: float, x: Any) -> Any:
         """Return a scalar as a factor without gradient: on the host, or where the host has a bound, on the device."""
-        return x.detach() if self.deferred is not None and isinstance(x, Tensor) else number
+        return x.detach().reshape(()) if self.deferred is not None and isinstance(x, Tensor) else number
 
     def factor_of(self, name: str) -> Any:
         """Return one of the scalars, by its name, as such a factor."""
@@ -146,9 +146,9 @@ class Facts:
 
     def once(self, name: Hashable, make: Callable[[], _T]) -> _T:
         """Return what `make` returned at the first call of this form; it depends on nothing else."""
-        made: _T | None = self.plans.get(name)
-        if made is None:
-            made = self.plans[name] = make()
+        if name not in self.plans:
+            self.plans[name] = make()
+        made: _T = self.plans[name]
         return made
 
     def widened(self) -> Facts:

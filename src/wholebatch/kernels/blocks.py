@@ -17,7 +17,7 @@ import torch
 
 _SHORT_DOCUMENT, _MOST_AT_ONCE = 32, 128  # tokens of a document; features of a step
 _LONG = 768  # features from which sums of many rows are faster with one large program on an SM
-_AMPERE, _HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (10, 0), (12, 0)
+_HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = (9, 0), (10, 0), (12, 0)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ class Choice:
         form: its form, for people.
         in_kernels: whether kernels compute its tiles.
         why: why they do not; "" if they do.
-        kernels: the kernels that were checked and gave the right results.
+        kernels: the kernels that were checked and gave the right results; the names of those that load features by
+            pointers, not by tensor descriptors, end in "_by_pointers".
         milliseconds: of a sweep in kernels and in plain PyTorch, by the slowest rank; None: not measured.
         failed: whether a kernel failed its check.
         cached: whether this rank found kernels and times in a file of an earlier run (see `kernels.verdicts`).

@@ -149,6 +149,7 @@ def interpreted() -> bool:
 
 
 verified: list[str] | None = None  # inside of `verify.verifying`: the kernels that passed
+latest = {"by pointers": True}  # how the kernel that was started last loads features
 memory: Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor] | None = None  # of results, while one is checked
 
 
@@ -296,33 +297,13 @@ def start(
     )  # fmt: skip
 
 
-def start_on_documents(
-    kernel: Any, tile: TileInputs, of: Layout, documents: int, *arguments: Tensor | None, **flags: Any
-) -> None:
-    """Start a kernel with one program for each block of query tokens and each document.
-
-    Args:
-        kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
-        tile: tokens of queries, and of documents.
-        of: the layout of the launch.
-        documents: their number.
-        arguments: the kernel's own tensors.
-        flags: the kernel's own constants.
-    """
-    x, y = laid_out(tile.x), laid_out(tile.y)
-    run(
-        kernel, -(-len(x) // of.blocks.rows) * documents, x, y, *arguments,
-        len(x), documents, x.shape[1] // of.aligned, x.stride(0) // of.aligned, y.stride(0) // of.aligned,
-        **flags, **of.constants,
-    )  # fmt: skip
-
-
 def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Run a kernel on its tensors' GPU: the one place from which Triton is called, which tests replace."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     given = [TensorDescriptor.from_tensor(*of) if type(of) is Box else of for of in arguments]
-    first = arguments[0].tensor if type(arguments[0]) is Box else arguments[0]
+    latest["by pointers"] = type(arguments[0]) is not Box
+    first = arguments[0] if latest["by pointers"] else arguments[0].tensor
     with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         kernel[(programs,)](*given, **constants)
 

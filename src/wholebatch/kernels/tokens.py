@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .launch import TileInputs, layout, start_on_documents
+from . import launch
+from .launch import TileInputs, laid_out, layout
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> None:
 
     features, documents = tile.features, len(tile.starts) - 1
     of = layout("token_maxima", features, document=tile.longest)
-    start_on_documents(
-        tokens.token_maxima, features, of, documents, out, winners, tile.starts,
-        SHORT=features.x.shape[1] <= of.blocks.depth,
+    x, y = laid_out(features.x), laid_out(features.y)
+    launch.run(  # a program for each block of query tokens and each document
+        tokens.token_maxima, -(-len(x) // of.blocks.rows) * documents, x, y, out, winners, tile.starts,
+        len(x), documents, x.shape[1] // of.aligned, x.stride(0) // of.aligned, y.stride(0) // of.aligned,
+        SHORT=x.shape[1] <= of.blocks.depth, **of.constants,
     )  # fmt: skip

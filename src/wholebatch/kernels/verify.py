@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from math import prod
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,26 @@ _BESIDE = 1024  # entries before and after a result
 
 class KernelError(RuntimeError):
     """A kernel gave a wrong result in a self-check."""
+
+
+class _OfRows(NamedTuple):
+    """A form of `rows.row_gradient`: whether it has pairs, norms, a unit, a factor on the device, and rounds."""
+
+    paired: bool
+    normed: bool
+    in_units: bool
+    loaded: bool
+    rounded: bool
+
+
+_OF_ROWS_FORMS = (  # rows with norms have pairs, and no unit
+    _OfRows(paired=True, normed=False, in_units=False, loaded=False, rounded=True),
+    _OfRows(paired=False, normed=False, in_units=False, loaded=True, rounded=False),
+    _OfRows(paired=True, normed=False, in_units=True, loaded=True, rounded=True),
+    _OfRows(paired=False, normed=False, in_units=True, loaded=False, rounded=False),
+    _OfRows(paired=True, normed=True, in_units=False, loaded=False, rounded=True),
+    _OfRows(paired=True, normed=True, in_units=False, loaded=True, rounded=False),
+)
 
 
 @dataclass
@@ -99,7 +119,7 @@ def checked_by(
                 made = _verified(launcher, expected, found, signature(launcher).bind(*args, **more).arguments)
             finally:
                 launch.verified = passed
-            passed.append(launcher.__name__)
+            passed.append(launcher.__name__ + "_by_pointers" * launch.latest["by pointers"])
             return cast(_R, made)
 
         return start
@@ -192,38 +212,58 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     grads, sums, unit = grads.double(), sums.double(), torch.tensor(0.25, device=x.device)
     launch.memory = memory.empty
     try:
-        numbers = rows.row_numbers(_surrounded(x), _surrounded(y), (unit,))
+        numbers = [rows.row_numbers(_surrounded(x), _surrounded(y), (unit,) * scalars) for scalars in range(3)]
         weights = rows.side_weights((grads, sums), (grads[:few], sums[:few]), 3.0)
-        norms = numbers.norms[: len(x)].clone()
-        pairs = (_surrounded(y[:few]), grads[:few], 2.0)
-        plain, shares = rows.row_gradient(product, _surrounded(x), pairs, None, unit, 0.5, torch.float32)
-        normed, along = rows.row_gradient(product, _surrounded(x), None, norms, None, 2 * unit, torch.float32)
+        norms = numbers[0].norms[: len(x)].clone()
+        found = {
+            form: rows.row_gradient(
+                product,
+                _surrounded(x),
+                (_surrounded(y[:few]), grads[:few], 2.0) if form.paired else None,
+                norms if form.normed else None,
+                unit if form.in_units else None,
+                2 * unit if form.loaded else 0.5,
+                x.dtype if form.rounded else torch.float32,
+            )
+            for form in _OF_ROWS_FORMS
+        }
     finally:
         launch.memory = None
-    a, b, u = x.double(), y.double(), product.double()
+    a, b = x.double(), y.double()
     of_rows = torch.cat([a.norm(dim=1), b.norm(dim=1)])
-    inner = (a[:few] * b[:few]).sum(1)
-    grad = 0.25 * u
-    grad[:few] += 2 * grads[:few, None] * b[:few]
+    inner, sizes = (a[:few] * b[:few]).sum(1), (a[:few] * b[:few]).abs().sum(1)
     divisors = of_rows[: len(x), None].clamp(min=EPS)
-    z, g = a / divisors, u * divisors
-    extremes = torch.stack(
-        [a.norm(dim=1).max(), b.norm(dim=1).max(), -inner.min(), torch.tensor(0.25, device=x.device)]
-    )
-    for name, found, true, terms in (
-        ("products", numbers.products, inner, (a[:few] * b[:few]).abs().sum(1)),
-        ("norms", numbers.norms, of_rows, of_rows),
-        ("extremes", numbers.extremes, extremes, extremes.abs() + (a[:few] * b[:few]).abs().sum(1).max()),
+    z = a / divisors
+    compared: list[tuple[str, Tensor | None, Tensor, Tensor]] = []
+    for of in numbers:
+        scalars = [unit.double()] * (len(of.extremes) - 3)
+        extremes = torch.stack([a.norm(dim=1).max(), b.norm(dim=1).max(), -inner.min(), *scalars])
+        compared += [
+            ("products", of.products, inner, sizes),
+            ("norms", of.norms, of_rows, of_rows),
+            ("extremes", of.extremes, extremes, extremes.abs() + sizes.max()),
+        ]
+    compared += [
         ("weights of rows", weights[0], 3 * grads / sums, 3 * grads / sums),
         ("weights of columns", weights[1], 3 * grads[:few] / sums[:few], 3 * grads[:few] / sums[:few]),
         ("largest gradients", weights[2], torch.stack([3 * grads.max(), 3 * grads[:few].max()]), 3 * grads[:2]),
-        ("dX", plain, 0.5 * grad, grad.abs() + u),
-        ("<X, dX>", shares.sum(), (a * grad).sum(), (a * grad).abs().sum()),
-        ("dX of rows with norms", normed, 0.5 * (g - z * (z * g).sum(1, keepdim=True)) / divisors, u + u.norm()),
-        ("<Z, dX>", along.sum(), (z * g).sum(), (z * g).abs().sum()),
-    ):
-        assert found is not None
-        _compare(f"rows, {name}", found, true, _OF_ROWS * terms)
+    ]
+    for form, (made, shares) in found.items():
+        grad = product.double() * (0.25 if form.in_units else 1.0)
+        size = grad.clone()
+        if form.paired:
+            grad[:few] += 2 * grads[:few, None] * b[:few]
+            size[:few] += 2 * grads[:few, None] * b[:few].abs()
+        share = (a * grad).sum()
+        if form.normed:
+            grad, size = grad - z * (z * grad).sum(1, keepdim=True), size + size.norm(dim=1, keepdim=True)
+        compared += [
+            (f"dX, {form}", made, 0.5 * grad, size),
+            (f"<X, dX>, {form}", shares.sum(), share, (a.abs() * size).sum() + share.abs()),
+        ]
+    for name, result, true, terms in compared:
+        assert result is not None
+        _compare(f"rows, {name}", result, true, _OF_ROWS * terms)
     if not memory.is_left_alone():
         raise KernelError("a kernel of rows writes beside its results")
 

@@ -106,7 +106,7 @@ def moco_loss(
         Checks(
             check=lambda: {"length of the queue": len(queue), "statistics": statistics},
             must_match=("length of the queue", "statistics"),
-            settings=(len(queue), statistics),
+            settings=(statistics,),
         ),
     ).widened()
     rows, scale, inputs = facts.rows["queries"], facts.scalars["logit_scale"], facts.inputs

@@ -1,4 +1,4 @@
-"""Nodes in kernels whose positives are one diagonal: what the calls of a form share, and products with tiles of dS.
+"""Nodes in kernels whose positives are diagonals: what the calls of a form share, and products with tiles of dS.
 
 The positives are no candidates, so that their terms t_i in dS are added to U and V at the end, in float32. Features
 are cast once, and a further tile costs one launch and two products.
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..comm import Communicator
-from ..comm.inside import all_reduce
 from ..contract import Facts
 from ..partition import Tile
-from ..sweep import LARGEST, NONE, Block, Diagonals, Pairs, entries_of_memory, in_memory, members, tiles_of_launches
+from ..sweep import NONE, Block, Diagonals, Pairs, entries_of_memory, in_memory, members, tiles_of_launches
 from .route import Layout, Route
 
-TileOfS = tuple[Tile, kernels.Entries]  # with its positives
-_NO_ENTRIES = kernels.Entries()
-_SMALLEST = 1e-300  # bound of |dS|, so that nothing is divided by 0
+
+class TileOfS(NamedTuple):
+    """A tile of S of one launch, its positives, and its excluded entries."""
+
+    tile: Tile
+    positive: kernels.Entries
+    excluded: kernels.Entries
 
 
 @dataclass(eq=False)
@@ -30,7 +33,7 @@ class InKernels:
     """The facts of a form that all of its calls share.
 
     Args:
-        sums, gradients: the tiles of S of one launch each, and the positives in each.
+        sums, gradients: the tiles of S of one launch each.
         entries: of the largest tile of dS, with rows that begin at multiples of 16 bytes.
         pairs: the number of positive pairs, of the first local rows with the first local columns.
         dtype: of factors in the product S.
@@ -46,12 +49,23 @@ class InKernels:
     of_gradients: torch.dtype
     tf32: bool
 
-    def inputs(self, of: TileOfS, x: Tensor, y: Tensor, numbers: Tensor) -> kernels.TileInputs:
-        """Return a tile as kernels take it."""
-        tile, positive = of
+    def inputs(
+        self, launch: TileOfS, x: Tensor, y: Tensor, numbers: Tensor, inverse: Tensor | None = None
+    ) -> kernels.TileInputs:
+        """Return a tile as kernels take it.
+
+        Args:
+            launch: the tile.
+            x: the local rows.
+            y: the rows of all ranks.
+            numbers: of S.
+            inverse: (n,), a factor for each row of x, which is y, by which S_ij is multiplied; None: there is none.
+        """
+        tile, positive, excluded = launch
         rows, cols = tile.rows, tile.cols
+        terms, of_cols = (None, None) if inverse is None else (kernels.RowTerms(inverse[rows], None), inverse[cols])
         return kernels.TileInputs(
-            x[rows], y[cols], numbers, positive, _NO_ENTRIES, 0, rows.start, allows_tf32=self.tf32
+            x[rows], y[cols], numbers, positive, excluded, 0, rows.start, terms, of_cols, self.tf32
         )
 
     def products_of(self, x: Tensor, y: Tensor, of_rows: kernels.RowNumbers | None, given: torch.dtype) -> Tensor:
@@ -91,10 +105,10 @@ class InKernels:
             return u, None if v is None else v.zero_()
         memory = x.new_empty(self.entries, dtype=dtype)
         x_factor, y_factor = x.to(dtype) if v is not None else x, y.to(dtype) if u is not None else y
-        for of in self.gradients:
-            tile = of[0]
+        for launch in self.gradients:
+            tile = launch.tile
             grad = in_memory(memory, tile.shape)
-            write(of, grad)
+            write(launch, grad)
             if u is not None:
                 multiply((grad,), (y_factor[tile.cols],), u[tile.rows], add=tile.cols.start > 0)
             if v is not None:
@@ -116,22 +130,33 @@ def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype
     factors = products.dtype_in_kernels(dtype)
     if factors is None or factors not in kernels.READABLE or not exchange.one_transfer or pairs.excluded is not NONE:
         return None
-    rank, device = facts.rank, facts.device
+    rank = facts.rank
     rows, cols = layout.rows.counts[rank], layout.cols.total
     count = min(rows, layout.cols.counts[rank])
     if not isinstance(positive, Diagonals) or positive.places != ((0, layout.cols.offsets[rank], count),):
         return None
-    named = members(positive, cols, device)
-    assert named is not None
-    of_gradients = torch.float16 if factors == torch.bfloat16 and products.units else factors
     block = Block(torch.empty(0, device="meta"), slice(0, cols), slice(0, rows))
-    tiles = [
-        tuple((tile, named.of_tile(tile)) for tile in of) for of in tiles_of_launches(block, route.budget.side, factors)
-    ]
-    most = max((entries_of_memory(tile.shape) for tile, _ in tiles[1]), default=0)
-    return InKernels(tiles[0], tiles[1], most, count, factors, of_gradients, products.allows_tf32)
+    return shared(facts, route, pairs, block, factors, count)
 
 
-def unit_of_gradients(comm: Communicator, largest: Tensor) -> Tensor:
-    """Return a number, (), the same on all ranks, such that dS / unit fits into float16, from a bound of |dS|."""
-    return all_reduce(comm, largest, "max").clamp(min=_SMALLEST).mul_(1 / LARGEST)
+def shared(facts: Facts, route: Route, pairs: Pairs, block: Block, factors: torch.dtype, count: int) -> InKernels:
+    """Return what calls of a form share.
+
+    Args:
+        facts: of a call.
+        route: of a call.
+        pairs: of a call.
+        block: S.
+        factors: the dtype of factors in the product S.
+        count: the number of positive pairs.
+    """
+    positive, excluded = (members(of, block.cols.stop, facts.device) for of in (pairs.positive, pairs.excluded))
+    assert positive is not None
+    assert excluded is not None
+    sums, gradients = (
+        tuple(TileOfS(tile, positive.of_tile(tile), excluded.of_tile(tile)) for tile in tiles)
+        for tiles in tiles_of_launches(block, route.budget.side, factors)
+    )
+    most = max((entries_of_memory(tile.shape) for tile, *_ in gradients), default=0)
+    of_gradients = torch.float16 if factors == torch.bfloat16 and route.products.units else factors
+    return InKernels(sums, gradients, most, count, factors, of_gradients, route.products.allows_tf32)

@@ -32,7 +32,7 @@ from ..sweep import NONE, Diagonals, Pairs, Selection
 from .cross_entropy import one_positive, softplus
 from .kernel_check import random_rows
 from .rehearsals import moderate_scale
-from .route import Layout
+from .route import Layout, unit_of_gradients
 from .row_statistics import Operands, Planned, Scale
 from .shifts import never_underflows
 from .softmax_plan import Bounds, SoftmaxPlan
@@ -199,7 +199,7 @@ class OneTile(torch.autograd.Function):
             slope = exponentials * by_row[:, None]
         unit, apart = None, products.rounds_gradients  # pairs are the largest entries: they are not rounded
         if products.needs_unit(own.dtype, in_kernels=False):
-            unit = slope.abs().amax().clamp(min=torch.finfo(dtype).tiny) if slope.numel() else slope.new_ones(())
+            unit = unit_of_gradients(slope.abs().amax() if slope.numel() else slope.new_zeros(()))
             slope.div_(unit)
         if apart:
             slope = slope.to(products.of_gradients)

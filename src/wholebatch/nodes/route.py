@@ -14,6 +14,7 @@ from ..contract import Facts
 from ..exchange import Exchange, columns_of_a_chunk, num_entries, select_exchange
 from ..partition import Partition, Ragged
 from ..sweep import (
+    LARGEST,
     Budget,
     Documents,
     Driver,
@@ -32,6 +33,7 @@ from ..sweep import (
     smallest_token_budget,
 )
 
+_SMALLEST_UNIT = torch.finfo(torch.float32).tiny
 _NOBODY: Any = None  # the ranks of a route that no call has yet
 
 
@@ -145,6 +147,14 @@ def _choose(
     assert exchange.kept_local is not None
     exchange.comm = _NOBODY  # the plans of a group must not keep it alive
     return Route(_NOBODY, exchange, budget, products)
+
+
+def unit_of_gradients(largest: Tensor) -> Tensor:
+    """Return a number, (), such that dS / unit fits into float16, from a bound of |dS| that is the same on all ranks.
+
+    It is a normal number of float32 even if all of dS is 0.
+    """
+    return largest.mul(1 / LARGEST).clamp_(min=_SMALLEST_UNIT)
 
 
 @dataclass(frozen=True)

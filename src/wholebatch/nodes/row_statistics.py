@@ -161,7 +161,7 @@ class Planned:
             learned = offsets is not None and offsets.requires_grad
             self._form = form = (
                 *selection.pairs.kinds, selection.over,
-                offsets is not None, learned, *rows, *cols, layout.symmetric, self._keep,
+                offsets is not None, learned, rows, cols, layout.symmetric, self._keep,
                 plan.towers.normalize_per_tile, plan.towers.stay_norms is not None,
                 plan.towers.travel_norms is not None,
             )  # fmt: skip
@@ -229,11 +229,11 @@ def _in_few_launches(
     counts, products = (layout.rows.counts, layout.cols.counts), facts.products
     in_form = "in kernels", *form, *counts, plan.differentiable, products.precision, products.units, dtype
     if layout.symmetric:
-        views = facts.once(in_form, lambda: (two_views_in_kernels(facts, plan, layout, dtype),))[0]
+        views = facts.once(in_form, lambda: two_views_in_kernels(facts, plan, layout, dtype))
         if views is None:
             return None
         return RowStatistics(*TwoViewsInKernels.apply(plan, views, facts.of_rows, scale, *features)), None
-    shared = facts.once(in_form, lambda: (in_kernels(facts, plan, layout, dtype),))[0]
+    shared = facts.once(in_form, lambda: in_kernels(facts, plan, layout, dtype))
     if shared is None:
         return None
     x, y = (features[at[0]] for at in (towers.stays, towers.travels))

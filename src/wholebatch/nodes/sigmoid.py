@@ -21,8 +21,8 @@ from .._precision import accumulation_dtype, wide_dtype
 from .._products import inner
 from ..comm.inside import all_reduce
 from ..exchange import ColumnData
-from ..sweep import LARGEST, Block, KernelSigmoidSweep, Pairs, SigmoidSweep
-from .route import Route
+from ..sweep import Block, KernelSigmoidSweep, Pairs, SigmoidSweep
+from .route import Route, unit_of_gradients
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None
     if weights is not None:
         largest = weights.abs().amax().to(largest) if len(weights) else torch.zeros_like(largest)
         largest = all_reduce(plan.route.comm, largest, "max")
-    return torch.where(largest > 0, largest / LARGEST, 1.0)
+    return unit_of_gradients(largest)
 
 
 def _sweep(

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .. import kernels
 from .._autograd import no_autocast, once_differentiable
-from ..comm.inside import reduce_scatter
+from ..comm.inside import all_reduce, reduce_scatter
 from ..contract import Facts
 from ..sweep import LARGEST
 from .cross_entropy import softplus
-from .in_kernels import InKernels, TileOfS, one_diagonal, unit_of_gradients
+from .in_kernels import InKernels, TileOfS, one_diagonal
 from .rehearsals import in_kernels_or_not
-from .route import Layout
+from .route import Layout, unit_of_gradients
 from .sigmoid import Sigmoid, SigmoidPlan
 
 
@@ -81,7 +81,7 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
     arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
     if plan.in_kernels:
         name = "sigmoid in kernels", products.precision, products.units, facts.features_dtype
-        shared = facts.once(name, lambda: (_form(facts, plan, layout, x, weights),))[0]
+        shared = facts.once(name, lambda: _form(facts, plan, layout, x, weights))
         if shared is not None:
             return SigmoidInKernels.apply(plan, shared, facts.of_rows, *arguments)
     return Sigmoid.apply(plan, *arguments)
@@ -115,7 +115,7 @@ class SigmoidInKernels(torch.autograd.Function):
         y: Tensor,
     ) -> Tensor:
         tiles = form.tiles
-        read, local = x.to(tiles.dtype), y.to(tiles.dtype)
+        read, local = kernels.laid_out(x.to(tiles.dtype)), kernels.laid_out(y.to(tiles.dtype))
         products = tiles.products_of(read, local, of_rows, x.dtype)
         want_scale, want_bias, _, want_x, want_y = ctx.needs_input_grad[3:] if plan.differentiable else (False,) * 5
         losses, gradients = _sweep(
@@ -198,9 +198,9 @@ def _tiles(
     y = plan.route.exchange.fetch(local)
     sums: Tensor | None = None
 
-    def write(of: TileOfS, grad: Tensor | None) -> None:
+    def write(launch: TileOfS, grad: Tensor | None) -> None:
         nonlocal sums
-        tile, inputs = of[0], tiles.inputs(of, x, y, numbers)
+        tile, inputs = launch.tile, tiles.inputs(launch, x, y, numbers)
         if sums is None:
             sums = kernels.sigmoid_sums(x.shape[0], inputs, weighted=weights is not None, totals=want_bias)
         of_tile = None if weights is None else weights[tile.rows]
@@ -209,8 +209,8 @@ def _tiles(
     want_x = want_x or (want_scale and not want_y)
     if want_x or want_y:
         return *tiles.products(plan.route, x, y, (want_x, want_y), write), sums
-    for of in tiles.sums:
-        write(of, None)
+    for launch in tiles.sums:
+        write(launch, None)
     return None, None, sums
 
 
@@ -219,5 +219,5 @@ def _in_units(plan: SigmoidPlan, form: _Form, weights: Tensor) -> tuple[Tensor, 
     if not form.in_units:
         return weights.float().contiguous(), 1.0
     largest = weights.abs().amax() if weights.shape[0] else weights.new_zeros(())
-    unit = unit_of_gradients(plan.route.comm, largest)
+    unit = unit_of_gradients(all_reduce(plan.route.comm, largest, "max"))
     return (weights / unit).float().contiguous(), unit

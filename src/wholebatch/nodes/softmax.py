@@ -32,7 +32,8 @@ from .._products import inner
 from ..comm.inside import all_gather, all_reduce
 from ..exchange import ColumnData
 from ..logsumexp import log_sum_exp
-from ..sweep import LARGEST, Block, Sums, Weights
+from ..sweep import Block, Sums, Weights
+from .route import unit_of_gradients
 from .shifts import sums_of_sides
 from .softmax_plan import Data, SoftmaxPlan
 
@@ -128,8 +129,8 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
     if not plan.route.products.needs_unit(dtype, in_kernels=plan.in_kernels):
         return None
     largest = torch.stack([grad.abs().amax() if len(grad) else grad.new_zeros(()) for grad in grads]).sum()
-    largest = all_reduce(plan.route.comm, largest * (plan.size * (2 if plan.symmetric else 1)), "max")
-    return torch.where(largest > 0, largest / LARGEST, 1.0)
+    largest = largest * (plan.size * (2 if plan.symmetric else 1))
+    return unit_of_gradients(all_reduce(plan.route.comm, largest, "max"))
 
 
 def output_names(fields: tuple[str, ...]) -> list[str]:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .. import kernels
 from .._autograd import no_autocast, once_differentiable
-from ..comm.inside import reduce_scatter
+from ..comm.inside import all_reduce, reduce_scatter
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
 from ..sweep import relative_difference
-from .in_kernels import InKernels, TileOfS, one_diagonal, unit_of_gradients
-from .route import Layout
+from .in_kernels import InKernels, TileOfS, one_diagonal
+from .route import Layout, unit_of_gradients
 from .softmax_plan import SoftmaxPlan
 
 _FIELDS = ((), ("sum",), ("sum", "target"))  # of rows, and of columns, that this node computes
@@ -67,7 +67,7 @@ class SoftmaxInKernels(torch.autograd.Function):
         assert plan.shift is not None
         shift = kernels.exact(plan.shift)
         numbers = kernels.numbers_of(plan.scale, shift, x.device)
-        read, local = x.to(form.dtype), y.to(form.dtype)
+        read, local = kernels.laid_out(x.to(form.dtype)), kernels.laid_out(y.to(form.dtype))
         fetched = exchange.fetch(local)
         row_sums, col_sums = _sums(plan, form, read, fetched, numbers)
         if plan.canaries is not None and row_sums is not None and col_sums is not None:
@@ -125,9 +125,9 @@ def _sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the sums of exponentials of the local rows, and of all columns over these rows."""
     made: list[Tensor | None] = [None, None]
-    for of in form.sums:
-        tile = of[0]
-        found = kernels.tile_sums(form.inputs(of, x, y, numbers), rows=plan.rows[:1], cols=plan.cols[:1])
+    for launch in form.sums:
+        tile = launch.tile
+        found = kernels.tile_sums(form.inputs(launch, x, y, numbers), rows=plan.rows[:1], cols=plan.cols[:1])
         for side, at, total in ((0, tile.rows, x.shape[0]), (1, tile.cols, y.shape[0])):
             new, sums = found[side].get("sum"), made[side]
             if new is None:
@@ -163,7 +163,7 @@ def _weights(
     rows, cols, largest = kernels.side_weights(sides[0], sides[1], plan.size)
     exchange, unit = plan.route.exchange, None
     if form.of_gradients == torch.float16:
-        unit = unit_of_gradients(exchange.comm, largest.sum()).float()
+        unit = unit_of_gradients(all_reduce(exchange.comm, largest.sum(), "max")).float()
         rows, cols = (None if weights is None else weights.div_(unit) for weights in (rows, cols))
     if cols is not None:
         cols = exchange.distribute(cols[None])[0]
@@ -179,15 +179,14 @@ def _products(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dS Y of the local rows, and dS^T X of all columns, without the pairs' terms; None where not needed."""
     x, y, numbers = data
-    by_row, by_col = (None if of is None else {"sum": of} for of in (weights.rows, weights.cols))
 
-    def write(of: TileOfS, grad: Tensor) -> None:
-        tile = of[0]
+    def write(launch: TileOfS, grad: Tensor) -> None:
+        tile = launch.tile
         kernels.tile_gradient(
-            form.inputs(of, x, y, numbers),
+            form.inputs(launch, x, y, numbers),
             grad,
-            rows={} if by_row is None else {"sum": by_row["sum"][tile.rows]},
-            cols={} if by_col is None else {"sum": by_col["sum"][tile.cols]},
+            rows={} if weights.rows is None else {"sum": weights.rows[tile.rows]},
+            cols={} if weights.cols is None else {"sum": weights.cols[tile.cols]},
         )
 
     return form.products(plan.route, x, y, needed, write)

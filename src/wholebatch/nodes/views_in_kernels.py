@@ -9,7 +9,6 @@ G_ij / (|x_i| |x_j|), so a product with X is U_i / |x_i|, as `kernels.row_gradie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,42 +19,13 @@ from .._autograd import no_autocast, once_differentiable
 from .._normalize import EPS
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
-from ..partition import Tile
-from ..sweep import Block, Diagonals, entries_of_memory, in_memory, members, tiles_of_launches
+from ..sweep import Block, Diagonals, in_memory
+from .in_kernels import InKernels, shared
 from .route import Layout
 from .softmax_plan import SoftmaxPlan
 
 
-@dataclass(eq=False)
-class Views:
-    """The facts of a form that all of its calls share.
-
-    Args:
-        sums, gradients: the tiles of S of one launch each, with their positives and excluded entries.
-        entries: of the largest tile of G, with rows that begin at multiples of 16 bytes.
-        dtype: of factors, and of G.
-        tf32: whether float32 is multiplied in TF32.
-    """
-
-    sums: tuple[tuple[Tile, kernels.Entries, kernels.Entries], ...]
-    gradients: tuple[tuple[Tile, kernels.Entries, kernels.Entries], ...]
-    entries: int
-    dtype: torch.dtype
-    tf32: bool
-
-    def inputs(
-        self, of: tuple[Tile, kernels.Entries, kernels.Entries], x: Tensor, inverse: Tensor, numbers: Tensor
-    ) -> kernels.TileInputs:
-        """Return a tile as kernels take it; `inverse` are those of the rows' norms."""
-        tile, positive, excluded = of
-        rows, cols = tile.rows, tile.cols
-        terms = kernels.RowTerms(inverse[rows], None)
-        return kernels.TileInputs(
-            x[rows], x[cols], numbers, positive, excluded, 0, rows.start, terms, inverse[cols], self.tf32
-        )
-
-
-def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> Views | None:
+def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
     """Return the facts of this node if it computes calls of this form, else None; as `in_kernels`."""
     of, towers, pairs = plan.selection, plan.towers, plan.selection.pairs
     changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, plan.dtype)
@@ -71,16 +41,8 @@ def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype:
         return None
     if not isinstance(pairs.excluded, Diagonals) or pairs.excluded.places != ((0, 0, rows),):
         return None
-    positive, excluded = (members(entries, rows, facts.device) for entries in (pairs.positive, pairs.excluded))
-    assert positive is not None
-    assert excluded is not None
     block = Block(torch.empty(0, device="meta"), slice(0, rows), slice(0, rows), triangle=True)
-    sums, gradients = (
-        tuple((tile, positive.of_tile(tile), excluded.of_tile(tile)) for tile in tiles)
-        for tiles in tiles_of_launches(block, plan.route.budget.side, factors)
-    )
-    most = max((entries_of_memory(tile.shape) for tile, *_ in gradients), default=0)
-    return Views(sums, gradients, most, factors, products.allows_tf32)
+    return shared(facts, plan.route, pairs, block, factors, b)
 
 
 class TwoViewsInKernels(torch.autograd.Function):
@@ -91,7 +53,7 @@ class TwoViewsInKernels(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: SoftmaxPlan,
-        form: Views,
+        form: InKernels,
         of_rows: kernels.RowNumbers | None,
         scale: Any,
         z0: Tensor,
@@ -104,10 +66,10 @@ class TwoViewsInKernels(torch.autograd.Function):
         inverse = of_rows.norms.clamp(min=EPS).reciprocal_()
         x = torch.cat([z0, z1]).to(form.dtype)
         sums: Tensor | None = None
-        for of in form.sums:
-            tile = of[0]
+        for launch in form.sums:
+            tile = launch.tile
             names = () if tile.self_transposed else ("sum",)
-            by_row, by_col = kernels.tile_sums(form.inputs(of, x, inverse, numbers), rows=("sum",), cols=names)
+            by_row, by_col = kernels.tile_sums(form.inputs(launch, x, x, numbers, inverse), rows=("sum",), cols=names)
             if sums is None and tile.shape[0] == x.shape[0]:
                 sums = by_row["sum"]
                 continue
@@ -135,11 +97,14 @@ class TwoViewsInKernels(torch.autograd.Function):
         assert weights is not None
         multiply, memory = plan.route.products.multiply, x.new_empty(form.entries)
         u = x.new_empty(x.shape, dtype=torch.float32)
-        for of in form.gradients:
-            tile = of[0]
+        for launch in form.gradients:
+            tile = launch.tile
             rows, cols, slope = tile.rows, tile.cols, in_memory(memory, tile.shape)
             kernels.tile_gradient(
-                form.inputs(of, x, inverse, numbers), slope, rows={"sum": weights[rows]}, cols={"sum": weights[cols]}
+                form.inputs(launch, x, x, numbers, inverse),
+                slope,
+                rows={"sum": weights[rows]},
+                cols={"sum": weights[cols]},
             )
             first = rows.start == 0  # strips of rows: those below have been added to as columns
             multiply((slope,), (x[cols],), u[rows], add=not (first and tile.self_transposed))

@@ -89,7 +89,6 @@ class KernelTiles:
         bytes_of_an_entry: all tiles' bytes for an entry of S, here and in plain PyTorch.
         dtype: of the factors, and of dS.
         diagonals: the positive pairs that do not enter a kernel; None: all do.
-        numbers: of the tiles, as in :class:`kernels.TileInputs`; None: made from the driver's scale.
     """
 
     driver: Driver
@@ -100,8 +99,8 @@ class KernelTiles:
     bytes_of_an_entry: tuple[int, int]
     dtype: torch.dtype
     diagonals: Diagonals | None
-    numbers: Tensor | None = None
     col_scales: Tensor | None = None
+    numbers: Tensor | None = field(default=None, init=False)  # as in `kernels.TileInputs`
     scale: Tensor = field(init=False)  # as kernels represent it, (), float64; and their shift or bias
     other: Tensor = field(init=False)
     _rows: tuple[slice, list[Tensor]] | None = field(default=None, init=False)
@@ -120,7 +119,6 @@ class KernelTiles:
         bytes_of_an_entry: tuple[int, int] | None = None,
         float16: bool = False,
         apart: bool = True,
-        numbers: Tensor | None = None,
     ) -> KernelTiles | None:
         """Return tiles that take the memory of plain PyTorch's; None if kernels do not support the case.
 
@@ -134,7 +132,6 @@ class KernelTiles:
                 of dS here, and of two tiles there.
             float16: whether dS fits into float16 if rows are not divided by norms.
             apart: whether the caller takes positive pairs on diagonals from :meth:`pairs`.
-            numbers: as above.
         """
         normed = driver.norms is not None or driver.col_norms is not None
         dtype = driver.precision.dtype_in_kernels(driver.x.dtype)
@@ -155,13 +152,12 @@ class KernelTiles:
         col_scales = None if driver.col_norms is None else driver.col_norms[:, 0].reciprocal().float()
         return cls(
             driver, positive, excluded, 0 if diagonals is not None else candidates, row_terms, bytes_of_an_entry,
-            dtype, diagonals, numbers, col_scales,
+            dtype, diagonals, col_scales,
         )  # fmt: skip
 
     def set_numbers(self, other: float | Tensor) -> None:
-        """Make the numbers that the tiles of a call share, unless they were given: the scale and a shift or bias."""
-        if self.numbers is None:
-            self.numbers = kernels.numbers_of(self.driver.scale, other, self.driver.x.device)
+        """Make the numbers that the tiles of a call share: the scale and a shift or bias."""
+        self.numbers = kernels.numbers_of(self.driver.scale, other, self.driver.x.device)
         self.scale, self.other = (self.numbers.double() * log(2)).unbind()
 
     def of_gradients(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:

@@ -19,7 +19,6 @@ class KernelSigmoidSweep(SigmoidSweep):
     """:class:`SigmoidSweep` in kernels; cases that kernels do not support use plain PyTorch.
 
     For float16 features no weight may be larger than `LARGEST`, and most should be near it, as in the softmax sweep.
-    With `numbers`, scale and bias are read from the device, as in :class:`kernels.TileInputs`.
     """
 
     def __init__(
@@ -29,13 +28,9 @@ class KernelSigmoidSweep(SigmoidSweep):
         dtype: torch.dtype,
         columns: int,
         weights: Tensor | None = None,
-        *,
-        numbers: Tensor | None = None,
     ) -> None:
         super().__init__(driver, pairs, dtype, weights)
-        self._tiles = KernelTiles.of(
-            driver, pairs, columns, candidates=_ALL, float16=weights is not None, numbers=numbers
-        )
+        self._tiles = KernelTiles.of(driver, pairs, columns, candidates=_ALL, float16=weights is not None)
         self._of_rows = None if weights is None else weights.float().contiguous()
 
     def block(self, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:

@@ -44,23 +44,15 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         driver, selection: as there.
         columns: the number of columns of the global batch.
         kept: as there, for plain PyTorch.
-        numbers: the scale and the shift on the device, as in :class:`kernels.TileInputs`; None: those of the driver
-            and of the sums, whose shift should be one that :func:`kernels.exact` returns.
+
+    The shift of sums should be one that :func:`kernels.exact` returns.
     """
 
     fields = frozenset({"sum", "target", "logits", "count"})
 
-    def __init__(
-        self,
-        driver: Driver,
-        selection: Selection,
-        columns: int,
-        *,
-        kept: KeptTiles | None = None,
-        numbers: Tensor | None = None,
-    ) -> None:
+    def __init__(self, driver: Driver, selection: Selection, columns: int, *, kept: KeptTiles | None = None) -> None:
         super().__init__(driver, selection, kept=kept)
-        self._tiles = self._supported(columns, numbers)
+        self._tiles = self._supported(columns)
         self.difference: Tensor | None = None  # the largest, between sums by rows and by columns, relative to them
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
@@ -165,7 +157,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         if v is not None and self.driver.col_norms is not None and not is_same:
             yield v, self.driver.col_norms[block.cols]
 
-    def _supported(self, columns: int, numbers: Tensor | None) -> KernelTiles | None:
+    def _supported(self, columns: int) -> KernelTiles | None:
         """Return the tiles for kernels, or None if kernels do not support the selection."""
         selection = self.selection
         unsupported = (selection.floor, selection.ceiling, selection.guide, selection.transform)
@@ -178,7 +170,6 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             candidates=_CANDIDATES[selection.over],
             offsets=selection.offsets,
             float16=True,
-            numbers=numbers,
         )
 
 
