@@ -216,7 +216,7 @@ def test_a_loss_in_kernels_is_that_of_one_process(counts):
     for errors, made in run_ranks(on_ranks, len(counts), counts):
         assert all(error < 1e-5 for error in errors.values()), errors
         assert len(made) >= 4
-        assert set(made) == {("max_sim_loss", ("token_maxima",), True)}
+        assert set(made) == {("max_sim_loss", ("token_maxima_by_pointers",), True)}
 
 
 @needs_triton
