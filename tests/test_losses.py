@@ -160,6 +160,20 @@ def test_any_inputs_may_be_constant_on_any_ranks(counts):
     run_ranks(some_gradients_body, len(counts), counts, timeout_s=60)
 
 
+def constants_body(counts):
+    """Without an input that needs a gradient, on any rank, a loss keeps no graph."""
+    for name, case in LOSSES.items():
+        whole = whole_batch(case, counts)
+        leaves = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        scalars = [torch.tensor(value, dtype=torch.float64) for value in (14.3, BIAS)]
+        assert not case.call(wb.functional, *leaves, *scalars).requires_grad, name
+
+
+@pytest.mark.parametrize("counts", [(4,), (3, 2)], ids=str)
+def test_a_loss_of_constants_has_no_graph(counts):
+    run_ranks(constants_body, len(counts), counts, timeout_s=60)
+
+
 def inference_body():
     """Tensors of inference mode cannot join a backward pass: all ranks raise if one needs it."""
     rank = dist.get_rank()

@@ -200,7 +200,7 @@ def test_rows_are_read_batch_by_batch(run, damaged):
     """The first features come before the last picture is read, so memory does not grow with the rows."""
     found = open_run(run)
     items = open_items(found, str(damaged), "DATA")
-    tiles = features_of(found, items, Work(50, 0, 1, "cpu", "auto"))
+    tiles = features_of(found, items, Work(50, 0, 1, "cpu", "auto", trust=False))
     assert [len(next(tiles)) for _ in range(3)] == [50, 50, 50]
     with pytest.raises(UserError, match=r"none\.png"):
         next(tiles)
@@ -682,7 +682,7 @@ except ValueError as error:
     print(error)
 """
     printed = printed_without_this_package(program, tmp_path)
-    assert printed == "none.png: it is in no format that Pillow knows"
+    assert printed == "none.png: it is no picture of a known format, such as PNG or JPEG"
 
 
 def test_the_readme_of_a_classifier_names_a_class(classifier, tmp_path):
@@ -786,8 +786,8 @@ def other_sizes(folder):
     [
         (damage, "model.safetensors is damaged or incomplete"),
         (other_version, "is not the configuration of a run of this version"),
-        (other_sizes, "does not fit the encoders of the run: 1 tensors"),
-        (lambda folder: (folder / "encoders" / "encoders.json").unlink(), "holds no encoder"),
+        (other_sizes, "are not those that model.safetensors was written with"),
+        (lambda folder: (folder / "encoders" / "encoders.json").unlink(), "are not those that model.safetensors was"),
         (lambda folder: [(folder / name).unlink() for name in ("model.safetensors", "checkpoint.safetensors")],
          "the run has had no checkpoint yet"),
     ],
@@ -879,3 +879,59 @@ def test_every_command_of_the_page_runs(photos, monkeypatch, capsys):
     texts = npy("texts.npy")
     assert len(texts) == 151
     assert texts[row].norm().item() == pytest.approx(1)
+
+
+# What is executed, and what a terminal gets.
+
+
+def test_code_that_was_added_to_a_run_is_not_executed(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    encoder = copy / "encoders" / "text"
+    values = json.loads((encoder / "encoder.json").read_text())
+    (encoder / "encoder.json").write_text(json.dumps({**values, "form": "file", "function": "make", "kind": "text"}))
+    (encoder / "encoder.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nraise SystemExit(7)\n")
+    for trust in ([], ["--trust"]):
+        said = mistake(capsys, "search", copy, "A", *trust)
+        assert "are not those that model.safetensors was written with" in said
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("change", ["a byte", "a file more", "a file less", "a link"])
+def test_every_file_of_the_encoders_is_compared(run, tmp_path, capsys, change):
+    copy = shutil.copytree(run, tmp_path / "run")
+    file = copy / "encoders" / "text" / "encoder.json"
+    if change == "a byte":
+        file.write_bytes(file.read_bytes().replace(b" ", b"  ", 1))
+    elif change == "a file more":
+        (file.parent / "more.txt").write_text("")
+    else:
+        moved = shutil.move(file, tmp_path / "encoder.json")
+        if change == "a link":
+            file.symlink_to(moved)
+    expected = "is a link" if change == "a link" else "are not those that model.safetensors was written with"
+    assert expected in mistake(capsys, "search", copy, "A")
+
+
+def test_a_terminal_obeys_no_text_of_the_data(run, data, capsys):
+    orders = "\x1b]0;owned\x07\x1b[2J\x9b1m\x08\u202ecba\ufeff"
+    rows = [{"image": f"images/{at}.png", "text": f"{orders} {at}"} for at in (62, 65)]
+    (data.parent / "orders.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
+    succeeds("search", run, data.parent / "images" / "62.png", "--in", data.parent / "orders.jsonl", "-k", "2")
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07" in printed
+    assert not {*printed} & {*"\x1b\x07\x9b\x08\u202e\ufeff"}
+
+
+def test_a_stream_without_a_letter_gets_an_escape(run, data):
+    rows = [{"image": f"images/{at}.png", "text": f"{at} \u0939\u093f\u0928\u094d\u0926\u0940"} for at in (62, 65)]
+    (data.parent / "hindi.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["search", run, data.parent / "images" / "62.png", "--in", data.parent / "hindi.jsonl", "-k", "2"]
+    for encoding in ("ascii", "cp1252"):
+        found = subprocess.run(
+            [sys.executable, "-m", "wholebatch", *map(str, command)],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            check=True,
+        )
+        assert b"\\u0939\\u093f" in found.stdout

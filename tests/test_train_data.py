@@ -35,6 +35,7 @@ from wholebatch.train.data.pairs.stated import stated_pairs
 from wholebatch.train.data.sides import Texts
 from wholebatch.train.data.tables.open_table import open_table
 from wholebatch.train.data.tables.roles import asked_roles, find_roles
+from wholebatch.train.data.tables.text_files import read_json_lines, read_separated
 from wholebatch.train.encoders.inputs import map_tensors
 from wholebatch.train.encoders.small import Pad, Words
 from wholebatch.train.tasks.batches import PairBatches, Reader, rows_of_chunks
@@ -473,7 +474,7 @@ def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeyp
     assert workers_of_a_rank(CONFIG, many.sides, 1) == 0
     monkeypatch.setattr("wholebatch._cpus.usable_cpus", lambda: 128)
     assert workers_of_a_rank(automatic, many.sides, 1) == 8
-    assert [Work(1, workers, 32, "cpu", "auto").workers_to_read() for workers in (-1, 0, 3)] == [4, 0, 3]
+    assert [Work(1, workers, 32, "cpu", "auto", trust=False).workers_to_read() for workers in (-1, 0, 3)] == [4, 0, 3]
 
 
 class Fails:
@@ -651,3 +652,30 @@ def test_a_negative_that_equals_a_positive_is_no_candidate_of_its_query(tmp_path
     assert loss == pytest.approx(definition(leave_out=True), rel=1e-5)
     assert reference == pytest.approx(definition(leave_out=True), rel=1e-5)
     assert abs(loss - definition(leave_out=False)) > 1e-3, "a positive among the negatives would show"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("t.tsv", 'image\ttext\n0.png\t"one\n1.png\ttwo"\n2.png\t"all"\n', ['"one', 'two"', "all"]),
+        ("a space.csv", 'image, text\n0.png, "x, big"\n1.png, b\n', ["x, big", "b"]),
+        ("no name.csv", "image,text,,\n0.png,a,,\n1.png,b,,1\n", ["a", "b"]),
+        ("no values.csv", "image,text\n0.png,a\n,\n1.png,b\n , \n,\n", ["a", "b"]),
+        ("excel.csv", "sep=;\nimage;text\n0.png;a, b\n1.png;c\n", ["a, b", "c"]),
+        ("long.csv", "image,text\n0.png," + "x" * 200_000 + "\n", ["x" * 200_000]),
+    ],
+    ids=lambda of: of if isinstance(of, str) and "." in of[:20] and "\n" not in of else "",
+)  # fmt: skip
+def test_tables_as_other_programs_write_them(tmp_path, name, content, texts):
+    (tmp_path / name).write_text(content)
+    table = pa.Table.from_batches(read_separated(tmp_path / name))
+    assert table["text"].to_pylist() == texts
+    assert table["image"].to_pylist() == [f"{number}.png" for number in range(len(texts))]
+    assert table.column_names[:2] == ["image", "text"]
+    assert csv.field_size_limit() == 131_072
+
+
+def test_no_number_is_no_word(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"image": "0.png", "text": "a"}\n{"image": "1.png", "text": NaN}\n')
+    with pytest.raises(UserError, match=r"t\.jsonl, line 2: not JSON \(NaN is no value; write null"):
+        list(read_json_lines(tmp_path / "t.jsonl"))

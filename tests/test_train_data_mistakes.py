@@ -27,6 +27,7 @@ from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.cache.files import cache_folder
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.pairs.of_table import table_pairs
+from wholebatch.train.data.pictures.reading import open_picture
 from wholebatch.train.data.sides import FilePictures
 from wholebatch.train.data.tables.open_table import open_table
 from wholebatch.train.data.tables.roles import asked_roles
@@ -68,7 +69,6 @@ SEPARATED = [
     ("image,text\nimages/none.png,A\n", r"line 2: there is no image '.*images/none.png'; --skip-bad leaves such rows"),
     ("image,text\nimages/a\0b.png,A\n", r"line 2: a path cannot hold the character of code 0"),
     ('image,text\nimages/0.png,"A\n', r"pairs.csv, line 2: not a CSV file: unexpected end of data"),
-    ("image,text\n" + "x" * 200_000 + ",A\n", "pairs.csv, line 2: not a CSV file: field larger than field limit"),
     ("image,text\nimages/0.png,A\n", r"--data has 1 different text, less 1 for validation and 1 for test "
      r"\(--validation-texts, --test-texts\); expected at least two to train on"),
     ("image,text\n" + "".join(f"images/{i}.png,A\n" for i in range(6)), "--data has 1 different text, less"),
@@ -386,7 +386,8 @@ def test_a_place_is_one_path_and_is_said_once(tmp_path):
     with pytest.raises(UserError) as caught:
         side.read(2)
     assert (
-        str(caught.value) == f"{place}: the picture cannot be read as an image (it is in no format that Pillow knows)"
+        str(caught.value)
+        == f"{place}: the picture cannot be read as an image (it is no picture of a known format, such as PNG or JPEG)"
     )
     (folder / "cats" / "2.png").unlink()
     with pytest.raises(UserError) as caught:
@@ -705,3 +706,40 @@ def test_ranks_that_see_other_files_are_refused(tmp_path):
     (tmp_path / "b" / "pairs.csv").write_text("".join([*lines[:-1], lines[-1].replace("text", "words")]))
     message = "--data holds other rows on rank 1 than on rank 0; every machine needs the same files"
     assert run_ranks(meets, 2, paths) == [message] * 2
+
+
+PAGE = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="starts a script")
+def test_no_program_is_started_for_a_picture(tmp_path, monkeypatch):
+    """Pillow would start Ghostscript, which it finds by its name, for PostScript of any file name."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/started\nexit 1\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "x.png").write_bytes(PAGE)
+    for place in (tmp_path / "x.png", PAGE):
+        with pytest.raises(ValueError, match="no picture of a known format"):
+            open_picture(place)
+    assert not (tmp_path / "started").exists()
+    with pytest.raises(Exception), Image.open(tmp_path / "x.png") as image:  # noqa: B017, PT011
+        image.load()
+    assert (tmp_path / "started").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+        (tmp_path / f"{number}.txt").write_text(f"picture {number}")
+    for name, said in (("2.png", "it is no regular file"), ("0.txt", "is not a regular file")):
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UserError, match=said):
+            FilePictures(open_table(str(tmp_path)), "image").read(2)
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_bytes(kept)
+    (tmp_path / "2.png").unlink()
+    (tmp_path / "2.png").symlink_to(tmp_path / "1.png")
+    assert FilePictures(open_table(str(tmp_path)), "image").read(2) is not None

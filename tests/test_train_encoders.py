@@ -414,8 +414,14 @@ def test_a_run_leaves_what_opens_its_encoders(capsys, data, mine, tmp_path):
     )
     assert "relative error" in capsys.readouterr().out
     mine.unlink()
+    search = ["search", str(run), "A", "-k", "1", "--workers", "0"]
+    assert main(search) == 2
+    assert f"--image-encoder {mine}:Mine, Python code that would be executed" in capsys.readouterr().err
+    assert main([*search, "--trust"]) == 0
+    with pytest.raises(UserError, match=r"made by Python code, .*encoder\.py"):
+        open_dual_encoder(run / "encoders")
     torch.manual_seed(5)
-    model = open_dual_encoder(run / "encoders")
+    model = open_dual_encoder(run / "encoders", trust=True)
     weights = load_file(run / "model.safetensors")
     model.load_state_dict(weights)
     assert weights["projections.image.weight"].shape == (32, 12)

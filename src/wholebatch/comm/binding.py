@@ -74,7 +74,7 @@ def _unknown(signature: inspect.Signature, kwargs: Iterable[str], known: str) ->
     return f"; unknown: {', '.join(hints)}" if hints else ""
 
 
-def complaint(error: CallError) -> Callable[[], NoReturn]:
+def complaint(error: Exception) -> Callable[[], NoReturn]:
     """Return the `state` of a handshake that makes every rank raise this error."""
 
     def state() -> NoReturn:

@@ -15,11 +15,12 @@ from torch import Tensor
 from .._checks import check_number, check_temperature
 from .._statistics_request import statistics_requested
 from ..comm import Group
+from ..comm.inside import all_reduce
 from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory, Precision
-from ..sync import Sync, total
+from ..sync import Sync
 from ._declaration import Declaration
 from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
@@ -110,9 +111,9 @@ def dcl_loss(
     if sigma is not None:
         cosines = target.detach().unflatten(0, (2, -1))[0] * facts.factor_of("temperature")
         nothing = cosines.new_full((1,), -torch.inf)
-        largest = facts.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
+        largest = all_reduce(facts.comm, torch.cat([cosines, nothing]).amax(), "max")
         similar = ((cosines - largest) / sigma).exp()
-        target = target * (2 - count * similar / total(facts.comm, similar.sum())).repeat(2)
+        target = target * (2 - count * similar / all_reduce(facts.comm, similar.sum())).repeat(2)
     losses = torch.where(side.logsumexp.isneginf(), 0.0, side.logsumexp - target)
     if statistics:
         report_statistics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..partition import Partition, Ragged
 from ..sync import total
 from .arguments import Arguments
 from .declaration import Declaration
+from .failure import Failure
 from .fields import INDEX, SEPARATOR, SQUARES, fields, nested
 from .first_use import losses_and_weights, weighted
 from .node import PairPlan, PairSums
@@ -53,6 +55,7 @@ class Call:
     ) -> None:
         self.declared, self.call, self.facts, self.tiles, self.signature = declaration, call, facts, tiles, signature
         self.has_kernels = has_kernels
+        self.failure = Failure(facts.comm, CALLER)
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]
@@ -80,12 +83,16 @@ class Call:
         of_rows, of_cols = self.reduced()
         if statistics_requested():
             report(self._statistics(of_rows, of_cols))
-        if self.declared.row_loss is not None:
-            sides.append(self._side("row_loss", self.declared.row_loss, of_rows, self.x, self.partners[0]))
-        if self.declared.column_loss is not None:
-            sides.append(self._side("column_loss", self.declared.column_loss, of_cols, self.y, self.partners[1]))
+        for what, function, of_side, tower, partners in (
+            ("row_loss", self.declared.row_loss, of_rows, self.x, self.partners[0]),
+            ("column_loss", self.declared.column_loss, of_cols, self.y, self.partners[1]),
+        ):
+            if function is not None:
+                side = partial(self._side, what, function, of_side, tower, partners)
+                sides.append(self.failure.guard(side, partial(self._nothing, tower)))
         if self.facts.options.reduction == "none":
             losses = [loss for loss, _ in sides]
+            self.failure.report()
             if len({len(loss) for loss in losses}) > 1 or (len(sides) > 1 and self.rows.counts != self.cols.counts):
                 raise ValueError(
                     f"{CALLER}: reduction='none' adds the losses of rows and columns, and needs as many of both on "
@@ -94,6 +101,7 @@ class Call:
             return finish(self.facts, sum(losses[1:], start=losses[0]), one_loss=False)
         counts = [self.rows.total] * (self.declared.row_loss is not None) + [self.cols.total]
         totals = [self._total(*side, count) for side, count in zip(sides, counts, strict=False)]
+        self.failure.report()
         return finish(self.facts, sum(totals[1:], start=totals[0]))
 
     def _vectors(self) -> Vectors:
@@ -168,11 +176,12 @@ class Call:
                     )
                 if isinstance(term, Partner):
                     at = 0 if rows else 1
-                    found[name] = self.pairs[at].scores(term, self.parameters, self.partners[at])
+                    scores = partial(self.pairs[at].scores, term, self.parameters, self.partners[at])
+                    found[name] = self.failure.guard(scores, partial(self._zeros, (self.x, self.y)[at]))
                 elif isinstance(term, Max | Min) and term.over != "own" and term.ties == "first":
                     found[name] = self._winners(term, found[name], rows=rows)
                 if rows and term.over != "batch":
-                    own = self._own(term)
+                    own = self.failure.guard(partial(self._own, term), partial(self._zeros, self.x))
                     found[name] = own if term.over == "own" else combined(term, found[name], own)
         return of_rows, of_cols
 
@@ -183,6 +192,14 @@ class Call:
         )
         towers = (x, y) if rows else (y, x)
         return winners(self.facts, self.declared.kinds, towers, term, index, self.parameters, rows_are_local=rows)
+
+    def _nothing(self, tower: Tower) -> tuple[Tensor, None]:
+        """Return the losses of local rows, and no weights, after an error."""
+        return self._zeros(tower), None
+
+    def _zeros(self, tower: Tower) -> Tensor:
+        """Return a number for each local row of a tower, after an error."""
+        return torch.zeros(tower.rows.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
 
     def _own(self, term: Term) -> Tensor:
         """Return a term over each row's own candidates, (b,)."""
@@ -221,6 +238,7 @@ class Call:
             self.declared.kernels,
             self.signature,
             self.vectors,
+            failure=self.failure,
         )
         learned = [
             *[x_numbers[name] for name in x_learned],
@@ -292,13 +310,13 @@ class Call:
         return (loss if weight is None else weighted(loss, weight)), weight
 
     def _total(self, losses: Tensor, weights: Tensor | None, count: int) -> Tensor:
-        """Return the mean or the sum over all ranks. Collective: one all-reduce, two with weights."""
-        found = total(self.facts.comm, losses.sum())
+        """Return the mean or the sum over all ranks. Collective: one all-reduce of two numbers."""
+        weight = losses.new_zeros(()) if weights is None else weights.sum()
+        found, weight = total(self.facts.comm, torch.stack([losses.sum(), weight])).unbind()
         if self.facts.options.reduction == "sum":
             return found
         if weights is None:
             return found / max(count, 1)
-        weight = total(self.facts.comm, weights.sum())
         return torch.where(weight > 0, found / weight.clamp(min=torch.finfo(found.dtype).tiny), found * 0)
 
 

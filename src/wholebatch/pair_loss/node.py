@@ -17,6 +17,7 @@ from ..nodes import Route, Vectors, token_driver
 from ..partition import Partition
 from ..sweep import Block, KeptTiles
 from .compiled import Kernels
+from .failure import Failure
 from .running import Kept
 from .sweep import Gradients, PairSweep, Side
 from .tile import Reduced
@@ -42,6 +43,7 @@ class PairPlan:
         signature: of the declaration, by which they are kept.
         vectors: of rows and columns that consist of several, in late interaction; None: each is one vector.
         affine: which scores are affine in the similarity, once the forward pass knows.
+        failure: of the call.
     """
 
     facts: Facts
@@ -62,6 +64,7 @@ class PairPlan:
     signature: str = ""
     vectors: Vectors | None = None
     affine: dict[int, bool] = field(default_factory=dict)
+    failure: Failure = field(kw_only=True)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -146,7 +149,8 @@ class PairSums(torch.autograd.Function):
 
         def visit(block: Block, columns: ColumnData) -> None:
             # Of a symmetric matrix, the sums of columns are those of rows, too: one accumulation has both.
-            sweep.forward(block, rows if columns.local is None else columns.local, columns.accumulated, slices)
+            into = rows if columns.local is None else columns.local
+            plan.failure.guard(lambda: sweep.forward(block, into, columns.accumulated, slices), lambda: None)
 
         initial = kept_cols.start(1, wide, x.device) if plan.of_cols else None
         cols = exchange.accumulate(fetched, visit, initial=initial, op=kept_cols)
@@ -185,14 +189,15 @@ class PairSums(torch.autograd.Function):
             x.new_zeros(plan.cols.total, len(of_y), dtype=wide),
             [torch.zeros_like(one, dtype=wide) for one in of_p],
         )
-        by_term = _by_term(plan, of_rows, rows=True)
+        by_term, failure = _by_term(plan, of_rows, rows=True), Failure(plan.facts.comm, plan.facts.caller)
 
         def visit(block: Block, columns: ColumnData) -> None:
             numbers: list[Tensor] = []
             if columns.carried is not None:
                 numbers = list(columns.carried.split([len(one) for one in of_cols]))
             sums = into if columns.local is None else into._replace(u=columns.local)  # rows are columns, too
-            sweep.backward(block, by_term, _by_term(plan, numbers, rows=False), sums, columns.accumulated)
+            of_block = _by_term(plan, numbers, rows=False)
+            failure.guard(lambda: sweep.backward(block, by_term, of_block, sums, columns.accumulated), lambda: None)
 
         v = plan.route.exchange.accumulate(
             fetched,
@@ -201,6 +206,7 @@ class PairSums(torch.autograd.Function):
             initial=x.new_zeros(1, y.shape[1], dtype=dtype) if want_y or (wants and plan.symmetric) else None,
             to_owner=True,
         )
+        failure.report_after_backward()
         grad_x = None if into.u is None else into.u.to(ctx.dtypes[0])
         grad_y = None if v is None else v.to(ctx.dtypes[1])
         of_columns = into.of_cols

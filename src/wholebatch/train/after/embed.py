@@ -38,7 +38,7 @@ def embed(options: EmbedConfig) -> None:
     Raises:
         UserError: for a mistake in the options, the run or the data.
     """
-    run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights)
+    run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights, trust=options.trust)
     if run.weights_line:
         say(run.weights_line)
     work = Work.of(options)

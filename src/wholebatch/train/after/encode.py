@@ -36,12 +36,13 @@ class Work(NamedTuple):
     ranks: int
     device: str
     weights: Weights
+    trust: bool
 
     @classmethod
     def of(cls, options: EncodingOptions) -> Work:
         """Return that of a command's options."""
         ranks = getattr(options, "ranks", 1)
-        return cls(options.batch_size, options.workers, ranks, options.device, options.weights)
+        return cls(options.batch_size, options.workers, ranks, options.device, options.weights, options.trust)
 
     def workers_to_read(self) -> int:
         """Return how many processes of each rank read pictures."""
@@ -132,7 +133,7 @@ def _rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     torch.set_num_threads(threads_of_a_rank(work.ranks))
     try:
-        run = open_run(folder, device_of(work.device, rank, work.ranks), work.weights)
+        run = open_run(folder, device_of(work.device, rank, work.ranks), work.weights, trust=work.trust)
         items = open_again(run)
         parts = [*rows.split(work.batch_size)][rank :: work.ranks]
         for features in _features(run, items, parts, work):

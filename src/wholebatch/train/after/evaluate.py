@@ -46,7 +46,7 @@ def evaluate(options: EvaluateConfig) -> None:
     Raises:
         UserError: for a mistake in the options, the run or the data.
     """
-    run = open_run(options.run, device_of(options.device, 0, 1), options.weights)
+    run = open_run(options.run, device_of(options.device, 0, 1), options.weights, trust=options.trust)
     if run.weights_line:
         say(run.weights_line)
     pairs = _pairs(run, options)

@@ -18,7 +18,7 @@ def export(options: ExportConfig) -> None:
     Raises:
         UserError: for a mistake in the options or the run, or encoders that the layout cannot express.
     """
-    run = open_run(options.run, weights=options.weights)
+    run = open_run(options.run, weights=options.weights, trust=options.trust)
     try:
         opens = _WRITERS[options.to](run, options.folder)
     except OSError as error:

@@ -20,12 +20,13 @@ from ..._tensor_file import TensorFile
 from ..._user_error import UserError
 from ..config import TrainConfig
 from ..data.sides import Kind
+from ..encoder_options import Named
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder
 from ..encoders.inputs import Inputs
 from ..encoders.make import make_dual_encoder, make_encoder
 from ..encoders.saved import FOLDER as ENCODERS
-from ..encoders.saved import open_dual_encoder, open_encoder
+from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
 from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
 from ..run.extensions import read_extensions
@@ -96,21 +97,31 @@ class OpenRun:
         return found.float().cpu()
 
 
-def open_run(folder: Path, device: torch.device | None = None, weights: Weights = "auto") -> OpenRun:
-    """Open the run of a folder. Nothing is unpickled; the encoder of a user's file runs the copy of that file.
+def open_run(
+    folder: Path, device: torch.device | None = None, weights: Weights = "auto", *, trust: bool = False
+) -> OpenRun:
+    """Open the run of a folder. Nothing is unpickled, and nothing is executed that is not trusted.
 
     Args:
         folder: the run folder.
         device: where to compute. None: the CPU.
         weights: which weights; "auto": the final ones, or else those of the last checkpoint.
+        trust: whether to execute the Python file of an encoder FILE.py:FUNCTION, or its copy in the folder.
 
     Raises:
-        UserError: no run folder, one of another version, a damaged file, or a run without these weights.
+        UserError: no run folder, one of another version, a damaged file, a run without these weights, or with an
+            encoder that is not trusted.
     """
     try:
         config = read_config(folder)
     except UserError as error:
         raise UserError(str(error).replace("--resume ", "RUN ")) from error
+    files = _files_of_encoders(config)
+    if files and not trust:
+        raise UserError(
+            f"RUN: {str(folder)!r} has {' and '.join(files)}, Python code that would be executed; read it, or its copy "
+            "in the folder encoders/, and pass --trust"
+        )
     device = device or torch.device("cpu")
     path = _file(folder, weights, config)
     kind = _NAMES[path.name]
@@ -118,7 +129,8 @@ def open_run(folder: Path, device: torch.device | None = None, weights: Weights 
     prefix = _prefix(config, kind)
     with _reading(path), TensorFile(path) as file:
         names = [name for name in file.entries if name.startswith(prefix)]
-        model = _model(folder, config, {name.removeprefix(prefix) for name in names}, is_checkpoint=is_checkpoint)
+        own = {name.removeprefix(prefix) for name in names}
+        model = _model(folder, config, own, is_checkpoint=is_checkpoint, trust=bool(files))
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
         centers = tensors.pop(_CENTERS, None) if config.task == "identify" else None
         _check_fits(path, {name: x.shape for name, x in model.state_dict().items()}, tensors)
@@ -190,11 +202,38 @@ def _file(folder: Path, weights: Weights, config: TrainConfig) -> Path:
     return files[weights]
 
 
-def _model(folder: Path, config: TrainConfig, names: set[str], *, is_checkpoint: bool) -> DualEncoder | Encoder:
+def _files_of_encoders(config: TrainConfig) -> list[str]:
+    """Return the options of a run that name a Python file."""
+    options = {"--image-encoder": config.image_encoder, "--text-encoder": config.text_encoder}
+    return [f"{name} {value}" for name, value in options.items() if Named.parse(value).library == "file"]
+
+
+def _check_encoders(folder: Path) -> None:
+    """Raise UserError unless the files of the encoders are those of the final weights."""
+    path = folder / FINAL
+    with _reading(path), TensorFile(path) as file:
+        expected = file.metadata.get(ENCODERS)
+    try:
+        found = digest_of(folder / ENCODERS)
+    except (OSError, ValueError) as error:
+        raise UserError(f"RUN: the encoders of the run cannot be read: {error}") from error
+    if found != expected:
+        raise UserError(
+            f"RUN: the files in {str(folder / ENCODERS)!r} are not those that {FINAL} was written with; the folder is "
+            "damaged, or was edited"
+        )
+
+
+def _model(
+    folder: Path, config: TrainConfig, names: set[str], *, is_checkpoint: bool, trust: bool
+) -> DualEncoder | Encoder:
     """Build the encoders with random weights: from the files beside the final weights, or as a resumed run does."""
     encoders = folder / ENCODERS
-    if not is_checkpoint and encoders.exists():
-        return open_dual_encoder(encoders) if config.task == "retrieve" else open_encoder(encoders / "image")
+    if not is_checkpoint and encoders.exists() and (folder / FINAL).exists():
+        _check_encoders(folder)
+        if config.task == "retrieve":
+            return open_dual_encoder(encoders, trust=trust)
+        return open_encoder(encoders / "image", trust=trust)
     if not is_checkpoint:  # the best weights of a run that goes on; adapters are merged in them
         config = replace(config, image=replace(config.image, tune="full"), text=replace(config.text, tune="full"))
     if config.task == "identify":

@@ -33,6 +33,9 @@ class _OfRun:
     weights: Weights = "auto"
     """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
     "auto": the final ones, or those of the last checkpoint while there are none."""
+    trust: bool = False
+    """Execute the Python file of an encoder FILE.py:FUNCTION, of which the run has a copy. Read it before if the run
+    is not yours."""
 
 
 @dataclass(frozen=True, kw_only=True)

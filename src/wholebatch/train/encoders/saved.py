@@ -9,13 +9,14 @@ The weights are in the run's model.safetensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..._bounded_json import parse_json
-from ..._files import read_bounded
+from ..._files import open_regular, read_bounded
 from ..._user_error import UserError
 from ..config import ModelConfig
 from .dual import DualEncoder
@@ -25,6 +26,7 @@ from .small import ImageEncoder, TextEncoder
 FOLDER = "encoders"
 _ONE, _BOTH = "encoder.json", "encoders.json"
 _FORMAT = "wholebatch-encoder-1"
+_NOT_TRUSTED = "read it, and pass --trust, or trust=True, to execute it"
 _MOST_BYTES = 2**20
 
 
@@ -34,18 +36,23 @@ def save_encoder(folder: Path, encoder: Encoder) -> None:
     _write(folder / _ONE, {"form": encoder.form, **encoder.save(folder)})
 
 
-def open_encoder(folder: Path | str) -> Encoder:
+def open_encoder(folder: Path | str, *, trust: bool = False) -> Encoder:
     """Build the encoder that `save_encoder` has written, with random weights.
 
-    Of a user's encoder this runs the copy of the user's file.
+    Args:
+        folder: of the encoder.
+        trust: whether to execute the copy of a user's file, if that makes the encoder.
 
     Raises:
-        UserError: the folder holds no encoder of this version, or a library that it needs is missing.
+        UserError: the folder holds no encoder of this version, or one that is not trusted, or a library that it needs
+            is missing.
     """
     folder = Path(folder)
     path = folder / _ONE
     values = _read(path)
     form = values.pop("form", None)
+    if form == "file" and not trust:
+        raise UserError(f"{path}: this encoder is made by Python code, {str(folder / 'encoder.py')!r}; {_NOT_TRUSTED}")
     try:
         encoder = _built(folder, form, values)
     except (KeyError, TypeError) as error:
@@ -95,12 +102,12 @@ def save_dual_encoder(folder: Path, dual: DualEncoder) -> None:
     _write(folder / _BOTH, values)
 
 
-def open_dual_encoder(folder: Path | str) -> DualEncoder:
-    """Build the dual encoder that `save_dual_encoder` has written, with random weights."""
+def open_dual_encoder(folder: Path | str, *, trust: bool = False) -> DualEncoder:
+    """Build the dual encoder that `save_dual_encoder` has written, with random weights; see `open_encoder`."""
     folder = Path(folder)
     values = _read(folder / _BOTH)
     try:
-        made = {name: open_encoder(folder / name) for name in dict.fromkeys(values["sides"].values())}
+        made = {name: open_encoder(folder / name, trust=trust) for name in dict.fromkeys(values["sides"].values())}
         return DualEncoder(
             {side: made[name] for side, name in values["sides"].items()},
             embedding_size=values["embedding_size"],
@@ -109,6 +116,25 @@ def open_dual_encoder(folder: Path | str) -> DualEncoder:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / _BOTH} is not of this version: {error}") from error
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of the names and the contents of the files from which the encoders of a run are built.
+
+    The modules that the run's model.py imports, beside the encoders' folders, are not among them.
+
+    Raises:
+        ValueError: there is a link, a pipe or a device among them.
+        OSError: one cannot be read.
+    """
+    found = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
+        if path.parent == folder and path.suffix == ".py":
+            continue
+        with open_regular(path) as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+        found.update(json.dumps([path.relative_to(folder).as_posix(), digest]).encode())
+    return found.hexdigest()
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

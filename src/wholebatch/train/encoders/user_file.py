@@ -82,11 +82,10 @@ def _made(path: Path, function: str, value: str) -> nn.Module:
     name = f"wholebatch_user_{zlib.crc32(str(path.absolute()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # what its functions return is pickled by this name
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # no compiled file beside it is read
     except Exception as error:
         raise UserError(f"{value}: {str(path)!r} cannot be imported: {_reason(error)}") from error
     make = getattr(module, function, None)

@@ -40,6 +40,8 @@ from ..after.readme import write_readme
 from ..config import TrainConfig
 from ..config_json import to_json
 from ..data.pictures.left_out import LeftOut, write_left_out
+from ..encoders.saved import FOLDER as ENCODERS
+from ..encoders.saved import digest_of
 from ..report.content import Report
 from ..report.page import render
 from ..report.pictures import draw_curves
@@ -118,10 +120,13 @@ class RunFolder:
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Write the final weights, the report and the pictures."""
-        save_tensors(self.path / "model.safetensors", weights, task.facts())
+        encoders = self.path / ENCODERS
+        with _writing(self.path):
+            task.save_encoders(encoders)
+            facts = task.facts() | {ENCODERS: digest_of(encoders)}
+        save_tensors(self.path / "model.safetensors", weights, facts)
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-            task.save_encoders(self.path / "encoders")
             write_readme(self.path, task.describe(), task.table(report))
             draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
             task.draw(self.path)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import stat
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
+"""Formats of pixels, by Pillow's names, whatever a file is called: of others, one starts a program (EPS)."""
 
 BACKGROUND = 255
 """The color behind transparent pixels: white, as on a page. Their color in the file is arbitrary."""
@@ -25,18 +30,21 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
     """
     from PIL import Image, UnidentifiedImageError
 
+    Image.init()  # this Pillow may not have all formats
+    formats = [name for name in FORMATS if name in Image.OPEN]
     try:
         with warnings.catch_warnings():
             # Pixels that cannot be decoded are errors; warnings concern a file's metadata and the like.
             warnings.simplefilter("ignore")
-            with Image.open(place if isinstance(place, Path) else io.BytesIO(bytes_of(place))) as image:
+            source = _open_regular(place) if isinstance(place, Path) else io.BytesIO(bytes_of(place))
+            with source, Image.open(source, formats=formats) as image:
                 image.load()
                 picture = _eight_bits(_upright(image))
         return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
     except FileNotFoundError:
         raise
     except UnidentifiedImageError as error:  # whose words are the path, which the caller names, or that of an object
-        raise ValueError("it is in no format that Pillow knows") from error
+        raise ValueError("it is no picture of a known format, such as PNG or JPEG") from error
     except Exception as error:  # decoders raise exceptions of any type for damaged files
         reason = error.strerror if isinstance(error, OSError) else None  # without the path
         raise ValueError(reason or " ".join(str(error).split()) or type(error).__name__) from error
@@ -47,15 +55,30 @@ def bytes_of(place: Path | bytes | tuple[str, int, int]) -> bytes:
 
     Raises:
         OSError: it cannot be read.
+        ValueError: it is a pipe, a folder or a device.
     """
     if isinstance(place, bytes):
         return place
     if isinstance(place, Path):
-        return place.read_bytes()
+        with _open_regular(place) as file:
+            return file.read()
     path, offset, size = place
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(size)
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file, or the file that a link leads to; opening a pipe would wait for a writer."""
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is no regular file")
+    return file
 
 
 def _upright(image: Any) -> Any:

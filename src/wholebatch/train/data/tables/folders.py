@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...._files import read_bounded
 from ...._user_error import UserError
 from .table import MEMBER, need_pyarrow
 
 PICTURES = frozenset(
-    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2",
-     ".avif", ".ico", ".tga")
+    (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm",
+     ".jp2", ".avif", ".ico", ".tga")
 )  # fmt: skip
 """Endings of pictures, as Pillow names them."""
 _MOST_TEXT_BYTES = 2**20
@@ -101,12 +102,12 @@ def _text(path: Path, name: str, facts: FolderFacts) -> str:
     if stem not in facts.texts:
         raise UserError(f"{path / name}: there is no text beside it, {stem + '.txt'!r}; other pictures have one")
     file = path / f"{stem}.txt"
-    if file.stat().st_size > _MOST_TEXT_BYTES:
-        raise UserError(f"{file} has {file.stat().st_size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")
     try:
-        text = file.read_text(encoding="utf-8-sig").strip()
+        text = read_bounded(Path(os.path.realpath(file)), _MOST_TEXT_BYTES).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except ValueError as error:  # too many bytes, or no regular file
+        raise UserError(str(error)) from error
     if not text:
         raise UserError(f"{file} is empty; expected the text of {name}")
     return text

@@ -10,7 +10,7 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ...._settings import shown
 from ...._user_error import UserError
@@ -19,44 +19,86 @@ from .table import LINE, UNUSABLE, need_pyarrow
 _ROWS = 65536  # of a record batch
 _EXAMPLE = '{"image": "cat.png", "text": "a cat"}'
 _UTF8 = "utf-8-sig"  # with or without the mark that Excel puts in front
+_MOST_LETTERS = 2**27  # of a value
 
 
 def read_separated(path: Path) -> Iterator[Any]:
-    """Yield record batches of a table with a header line; every column is text."""
+    """Yield record batches of a table with a header line; every column is text.
+
+    Values between tabs in a .tsv file hold no line breaks; quotes are marks of text unless they enclose a whole value,
+    as pandas writes one with quotes in it. Columns without a name, and rows without a value, are left out.
+    """
+    has_quotes = path.suffix != ".tsv"
+    before = csv.field_size_limit(_MOST_LETTERS)
     with path.open(encoding=_UTF8, newline="") as lines:
         try:
             header = next((line for line in lines if line.strip()), "")
             lines.seek(0)
-            reader = csv.reader(lines, delimiter=_separator(path, header), strict=True)
-            yield from _separated(path, reader)
+            said = _said_separator(header)
+            reader = csv.reader(
+                lines,
+                delimiter=said or _separator(path, header),
+                quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
+                skipinitialspace=True,
+                strict=True,
+            )
+            if said:
+                next(reader)
+            rows = reader if has_quotes else ([*map(_unquoted, row)] for row in reader)
+            yield from _separated(path, reader, rows)
         except UnicodeDecodeError as error:
             raise _no_utf8(path) from error
         except csv.Error as error:
             raise UserError(f"{path}, line {reader.line_num}: not a {path.suffix[1:].upper()} file: {error}") from error
+        finally:
+            csv.field_size_limit(before)
 
 
-def _separated(path: Path, reader: Any) -> Iterator[Any]:
-    names = [name.strip() for name in next((row for row in reader if row), [])]
+def _separated(path: Path, reader: Any, rows_read: Iterator[list[str]]) -> Iterator[Any]:
+    header = [name.strip() for name in next((row for row in rows_read if row), [])]
+    named = [place for place, name in enumerate(header) if name]
+    names = [header[place] for place in named]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{path}, line {reader.line_num}: the column {repeated[0]!r} appears twice; rename one of them")
     rows: list[list[str | None]] = []
     numbers: list[int] = []
     line = reader.line_num
-    for row in reader:
+    for row in rows_read:
         line, begins = reader.line_num, line + 1  # quotes may hold line breaks
-        if not row:
+        if not any(row):
             continue
-        if len(row) > len(names):
+        if any(map(str.strip, row[len(header) :])):
             raise UserError(
                 f"{path}, line {begins}: more values than columns; a text that holds a comma is "
                 'written in double quotes, "like, this"'
             )
-        rows.append([*row, *[None] * (len(names) - len(row))])
+        rows.append([row[place] if place < len(row) else None for place in named])
         numbers.append(begins)
         if len(rows) == _ROWS:
             yield _batch(names, rows, numbers)
             rows, numbers = [], []
     yield _batch(names, rows, numbers)
+
+
+def _unquoted(value: str) -> str:
+    """Return a value without the quotes that enclose all of it, and double those inside.
+
+    >>> _unquoted('"5"" disk"'), _unquoted('"a" or "b"'), _unquoted('5" disk')
+    ('5" disk', '"a" or "b"', '5" disk')
+    """
+    inside = value[1:-1]
+    enclosed = len(value) > 1 and value[0] == value[-1] == '"' and '"' not in inside.replace('""', "")
+    return inside.replace('""', '"') if enclosed else value
+
+
+def _said_separator(header: str) -> str:
+    """Return the separator that a first line names, or "".
+
+    >>> _said_separator("sep=;"), _said_separator("sep=a;b")
+    (';', '')
+    """
+    start, _, separator = header.rstrip("\r\n").partition("=")
+    return separator if start == "sep" and len(separator) == 1 else ""
 
 
 def _separator(path: Path, header: str) -> str:
@@ -113,9 +155,14 @@ def read_json_lines(path: Path) -> Iterator[Any]:
             yield _objects(path, objects, numbers, schema)
 
 
+def _no_number(name: str) -> NoReturn:
+    """Refuse NaN and the like, which would become a word."""
+    raise ValueError(f"{name} is no value; write null, or a text in quotes")
+
+
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {number}: not JSON ({error})") from error
     if not isinstance(value, dict):
