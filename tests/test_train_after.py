@@ -896,6 +896,15 @@ def test_code_that_was_added_to_a_run_is_not_executed(run, tmp_path, capsys):
     assert not (tmp_path / "executed").exists()
 
 
+def test_a_run_whose_module_was_imported_is_opened(run, tmp_path):
+    """Python keeps what it compiles of the modules in encoders/."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([sys.executable, "-c", "import model"], cwd=copy, env=environment, check=True)
+    assert (copy / "encoders" / "__pycache__").is_dir()
+    assert open_run(copy).width == open_run(run).width
+
+
 @pytest.mark.parametrize("change", ["a byte", "a file more", "a file less", "a link"])
 def test_every_file_of_the_encoders_is_compared(run, tmp_path, capsys, change):
     copy = shutil.copytree(run, tmp_path / "run")

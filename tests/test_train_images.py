@@ -89,7 +89,8 @@ def test_other_modes_with_transparency(tmp_path, mode, monkeypatch):
     if mode == "LA":
         found = read(tmp_path, image)
     else:  # no file format has this mode
-        monkeypatch.setattr(Image, "open", lambda path: image)
+        monkeypatch.setattr(Image, "open", lambda *_, **formats: image)
+        (tmp_path / "none").touch()
         found = read_image(tmp_path / "none", size=SIZE, channels=3)
     assert (found[:, :, :4] == 255).all()
     assert (found[:, :, 4:].int() - 40).abs().max() <= 1

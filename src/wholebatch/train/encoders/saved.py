@@ -121,7 +121,8 @@ def open_dual_encoder(folder: Path | str, *, trust: bool = False) -> DualEncoder
 def digest_of(folder: Path) -> str:
     """Return a digest of the names and the contents of the files from which the encoders of a run are built.
 
-    The modules that the run's model.py imports, beside the encoders' folders, are not among them.
+    The modules that the run's model.py imports, beside the encoders' folders, are not among them, nor what Python keeps
+    of these.
 
     Raises:
         ValueError: there is a link, a pipe or a device among them.
@@ -129,11 +130,12 @@ def digest_of(folder: Path) -> str:
     """
     found = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
-        if path.parent == folder and path.suffix == ".py":
+        name = path.relative_to(folder)
+        if name.parts[0] == "__pycache__" or (path.parent == folder and path.suffix == ".py"):
             continue
         with open_regular(path) as file:
             digest = hashlib.sha256(file.read()).hexdigest()
-        found.update(json.dumps([path.relative_to(folder).as_posix(), digest]).encode())
+        found.update(json.dumps([name.as_posix(), digest]).encode())
     return found.hexdigest()
 
 
