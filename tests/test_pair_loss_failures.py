@@ -10,7 +10,7 @@ import wholebatch as wb
 from wholebatch.testing import run_ranks
 
 FAR = 25  # rows before the one whose mark is refused: the check at the first use does not see it
-PLACES = ("score", "mask", "row_loss", "column_loss", "partner", "backward")
+PLACES = ("score", "mask", "row_loss", "column_loss", "partner", "maximum", "backward")
 
 
 class RefusedError(Exception):
@@ -38,14 +38,17 @@ def loss_of(place, exchange, reduction):
     def of_partner(s, x, y, p):
         return refuse(x.mark, 2 * s) if place == "partner" else 2 * s
 
+    def of_maximum(s, x, y, p):
+        return refuse(x.mark, s) if place == "maximum" else s
+
     def row_loss(r, x, p):
-        losses = r.all - r.own
+        losses = r.all - r.own + r.most
         return refuse(x.mark, losses) if place == "row_loss" else (losses, 1 + x.mark.abs())
 
     def column_loss(r, y, p):
         return refuse(y.mark, r.all) if place == "column_loss" else r.all
 
-    terms = {"all": wb.LogSumExp(score, where=mask), "own": wb.Partner(of_partner)}
+    terms = {"all": wb.LogSumExp(score, where=mask), "own": wb.Partner(of_partner), "most": wb.Max(of_maximum)}
     return wb.PairLoss(terms, row_loss, column_loss=column_loss, exchange=exchange, reduction=reduction)
 
 

@@ -90,7 +90,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     transport, call = comm.transport, _Call(caller, options, inputs, checks, comm)
     key = call.form() if comm.size == 1 else None
     read_earlier(transport, call.kind(key) if options.checks == "deferred" else None)
-    if comm.size > 1:  # what was read belongs to a form there
+    if comm.size > 1:  # reading may end a difference between ranks, which is part of a form
         key = call.form()
     forms = forms_of(transport)
     form = forms.get(key)

@@ -156,9 +156,10 @@ class KernelTiles:
         )  # fmt: skip
 
     def set_numbers(self, other: float | Tensor) -> None:
-        """Make the numbers that the tiles of a call share: the scale and a shift or bias."""
-        self.numbers = kernels.numbers_of(self.driver.scale, other, self.driver.x.device)
-        self.scale, self.other = (self.numbers.double() * log(2)).unbind()
+        """Make the numbers that all tiles share, unless an earlier block has: the scale and a shift or bias."""
+        if self.numbers is None:
+            self.numbers = kernels.numbers_of(self.driver.scale, other, self.driver.x.device)
+            self.scale, self.other = (self.numbers.double() * log(2)).unbind()
 
     def of_gradients(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Yield each tile of the block whose dS a kernel writes."""

@@ -26,7 +26,6 @@ from .small import ImageEncoder, TextEncoder
 FOLDER = "encoders"
 _ONE, _BOTH = "encoder.json", "encoders.json"
 _FORMAT = "wholebatch-encoder-1"
-_NOT_TRUSTED = "read it, and pass --trust, or trust=True, to execute it"
 _MOST_BYTES = 2**20
 
 
@@ -51,10 +50,8 @@ def open_encoder(folder: Path | str, *, trust: bool = False) -> Encoder:
     path = folder / _ONE
     values = _read(path)
     form = values.pop("form", None)
-    if form == "file" and not trust:
-        raise UserError(f"{path}: this encoder is made by Python code, {str(folder / 'encoder.py')!r}; {_NOT_TRUSTED}")
     try:
-        encoder = _built(folder, form, values)
+        encoder = _built(folder, form, values, trust=trust)
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is not an encoder of this version: {error}") from error
     if encoder is None:
@@ -63,7 +60,7 @@ def open_encoder(folder: Path | str, *, trust: bool = False) -> Encoder:
     return encoder
 
 
-def _built(folder: Path, form: Any, values: dict[str, Any]) -> Encoder | None:
+def _built(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> Encoder | None:
     value = str(folder)
     if form == ImageEncoder.form:
         return ImageEncoder(ModelConfig(**values["sizes"]), values["channels"], values["image_size"])
@@ -88,6 +85,11 @@ def _built(folder: Path, form: Any, values: dict[str, Any]) -> Encoder | None:
     if form == "file":
         from .user_file import COPY, FileEncoder
 
+        if not trust:
+            raise UserError(
+                f"{folder / _ONE}: this encoder is made by Python code, {str(folder / COPY)!r}; read it, and pass "
+                "--trust, or trust=True, to execute it"
+            )
         return FileEncoder(folder / COPY, values["function"], value, values["kind"])
     return None
 

@@ -1,4 +1,7 @@
-"""Reading a user's picture: upright, opaque, eight bits per channel."""
+"""Reading a user's picture: upright, opaque, eight bits per channel.
+
+A run has a copy of this file, which reads pictures without this package. So it imports nothing of it.
+"""
 
 from __future__ import annotations
 
