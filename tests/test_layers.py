@@ -22,7 +22,7 @@ LAYERS = (
     ("nodes",),
     ("pair_loss",),
     ("losses", "heads", "gradcache"),
-    ("functional", "reference", "recipes"),
+    ("functional", "options", "reference", "recipes"),
     ("integrations",),
     ("auditing",),
     ("testing",),

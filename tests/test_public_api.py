@@ -44,6 +44,7 @@ PUBLIC = {
         "functional",
         "gradcache",
         "heads",
+        "options",
         "partition",
         "plan",
         "planning",
@@ -53,6 +54,14 @@ PUBLIC = {
     ],
     wb.planning: ["DEVICES", "Option", "Plan", "Rates", "calibrate", "plan"],
     wb.functional: LOSSES,
+    wb.options: [
+        "AllOptions",
+        "DeferrableOptions",
+        "KernelOptions",
+        "LossOptions",
+        "ProductOptions",
+        "SweepOptions",
+    ],
     wb.gradcache: [
         "GradCache",
         "InputChunk",

@@ -6,6 +6,7 @@ from . import comm as comm
 from . import functional as functional
 from . import gradcache as gradcache
 from . import heads as heads
+from . import options as options
 from . import partition as partition
 from . import planning as planning
 from . import recipes as recipes

@@ -27,7 +27,18 @@ from .facts import Facts
 from .forms import KERNELS
 from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
-from .options import REDUCTIONS, Checking, Options, Reduction
+from .options import (
+    REDUCTIONS,
+    AllOptions,
+    Checking,
+    DeferrableOptions,
+    KernelOptions,
+    LossOptions,
+    Options,
+    ProductOptions,
+    Reduction,
+    SweepOptions,
+)
 from .reduction import finish, reduce_losses, reduce_total
 
 __all__ = [
@@ -35,15 +46,21 @@ __all__ = [
     "KERNELS",
     "MIN_PAIR_PRODUCT",
     "REDUCTIONS",
+    "AllOptions",
     "Assumption",
     "Canaries",
     "Checking",
     "Checks",
+    "DeferrableOptions",
     "Deferred",
     "Facts",
     "Inputs",
+    "KernelOptions",
+    "LossOptions",
     "Options",
+    "ProductOptions",
     "Reduction",
+    "SweepOptions",
     "agree",
     "bind_on_all_ranks",
     "canaries_of",

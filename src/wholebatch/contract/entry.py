@@ -13,6 +13,7 @@ from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from .autocast import remember_autocast
 from .in_graph import inside_graphs
+from .options import with_named_options
 
 _FIXES = {  # keywords that losses with a logit scale have elsewhere
     "temperature": "pass logit_scale=1 / temperature",
@@ -28,8 +29,9 @@ def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
 
     In a compiled training step the loss is one operator of the graph, which runs it as without the compiler. Autocast
     is off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
-    loss. Arguments that do not fit the signature raise on every rank.
+    loss. Arguments that do not fit the signature, which names each of the loss's options, raise on every rank.
     """
+    loss.__signature__ = with_named_options(loss)  # type: ignore[attr-defined]
     return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(loss))))
 
 

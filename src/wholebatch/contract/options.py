@@ -1,9 +1,11 @@
-"""The options that every loss gives its caller."""
+"""The options that every loss gives its caller: their types, their defaults, and their description."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
 
 from .._checks import check_choice, check_memory
 from ..comm import Group
@@ -18,12 +20,89 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
 
+class LossOptions(TypedDict, total=False):
+    """Keywords that every loss takes.
+
+    Attributes:
+        group: ranks that share the batch: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, a
+            `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
+        sync: what the engine does with gradients after the backward pass. "mean", the default (DDP, FSDP, DeepSpeed):
+            after its averaging every parameter of the encoder, and a learned scale, holds dL/d(parameter); features
+            that are leaves hold W * dL/dX_r, scale and bias the full gradient on every rank. "sum" and None: features
+            hold dL/dX_r, and scale this rank's share.
+    """
+
+    group: Group
+    sync: Sync
+
+
+class DeferrableOptions(LossOptions, total=False):
+    """Keywords of a loss whose checks need not wait for the device: those of :class:`LossOptions`, and one more.
+
+    Attributes:
+        checks: of the values of tensors. "entry", the default: read by the host before anything is computed; a mistake
+            raises now, on all ranks. "deferred": the first call reads, and a later one like it does not: a mistake is
+            NaN with gradients 0, and raises on all ranks at the next call. It can be captured in a CUDA graph:
+            docs/performance.md.
+    """
+
+    checks: Checking
+
+
+class SweepOptions(LossOptions, total=False):
+    """Keywords of a loss that sweeps over the similarities S: those of :class:`LossOptions`, and these.
+
+    Attributes:
+        exchange: how rows of the other ranks travel: "gather" (all of them on every rank, memory O(B d)), "ring" (from
+            rank to rank, memory O(b d)), or "auto", the default, which chooses "gather" while it takes at most 1 GiB.
+        memory: for the tiles of S. "flat": S is computed twice and never stored; an int: this many bytes per rank hold
+            exp(S), or part of it, between forward and backward, so that it is computed once; "auto", the default:
+            "flat" except for small batches. Half precision is used for some of it, at a cost: see
+            `wholebatch.sweep.memory`. Where nothing is kept, a number of bytes can only make tiles smaller.
+    """
+
+    exchange: ExchangeName
+    memory: Memory
+
+
+class ProductOptions(SweepOptions, total=False):
+    """Keywords of a loss whose sweep multiplies rows: those of :class:`SweepOptions`, and one more.
+
+    Attributes:
+        precision: of the products of features, and of dS with features. "auto", the default: on CUDA half precision for
+            features in half precision or under autocast, with sums in float32, and TF32 where the program allows it;
+            else float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
+            Float64 features are multiplied in float64.
+    """
+
+    precision: Precision
+
+
+class KernelOptions(ProductOptions, total=False):
+    """Keywords of a loss that kernels can compute: those of :class:`ProductOptions`, and one more.
+
+    Attributes:
+        kernel: "torch": tiles are computed by plain PyTorch, in float32 (float64 for float64). "triton": by kernels
+            that never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the
+            precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall
+            back to PyTorch silently: docs/kernels.md has the table. The first call of a form checks its kernels
+            against float64, and raises on all ranks if they are wrong on one. "auto", the default: "torch", or on CUDA
+            the faster of both, if kernels pass this check on all ranks.
+    """
+
+    kernel: Kernel
+
+
+class AllOptions(KernelOptions, DeferrableOptions, total=False):
+    """All keywords of :class:`KernelOptions` and :class:`DeferrableOptions`."""
+
+
 @dataclass(eq=False)
 class Options:
     """The options of one call; a loss without one of them leaves its default."""
 
-    group: Group
-    sync: Sync
+    group: Group = None
+    sync: Sync = "mean"
     exchange: ExchangeName = "auto"
     memory: Memory = "auto"
     reduction: Reduction = "mean"
@@ -40,3 +119,19 @@ class Options:
         check_choice("kernel", self.kernel, KERNELS)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("checks", self.checks, CHECKING)
+
+
+def with_named_options(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function with the keywords of its `**options`, an unpacked TypedDict, by name."""
+    signature = inspect.signature(function)
+    parameters = [*signature.parameters.values()]
+    last = parameters[-1] if parameters else None
+    if last is None or last.kind is not last.VAR_KEYWORD or not str(last.annotation).startswith("Unpack["):
+        return signature
+    kinds = function.__globals__[str(last.annotation)[len("Unpack[") : -1]].__annotations__
+    named = [
+        inspect.Parameter(field.name, last.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
+        for field in fields(Options)
+        if field.name in kinds
+    ]
+    return signature.replace(parameters=[*parameters[:-1], *named])

@@ -111,19 +111,9 @@ def clip_loss_local(
 ) -> Array:
     """:func:`clip_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
-    Args:
-        image_features: X_r, (b, d), this device's rows; as many on each.
-        text_features: Y_r, (b, d).
-        logit_scale: a scalar, the same on all devices.
-        axis_name: the axis over which rows are split; several names are used as one axis.
-        ids: (b,).
-        equal_ids: "positive" or "excluded".
-        weights: (b,).
-        label_smoothing: weight of the uniform distribution in both targets.
-        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
-        exchange: "gather", "ring" or "auto".
-        memory: "flat", "auto" or bytes, of X Y^T.
-        tile: rows and columns of a tile of S, at most.
+    Takes what :func:`clip_loss` takes, of this device: features (b, d), ids and weights (b,), L_i (b,); as many rows
+    on each device. In place of `mesh` and `axis` it takes `axis_name`, the axis over which rows are split; several
+    names are used as one axis.
 
     Returns:
         L of the whole batch, the same on every device.

@@ -136,25 +136,9 @@ def info_nce_loss_local(
 ) -> Array:
     """:func:`info_nce_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
-    Args:
-        queries: Q_r, (b, d), this device's rows; as many on each.
-        keys: K_r, (b, d) or more rows; those from b on are negatives.
-        logit_scale: a scalar, the same on all devices.
-        axis_name: the axis over which rows are split; several names are used as one axis.
-        negatives: N_r, (n_r, d).
-        hard_negatives: (b, h, d).
-        query_ids: (b,).
-        key_ids: (rows of keys,).
-        negative_ids: (n_r,).
-        hard_negative_ids: (b, h).
-        directions: "query_to_key", "key_to_query", or both.
-        partition: "joint" or "per_direction".
-        label_smoothing: weight of the uniform distribution over all candidates.
-        weights: (b,).
-        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
-        exchange: "gather", "ring" or "auto".
-        memory: "flat", "auto" or bytes, of Q [K; N]^T.
-        tile: rows and columns of a tile of S, at most.
+    Takes what :func:`info_nce_loss` takes, of this device: queries (b, d), keys (b, d) or more rows, of which those
+    from b on are negatives, L_i (b,); as many rows on each device. In place of `mesh` and `axis` it takes `axis_name`,
+    the axis over which rows are split; several names are used as one axis.
 
     Returns:
         L of the whole batch, the same on every device.

@@ -91,17 +91,9 @@ def nt_xent_loss_local(
 ) -> Array:
     """:func:`nt_xent_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
-    Args:
-        z0: (b, d), this device's rows; as many on each.
-        z1: (b, d).
-        axis_name: the axis over which rows are split; several names are used as one axis.
-        temperature: a scalar, the same on all devices.
-        ids: (b,).
-        weights: (b,).
-        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
-        exchange: "gather", "ring" or "auto".
-        memory: "flat", "auto" or bytes, of half of Z Z^T.
-        tile: rows and columns of a tile of S, at most.
+    Takes what :func:`nt_xent_loss` takes, of this device: views (b, d), ids and weights (b,), L_i (b,); as many rows
+    on each device. In place of `mesh` and `axis` it takes `axis_name`, the axis over which rows are split; several
+    names are used as one axis.
 
     Returns:
         L of the whole batch, the same on every device.

@@ -120,20 +120,9 @@ def partial_fc_loss_local(
 ) -> Array:
     """:func:`partial_fc_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
-    Args:
-        embeddings: (b, d), this device's rows; as many on each.
-        labels: (b,).
-        centers: (C_r, d), of this device's classes, which are consecutive; as many on each.
-        axis_name: the axis over which both are split; several names are used as one axis.
-        margin: phi and s.
-        sample_rate: the probability with which each class is sampled as a negative.
-        key: the same on all devices.
-        ignore_index: the label of rows that do not count.
-        weights: (b,).
-        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
-        exchange: "gather", "ring" or "auto".
-        memory: "flat", "auto" or bytes, of this device's classes times the batch.
-        tile: rows and columns of a tile of S, at most.
+    Takes what :func:`partial_fc_loss` takes, of this device: embeddings (b, d), labels (b,), centers (C_r, d) of this
+    device's classes, which are consecutive, L_i (b,); as many rows on each device. In place of `mesh` and `axis` it
+    takes `axis_name`, the axis over which rows are split; several names are used as one axis.
 
     Returns:
         L of the whole batch, the same on every device.

@@ -90,16 +90,9 @@ def sup_con_loss_local(
 ) -> Array:
     """:func:`sup_con_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
-    Args:
-        features: (b, d) or (b, v, d), this device's rows; as many on each.
-        labels: (b,).
-        axis_name: the axis over which rows are split; several names are used as one axis.
-        temperature: a scalar, the same on all devices.
-        weights: (b,) or (b, v).
-        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,) or (b, v).
-        exchange: "gather", "ring" or "auto".
-        memory: "flat", "auto" or bytes, of half of Z Z^T.
-        tile: rows and columns of a tile of S, at most.
+    Takes what :func:`sup_con_loss` takes, of this device: features (b, d) or (b, v, d), labels (b,), L_i (b,) or (b,
+    v); as many rows on each device. In place of `mesh` and `axis` it takes `axis_name`, the axis over which rows are
+    split; several names are used as one axis.
 
     Returns:
         L of the whole batch, the same on every device.

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from typing_extensions import dataclass_transform
 
 from .._checks import check_temperature
 from ..comm import Group
@@ -26,15 +27,6 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory, Precision
 from ..sync import Sync
-
-if TYPE_CHECKING:
-    from typing_extensions import dataclass_transform
-else:
-
-    def dataclass_transform(**_options: bool) -> Any:
-        """Return a decorator that changes nothing: only type checkers read it."""
-        return lambda cls: cls
-
 
 _OPTIONS = ("exchange", "memory", "reduction", "kernel", "precision", "checks")
 _REQUIRED = inspect.Parameter.empty

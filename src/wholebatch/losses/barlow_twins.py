@@ -9,11 +9,10 @@ Means, variances and C are d and d x d sums over all ranks. Nothing of size B x 
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_positive_number, check_weight
-from ..comm import Group
-from ..contract import Checking, Checks, Options, agree, entry
-from ..sync import Sync
+from ..contract import Checks, DeferrableOptions, Options, agree, entry
 from ._declaration import Declaration
 from ._module import Deferrable
 from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
@@ -27,9 +26,7 @@ def barlow_twins_loss(
     *,
     redundancy: float = 5e-3,
     epsilon: float = 1e-5,
-    group: Group = None,
-    sync: Sync = "mean",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the distance from the identity of the correlation matrix of two views, over the rows of all ranks.
 
@@ -41,17 +38,11 @@ def barlow_twins_loss(
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         redundancy: weight of the correlations between different features, lambda in the paper.
         epsilon: added to the (biased) variances, > 0.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        checks: "entry" or "deferred", as there.
+        **options: see :class:`wholebatch.options.DeferrableOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.barlow_twins_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
-
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
-    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
-    ValueError.
 
     Collectives: forward 1 handshake and 5 all-reduces, of d and d^2 numbers; backward the same. Work: O(b_r d^2).
     Memory: O(b_r d + d^2), not flat in d.
@@ -70,7 +61,7 @@ def barlow_twins_loss(
     """
     facts = agree(
         "barlow_twins_loss",
-        Options(group, sync, checks=checks),
+        Options(**options),
         two_view_features(z0, z1),
         Checks(check=lambda: _check(redundancy, epsilon), must_match=("settings",), settings=(redundancy, epsilon)),
     )
@@ -94,11 +85,7 @@ def _check(redundancy: float, epsilon: float) -> dict[str, object]:
 
 
 class BarlowTwinsLoss(Deferrable):
-    """Barlow Twins over the global batch: the settings of :func:`wholebatch.functional.barlow_twins_loss`.
-
-    Args:
-        redundancy, epsilon, group, sync, checks: as in :func:`wholebatch.functional.barlow_twins_loss`.
-    """
+    """Barlow Twins over the global batch: the settings of :func:`wholebatch.functional.barlow_twins_loss`."""
 
     redundancy: float = 5e-3
     epsilon: float = 1e-5

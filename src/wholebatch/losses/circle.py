@@ -14,15 +14,12 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number, check_positive_number
-from ..comm import Group
-from ..contract import Checks, Options, Reduction, entry
-from ..exchange import ExchangeName
+from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import agree_labeled
 from ._module import ProductLoss
@@ -65,11 +62,7 @@ def circle_loss(
     gamma: float = 80.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[ProductOptions],
 ) -> Tensor:
     r"""Return circle loss of the rows of all ranks: a softplus of each row's weighted negatives and positives.
 
@@ -88,19 +81,11 @@ def circle_loss(
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive or
             without a negative; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        precision: of products, as there.
+        **options: see :class:`wholebatch.options.ProductOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.circle_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
-
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
-    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
-    ValueError.
 
     Collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, the positives' sums once more, and one
     all-gather of labels. Work: 5 units of b_r B d multiply-adds per rank. Memory: that of
@@ -119,7 +104,7 @@ def circle_loss(
     """
     data = agree_labeled(
         "circle_loss",
-        Options(group, sync, exchange, memory, reduction, precision=precision),
+        Options(reduction=reduction, **options),
         (features, labels, weights),
         Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma)),
     ).widened()
@@ -140,12 +125,7 @@ def _check(m: float, gamma: float) -> dict[str, object]:
 
 
 class CircleLoss(ProductLoss):
-    """Circle loss over the global batch: the settings of :func:`wholebatch.functional.circle_loss`.
-
-    Args:
-        m, gamma, reduction, group, sync, exchange, memory, precision: as in
-            :func:`wholebatch.functional.circle_loss`.
-    """
+    """Circle loss over the global batch: the settings of :func:`wholebatch.functional.circle_loss`."""
 
     m: float = 0.4
     gamma: float = 80.0

@@ -14,17 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_choice, check_label_smoothing
 from .._statistics_request import statistics_requested
-from ..comm import Group
-from ..contract import Checking, Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import AllOptions, Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, pair_losses, row_statistics, statistics_fields
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
-from ..sweep import Memory, Precision, Selection
-from ..sync import Sync
+from ..sweep import Selection
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
 from ._module import Deferrable, KernelLoss
@@ -46,13 +43,7 @@ def clip_loss(
     weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[AllOptions],
 ) -> Tensor:
     r"""Return the symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
@@ -76,39 +67,11 @@ def clip_loss(
             scalars over the ranks, or after the engine's averaging that of their mean. `sync` does not matter then,
             because every parameter here is replicated; for sharded ones see
             :func:`wholebatch.functional.partial_fc_loss`.
-        group: ranks that share the batch: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, a
-            `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
-        sync: "mean", "sum" or None: what the engine does with gradients afterward, see below.
-        exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
-            memory O(b d)), or "auto", which chooses "gather" while it takes at most 1 GiB.
-        memory: for the tiles of S. "flat": S is computed twice and never stored; an int: this many bytes per rank hold
-            exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" except
-            for small batches. Half precision is used for some of it, at a cost: see `wholebatch.sweep.memory`.
-        kernel: "torch": tiles are computed by plain PyTorch, in float32 (float64 for float64). "triton": by kernels
-            that never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the
-            precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall
-            back to PyTorch silently: docs/kernels.md has the table. The first call of a form checks its kernels
-            against float64, and raises on all ranks if they are wrong on one. "auto": "torch", or on CUDA the faster
-            of both, if kernels pass this check on all ranks.
-        precision: of the products of features, and of dS with features. "auto": on CUDA half precision for features in
-            half precision or under autocast, with sums in float32, and TF32 where the program allows it; else
-            float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
-            Float64 features are multiplied in float64.
-        checks: of the values of tensors. "entry": read by the host before anything is computed; a mistake raises now,
-            on all ranks. "deferred": the first call reads, and a later one like it does not: a mistake is NaN with
-            gradients 0, and raises on all ranks at the next call. It can be captured in a CUDA graph:
-            docs/performance.md.
+        **options: see :class:`wholebatch.options.AllOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
-
-    This one L is differentiated. `sync="mean"` (DDP, FSDP, DeepSpeed): after the engine's averaging every parameter
-    of the encoder, and the temperature, holds dL/d(parameter); features that are leaves hold W * dL/dX_r, scale and
-    bias the full gradient on every rank. `sync="sum"` and None: features hold dL/dX_r, and scale this rank's share.
-
-    Every rank must call `backward`, with the same incoming gradient (1, or a loss scaler's factor) and in the same
-    order among losses; if ranks differ, all raise ValueError. So skip a step on all ranks or on none.
 
     Collectives, none on one process (b, W: rows of this rank, number of ranks):
 
@@ -150,7 +113,7 @@ def clip_loss(
     statistics = statistics_requested()
     facts = agree(
         "clip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -238,8 +201,6 @@ class CLIPLoss(TakesLogitBias, Deferrable, KernelLoss):
         logit_scale, logit_bias: defaults for calls that leave them out; a number, a tensor, an `nn.Parameter`, or a
             :class:`wholebatch.Scale`, which is called once in each forward and stays positive. Each call needs a
             scale, from here or from its arguments.
-        group, sync, exchange, memory, kernel, precision, checks, reduction, label_smoothing, equal_ids: as in
-            :func:`wholebatch.functional.clip_loss`.
     """
 
     label_smoothing: float = 0.0

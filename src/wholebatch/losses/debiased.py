@@ -15,15 +15,11 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number
-from ..comm import Group
-from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import AllOptions, Checks, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration
 from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
@@ -41,13 +37,7 @@ def debiased_loss(
     beta: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[AllOptions],
 ) -> Tensor:
     r"""Return NT-Xent with a sum over negatives that is corrected for false ones and weighted toward hard ones.
 
@@ -65,21 +55,11 @@ def debiased_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
             see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        **options: see :class:`wholebatch.options.AllOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
-
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
-    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
-    ValueError.
 
     An example without negatives has loss 0. Collectives, work and memory: those of
     :func:`wholebatch.functional.nt_xent_loss`; twice those with beta.
@@ -98,7 +78,7 @@ def debiased_loss(
     """
     facts = agree(
         "debiased_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         two_views_inputs(z0, z1, temperature=temperature, weights=weights),
         Checks(check=lambda: _check(tau_plus, beta), must_match=("tau_plus", "beta"), settings=(tau_plus, beta)),
     )
@@ -136,8 +116,6 @@ class DebiasedLoss(Deferrable, KernelLoss):
 
     Args:
         temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
-        tau_plus, beta, reduction, group, sync, exchange, memory, kernel, precision, checks: as in
-            :func:`wholebatch.functional.debiased_loss`.
     """
 
     temperature: Tensor | float = 0.5

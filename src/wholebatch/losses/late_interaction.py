@@ -16,14 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._statistics_request import statistics_requested
-from ..comm import Group
-from ..contract import Checks, Options, Reduction, agree, entry, prepared, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
-from ..sweep import Memory, Precision
-from ..sync import Sync
+from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, prepared, reduce_losses
 from ..tokens import Packed, Tokens
 from ._documents import Owners, packed_texts
 from ._info_nce_options import as_tuple
@@ -55,12 +51,7 @@ def max_sim_loss(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the cross-entropy of each query's document among those of all ranks, by late interaction of their tokens.
 
@@ -95,12 +86,9 @@ def max_sim_loss(
         weights: (b_r,), one for each query, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how tokens travel, as there. The tower with fewer tokens travels, without padding.
-        memory: "flat", "auto" or bytes, as there; what is kept is which token has won.
-        kernel: "auto", "torch" or "triton", as there; a kernel computes the maxima, plain PyTorch the rest.
-        precision: of products, as there.
+        **options: see :class:`wholebatch.options.KernelOptions`.
+            The tower with fewer tokens travels, without padding; what is kept is which token has won; a kernel
+            computes the maxima, plain PyTorch the rest.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.max_sim_loss` on the concatenated
@@ -108,10 +96,6 @@ def max_sim_loss(
 
     Of a document's tokens with equal products the first wins and has the gradient, as in `torch.max`; of copies of a
     token the first has it on any number of ranks, however their products are rounded.
-
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
-    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
-    ValueError.
 
     Collectives: forward 1 handshake, 2 all-gathers of lengths and up to 3 of numbers about the traveling queries or
     documents, those of the exchange for tokens, up to 3 all-reduces of numbers of columns and of the loss; backward as
@@ -135,7 +119,7 @@ def max_sim_loss(
     >>> wb.functional.max_sim_loss(texts, texts, logit_scale=10.0)
     tensor(2.0612e-09)
     """
-    statistics, options = statistics_requested(), Options(group, sync, exchange, memory, reduction, kernel, precision)
+    statistics = statistics_requested()
     settings = LateInteractionSettings(
         share_hard_negatives, equal_ids, as_tuple(directions), token_reduction, label_smoothing
     )
@@ -147,7 +131,7 @@ def max_sim_loss(
         owners = Owners.of(len(of_queries.lengths), len(of_documents.lengths), documents_per_query)
         return of_queries, of_documents, owners
 
-    of_queries, of_documents, owners = prepared("max_sim_loss", group, prepare)
+    of_queries, of_documents, owners = prepared("max_sim_loss", options.get("group"), prepare)
     batch = LateInteractionBatch(of_queries, of_documents, owners, ids, mean=token_reduction == "mean")
 
     def check() -> dict[str, Any]:
@@ -156,7 +140,7 @@ def max_sim_loss(
 
     facts = agree(
         "max_sim_loss",
-        options,
+        Options(reduction=reduction, **options),
         batch.inputs(logit_scale, weights),
         Checks(check, batch.read_back, batch.check_values, must_match=("settings", "statistics")),
     )

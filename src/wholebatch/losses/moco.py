@@ -72,10 +72,6 @@ def moco_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.moco_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
-    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
-    ValueError.
-
     Collectives: 1 handshake in each pass, and all-reduces of one number. Work: 3 units of b_r n d multiply-adds per
     rank, 2 where exp(S) is kept. Memory beyond inputs and gradients: two tiles and O(b_r).
 
@@ -136,7 +132,6 @@ class MoCoLoss(TakesLogitScale, Deferrable):
 
     Args:
         logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
-        reduction, group, sync, memory, kernel, precision, checks: as in :func:`wholebatch.functional.moco_loss`.
     """
 
     reduction: Reduction = "mean"

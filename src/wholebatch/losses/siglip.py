@@ -9,17 +9,24 @@ The entries are independent of each other, so the forward pass computes the grad
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_choice
-from ..comm import Group
-from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses, reduce_total
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import (
+    AllOptions,
+    Checks,
+    Inputs,
+    Options,
+    Reduction,
+    agree,
+    entry,
+    reduce_losses,
+    reduce_total,
+)
 from ..nodes import Layout, choose_route
 from ..nodes.sigmoid import SigmoidPlan
 from ..nodes.sigmoid_in_kernels import sigmoid_losses
-from ..sweep import Memory, Pairs, Precision
-from ..sync import Sync
+from ..sweep import Pairs
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
 from ._module import Deferrable, KernelLoss
@@ -37,13 +44,7 @@ def siglip_loss(
     equal_ids: EqualIdsAre = "positive",
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[AllOptions],
 ) -> Tensor:
     r"""Return the binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
 
@@ -63,22 +64,13 @@ def siglip_loss(
         weights: (b_r,), one for each image, >= 0: the weight of all its pairs; L is divided by the sum of weights.
         reduction: "mean" over images, "sum", or "none": L_i of this rank's images, (b_r,), for which the backward
             pass sweeps again; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there; nothing is kept, so a number of bytes can only make tiles smaller.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        **options: see :class:`wholebatch.options.AllOptions`. Nothing is kept.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`, for the bias
-    as for the scale. Every rank must call `backward`, with the same incoming gradient and in the same order among
-    losses; if ranks differ, all raise ValueError. The backward pass only multiplies. A second one through the same
-    graph (`retain_graph=True`) sweeps again.
+    The backward pass only multiplies. A second one through the same graph (`retain_graph=True`) sweeps again.
 
     Collectives: forward 1 handshake, those of the exchange for Y and for dY, and 1 all-reduce of the loss; backward 1
     handshake, and 1 all-reduce of the scalars' gradients under "mean". Work: 3 units of b B d multiply-adds per rank,
@@ -98,7 +90,7 @@ def siglip_loss(
     """
     facts = agree(
         "siglip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -142,8 +134,6 @@ class SigLIPLoss(TakesLogitBias, Deferrable, KernelLoss):
     Args:
         logit_scale, logit_bias: defaults for calls that leave them out, as in :class:`wholebatch.CLIPLoss`; each call
             needs both, from here or from its arguments. A bias is usually negative; a Scale is positive.
-        equal_ids, reduction, group, sync, exchange, memory, kernel, precision, checks: as in
-            :func:`wholebatch.functional.siglip_loss`.
     """
 
     equal_ids: EqualIdsAre = "positive"

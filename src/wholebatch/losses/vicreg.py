@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_positive_number, check_weight
-from ..comm import Group
-from ..contract import Checking, Checks, Options, agree, entry
-from ..sync import Sync, shared_sum
+from ..contract import Checks, DeferrableOptions, Options, agree, entry
+from ..sync import shared_sum
 from ._declaration import Declaration
 from ._module import Deferrable
 from ._moments import centered, cross_product, of_all_ranks
@@ -31,9 +31,7 @@ def vicreg_loss(
     variance: float = 25.0,
     covariance: float = 1.0,
     epsilon: float = 1e-4,
-    group: Group = None,
-    sync: Sync = "mean",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the distance of two views plus a hinge on deviations and squared covariances, over the rows of all ranks.
 
@@ -48,17 +46,11 @@ def vicreg_loss(
         variance: weight of the hinge, >= 0.
         covariance: weight of the covariances, >= 0.
         epsilon: added to the variances, > 0.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        checks: "entry" or "deferred", as there.
+        **options: see :class:`wholebatch.options.DeferrableOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.vicreg_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
-
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
-    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
-    ValueError.
 
     Collectives: forward 1 handshake and 5 all-reduces, of d, d^2 and 1 numbers; backward the same. Work: O(b_r d^2).
     Memory: O(b_r d + d^2), not flat in d.
@@ -77,7 +69,7 @@ def vicreg_loss(
     """
     facts = agree(
         "vicreg_loss",
-        Options(group, sync, checks=checks),
+        Options(**options),
         two_view_features(z0, z1),
         Checks(
             check=lambda: _check(invariance, variance, covariance, epsilon),
@@ -108,11 +100,7 @@ def _check(invariance: float, variance: float, covariance: float, epsilon: float
 
 
 class VICRegLoss(Deferrable):
-    """VICReg over the global batch: the settings of :func:`wholebatch.functional.vicreg_loss`.
-
-    Args:
-        invariance, variance, covariance, epsilon, group, sync, checks: as in :func:`wholebatch.functional.vicreg_loss`.
-    """
+    """VICReg over the global batch: the settings of :func:`wholebatch.functional.vicreg_loss`."""
 
     invariance: float = 25.0
     variance: float = 25.0

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number
 from .._normalize import normalize_rows
-from ..comm import Group
-from ..contract import Checks, Options, agree, entry, finish
-from ..sync import Sync, total
+from ..contract import Checks, LossOptions, Options, agree, entry, finish
+from ..sync import total
 from ._declaration import Declaration
 from ._module import LossModule
 from ._moments import centered, cross_product
@@ -28,8 +28,7 @@ def w_mse_loss(
     z1: Tensor,
     *,
     epsilon: float = 0.0,
-    group: Group = None,
-    sync: Sync = "mean",
+    **options: Unpack[LossOptions],
 ) -> Tensor:
     r"""Return the mean squared distance of two views' whitened, normalized rows, over the rows of all ranks.
 
@@ -42,16 +41,11 @@ def w_mse_loss(
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         epsilon: share of the identity in the covariance, 0 <= epsilon <= 1; use more than 0 if there are not many more
             rows than features.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
+        **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.w_mse_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
-
-    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
-    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
-    ValueError.
 
     The paper whitens random parts of the batch; this loss whitens the whole batch. Collectives: forward 1 handshake and
     5 all-reduces, of d, d^2 and 1 numbers; backward 1 handshake and 4. Work: O(b_r d^2 + d^3). Memory:
@@ -71,7 +65,7 @@ def w_mse_loss(
     """
     facts = agree(
         "w_mse_loss",
-        Options(group, sync),
+        Options(**options),
         two_view_features(z0, z1),
         Checks(check=lambda: _check(epsilon), must_match=("epsilon",), settings=(epsilon,)),
     )
@@ -107,11 +101,7 @@ def _check(epsilon: float) -> dict[str, object]:
 
 
 class WMSELoss(LossModule):
-    """W-MSE over the global batch: the settings of :func:`wholebatch.functional.w_mse_loss`.
-
-    Args:
-        epsilon, group, sync: as in :func:`wholebatch.functional.w_mse_loss`.
-    """
+    """W-MSE over the global batch: the settings of :func:`wholebatch.functional.w_mse_loss`."""
 
     epsilon: float = 0.0
 

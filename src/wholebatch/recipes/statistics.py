@@ -14,27 +14,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import has_feature_dtype, is_dense
 from .._settings import check_integer, shown
-from ..comm import Group
-from ..contract import Checks, Inputs, Options, agree, entry
+from ..contract import Checks, Inputs, LossOptions, Options, agree, entry
 from ..losses._moments import of_all_ranks
-from ..sync import Sync, shared_sum
+from ..sync import shared_sum
 
 _LARGEST_KNOT, _MOST_KNOTS = 3.0, 10_000
 
 
 @entry
-def flops_loss(activations: Tensor, *, group: Group = None, sync: Sync = "mean") -> Tensor:
+def flops_loss(activations: Tensor, **options: Unpack[LossOptions]) -> Tensor:
     """Return the sum of squares of the mean activation of each feature, over the rows of all ranks.
 
     L = sum_k (1/B sum_i |a_ik|)^2
 
     Args:
         activations: (b_r, d), this rank's rows. b_r may differ between ranks and may be 0.
-        group: as in :func:`wholebatch.functional.clip_loss`.
-        sync: as there.
+        **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
         L, the same on every rank.
@@ -48,7 +47,7 @@ def flops_loss(activations: Tensor, *, group: Group = None, sync: Sync = "mean")
     >>> wb.recipes.flops_loss(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
     tensor(4.)
     """
-    facts = agree("flops_loss", Options(group, sync), Inputs(features={"activations": activations}))
+    facts = agree("flops_loss", Options(**options), Inputs(features={"activations": activations}))
     x = facts.inputs["activations"].to(facts.dtype)
     mean = shared_sum(facts.comm, x.abs().sum(0)) / facts.rows["activations"].total
     return of_all_ranks(facts, mean.square().sum())
@@ -56,7 +55,11 @@ def flops_loss(activations: Tensor, *, group: Group = None, sync: Sync = "mean")
 
 @entry
 def sigreg_loss(
-    features: Tensor, directions: Tensor, *, knots: int = 17, group: Group = None, sync: Sync = "mean"
+    features: Tensor,
+    directions: Tensor,
+    *,
+    knots: int = 17,
+    **options: Unpack[LossOptions],
 ) -> Tensor:
     """Return the distance of the projections of all ranks' rows from a standard normal distribution.
 
@@ -67,8 +70,7 @@ def sigreg_loss(
         directions: u, (m, d), the same on all ranks: draw others for each step, with the same seed on each rank. They
             are divided by their norms.
         knots: number of t_k, from 2 to 10,000, evenly from 0 to 3.
-        group: as in :func:`wholebatch.functional.clip_loss`.
-        sync: as there.
+        **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
         L, the same on every rank.
@@ -86,7 +88,7 @@ def sigreg_loss(
     """
     facts = agree(
         "sigreg_loss",
-        Options(group, sync),
+        Options(**options),
         Inputs(features={"features": features}, parameters={"directions": directions}),
         Checks(check=lambda: _check(features, directions, knots), must_match=("knots",)),
     )
