@@ -31,8 +31,7 @@ LAYERS = (
     ("_torch_names",),
     ("",),
 )
-# Three modules refer to others by a string, which this check does not see. Importing them runs no code of upper layers.
-# `_declared_names` reads the source of losses/ and exchange/: a command line lists their names without torch.
+# Two modules refer to others by a string, which this check does not see. Importing them runs no code of upper layers.
 # `losses/catalog.py` imports each loss by its name: a loss is declared in its file only, and the catalog lists none.
 # `__main__` imports the module of a command when it is called: the others' dependencies may be missing.
 KNOWN = {name for layer in LAYERS for name in layer}
