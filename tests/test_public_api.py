@@ -198,6 +198,7 @@ if find_spec("jax") is not None:
 
 def test_names_are_loaded_on_first_use():
     assert {*wb.__all__, "__name__"} <= set(dir(wb))
+    assert {name for name in dir(wb) if not name.startswith("__")} <= {*wb.__all__, "jax"}, "modules loaded since"
     assert ("jax" in dir(wb)) == (find_spec("jax") is not None)
     assert not hasattr(wb, "functional.clip_loss")
     with pytest.raises(

@@ -31,7 +31,8 @@ def lazy_names(package: str, module: str, *more: str) -> tuple[Callable[[str], A
         raise AttributeError(f"module {package!r} has no attribute {name!r}{_hint(name, get)}")
 
     def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *get("__all__")})
+        special = {name for name in vars(sys.modules[package]) if name.startswith("__")}
+        return sorted(special | {*get("__all__")})
 
     return get, list_names
 
