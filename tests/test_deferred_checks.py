@@ -54,6 +54,7 @@ def losses_of(x, y, scale, bias, learned, labels):
         "debiased": (lambda f, m: f.debiased_loss(x, y, temperature=0.1, tau_plus=0.1, beta=0.5, **m), [x, y]),
         "alignment_uniformity": (lambda f, m: f.alignment_uniformity_loss(3 * x, y, **m), [x, y]),
         "vicreg": (lambda f, m: f.vicreg_loss(3 * x, y, **without_sweep(m)), [x, y]),
+        "w_mse": (lambda f, m: f.w_mse_loss(3 * x, y, epsilon=0.1, **without_sweep(m)), [x, y]),
         "barlow_twins": (lambda f, m: f.barlow_twins_loss(3 * x, y, **without_sweep(m)), [x, y]),
         "moco": (lambda f, m: f.moco_loss(x, y, few, logit_scale=scale, **m), [x, y, scale]),
     }
@@ -393,6 +394,22 @@ def test_a_sum_that_underflows_is_nan_and_warns():
     torch.testing.assert_close(call(far), wb.reference.sup_con_loss(far, labels, temperature=0.01))
 
 
+def test_a_covariance_without_an_inverse_is_nan_and_raises():
+    z0, z1 = torch.randn(2, 9, 3, dtype=torch.float64).requires_grad_()
+    for _ in range(2):
+        assert wb.functional.w_mse_loss(z0, z1, checks="deferred").isfinite()
+    flat = torch.cat([z0[:, :2], torch.ones_like(z0[:, :1])], 1).detach().requires_grad_()
+    loss = wb.functional.w_mse_loss(flat, z1, checks="deferred")
+    loss.backward()
+    assert loss.isnan()
+    assert not flat.grad.any()
+    with (
+        pytest.warns(UserWarning, match="or a covariance had no inverse; such calls read from now on"),
+        pytest.raises(ValueError, match="the covariance of z0 over 9 rows has no inverse"),
+    ):
+        wb.functional.w_mse_loss(flat, z1, checks="deferred")
+
+
 def test_a_scale_that_changes_its_sign_is_read_again():
     _, (x, y, scale, *_), _ = batch(0, (6,), torch.float32)
 
@@ -417,9 +434,24 @@ def test_a_scale_that_grows_slowly_never_breaks_the_assumption():
 
 
 def test_checks_that_need_values_are_refused():
-    _, (x, y, scale, *_), _ = batch(0, (5,))
-    with pytest.raises(ValueError, match="without exclude_above, hardness and hard_negatives"):
-        wb.functional.info_nce_loss(x, y, logit_scale=scale, hardness=1.0, checks="deferred")
+    _, (x, y, scale, _, learned, labels), _ = batch(0, (5,))
+    new, f = torch.full((5,), -torch.inf), wb.functional
+    calls = {
+        "exclude_above, hardness and hard_negatives need the scale": lambda **m: f.info_nce_loss(
+            x, y, logit_scale=scale, hardness=1.0, **m
+        ),
+        "entries with equal labels are listed": lambda **m: [
+            loss(x, labels, **m) for loss in (f.circle_loss, f.multi_similarity_loss, f.smooth_ap_loss, f.triplet_loss)
+        ],
+        "the norms of a row's parts": lambda **m: f.matryoshka_loss(x, y, logit_scale=scale, dims=(2, 8), **m),
+        "the norms of the teacher's rows": lambda **m: f.distillation_loss(x, y, scale, x, y, scale, **m),
+        "the averages": lambda **m: f.global_contrastive_loss(x, y, new, new, temperature=learned, **m),
+        "the numbers of tokens": lambda **m: f.max_sim_loss(x[:, None], y[:, None], logit_scale=scale, **m),
+    }
+    for reason, call in calls.items():
+        call(checks="entry")
+        with pytest.raises(ValueError, match=f"checks='deferred' needs a loss .* reads no values: here {reason}"):
+            call(checks="deferred")
     with pytest.raises(ValueError, match="checks must be"):
         wb.functional.clip_loss(x, y, scale, checks="late")
     with pytest.raises(ValueError, match="checks must be"):

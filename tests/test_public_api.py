@@ -54,14 +54,7 @@ PUBLIC = {
     ],
     wb.planning: ["DEVICES", "Option", "Plan", "Rates", "calibrate", "plan"],
     wb.functional: LOSSES,
-    wb.options: [
-        "AllOptions",
-        "DeferrableOptions",
-        "KernelOptions",
-        "LossOptions",
-        "ProductOptions",
-        "SweepOptions",
-    ],
+    wb.options: ["KernelOptions", "LossOptions", "ProductOptions", "SweepOptions"],
     wb.gradcache: [
         "GradCache",
         "InputChunk",

@@ -7,13 +7,6 @@ Editors complete them, and type checkers check them. Each loss takes one of thes
 keyword means, and its default.
 """
 
-from .contract.options import (
-    AllOptions,
-    DeferrableOptions,
-    KernelOptions,
-    LossOptions,
-    ProductOptions,
-    SweepOptions,
-)
+from .contract.options import KernelOptions, LossOptions, ProductOptions, SweepOptions
 
-__all__ = ["AllOptions", "DeferrableOptions", "KernelOptions", "LossOptions", "ProductOptions", "SweepOptions"]
+__all__ = ["KernelOptions", "LossOptions", "ProductOptions", "SweepOptions"]

@@ -29,9 +29,7 @@ from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import (
     REDUCTIONS,
-    AllOptions,
     Checking,
-    DeferrableOptions,
     KernelOptions,
     LossOptions,
     Options,
@@ -46,12 +44,10 @@ __all__ = [
     "KERNELS",
     "MIN_PAIR_PRODUCT",
     "REDUCTIONS",
-    "AllOptions",
     "Assumption",
     "Canaries",
     "Checking",
     "Checks",
-    "DeferrableOptions",
     "Deferred",
     "Facts",
     "Inputs",

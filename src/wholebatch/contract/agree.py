@@ -376,10 +376,10 @@ def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
 def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: Checks) -> dict[str, Any]:
     """Return this rank's facts, if its arguments are valid."""
     options.check()
-    if options.checks == "deferred" and (checks.settings is None or checks.derive is not None):
+    if options.checks == "deferred" and (checks.settings is None or checks.derive is not None or checks.reads):
+        why = checks.reads or "its settings or tensors ask for some"
         raise ValueError(
-            "checks='deferred' needs a loss whose settings and tensors ask for no values on the host; with these it "
-            "has to read some: pass checks='entry'"
+            f"checks='deferred' needs a loss for which the host reads no values: here {why}; pass checks='entry'"
         )
     inputs.check_features()
     first = inputs.first[1]

@@ -201,7 +201,10 @@ class Assumption:
         grown = self._beyond(columns, 1.0)
         if grown is None:
             self.seen.underflowed = True
-            found = "the sum of a row or column underflowed under one shift for all logits; such calls read from now on"
+            found = (
+                "the sum of a row or column underflowed under one shift for all logits, or a covariance had no "
+                "inverse; such calls read from now on"
+            )
         else:
             low, high = self.limits[grown]
             found = f"{grown} was {columns[grown]}, and numbers from {low:.6g} to {high:.6g} were assumed"

@@ -262,6 +262,7 @@ class Checks:
             read tensors, for the message of an error.
         must_match: names of the facts that must be equal on all ranks.
         settings: all that `check` depends on beside the form of the inputs; None: it is called in each call.
+        reads: why the host has to read values in each call, for checks="deferred"; "": it does not.
     """
 
     check: Callable[[], Mapping[str, Any]] = dict
@@ -269,6 +270,7 @@ class Checks:
     derive: Callable[[Mapping[str, float]], Mapping[str, Any]] | None = None
     must_match: Sequence[str] = ()
     settings: tuple[Hashable, ...] | None = None
+    reads: str = ""
 
 
 def norm_of(name: str) -> str:

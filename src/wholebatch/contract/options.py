@@ -30,22 +30,14 @@ class LossOptions(TypedDict, total=False):
             after its averaging every parameter of the encoder, and a learned scale, holds dL/d(parameter); features
             that are leaves hold W * dL/dX_r, scale and bias the full gradient on every rank. "sum" and None: features
             hold dL/dX_r, and scale this rank's share.
+        checks: of the values of tensors. "entry", the default: read by the host before anything is computed; a mistake
+            raises now, on all ranks. "deferred": the first call reads, and a later one like it does not: a mistake is
+            NaN with gradients 0, and raises on all ranks at the next call. It can be captured in a CUDA graph:
+            docs/performance.md. A loss that has to read values in each call refuses it.
     """
 
     group: Group
     sync: Sync
-
-
-class DeferrableOptions(LossOptions, total=False):
-    """Keywords of a loss whose checks need not wait for the device: those of :class:`LossOptions`, and one more.
-
-    Attributes:
-        checks: of the values of tensors. "entry", the default: read by the host before anything is computed; a mistake
-            raises now, on all ranks. "deferred": the first call reads, and a later one like it does not: a mistake is
-            NaN with gradients 0, and raises on all ranks at the next call. It can be captured in a CUDA graph:
-            docs/performance.md.
-    """
-
     checks: Checking
 
 
@@ -91,10 +83,6 @@ class KernelOptions(ProductOptions, total=False):
     """
 
     kernel: Kernel
-
-
-class AllOptions(KernelOptions, DeferrableOptions, total=False):
-    """All keywords of :class:`KernelOptions` and :class:`DeferrableOptions`."""
 
 
 @dataclass(eq=False)

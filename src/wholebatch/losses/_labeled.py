@@ -24,6 +24,8 @@ from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal
 from ..sweep import Diagonals, EqualIds, LogitTransform, Over, Pairs, Selection
 
+LISTED = "entries with equal labels are listed for each tile"  # why a loss reads values in each call
+
 
 def agree_labeled(
     caller: str,

@@ -23,6 +23,7 @@ from .._checks import check_temperature
 from ..comm import Group
 from ..comm.select import check_group
 from ..contract import Checking, Options, Reduction
+from ..contract.options import with_named_options
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory, Precision
@@ -48,7 +49,7 @@ class Settings(nn.Module):
         cls._declared = declared
         parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in declared.items()]
         if "__init__" in vars(cls):
-            parameters = [*inspect.signature(vars(cls)["__init__"]).parameters.values()][1:]
+            parameters = [*with_named_options(vars(cls)["__init__"]).parameters.values()][1:]
         cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
 
     def __init__(self, **settings: Any) -> None:  # typed by the declarations of each subclass
@@ -107,6 +108,7 @@ class LossModule(Settings):
 
     group: Group = None
     sync: Sync = "mean"
+    checks: Checking = "entry"
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid; subclasses check their further settings."""
@@ -115,12 +117,6 @@ class LossModule(Settings):
         Options(self.group, self.sync, **{name: settings[name] for name in _OPTIONS if name in settings}).check()
         if "temperature" in settings:
             check_temperature("temperature", settings["temperature"])
-
-
-class Deferrable(LossModule):
-    """The settings of a loss whose checks need not wait for the device."""
-
-    checks: Checking = "entry"
 
 
 class SweepLoss(LossModule):

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from .._checks import check_number, check_positive_number, check_weight
 from .._normalize import UNIT, normalize_rows
 from .._precision import wide_dtype
-from ..contract import AllOptions, Checks, Facts, Options, agree, entry, finish
+from ..contract import Checks, Facts, KernelOptions, Options, agree, entry, finish
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
@@ -28,7 +28,7 @@ from ..partition import Diagonal
 from ..sweep import Diagonals, Memory, Pairs, Precision, Selection
 from ..sync import total
 from ._declaration import Declaration
-from ._module import Deferrable
+from ._module import LossModule
 from ._views import two_view_features
 
 
@@ -40,7 +40,7 @@ def alignment_uniformity_loss(
     alpha: float = 2.0,
     t: float = 2.0,
     uniformity: float = 1.0,
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the distance of two views plus the log of the mean Gaussian potential of the rows of each view.
 
@@ -54,7 +54,7 @@ def alignment_uniformity_loss(
         alpha: power of the distance of views, >= 1.
         t: sharpness of the potential, > 0.
         uniformity: weight of the second term, >= 0.
-        **options: see :class:`wholebatch.options.AllOptions`.
+        **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.alignment_uniformity_loss` on the
@@ -128,7 +128,7 @@ def _check(alpha: float, t: float, uniformity: float) -> dict[str, Any]:
     return {"settings": {"alpha": alpha, "t": t, "uniformity": uniformity}}
 
 
-class AlignmentUniformityLoss(Deferrable):
+class AlignmentUniformityLoss(LossModule):
     """The distance of two views and the uniformity of each over the global batch."""
 
     alpha: float = 2.0

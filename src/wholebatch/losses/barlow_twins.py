@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._checks import check_positive_number, check_weight
-from ..contract import Checks, DeferrableOptions, Options, agree, entry
+from ..contract import Checks, LossOptions, Options, agree, entry
 from ._declaration import Declaration
-from ._module import Deferrable
+from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
 from ._views import two_view_features
 
@@ -26,7 +26,7 @@ def barlow_twins_loss(
     *,
     redundancy: float = 5e-3,
     epsilon: float = 1e-5,
-    **options: Unpack[DeferrableOptions],
+    **options: Unpack[LossOptions],
 ) -> Tensor:
     r"""Return the distance from the identity of the correlation matrix of two views, over the rows of all ranks.
 
@@ -38,7 +38,7 @@ def barlow_twins_loss(
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         redundancy: weight of the correlations between different features, lambda in the paper.
         epsilon: added to the (biased) variances, > 0.
-        **options: see :class:`wholebatch.options.DeferrableOptions`.
+        **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.barlow_twins_loss` on the concatenated
@@ -84,7 +84,7 @@ def _check(redundancy: float, epsilon: float) -> dict[str, object]:
     return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
 
 
-class BarlowTwinsLoss(Deferrable):
+class BarlowTwinsLoss(LossModule):
     """Barlow Twins over the global batch: the settings of :func:`wholebatch.functional.barlow_twins_loss`."""
 
     redundancy: float = 5e-3

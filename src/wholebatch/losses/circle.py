@@ -21,7 +21,7 @@ from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
 from ._declaration import Declaration
-from ._labeled import agree_labeled
+from ._labeled import LISTED, agree_labeled
 from ._module import ProductLoss
 
 
@@ -106,7 +106,7 @@ def circle_loss(
         "circle_loss",
         Options(reduction=reduction, **options),
         (features, labels, weights),
-        Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma)),
+        Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma), reads=LISTED),
     ).widened()
     unit, fields = (1.0, 1.0), statistics_fields(target=False)
     of_negatives = data.statistics(unit, "negatives", fields, transform=_Negatives(gamma, m), bound=math.inf).logsumexp

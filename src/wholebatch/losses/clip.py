@@ -18,13 +18,13 @@ from typing_extensions import Unpack
 
 from .._checks import check_choice, check_label_smoothing
 from .._statistics_request import statistics_requested
-from ..contract import AllOptions, Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, Facts, Inputs, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, pair_losses, row_statistics, statistics_fields
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
 from ..sweep import Selection
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
-from ._module import Deferrable, KernelLoss
+from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from .statistics import report_statistics
 
@@ -43,7 +43,7 @@ def clip_loss(
     weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
@@ -67,7 +67,7 @@ def clip_loss(
             scalars over the ranks, or after the engine's averaging that of their mean. `sync` does not matter then,
             because every parameter here is replicated; for sharded ones see
             :func:`wholebatch.functional.partial_fc_loss`.
-        **options: see :class:`wholebatch.options.AllOptions`.
+        **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
@@ -191,7 +191,7 @@ def _check(label_smoothing: float, equal_ids: EqualIdsAre) -> dict[str, Any]:
     return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids}
 
 
-class CLIPLoss(TakesLogitBias, Deferrable, KernelLoss):
+class CLIPLoss(TakesLogitBias, KernelLoss):
     """Symmetric cross-entropy over the global batch: the settings of :func:`wholebatch.functional.clip_loss`.
 
     `logit_scale` may enter `forward`, so that it can stay inside the model that the engine wraps, or be a default of

@@ -16,9 +16,9 @@ from typing_extensions import Unpack
 from .._checks import check_number, check_temperature
 from .._statistics_request import statistics_requested
 from ..comm.inside import all_reduce
-from ..contract import AllOptions, Checks, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ._declaration import Declaration
-from ._module import Deferrable, KernelLoss
+from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics
 
@@ -33,7 +33,7 @@ def dcl_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the logsumexp over each row's negatives minus its positive's logit, over the two views of all ranks.
 
@@ -51,7 +51,7 @@ def dcl_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
             see :func:`wholebatch.functional.clip_loss`.
-        **options: see :class:`wholebatch.options.AllOptions`.
+        **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
@@ -108,7 +108,7 @@ def _check(sigma: float | None) -> dict[str, float | None]:
     return {"sigma": None if sigma is None else check_temperature("sigma", check_number("sigma", sigma))}
 
 
-class DCLLoss(Deferrable, KernelLoss):
+class DCLLoss(KernelLoss):
     """Decoupled contrastive loss over the global batch: the settings of :func:`wholebatch.functional.dcl_loss`.
 
     Args:

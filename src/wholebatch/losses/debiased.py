@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._checks import check_number
-from ..contract import AllOptions, Checks, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import softplus
 from ._declaration import Declaration
-from ._module import Deferrable, KernelLoss
+from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 
 _ALL = 60.0  # a positive with exp(60) times W_i leaves nothing of the corrected sum, and exp(60) is finite
@@ -37,7 +37,7 @@ def debiased_loss(
     beta: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return NT-Xent with a sum over negatives that is corrected for false ones and weighted toward hard ones.
 
@@ -55,7 +55,7 @@ def debiased_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
             see :func:`wholebatch.functional.clip_loss`.
-        **options: see :class:`wholebatch.options.AllOptions`.
+        **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
@@ -111,7 +111,7 @@ def _check(tau_plus: float, beta: float) -> dict[str, float]:
     return {"tau_plus": tau_plus, "beta": beta}
 
 
-class DebiasedLoss(Deferrable, KernelLoss):
+class DebiasedLoss(KernelLoss):
     """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:

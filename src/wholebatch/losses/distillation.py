@@ -116,6 +116,7 @@ def distillation_loss(
             read_back=lambda: {name: norm_bound(x) for name, x in teacher.items()},
             derive=derive,
             must_match=(_TEACHER_SIZE,),
+            reads="the norms of the teacher's rows bound the logits",
         ),
     )
     norms = facts.of_ranks(_TEACHER_NORMS)

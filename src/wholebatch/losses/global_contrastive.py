@@ -32,13 +32,10 @@ from .._checks import (
     norm_bound,
 )
 from .._precision import wide_dtype
-from ..comm import Group, select_communicator
+from ..comm import select_communicator
 from ..contract import Checks, Inputs, KernelOptions, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
-from ..sweep import Memory, Precision, Selection
-from ..sync import Sync
+from ..sweep import Selection
 from ._module import KernelLoss, Settings
 from ._pairs import pairs_of_rows
 
@@ -135,7 +132,7 @@ def global_contrastive_loss(
             positive=("temperature",),
             paired=("image_features", "text_features"),
         ),
-        Checks(check, read_back, derive, must_match=("gamma", "epsilon")),
+        Checks(check, read_back, derive, must_match=("gamma", "epsilon"), reads="the averages are checked"),
     )
     rows = facts.rows["image_features"]
     sides = row_statistics(
@@ -228,26 +225,9 @@ class GlobalContrastiveLoss(KernelLoss):
         gamma: float = 0.9,
         epsilon: float = 1e-14,
         reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[KernelOptions],
     ) -> None:
-        Settings.__init__(
-            self,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-            precision=precision,
-            reduction=reduction,
-            temperature=temperature,
-            gamma=gamma,
-            epsilon=epsilon,
-        )
+        Settings.__init__(self, reduction=reduction, temperature=temperature, gamma=gamma, epsilon=epsilon, **options)
         check_count("examples", examples, "the size of the data set")
         check_floating_dtype("dtype", dtype)
         self.image_log_averages: Tensor

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from .._products import paired_products
 from .._statistics_request import statistics_requested
-from ..contract import AllOptions, Checks, Facts, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, Facts, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import RowStatistics, statistics_fields
 from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus
 from ._declaration import Declaration, Sweep
@@ -29,7 +29,7 @@ from ._hard_negatives import combined, hard_negative_statistics
 from ._info_nce_inputs import InfoNCETensors
 from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
 from ._logit_scale import TakesLogitScale
-from ._module import Deferrable, KernelLoss
+from ._module import KernelLoss
 from ._pairs import EqualIdsAre
 from .statistics import report_statistics
 
@@ -66,7 +66,7 @@ def info_nce_loss(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the cross-entropy of each query's key among the keys and negatives of all ranks, with its exact gradient.
 
@@ -118,7 +118,7 @@ def info_nce_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
-        **options: see :class:`wholebatch.options.AllOptions`. The smaller tower travels: the queries, or the keys
+        **options: see :class:`wholebatch.options.KernelOptions`. The smaller tower travels: the queries, or the keys
             and negatives.
 
     Returns:
@@ -175,15 +175,10 @@ def info_nce_loss(
         weights=weights,
     )
 
+    of_scale = exclude_above is not None or bool(hardness) or hard_negatives is not None
+
     def check() -> dict[str, Any]:
         settings.check()
-        if options.get("checks") == "deferred" and (
-            exclude_above is not None or hardness or hard_negatives is not None
-        ):
-            raise ValueError(
-                "checks='deferred' needs a loss that reads no scale on the host: without exclude_above, hardness and "
-                "hard_negatives; pass checks='entry'"
-            )
         return {"guides": tensors.check(settings), "settings": repr(settings), "statistics": statistics}
 
     facts = agree(
@@ -196,6 +191,7 @@ def info_nce_loss(
             tensors.check_values if tensors.has_values else None,
             must_match=("settings", "guides", "statistics"),
             settings=(*vars(settings).values(), statistics) if tensors.is_simple else None,
+            reads="exclude_above, hardness and hard_negatives need the scale" * of_scale,
         ),
     )
     scale = facts.scalars["logit_scale"]
@@ -233,7 +229,7 @@ def info_nce_loss(
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 
-class InfoNCELoss(TakesLogitScale, Deferrable, KernelLoss):
+class InfoNCELoss(TakesLogitScale, KernelLoss):
     """InfoNCE over the global batch: the settings of :func:`wholebatch.functional.info_nce_loss`.
 
     Args:

@@ -142,7 +142,13 @@ def max_sim_loss(
         "max_sim_loss",
         Options(reduction=reduction, **options),
         batch.inputs(logit_scale, weights),
-        Checks(check, batch.read_back, batch.check_values, must_match=("settings", "statistics")),
+        Checks(
+            check,
+            batch.read_back,
+            batch.check_values,
+            must_match=("settings", "statistics"),
+            reads="the numbers of tokens of all items are",
+        ),
     )
     terms = settings.terms(ids=batch.has_ids, statistics=statistics)
     sides = [Side.of(reduced) for reduced in batch.reduced(facts.widened(), settings.directions, terms)]

@@ -135,6 +135,7 @@ def matryoshka_loss(
             },
             derive=lambda found: {NORM_RATIO: max(found.get("of queries", 1.0), found.get("of keys", 1.0))},
             must_match=("settings",),
+            reads="the norms of a row's parts decide how they are computed",
         ),
     )
     rows = facts.rows["queries"]

@@ -27,7 +27,7 @@ from ..partition import Partition
 from ..sweep import Memory, Pairs, Precision, Selection
 from ..sync import Sync
 from ._logit_scale import TakesLogitScale
-from ._module import Deferrable
+from ._module import LossModule
 from .statistics import report_statistics
 
 
@@ -127,7 +127,7 @@ def moco_loss(
     return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 
 
-class MoCoLoss(TakesLogitScale, Deferrable):
+class MoCoLoss(TakesLogitScale, LossModule):
     """MoCo over the global batch: the settings of :func:`wholebatch.functional.moco_loss`.
 
     Args:

@@ -19,7 +19,7 @@ from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
 from ._declaration import Declaration
-from ._labeled import agree_labeled
+from ._labeled import LISTED, agree_labeled
 from ._module import ProductLoss
 
 
@@ -85,6 +85,7 @@ def multi_similarity_loss(
             check=lambda: _check(alpha, beta, base, epsilon),
             must_match=("settings",),
             settings=(alpha, beta, base, epsilon),
+            reads=LISTED,
         ),
     ).widened()
     positive_floor = negative_floor = None

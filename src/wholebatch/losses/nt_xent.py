@@ -13,10 +13,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._statistics_request import statistics_requested
-from ..contract import AllOptions, Checks, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ._declaration import Declaration, Sweep
-from ._module import Deferrable, KernelLoss
+from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics
 
@@ -30,7 +30,7 @@ def nt_xent_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the cross-entropy of each row's other view among all other rows of both views, with its exact gradient.
 
@@ -46,7 +46,7 @@ def nt_xent_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
             see :func:`wholebatch.functional.clip_loss`.
-        **options: see :class:`wholebatch.options.AllOptions`.
+        **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
@@ -88,7 +88,7 @@ def nt_xent_loss(
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), facts.rows["z0"].total)
 
 
-class NTXentLoss(Deferrable, KernelLoss):
+class NTXentLoss(KernelLoss):
     """NT-Xent over the global batch: the settings of :func:`wholebatch.functional.nt_xent_loss`.
 
     Args:

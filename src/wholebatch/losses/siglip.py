@@ -13,9 +13,9 @@ from typing_extensions import Unpack
 
 from .._checks import check_choice
 from ..contract import (
-    AllOptions,
     Checks,
     Inputs,
+    KernelOptions,
     Options,
     Reduction,
     agree,
@@ -29,7 +29,7 @@ from ..nodes.sigmoid_in_kernels import sigmoid_losses
 from ..sweep import Pairs
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
-from ._module import Deferrable, KernelLoss
+from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 
 
@@ -44,7 +44,7 @@ def siglip_loss(
     equal_ids: EqualIdsAre = "positive",
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
 
@@ -64,7 +64,7 @@ def siglip_loss(
         weights: (b_r,), one for each image, >= 0: the weight of all its pairs; L is divided by the sum of weights.
         reduction: "mean" over images, "sum", or "none": L_i of this rank's images, (b_r,), for which the backward
             pass sweeps again; see :func:`wholebatch.functional.clip_loss`.
-        **options: see :class:`wholebatch.options.AllOptions`. Nothing is kept.
+        **options: see :class:`wholebatch.options.KernelOptions`. Nothing is kept.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
@@ -125,7 +125,7 @@ def siglip_loss(
     return (reduce_losses if per_row else reduce_total)(facts, loss, rows.total)
 
 
-class SigLIPLoss(TakesLogitBias, Deferrable, KernelLoss):
+class SigLIPLoss(TakesLogitBias, KernelLoss):
     """SigLIP over the global batch: the settings of :func:`wholebatch.functional.siglip_loss`.
 
     `logit_scale` and `logit_bias` may enter `forward`, so that they can stay inside the model that the engine wraps, or

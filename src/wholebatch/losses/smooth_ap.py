@@ -19,7 +19,7 @@ from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import Layout, choose_route
 from ..nodes.ranks import PositiveRanks, RankingPlan
 from ._declaration import Declaration
-from ._labeled import agree_labeled
+from ._labeled import LISTED, agree_labeled
 from ._module import ProductLoss
 
 
@@ -78,6 +78,7 @@ def smooth_ap_loss(
             check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
             must_match=("temperature",),
             settings=(temperature,),
+            reads=LISTED,
         ),
     )
     facts = data.facts

@@ -13,12 +13,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._statistics_request import statistics_requested
-from ..contract import AllOptions, Checks, Options, Reduction, entry
+from ..contract import Checks, KernelOptions, Options, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import many_positives
 from ._declaration import Declaration, Sweep
 from ._labeled import agree_labeled
-from ._module import Deferrable, KernelLoss
+from ._module import KernelLoss
 from .statistics import report_statistics
 
 
@@ -30,7 +30,7 @@ def sup_con_loss(
     temperature: Tensor | float = 0.1,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **options: Unpack[AllOptions],
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the mean cross-entropy of each row's positives, the others of its class, among the rows of all ranks.
 
@@ -48,7 +48,7 @@ def sup_con_loss(
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive; see
             :func:`wholebatch.functional.clip_loss`.
-        **options: see :class:`wholebatch.options.AllOptions`.
+        **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
@@ -87,7 +87,7 @@ def sup_con_loss(
     return data.reduce(losses, data.anchors, data.positives > 0)
 
 
-class SupConLoss(Deferrable, KernelLoss):
+class SupConLoss(KernelLoss):
     """Supervised contrastive loss over the global batch: the settings of :func:`wholebatch.functional.sup_con_loss`.
 
     Args:

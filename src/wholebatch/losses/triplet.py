@@ -29,7 +29,7 @@ from ..nodes.fetch import fetch_rows
 from ..partition import Tile
 from ..sweep import Block, Driver, Factor, HardestSweep
 from ._declaration import Declaration
-from ._labeled import Labeled, agree_labeled
+from ._labeled import LISTED, Labeled, agree_labeled
 from ._module import SweepLoss
 
 DISTANCES = ("euclidean", "squared", "cosine")
@@ -100,6 +100,7 @@ def triplet_loss(
             check=lambda: _check(margin, smooth, distance, normalize),
             must_match=("settings",),
             settings=(margin, smooth, distance, normalize),
+            reads=LISTED,
         ),
     )
     facts = data.facts

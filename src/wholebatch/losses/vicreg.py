@@ -14,10 +14,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._checks import check_positive_number, check_weight
-from ..contract import Checks, DeferrableOptions, Options, agree, entry
+from ..contract import Checks, LossOptions, Options, agree, entry
 from ..sync import shared_sum
 from ._declaration import Declaration
-from ._module import Deferrable
+from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks
 from ._views import two_view_features
 
@@ -31,7 +31,7 @@ def vicreg_loss(
     variance: float = 25.0,
     covariance: float = 1.0,
     epsilon: float = 1e-4,
-    **options: Unpack[DeferrableOptions],
+    **options: Unpack[LossOptions],
 ) -> Tensor:
     r"""Return the distance of two views plus a hinge on deviations and squared covariances, over the rows of all ranks.
 
@@ -46,7 +46,7 @@ def vicreg_loss(
         variance: weight of the hinge, >= 0.
         covariance: weight of the covariances, >= 0.
         epsilon: added to the variances, > 0.
-        **options: see :class:`wholebatch.options.DeferrableOptions`.
+        **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.vicreg_loss` on the concatenated
@@ -99,7 +99,7 @@ def _check(invariance: float, variance: float, covariance: float, epsilon: float
     return {"settings": {"invariance": invariance, "variance": variance, "covariance": covariance, "epsilon": epsilon}}
 
 
-class VICRegLoss(Deferrable):
+class VICRegLoss(LossModule):
     """VICReg over the global batch: the settings of :func:`wholebatch.functional.vicreg_loss`."""
 
     invariance: float = 25.0

@@ -83,7 +83,9 @@ def w_mse_loss(
         x = centered(facts, name)
         cov = (1 - epsilon) * cross_product(comm, x, x) / (count - 1)
         factor, failed = torch.linalg.cholesky_ex(cov + epsilon * torch.eye(d, dtype=x.dtype, device=x.device))
-        if failed:
+        if facts.deferred is not None:
+            facts.deferred.require(failed == 0)
+        elif failed:
             raise ValueError(
                 f"w_mse_loss: the covariance of {name} over {count} rows has no inverse: one of its {d} "
                 "features is constant, or a combination of others; leave it out, or pass an epsilon above 0"
