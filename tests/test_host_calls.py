@@ -99,10 +99,10 @@ def step(name, memory="auto", kernel="triton", dtype=torch.bfloat16, rows=256):
 
 
 IN_KERNELS = {  # at most so many operations that compute something, and calls of Python's
-    "clip": (48, 700),
-    "info_nce": (48, 700),
-    "nt_xent": (48, 700),
-    "siglip": (32, 600),
+    "clip": (18, 700),
+    "info_nce": (18, 700),
+    "nt_xent": (30, 700),
+    "siglip": (30, 600),
 }
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
 

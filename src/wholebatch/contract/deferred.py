@@ -264,7 +264,7 @@ class Deferred:
         if assumption.records is not None:
             self._like = assumption.like(judged)
             self._numbers = numbers = numbers_of_records(judged, len(low))
-        ok = ((numbers >= low) & (numbers <= high)).all()
+        ok = numbers.clamp(low, high).eq(numbers).all()  # not if one is NaN
         if self._like is not None:
             column = dict(zip(assumption.limits, numbers.unbind(1), strict=True))
             longest = numbers[:, : len(assumption.norms)].amax(0)  # norms come first

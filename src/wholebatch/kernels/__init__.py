@@ -19,7 +19,7 @@ from .blocks import Blocks
 from .choice import Choice, choices
 from .launch import Entries, RowTerms, TileInputs, exact, interpreted, laid_out, numbers_of, using
 from .nested import Ends, NestedTile, NestedWeights
-from .rows import READABLE, RowNumbers, row_gradient, row_numbers, side_weights
+from .rows import READABLE, RowNumbers, pair_losses, pair_weights, row_gradient, row_numbers, side_weights
 from .select import KERNELS, Kernel, check_kernel, chooses, missing
 from .sigmoid import add_sigmoid, sigmoid_sums
 from .tokens import TokenTile
@@ -62,6 +62,8 @@ __all__ = [
     "nested_gradient",
     "nested_sums",
     "numbers_of",
+    "pair_losses",
+    "pair_weights",
     "row_gradient",
     "row_numbers",
     "side_weights",

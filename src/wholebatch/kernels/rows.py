@@ -60,7 +60,7 @@ def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
 def side_weights(
     rows: tuple[Tensor, Tensor] | None, cols: tuple[Tensor, Tensor] | None, size: float
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return N a_i / R_i of rows and of columns, float32, and the largest N |a_i| of each side, (2,), float64.
+    """Return N a_i / R_i of rows and of columns, float32, and the largest N |a_i| of some of each side, (2, blocks).
 
     Args:
         rows: a_i and R_i, (n,), float64; None: there is no such side.
@@ -78,7 +78,52 @@ def side_weights(
         tiles("rows").side_weights, blocks, row_grads, row_sums, col_grads, col_sums, row_weights, col_weights, largest,
         n, m, row_grads.stride(0), col_grads.stride(0), float(size), BLOCK=_ENTRIES, **_OPTIONS,
     )  # fmt: skip
-    return row_weights if rows else None, col_weights if cols else None, largest.amax(1)
+    return row_weights if rows else None, col_weights if cols else None, largest
+
+
+def pair_losses(row_sums: Tensor, col_sums: Tensor | None, products: Tensor, numbers: Tensor) -> Tensor:
+    """Return the cross-entropy of each pair in its row, or the mean of those in its row and column, (n,), float64.
+
+    Args:
+        row_sums: R_i over the negatives of the row, (n,), float64.
+        col_sums: likewise of the column; None: rows alone count.
+        products: x_i . y_i, (n,), float32.
+        numbers: scale and shift, as tiles have them; see `launch.numbers_of`.
+    """
+    n = products.shape[0]
+    losses = empty(products, n, dtype=torch.float64)
+    launch.run(
+        tiles("rows").pair_losses, -(-n // _ENTRIES) or 1, row_sums, col_sums, products, numbers, losses,
+        n, BOTH=col_sums is not None, BLOCK=_ENTRIES, **_OPTIONS,
+    )  # fmt: skip
+    return losses
+
+
+def pair_weights(
+    grads: Tensor, row_sums: Tensor, col_sums: Tensor | None, products: Tensor, numbers: Tensor, size: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the derivatives of `pair_losses` times N: weights of E by rows and by columns, and of the pairs' logits.
+
+    Args:
+        grads: by the losses, (n,), float64.
+        row_sums: as there, as are the next three.
+        col_sums: or None.
+        products: of the pairs.
+        numbers: scale and shift.
+        size: N.
+
+    Returns:
+        (n,), float32, likewise or None, (n,), float64, and the largest N |dS| of some of each side, (2, blocks).
+    """
+    n, sides = products.shape[0], 1 if col_sums is None else 2
+    blocks = -(-n // _ENTRIES) or 1
+    row_weights, col_weights = empty(products, n), None if col_sums is None else empty(products, n)
+    terms, largest = empty(products, n, dtype=torch.float64), empty(products, 2, blocks, dtype=torch.float64)
+    launch.run(
+        tiles("rows").pair_weights, blocks, grads, row_sums, col_sums, products, numbers, row_weights, col_weights,
+        terms, largest, n, grads.stride(0), size / sides, BOTH=col_sums is not None, BLOCK=_ENTRIES, **_OPTIONS,
+    )  # fmt: skip
+    return row_weights, col_weights, terms, largest
 
 
 def row_gradient(

@@ -214,6 +214,10 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     try:
         numbers = [rows.row_numbers(_surrounded(x), _surrounded(y), (unit,) * scalars) for scalars in range(3)]
         weights = rows.side_weights((grads, sums), (grads[:few], sums[:few]), 3.0)
+        of_pairs, cosines = launch.numbers_of(14.3, 2.0, x.device), product[:few, 0] - 0.9
+        pairs = [(of, cols) for cols in (None, grads[:few]) for of in [(sums[:few], cols, cosines, of_pairs)]]
+        losses = [rows.pair_losses(*of) for of, _ in pairs]
+        slopes = [rows.pair_weights(grads[:few], *of, 3.0) for of, _ in pairs]
         norms = numbers[0].norms[: len(x)].clone()
         found = {
             form: rows.row_gradient(
@@ -246,8 +250,21 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     compared += [
         ("weights of rows", weights[0], 3 * grads / sums, 3 * grads / sums),
         ("weights of columns", weights[1], 3 * grads[:few] / sums[:few], 3 * grads[:few] / sums[:few]),
-        ("largest gradients", weights[2], torch.stack([3 * grads.max(), 3 * grads[:few].max()]), 3 * grads[:2]),
+        ("largest gradients", weights[2].amax(1), torch.stack([3 * grads.max(), 3 * grads[:few].max()]), 3 * grads[:2]),
     ]
+    scale, shift = of_pairs.double()
+    positive = (cosines.double() * scale - shift).exp2()
+    for (_, cols), loss, (by_row, by_col, terms, largest) in zip(pairs, losses, slopes, strict=True):
+        sides = [sums[:few]] if cols is None else [sums[:few], cols]
+        slope = 3 * grads[:few] / len(sides)
+        parts = torch.stack([slope * side / (side + positive) for side in sides])
+        compared += [
+            ("losses of pairs", loss, torch.stack([(side / positive).log1p() for side in sides]).mean(0), grads[:few]),
+            ("terms of pairs", terms, -parts.sum(0), parts.sum(0)),
+            ("largest of pairs", largest.amax(1).sum(), parts.amax(1).sum(), parts.sum()),
+        ]
+        for made_weights, side in zip((by_row, by_col), sides, strict=False):
+            compared.append(("weights of pairs", made_weights, slope / (side + positive), slope / (side + positive)))
     for form, (made, shares) in found.items():
         grad = product.double() * (0.25 if form.in_units else 1.0)
         size = grad.clone()

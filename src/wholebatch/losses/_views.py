@@ -14,7 +14,17 @@ from torch import Tensor
 
 from .._normalize import UNIT
 from ..contract import Facts, Inputs
-from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics, statistics_fields
+from ..nodes import (
+    Bounds,
+    Layout,
+    Operands,
+    RowStatistics,
+    Scale,
+    Towers,
+    row_statistics,
+    statistics_fields,
+    view_losses,
+)
 from ..partition import Diagonal, Partition
 from ..sweep import Diagonals, EqualIds, Pairs, Selection
 
@@ -53,6 +63,20 @@ def two_views(
         sharper: multiplies S.
         narrow: as in :class:`wholebatch.nodes.Operands`.
     """
+    call = _call(facts, add_positive=add_positive, sharper=sharper, narrow=narrow)
+    side, _ = row_statistics(*call, rows=statistics_fields(statistics=statistics))
+    assert side is not None
+    return side
+
+
+def two_view_losses(facts: Facts) -> Tensor:
+    """Return the mean cross-entropy of both views of each of this rank's examples, (b,), as for `two_views`."""
+    return view_losses(*_call(facts))
+
+
+def _call(
+    facts: Facts, *, add_positive: bool = True, sharper: float = 1.0, narrow: bool = False
+) -> tuple[Facts, Scale, Operands, Selection, Bounds]:
     examples = facts.rows["z0"]
     has_ids = "ids" in facts.vectors
 
@@ -70,13 +94,10 @@ def two_views(
         return Layout(rows, rows, symmetric=True)
 
     layout = facts.once("layout", both_views)
-    side, _ = row_statistics(
+    return (
         facts,
         (sharper / facts.scalars["temperature"], sharper / facts.inputs["temperature"]),
         Operands([facts.inputs["z0"], facts.inputs["z1"]], _TOWERS, layout, narrow=narrow),
         select() if has_ids else facts.once("selection", select),
         Bounds(UNIT, add_positive=float(add_positive)),
-        rows=statistics_fields(statistics=statistics),
     )
-    assert side is not None
-    return side

@@ -17,7 +17,7 @@ from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, 
 from ..nodes.cross_entropy import one_positive
 from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
-from ._views import two_views, two_views_inputs
+from ._views import two_view_losses, two_views, two_views_inputs
 from .statistics import report_statistics
 
 
@@ -76,15 +76,12 @@ def nt_xent_loss(
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
     )
-    side = two_views(facts, statistics=statistics)
+    if not statistics:
+        return reduce_losses(facts, two_view_losses(facts), facts.rows["z0"].total)
+    side = two_views(facts, statistics=True)
     assert side.target is not None
     losses = one_positive(side, side.target)
-    if statistics:
-        report_statistics(
-            facts.comm,
-            1 / facts.factor_of("temperature"),
-            [(side, side.target)],
-        )
+    report_statistics(facts.comm, 1 / facts.factor_of("temperature"), [(side, side.target)])
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), facts.rows["z0"].total)
 
 

@@ -17,7 +17,7 @@
 A node receives the facts on which the ranks agreed. It does not know which loss uses it.
 """
 
-from .pair_losses import pair_losses
+from .pair_losses import pair_losses, view_losses
 from .route import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks, token_driver
 from .row_statistics import Operands, RowStatistics, Scale, row_statistics, statistics_fields
 from .softmax_plan import Bounds
@@ -39,4 +39,5 @@ __all__ = [
     "row_statistics",
     "statistics_fields",
     "token_driver",
+    "view_losses",
 ]

@@ -60,10 +60,23 @@ def pair_losses(
     return _losses(Planned(facts, scale, operands, selection, bounds, _ROWS, cols, timed=_step))
 
 
+def view_losses(facts: Facts, scale: Scale, operands: Operands, selection: Selection, bounds: Bounds) -> Tensor:
+    """Return the mean cross-entropy of both views of each local example, (b,), in float64. Collective, likewise."""
+    call = Planned(facts, scale, operands, selection, bounds, _ROWS, ())
+    if (found := call.losses_in_kernels()) is not None:
+        return found
+    side, _ = call.statistics()
+    assert side is not None
+    assert side.target is not None
+    return one_positive(side, side.target).unflatten(0, (2, -1)).mean(0)
+
+
 def _losses(call: Planned) -> Tensor:
     """Return the cross-entropy of each local row's pair, (b,). Collective."""
     if _computes(call):
         return OneTile.apply(call.plan, call.scale[1], *call.operands.features)
+    if (found := call.losses_in_kernels()) is not None:
+        return found
     of_rows, of_cols = call.statistics()
     assert of_rows is not None
     assert of_rows.target is not None

@@ -18,6 +18,7 @@ from .._precision import accumulation_dtype
 from ..contract import Facts, canaries_of
 from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
+from .in_kernels import InKernels
 from .kernel_check import use_kernels
 from .rehearsals import SoftmaxRehearsal
 from .route import Layout, choose_route
@@ -206,38 +207,54 @@ class Planned:
 
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
         """Return what `row_statistics` returns. Collective."""
-        plan, layout, features = self.plan, self.operands.layout, self.operands.features
-        if plan.in_kernels and plan.shift is not None and len(features) == 2:
-            found = _in_few_launches(self.facts, plan, layout, features, self.scale[1], self._form)
-            if found is not None:
-                return found
+        plan, features, (_, scale) = self.plan, self.operands.features, self.scale
+        if self.operands.layout.symmetric:
+            if (outputs := self._by_views()) is not None:
+                return RowStatistics(*outputs), None
+        elif (outputs := self._by_diagonal()) is not None:
+            return _by_side(plan.rows, plan.cols, outputs)
         # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
         # that autograd finds the node when a gradient is differentiated again, and the node raises.
         anchor = torch.cat([feature[:0].flatten() for feature in features])
-        sides = _by_side(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
-        return (sides[1], None) if layout.symmetric else sides
+        sides = _by_side(*self.fields, Softmax.apply(plan, anchor, scale, self._offsets, *features))
+        return (sides[1], None) if self.operands.layout.symmetric else sides
 
+    def losses_in_kernels(self) -> Tensor | None:
+        """Return the cross-entropies of pairs, (b,), by a node in kernels; None if none computes the call."""
+        self.plan.of_pairs = True
+        outputs = self._by_views() if self.operands.layout.symmetric else self._by_diagonal()
+        self.plan.of_pairs = outputs is not None
+        return None if outputs is None else outputs[0]
 
-def _in_few_launches(
-    facts: Facts, plan: SoftmaxPlan, layout: Layout, features: Sequence[Tensor], scale: Any, form: tuple[Any, ...]
-) -> tuple[RowStatistics | None, RowStatistics | None] | None:
-    """Return the statistics by the nodes for diagonal positives in kernels; None if these do not compute the call."""
-    dtype, towers = features[0].dtype, plan.towers
-    assert plan.shift is not None
-    if not never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype)):
-        return None
-    counts, products = (layout.rows.counts, layout.cols.counts), facts.products
-    in_form = "in kernels", *form, *counts, plan.differentiable, products.precision, products.units, dtype
-    if layout.symmetric:
-        views = facts.once(in_form, lambda: two_views_in_kernels(facts, plan, layout, dtype))
-        if views is None:
+    def _by_views(self) -> tuple[Tensor, ...] | None:
+        """Return the outputs of the node for two views; None if it does not compute the call."""
+        if (form := self._in_few_launches(two_views_in_kernels)) is None:
             return None
-        return RowStatistics(*TwoViewsInKernels.apply(plan, views, facts.of_rows, scale, *features)), None
-    shared = facts.once(in_form, lambda: in_kernels(facts, plan, layout, dtype))
-    if shared is None:
-        return None
-    x, y = (features[at[0]] for at in (towers.stays, towers.travels))
-    return _by_side(plan.rows, plan.cols, SoftmaxInKernels.apply(plan, shared, facts.of_rows, scale, x, y))
+        of_rows, (z0, z1) = self.facts.of_rows, self.operands.features
+        outputs: tuple[Tensor, ...] = TwoViewsInKernels.apply(self.plan, form, of_rows, self.scale[1], z0, z1)
+        return outputs
+
+    def _by_diagonal(self) -> tuple[Tensor, ...] | None:
+        """Return the outputs of the node for one diagonal of positives; None if it does not compute the call."""
+        if (form := self._in_few_launches(in_kernels)) is None:
+            return None
+        x, y = (self.operands.features[at[0]] for at in (self.plan.towers.stays, self.plan.towers.travels))
+        outputs: tuple[Tensor, ...] = SoftmaxInKernels.apply(self.plan, form, self.facts.of_rows, self.scale[1], x, y)
+        return outputs
+
+    def _in_few_launches(
+        self, form_of: Callable[[Facts, SoftmaxPlan, Layout, torch.dtype], InKernels | None]
+    ) -> InKernels | None:
+        """Return what calls of this form share in a node for diagonal positives; None if it does not compute them."""
+        facts, plan, layout, features = self.facts, self.plan, self.operands.layout, self.operands.features
+        if not plan.in_kernels or plan.shift is None or len(features) != 2:
+            return None
+        dtype, products = features[0].dtype, facts.products
+        if not never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype)):
+            return None
+        counts = layout.rows.counts, layout.cols.counts
+        name = "in kernels", *self._form, *counts, plan.differentiable, products.precision, products.units, dtype
+        return facts.once(name, lambda: form_of(facts, plan, layout, dtype))
 
 
 def _by_side(

@@ -8,7 +8,6 @@ The positives are no candidates: their terms join U and V at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +74,14 @@ class SoftmaxInKernels(torch.autograd.Function):
             plan.canaries.note_sums(relative_difference(row_sums.sum(), col_sums.sum(), entries))
         if col_sums is not None and exchange.comm.size > 1:
             col_sums = exchange.reduce(col_sums[:, None], "sum")[exchange.kept_local, 0].clone()
-        target = form.products_of(read, local, of_rows, x.dtype).double().mul_(plan.scale)
+        products = form.products_of(read, local, of_rows, x.dtype)
         ctx.plan, ctx.form, ctx.dtypes = plan, form, (x.dtype, y.dtype)
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(scale, read, local, fetched, numbers, row_sums, col_sums)
+        ctx.save_for_backward(scale, read, local, fetched, numbers, row_sums, col_sums, products)
+        if plan.of_pairs:
+            assert row_sums is not None
+            return (kernels.pair_losses(row_sums, col_sums, products, numbers),)
+        target = products.double().mul_(plan.scale)
         outputs = [
             target.clone() if name == "target" else log_sum_exp(shift, sums)
             for names, sums in ((plan.rows, row_sums), (plan.cols, col_sums))
@@ -92,27 +95,38 @@ class SoftmaxInKernels(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan, form = ctx.plan, ctx.form
-        scale, x, y, fetched, numbers, row_sums, col_sums = ctx.saved_tensors
+        scale, x, y, fetched, numbers, row_sums, col_sums, products = ctx.saved_tensors
         exchange = plan.route.exchange
         want_scale, want_x, want_y = ctx.needs_input_grad[3:]
-        row_grads, col_grads = grads[: len(plan.rows)], grads[len(plan.rows) :]
-        weights = _weights(plan, form, (row_grads, row_sums), (col_grads, col_sums))
+        of_rows: Tensor | None
+        term: tuple[Tensor, float] | None = None  # of the pairs' logits, and a factor of it
+        if plan.of_pairs:
+            of_rows, of_cols, terms, largest = kernels.pair_weights(
+                grads[0], row_sums, col_sums, products, numbers, plan.size
+            )
+            term = terms, 1.0
+        else:
+            row_grads, col_grads = grads[: len(plan.rows)], grads[len(plan.rows) :]
+            rows = None if row_sums is None else (row_grads[0], row_sums)
+            cols = None if col_sums is None else (col_grads[0], col_sums)
+            of_rows, of_cols, largest = kernels.side_weights(rows, cols, plan.size)
+            targets = [side[1] for side in (row_grads, col_grads) if len(side) > 1]  # a pair has one logit in both
+            if targets:
+                term = targets[0] if len(targets) == 1 else targets[0] + targets[1], plan.size
+        weights = _in_units(plan, form, of_rows, of_cols, largest)
         u, v = _products(plan, form, (x, fetched, numbers), weights, (want_x or (want_scale and not want_y), want_y))
         if v is not None and exchange.comm.size > 1:
             v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
         if plan.canaries is not None and u is not None and v is not None:
             plan.canaries.note_products((x, u, None), (y, v, None))
-        terms = [side[1] for side in (row_grads, col_grads) if len(side) > 1]  # a pair has one logit in both
-        term = None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
         found: list[Tensor | None] = []
-        shares = None
+        shares, factor = None, plan.scale / plan.size
+        factor = factor.float() if isinstance(factor, Tensor) else factor
         for product, own, other, wanted, dtype in ((u, x, y, want_x, ctx.dtypes[0]), (v, y, x, want_y, ctx.dtypes[1])):
             made = None
             if product is not None:
-                pairs = None if term is None else (other, term, plan.size)
-                made, shares = kernels.row_gradient(
-                    product, own, pairs, None, weights.unit, plan.scale / plan.size, dtype
-                )
+                pairs = None if term is None else (other, *term)
+                made, shares = kernels.row_gradient(product, own, pairs, None, weights.unit, factor, dtype)
             found.append(made if wanted else None)
         grad_scale = None
         if want_scale and shares is not None:
@@ -152,18 +166,13 @@ class _Weights:
     unit: Tensor | None
 
 
-def _weights(
-    plan: SoftmaxPlan,
-    form: InKernels,
-    of_rows: tuple[Sequence[Tensor], Tensor | None],
-    of_cols: tuple[Sequence[Tensor], Tensor | None],
+def _in_units(
+    plan: SoftmaxPlan, form: InKernels, rows: Tensor | None, cols: Tensor | None, largest: Tensor
 ) -> _Weights:
-    """Return the weights from the derivatives and the sums of both sides; those of columns travel to all ranks."""
-    sides = [None if sums is None else (grads[0], sums) for grads, sums in (of_rows, of_cols)]
-    rows, cols, largest = kernels.side_weights(sides[0], sides[1], plan.size)
+    """Return the weights in a unit of dS, if it is in float16; those of columns travel to all ranks."""
     exchange, unit = plan.route.exchange, None
     if form.of_gradients == torch.float16:
-        unit = unit_of_gradients(all_reduce(exchange.comm, largest.sum(), "max")).float()
+        unit = unit_of_gradients(all_reduce(exchange.comm, largest.amax(1).sum(), "max")).float()
         rows, cols = (None if weights is None else weights.div_(unit) for weights in (rows, cols))
     if cols is not None:
         cols = exchange.distribute(cols[None])[0]

@@ -73,6 +73,7 @@ class SoftmaxPlan:
         canaries: of the group, if kernels compute the tiles.
         deferred: the call, if the host has not read its numbers.
         assumption: of later calls, else.
+        of_pairs: whether the node in kernels returns the losses of pairs instead of their statistics.
     """
 
     route: Route
@@ -91,6 +92,7 @@ class SoftmaxPlan:
     canaries: Canaries | None = None
     deferred: Deferred | None = None
     assumption: Assumption | None = None
+    of_pairs: bool = False
 
     @property
     def symmetric(self) -> bool:

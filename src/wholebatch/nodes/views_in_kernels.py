@@ -46,7 +46,7 @@ def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype:
 
 
 class TwoViewsInKernels(torch.autograd.Function):
-    """Compute A and T of all rows of Z."""
+    """Compute A and T of all rows of Z, or the mean cross-entropy of both views of each example."""
 
     @staticmethod
     @no_autocast
@@ -58,7 +58,7 @@ class TwoViewsInKernels(torch.autograd.Function):
         scale: Any,
         z0: Tensor,
         z1: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         assert plan.shift is not None
         shift, b = kernels.exact(plan.shift), z0.shape[0]
         numbers = kernels.numbers_of(plan.scale, shift, z0.device)
@@ -79,21 +79,31 @@ class TwoViewsInKernels(torch.autograd.Function):
                 sums[tile.cols] += by_col["sum"]
         assert sums is not None
         of_pairs = inverse[:b] * inverse[b:]
-        target = torch.mul(of_rows.products, of_pairs).double().mul_(plan.scale)
+        cosines = of_rows.products * of_pairs
         ctx.plan, ctx.form = plan, form
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(scale, z0, z1, x, numbers, of_rows.norms, inverse, of_pairs, sums)
+        ctx.save_for_backward(scale, z0, z1, x, numbers, of_rows.norms, inverse, of_pairs, cosines, sums)
+        if plan.of_pairs:
+            return (kernels.pair_losses(sums[:b], sums[b:], cosines, numbers),)
+        target = cosines.double().mul_(plan.scale)
         return log_sum_exp(shift, sums), torch.cat([target, target])
 
     @staticmethod
     @once_differentiable
     @no_autocast
-    def backward(ctx: Any, grad: Tensor, grad_target: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan, form = ctx.plan, ctx.form
-        scale, z0, z1, x, numbers, norms, inverse, of_pairs, sums = ctx.saved_tensors
+        scale, z0, z1, x, numbers, norms, inverse, of_pairs, cosines, sums = ctx.saved_tensors
         want_scale, *wanted = ctx.needs_input_grad[3:]
         b, size = z0.shape[0], float(plan.size)
-        weights = kernels.side_weights(None, (grad, sums), size)[1]
+        weights: Tensor | None
+        if plan.of_pairs:
+            first, second, terms, _ = kernels.pair_weights(grads[0], sums[:b], sums[b:], cosines, numbers, size)
+            assert second is not None
+            weights, of_terms = torch.cat([first, second]), 1.0
+        else:
+            weights, of_terms = kernels.side_weights(None, (grads[0], sums), size)[1], size
+            terms = grads[1][:b] + grads[1][b:]
         assert weights is not None
         multiply, memory = plan.route.products.multiply, x.new_empty(form.entries)
         u = x.new_empty(x.shape, dtype=torch.float32)
@@ -110,13 +120,13 @@ class TwoViewsInKernels(torch.autograd.Function):
             multiply((slope,), (x[cols],), u[rows], add=not (first and tile.self_transposed))
             if not tile.self_transposed:
                 multiply((slope.T,), (x[rows],), u[cols], add=not first)
-        terms = (grad_target[:b] + grad_target[b:]).mul_(of_pairs)
-        factor, grads, shares = plan.scale / plan.size, [], []
+        terms.mul_(of_pairs)
+        factor, found, shares = plan.scale / plan.size, [], []
         for own, other, at, want in ((z0, z1, slice(0, b), wanted[0]), (z1, z0, slice(b, 2 * b), wanted[1])):
-            made, share = kernels.row_gradient(u[at], own, (other, terms, size), norms[at], None, factor, own.dtype)
-            grads.append(made if want else None)
+            made, share = kernels.row_gradient(u[at], own, (other, terms, of_terms), norms[at], None, factor, own.dtype)
+            found.append(made if want else None)
             shares.append(share)
         grad_scale = None
         if want_scale:
             grad_scale = (torch.cat(shares).sum() / (2 * plan.size)).to(scale).view_as(scale)
-        return None, None, None, grad_scale, *grads
+        return None, None, None, grad_scale, *found

@@ -2,6 +2,8 @@
 
     row_numbers     x_i, y_i -> |x_i|, |y_i|, x_i . y_i, and their extremes
     side_weights    dL/dA_i, R_i -> N dL/dA_i / R_i, and the largest N |dL/dA_i|
+    pair_losses     R_i, R'_i, x_i . y_i -> the cross-entropy of a pair in its row, and in its column
+    pair_weights    the derivative by it -> weights of E in dS, as those of `side_weights`, and of the pair's own logit
     row_gradient    U_i -> f (u U_i + t_i y_i), and <x_i, .>; where rows are normalized, z_i = x_i / |x_i|, the product
                     that comes in is U_i / |x_i|, and its part along z_i is removed
 
@@ -105,6 +107,69 @@ def side_weights(
         tl.store(largest + block, 0.0)
         largest += blocks + block
         _weigh(col_grads, col_sums, col_weights, largest, block - of_rows, cols, stride_cols, size, BLOCK)
+
+
+@triton.jit
+def _target(products, numbers, at, here):
+    """Return the logit of each pair less the shift, in units of log 2, float64."""
+    scale, shift = tl.load(numbers).to(tl.float64), tl.load(numbers + 1).to(tl.float64)
+    return tl.load(products + at, mask=here, other=0.0).to(tl.float64) * scale - shift
+
+
+@triton.jit
+def _cross_entropy(sums, target, at, here):
+    """Return log(1 + R_i / exp(T_i)), exact to rounding."""
+    total = tl.load(sums + at, mask=here, other=1.0)
+    x = tl.log2(tl.where(total == 0, 1.0, total)) - target
+    small = tl.exp2(-tl.abs(x))
+    above = (1.0 + small) - 1.0
+    log = tl.where(above == 0, small, tl.log(1.0 + small) * (small / tl.where(above == 0, 1.0, above)))
+    return tl.where(total == 0, 0.0, tl.maximum(x, 0.0) * 0.6931471805599453 + log)
+
+
+@triton.jit(do_not_specialize=ANY)
+def pair_losses(
+    row_sums, col_sums, products, numbers, losses, rows, BOTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the cross-entropy of each pair in its row, or with BOTH the mean of that and the one in its column."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = at < rows
+    target = _target(products, numbers, at, here)
+    loss = _cross_entropy(row_sums, target, at, here)
+    if BOTH:
+        loss = (loss + _cross_entropy(col_sums, target, at, here)) / 2
+    tl.store(losses + at, loss, mask=here)
+
+
+@triton.jit
+def _weigh_pairs(grad, sums, positive, weights, largest, at, here):
+    """Write the weight of E in a side, g / (R_i + exp T_i), and the largest |g R_i / (R_i + exp T_i)|; return these."""
+    total = tl.load(sums + at, mask=here, other=0.0)
+    both = total + positive
+    weight = grad / tl.where(both == 0, 1.0, both)
+    tl.store(weights + at, weight.to(tl.float32), mask=here)
+    tl.store(largest, _largest(tl.abs(weight * total)))
+    return weight * total
+
+
+@triton.jit(do_not_specialize=ANY)
+def pair_weights(
+    grads, row_sums, col_sums, products, numbers, row_weights, col_weights, terms, largest,
+    rows, stride_grads, size, BOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write weights of rows, with BOTH of columns, those of the pairs, and (2, blocks): the largest |dS| of each."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    here = at < rows
+    grad = tl.load(grads + at * stride_grads, mask=here, other=0.0).to(tl.float64) * size
+    positive = tl.exp2(_target(products, numbers, at, here))
+    term = _weigh_pairs(grad, row_sums, positive, row_weights, largest + block, at, here)
+    largest += tl.num_programs(0) + block
+    if BOTH:
+        term += _weigh_pairs(grad, col_sums, positive, col_weights, largest, at, here)
+    else:
+        tl.store(largest, 0.0)
+    tl.store(terms + at, -term, mask=here)
 
 
 @triton.jit
