@@ -28,10 +28,12 @@ def backward(
     Args:
         pairs: the tensors and gradients.
         last_of: engines whose last pass this is: parameters that they wait for, and which it does not reach, get zeros.
+            So do the rest if it raises: the engines of other ranks wait for them.
         reached: of an engine whose module has the key's id, the parameters that it waits for, if its control does not
             know them.
     """
     known, unsure = dict[int, Tensor](), dict[int, Tensor]()
+    last_of = [*last_of]
     for engine in last_of:
         key, control = id(engine.module), engine.control
         awaited = {id(p): p for p in control.awaits(engine.module)} if control.awaits is not None else {}
@@ -39,8 +41,15 @@ def backward(
         (known if engine.hides else unsure).update({**awaited, **(reached or {}).get(key, {})})
     roots = [*pairs, *_zeros(_not_in_graph(pairs, known))]
     missing = _not_in_graph(roots, unsure)
-    with _arrivals(missing) as arrived:
-        _run(roots)
+    waiting = [p for e in last_of if not e.control.collective for p in e.module.parameters() if p.requires_grad]
+    with _arrivals([*{*missing, *waiting}]) as arrived:
+        try:
+            _run(roots)
+        except Exception:
+            if waiting:
+                left = {*leaves_of(x for x, _ in roots), *missing}
+                _run(_zeros(p for p in left if id(p) not in arrived))
+            raise
     _run(_zeros(p for p in missing if id(p) not in arrived))
 
 

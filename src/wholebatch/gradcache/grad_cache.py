@@ -165,7 +165,7 @@ class GradCache:
                 backward pass have added stay.
             RuntimeError: if the second forward pass differs from the first; gradients are as they were. Other ranks
                 raise a ValueError. A model's error is raised unchanged, with a note that names the chunk (from Python
-                3.11 on); in the second pass it is raised on its rank alone.
+                3.11 on); in the second pass of an engine whose passes are collective, on its rank alone.
         """
 
         def chunks() -> list[Chunk]:
