@@ -21,7 +21,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
 
 
 def backward(
-    pairs: Pairs, last_of: Iterable[Synchronized], reached: Mapping[int, Mapping[int, Tensor]] | None = None
+    pairs: Pairs, last_of: Sequence[Synchronized], reached: Mapping[int, Mapping[int, Tensor]] | None = None
 ) -> None:
     """Run one backward pass from all of these tensors, each with its gradient.
 
@@ -33,7 +33,6 @@ def backward(
             know them.
     """
     known, unsure = dict[int, Tensor](), dict[int, Tensor]()
-    last_of = [*last_of]
     for engine in last_of:
         key, control = id(engine.module), engine.control
         awaited = {id(p): p for p in control.awaits(engine.module)} if control.awaits is not None else {}
@@ -47,8 +46,7 @@ def backward(
             _run(roots)
         except Exception:
             if waiting:
-                left = {*leaves_of(x for x, _ in roots), *missing}
-                _run(_zeros(p for p in left if id(p) not in arrived))
+                _run(_zeros(p for p in {*leaves_of(x for x, _ in roots), *missing} if id(p) not in arrived))
             raise
     _run(_zeros(p for p in missing if id(p) not in arrived))
 

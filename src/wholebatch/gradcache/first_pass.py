@@ -49,7 +49,7 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
             _encode_with_graph(chunk, keeper, observer, keeps=keeps)
         except Exception as error:
             others_wait = any(engine.control.collective for engine in chunk.engines)
-            if not out_of_memory(error) or others_wait or not (keeps or any(c.kept for c in chunks)):
+            if not _out_of_memory(error) or others_wait or not (keeps or any(c.kept for c in chunks)):
                 raise
             _free_graphs(chunks, keeper)
             buffers.find_moved()
@@ -90,8 +90,7 @@ def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
             encoder.add_called(called)
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Return whether memory was missing, which may be enough when less is held."""
+def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from traceback import clear_frames
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from .._graph import leaves_of
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
 from .enclosing import Enclosing
-from .engines.ddp import DDP, pass_without_a_model
+from .engines.ddp import DDP, parameters_of_ddp
 from .engines.held import watched
 from .engines.known import Synchronized
-from .first_pass import out_of_memory
 from .one_pass import NoGraphError, difference, encoded_with_graph
 
 
@@ -96,8 +95,9 @@ def _enclosing(chunk: Chunk) -> list[Enclosing]:
 def _zeros_for_engines(chunk: Chunk, done: set[int], release: Mapping[int, Synchronized]) -> Pairs:
     """Return zeros for all parameters of the engines of the modules in `done`, which wait for their gradients."""
     last = [e for e in chunk.engines if id(e.module) in done and not isinstance(e, Enclosing)]
-    with _held(last, done, release):
-        roots = [x for e in last if e.control is DDP for x in pass_without_a_model(e.module)]
+    with _held(last, done, release), torch.enable_grad():
+        ddps: list[Any] = [e.module for e in last if e.control is DDP]  # which expect a forward pass before
+        roots = [x for ddp in ddps for x in ddp._post_forward([p.sum() for _, p in parameters_of_ddp(ddp)])]
     roots += [p for e in last if e.control is not DDP for p in e.module.parameters() if p.requires_grad]
     return [(x, torch.zeros_like(x)) for x in dict.fromkeys(roots)]
 
@@ -117,8 +117,6 @@ def _encode_again(chunk: Chunk, done: set[int], release: Mapping[int, Synchroniz
             if not chunk.returned and any(engine.control.collective for engine in chunk.engines):
                 raise  # in the middle of the engine's communication
             chunk.found = ()
-            if out_of_memory(error):
-                clear_frames(error.__traceback__)  # which hold tensors of the model
             return RuntimeError(f"in the second pass, {error}") if isinstance(error, NoGraphError) else error
 
 

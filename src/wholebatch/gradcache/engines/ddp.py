@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .attributes import with_attributes
@@ -41,35 +40,6 @@ def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Te
     """Return the parameters whose gradients a DistributedDataParallel reduces, with their names in its module."""
     ignored = getattr(module, "parameters_to_ignore", ())
     return ((name, p) for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
-
-
-def pass_without_a_model(module: Any) -> list[Tensor]:
-    """Let a DistributedDataParallel wait for its parameters' gradients, in place of a forward pass that has failed.
-
-    It broadcasts no buffers, as in the other passes of a step.
-
-    Returns:
-        Tensors, from which zeros go backward to all of these parameters.
-    """
-    inner, module.require_forward_param_sync = module.module, False
-    try:
-        module.module = _Sums([p for _, p in parameters_of_ddp(module)])
-        with torch.enable_grad():
-            found: list[Tensor] = module.forward()  # without the caller's hooks
-        return found
-    finally:
-        module.module = inner
-
-
-class _Sums(nn.Module):
-    """Returns the sum of each of some parameters of another module."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._of = tuple(parameters)
-
-    def forward(self) -> list[Tensor]:
-        return [p.sum() for p in self._of]
 
 
 def _awaited(module: Any) -> Iterable[Tensor]:
