@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._checks import check_temperature
 from ..comm import Group
+from ..comm.modules import built
 from ..comm.select import check_group
 from ..contract import Checking, Options, Reduction
 from ..exchange import ExchangeName
@@ -61,6 +62,7 @@ class Settings(nn.Module):
 
     def __init__(self, **settings: Any) -> None:  # typed by the declarations of each subclass
         super().__init__()
+        self._number = next(built)
         for name, value in self._complete(settings).items():
             value = tuple(value) if isinstance(value, list) else value
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
