@@ -21,6 +21,7 @@ OPERATIONS.append("all_gather_statements")
 
 def counted(comm):
     """Count the operations of `comm`'s transport and the numbers that they reduce, without operations inside others."""
+    comm.handshake(dict, caller="versions")  # which the first one of a group compares
     counts, inside = Counter(), []
 
     def wrap(name):

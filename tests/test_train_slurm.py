@@ -22,7 +22,8 @@ from wholebatch.train.run.run_folder import RunFolder
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STEP = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "4242", "SLURM_NODEID": "2",
-        "SLURM_JOB_NODELIST": "gpu[07-09],login1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NNODES": "4"}  # fmt: skip
+        "SLURM_JOB_NODELIST": "gpu[07-09],login1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NNODES": "4",
+        "SLURM_STEP_ID": "0"}  # fmt: skip
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_steps_of_a_job_on_some_of_its_nodes(variables):
     variables(STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu09",
                       "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_ID": "1"})  # fmt: skip
     line = use_variables_of_slurm()
-    assert line.startswith("Slurm has started 2 processes, which meet at gpu09:17251; ")
+    assert line == "Slurm has started 2 processes, which meet at gpu09:17251"
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "2")
 
 
@@ -91,6 +92,10 @@ def test_addresses_of_the_user_count(variables):
         ({"SLURM_TASKS_PER_NODE": "2x3"}, "must be a list such as 2(x3),1; got '2x3'"),
         ({"SLURM_TASKS_PER_NODE": None}, "SLURM_NNODES is above 1, but SLURM_TASKS_PER_NODE is not set"),
         ({"SLURM_NODEID": "4"}, "SLURM_NODEID must be an integer from 0 to 3, got '4'"),
+        (
+            {"SLURM_STEP_ID": None},  # of a batch script, which has rank 0
+            "SLURM_NTASKS=7 asks for 7 processes, and a batch script alone starts one: write srun before the command",
+        ),
         ({"SLURM_JOB_NODELIST": "gpu[07-"}, "must be a list such as gpu[03-05],login1; got 'gpu[07-'"),
     ],
 )
@@ -138,7 +143,8 @@ def test_two_processes_give_the_numbers_of_one(variables, tmp_path):
     data = write_pairs(tmp_path)
     quick = ["--no-audit", "--no-tensorboard"]
     assert main(["train", *options(data, tmp_path / "one", *quick)]) == 0
-    of_job = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+    of_job = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()),
+              "SLURM_STEP_ID": "0"}  # fmt: skip
     processes = [
         subprocess.Popen(
             TRAIN + options(data, tmp_path / "two", *quick),

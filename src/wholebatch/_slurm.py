@@ -25,13 +25,18 @@ def use_variables_of_slurm() -> str:
         A line about the place where the ranks meet; "" if nothing was done.
 
     Raises:
-        UserError: if Slurm's variables contradict each other, or some are missing.
+        UserError: if Slurm's variables contradict each other, or some are missing, or nobody has started the processes.
     """
     if {"RANK", "WORLD_SIZE"} & os.environ.keys() or "SLURM_PROCID" not in os.environ:
         return ""
     size = _integer("SLURM_STEP_NUM_TASKS", 1) or _integer("SLURM_NTASKS", 1) or 1
     if size == 1:
         return ""
+    if not {"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():  # which srun sets
+        raise UserError(
+            f"SLURM_NTASKS={size} asks for {size} processes, and a batch script alone starts one: write srun before "
+            f"the command, or for one machine sbatch --ntasks 1 and the option --ranks {size}"
+        )
     rank, local_rank = _integer("SLURM_PROCID", 0, size - 1) or 0, _integer("SLURM_LOCALID", 0, size - 1)
     if local_rank is None:
         raise UserError("SLURM_PROCID is set, but SLURM_LOCALID is not: start the processes with srun, or unset it")
@@ -48,10 +53,7 @@ def use_variables_of_slurm() -> str:
     os.environ.update({name: str(value) for name, value in found.items()})
     if rank:
         return ""
-    return (
-        f"Slurm has started {size} processes, which meet at {found['MASTER_ADDR']}:{found['MASTER_PORT']}; if this "
-        "waits in vain, start the program with srun"
-    )
+    return f"Slurm has started {size} processes, which meet at {found['MASTER_ADDR']}:{found['MASTER_PORT']}"
 
 
 def has_gpu_of_its_own() -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import __version__
 from .._checks import on_host
 from .._precision import wide_dtype
 from .._settings import check_callable, check_instance, check_sequence
@@ -28,6 +29,8 @@ from .._tensor_file import bytes_of
 from .binding import CallError
 from .compiled import eager
 from .facts_by_rank import Facts, FactsByRank
+from .join_context import refuse_join_context
+from .modules import calling, other_order
 from .records import RECORD_BYTES, OnDevice, Records, numbers_of_records, record, take_numbers, with_slots
 from .statement import FACTS, KINDS, NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
@@ -35,6 +38,7 @@ from .transport import Checked, CommunicationError, Transport, named
 GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
 DTYPE, SHAPE, NUMBER = "dtype", "shape", "number of the call"  # facts for the message when the callers differ
 _ON_ALL_RANKS = "raised on all ranks"
+_VERSION = b"wholebatch-version "  # of a message of 512 bytes, in this and all later versions
 _CALLER, _COMPLAINT, _KIND = "caller", "complaint", "kind of complaint"
 BACKWARD = "backward of "  # the beginning of the caller's name in a backward pass
 
@@ -75,6 +79,7 @@ def handshake(
         check_instance("caller", given, str, "a string, whose arguments these are")
         for name in check_sequence("must_match", must_match, "names of facts"):
             check_instance("must_match", name, str, "names of facts")
+        refuse_join_context(transport)
         facts = check_callable("state", state)()
         check_instance("the return value of state", facts, Mapping, "a mapping of JSON values")
         if transport.size == 1:
@@ -103,6 +108,8 @@ def _agreed(
     if mistake is None:
         agreed = FactsByRank([of_rank[FACTS] for of_rank in everyone], records)
         mistake = _other_callers(everyone, agreed) or different_facts(caller, agreed, must_match)
+        if mistake is None and records is not None and calling.get() and not records.unread():
+            mistake = other_order(transport.kept, caller, records.modules)
     if mistake is not None:
         raise on_all_ranks(mistake, transport) from cause
     return agreed
@@ -274,6 +281,8 @@ def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[li
     All ranks have the same records, so all of them make a second round, or none.
     """
     with torch.no_grad():
+        if "version" not in transport.kept:
+            _compare_versions(transport, local.who, checked)
         message = local.record(transport)
         gathered = _gathered(transport, local.who, checked, message)
         records = Records(gathered.cpu() if transport.stays_on_device(gathered) else gathered)
@@ -297,6 +306,20 @@ def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[li
         except NoStatementError as error:
             raise _foreign(transport, local.who, rank, str(error)) from error
     return everyone, records
+
+
+def _compare_versions(transport: Transport, who: str, checked: Checked) -> None:
+    """Raise ValueError on all ranks unless they run one version. Collective: an all-gather, once in a group."""
+    message = torch.frombuffer(bytearray(b"%-512b" % (_VERSION + __version__.encode())), dtype=torch.uint8)[None]
+    versions = [bytes(bytes_of(row)) for row in _gathered(transport, who, checked, message)]
+    for rank, version in enumerate(versions):
+        if not version.startswith(_VERSION):
+            raise _foreign(transport, who, rank, "512 bytes that are no statement of a version")
+    if len({*versions}) > 1:
+        found = {rank: version[len(_VERSION) :].decode().strip() for rank, version in enumerate(versions)}
+        mistake = f"{who}: all ranks must run the same version of wholebatch, got {_by_rank(found, transport.size)}"
+        raise on_all_ranks(ValueError(f"{mistake}; install the same on all machines"), transport)
+    transport.kept["version"] = __version__
 
 
 @lru_cache(maxsize=64)

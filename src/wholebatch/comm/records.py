@@ -1,7 +1,7 @@
 """The records of a handshake: the digest of each rank's text, and the numbers among its facts.
 
     text      {"caller": "clip_loss", "facts": {"rows": null, "dtype": "torch.float32"}, "numbers": "i-"}
-    record    start | digest of the text (2) | its length | numbers (up to 59) | end          64 words of 64 bits
+    record    start | digest of the text (2) | its length | module | numbers (up to 58) | end      64 words of 64 bits
 
 The text has null instead of each number; its "numbers" say which values of the facts these are, in order: i, f and
 b (int, float, bool), d (on a device), - for a value that stays in the text. In most calls all ranks have one text. Then
@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from .._tensor_file import bytes_of
+from .modules import calling
 from .statement import FACTS, KINDS
 
 WORDS = 64
 RECORD_BYTES = 8 * WORDS
-_FIRST = 4  # the words before the numbers
+_MODULE, _FIRST = 4, 5  # the word with the number of the module, and the words before the numbers
 _MOST = WORDS - _FIRST - 1  # numbers of a record
-_START, _UNREAD, _END = struct.unpack("=3q", b"wholebat" + b"wb-other" + b"ch-rec-2")
+_START, _UNREAD, _END = struct.unpack("=3q", b"wholebat" + b"wb-other" + b"ch-rec-3")
 _EXACT = 2**53  # integers up to here are exact in float64
 _KINDS = {bool: "b", int: "i", float: "f"}
 _TYPES: dict[str, Any] = {"b": bool, "i": int, "f": float, "d": float}
@@ -136,7 +137,7 @@ def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], d
     """
     first, second = struct.unpack("=2q", blake2b(text, digest_size=16).digest())
     words = bytearray(RECORD_BYTES)
-    struct.pack_into("=4q", words, 0, _START, first, second, len(text))
+    struct.pack_into("=5q", words, 0, _START, first, second, len(text), calling.get())
     struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
     struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
     made = torch.frombuffer(words, dtype=torch.int64)
@@ -181,6 +182,7 @@ class Records:
         self.words = words
         memory = bytes_of(words)
         self._integers, self._numbers = memory.cast("q"), memory.cast("d")
+        self.modules = self._words(_MODULE)  # the number of the one that makes the call, on each rank
         self._has_one_text = all_equal([*zip(self._words(1), self._words(2), self._words(3), strict=True)])
 
     def foreign(self) -> Iterator[int]:
@@ -202,10 +204,11 @@ class Records:
         return None if self._has_one_text else self._words(3)
 
     def without_numbers(self, count: int) -> bytes | None:
-        """Return all records without the first `count` numbers of each; None if the ranks' texts differ."""
+        """Return all records without modules and the first `count` numbers of each; None if the ranks' texts differ."""
         if not self._has_one_text:
             return None
         words = self.words.clone()
+        words[:, _MODULE] = 0
         numbers_of_records(words, count).zero_()
         return bytes(bytes_of(words))
 

@@ -29,6 +29,7 @@ from .._precision import accumulation_dtype, tf32_is_allowed
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
+from ..comm.join_context import refuse_join_context
 from ..comm.records import OnDevice, Records, as_unread
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
@@ -181,6 +182,7 @@ class _Call:
         One process reads them, with `read`.
         """
         try:
+            refuse_join_context(self.comm.transport)
             alone, of_rows = read and self.comm.transport.size == 1, None
             if in_kernels and self.inputs.may_be_fused():
                 others = _further_numbers(self.comm, self.checks)

@@ -11,6 +11,7 @@ from torch import nn
 from .._autograd import no_autocast
 from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
+from ..comm.modules import numbered
 from .autocast import remember_autocast
 from .in_graph import inside_graphs
 from .options import with_named_options
@@ -31,8 +32,10 @@ def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     is off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
     loss. Arguments that do not fit the signature, which names each of the loss's options, raise on every rank.
     """
-    loss.__signature__ = with_named_options(loss)  # type: ignore[attr-defined]
-    return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(loss))))
+    signature = with_named_options(loss)
+    loss.__signature__ = signature  # type: ignore[attr-defined]
+    inner = numbered(loss) if "self" in signature.parameters else loss
+    return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(inner))))
 
 
 def bind_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -21,13 +21,14 @@ Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
 
 
 def backward(
-    pairs: Pairs, last_of: Iterable[Synchronized], reached: Mapping[int, Mapping[int, Tensor]] | None = None
+    pairs: Pairs, last_of: Sequence[Synchronized], reached: Mapping[int, Mapping[int, Tensor]] | None = None
 ) -> None:
     """Run one backward pass from all of these tensors, each with its gradient.
 
     Args:
         pairs: the tensors and gradients.
         last_of: engines whose last pass this is: parameters that they wait for, and which it does not reach, get zeros.
+            So do the rest if it raises: the engines of other ranks wait for them.
         reached: of an engine whose module has the key's id, the parameters that it waits for, if its control does not
             know them.
     """
@@ -39,8 +40,14 @@ def backward(
         (known if engine.hides else unsure).update({**awaited, **(reached or {}).get(key, {})})
     roots = [*pairs, *_zeros(_not_in_graph(pairs, known))]
     missing = _not_in_graph(roots, unsure)
-    with _arrivals(missing) as arrived:
-        _run(roots)
+    waiting = [p for e in last_of if not e.control.collective for p in e.module.parameters() if p.requires_grad]
+    with _arrivals([*{*missing, *waiting}]) as arrived:
+        try:
+            _run(roots)
+        except Exception:
+            if waiting:
+                _run(_zeros(p for p in {*leaves_of(x for x, _ in roots), *missing} if id(p) not in arrived))
+            raise
     _run(_zeros(p for p in missing if id(p) not in arrived))
 
 

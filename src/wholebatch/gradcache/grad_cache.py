@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._checks import check_count, check_flag, check_items, shown
 from .._graph import checked_loss
 from ..comm import Group
+from ..comm.modules import built, numbered
 from ..comm.select import check_group
 from .chunks import Chunk, Encoder
 from .deferred import deferred_loss
@@ -118,12 +119,13 @@ class GradCache:
         self.fp16, self.scaler = fp16, scaler
         self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
         self.unchecked, self.deferred = checked_parameters(unchecked), deferred
-        self._history = History()
+        self._history, self._number = History(), next(built)
 
     def __call__(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         """Make a step: the same as :meth:`cache_step`."""
         return self.cache_step(*model_inputs, no_sync_except_last=no_sync_except_last, **loss_kwargs)
 
+    @numbered
     def cache_step(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         r"""Add the gradient of the loss of these inputs to the gradients of all parameters.
 
@@ -165,7 +167,7 @@ class GradCache:
                 backward pass have added stay.
             RuntimeError: if the second forward pass differs from the first; gradients are as they were. Other ranks
                 raise a ValueError. A model's error is raised unchanged, with a note that names the chunk (from Python
-                3.11 on); in the second pass it is raised on its rank alone.
+                3.11 on); in the second pass of an engine whose passes are collective, on its rank alone.
         """
 
         def chunks() -> list[Chunk]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from .._graph import leaves_of
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
 from .enclosing import Enclosing
+from .engines.ddp import DDP, parameters_of_ddp
 from .engines.held import watched
 from .engines.known import Synchronized
 from .one_pass import NoGraphError, difference, encoded_with_graph
@@ -32,9 +34,10 @@ def second_pass(
             held.
 
     Returns:
-        An error, if a second representation is not the first, or an engine did not do as asked. All passes have been
-        made even then: engines and other ranks are in the expected state, and gradients can be restored. One case is
-        left: where passes are collective, a representation that has lost its graph on one rank alone stops the others.
+        An error, if a pass has failed, a second representation is not the first, or an engine did not do as asked. All
+        passes have been made even then, with zeros where one has failed: engines and other ranks are in the expected
+        state, and gradients can be restored. One case is left: where passes are collective, one that fails on one
+        rank alone stops the others.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_of_engine = {id(engine.module): chunk for chunk in order for engine in chunk.engines}
@@ -49,20 +52,27 @@ def second_pass(
         error: Exception | None = None
         if not chunk.kept:
             error = _encode_again(chunk, done, release)
-            if not chunk.found:  # their engine waits for them
-                pairs += [(p, torch.zeros_like(p)) for p in _parameters_of(engines, done).values()]
+            if not chunk.found:
+                pairs += _zeros_for_engines(chunk, done, release)
         about_to_change(leaves_of(chunk.found))  # an input may have a gradient, too
         given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
         pairs += _roots(chunk, given, whole=bool(done))
         for engine in _enclosing(chunk):
-            reached[id(engine.module)] |= {id(p): p for p in leaves_of(chunk.found) if id(p) in engine.parameters}
+            leaves = leaves_of(chunk.found) or chunk.encoder.leaves
+            reached[id(engine.module)] |= {id(p): p for p in leaves if id(p) in engine.parameters}
         held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
         free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
-        with watched(held, free) as mistakes, _held(engines, done, release):
-            if any(engine.hides and id(engine.module) not in done for engine in engines):
-                hidden_backward(pairs)
-            else:
-                backward(pairs, [e for e in engines if id(e.module) in done], reached)
+        mistakes = list[ValueError]()
+        try:
+            with watched(held, free) as mistakes, _held(engines, done, release):
+                if any(engine.hides and id(engine.module) not in done for engine in engines):
+                    hidden_backward(pairs)
+                else:
+                    backward(pairs, [e for e in engines if id(e.module) in done], reached)
+        except Exception as failed:
+            if any(engine.control.collective for engine in engines):
+                raise
+            error = error or failed
         wrong = wrong or error or next(iter(mistakes), None)
         del pairs
         chunk.forget()
@@ -82,26 +92,32 @@ def _enclosing(chunk: Chunk) -> list[Enclosing]:
     return [engine for engine in chunk.engines if isinstance(engine, Enclosing)]
 
 
-def _parameters_of(engines: Iterable[Synchronized], done: set[int]) -> dict[int, Tensor]:
-    """Return the trained parameters of the engines of the modules in `done`, whose last pass has to reach all."""
-    last = [e for e in engines if id(e.module) in done and not isinstance(e, Enclosing)]
-    return {id(p): p for e in last for p in e.module.parameters() if p.requires_grad}
+def _zeros_for_engines(chunk: Chunk, done: set[int], release: Mapping[int, Synchronized]) -> Pairs:
+    """Return zeros for all parameters of the engines of the modules in `done`, which wait for their gradients."""
+    last = [e for e in chunk.engines if id(e.module) in done and not isinstance(e, Enclosing)]
+    with _held(last, done, release), torch.enable_grad():
+        ddps: list[Any] = [e.module for e in last if e.control is DDP]  # which expect a forward pass before
+        roots = [x for ddp in ddps for x in ddp._post_forward([p.sum() for _, p in parameters_of_ddp(ddp)])]
+    roots += [p for e in last if e.control is not DDP for p in e.module.parameters() if p.requires_grad]
+    return [(x, torch.zeros_like(x)) for x in dict.fromkeys(roots)]
 
 
 def _encode_again(chunk: Chunk, done: set[int], release: Mapping[int, Synchronized]) -> Exception | None:
     """Encode the chunk as in the first pass, with a graph; return the error if that fails or differs.
 
-    Without a graph, `chunk.found` is empty afterward. Engines are held, except those whose last chunk this is (`done`).
+    After a failure, `chunk.found` is empty. Engines are held, except those whose last chunk this is (`done`).
     """
     first = chunk.found
     chunk.encoder.buffers.set(chunk.before)
     with chunk.replay.again(), _held(chunk.engines, done, release):
         try:
             chunk.found = encoded_with_graph(chunk)
-        except NoGraphError as error:
+            return difference(first, chunk.found, chunk.encoder.name)
+        except Exception as error:
+            if not chunk.returned and any(engine.control.collective for engine in chunk.engines):
+                raise  # in the middle of the engine's communication
             chunk.found = ()
-            return RuntimeError(f"in the second pass, {error}")
-        return difference(first, chunk.found, chunk.encoder.name)
+            return RuntimeError(f"in the second pass, {error}") if isinstance(error, NoGraphError) else error
 
 
 def _of_chunk(chunk: Chunk) -> list[Tensor | None]:

@@ -33,6 +33,7 @@ from .._precision import accumulation_dtype
 from .._sharded import mark_sharded
 from ..comm import Group, LocalCommunicator, select_communicator
 from ..comm.binding import CallError, bound
+from ..comm.modules import built
 from ..contract import Options, Reduction, bind_on_all_ranks, entry
 from ..kernels import Kernel
 from ..partition import Partition
@@ -159,6 +160,7 @@ class PartialFC(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._number = next(built)
         check_count("embedding_size", embedding_size, "numbers of an embedding")
         check_count("num_classes", num_classes, "classes of all ranks")
         check_count("sub_centers", sub_centers, "sub-centers of a class")

@@ -21,6 +21,7 @@ from typing_extensions import dataclass_transform
 
 from .._checks import check_temperature
 from ..comm import Group
+from ..comm.modules import built
 from ..comm.select import check_group
 from ..contract import Checking, Options, Reduction
 from ..contract.options import with_named_options
@@ -54,6 +55,7 @@ class Settings(nn.Module):
 
     def __init__(self, **settings: Any) -> None:  # typed by the declarations of each subclass
         super().__init__()
+        self._number = next(built)
         for name, value in self._complete(settings).items():
             value = tuple(value) if isinstance(value, list) else value
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

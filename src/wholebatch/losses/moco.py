@@ -18,6 +18,7 @@ from .._checks import allocated, check_alike, check_count, check_features, check
 from .._precision import wide_dtype
 from .._statistics_request import statistics_requested
 from ..comm import Group, select_communicator
+from ..comm.modules import built
 from ..comm.select import check_group
 from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..kernels import Kernel
@@ -187,7 +188,7 @@ class KeyQueue(nn.Module):
         check_count("embedding_size", embedding_size, "the number of features of a key")
         check_floating_dtype("dtype", dtype)
         check_group(group)
-        self.group = group
+        self.group, self._number = group, next(built)
         self.register_buffer("ring", allocated("size and embedding_size", (size, embedding_size), dtype=dtype).zero_())
         self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64))
 

@@ -36,6 +36,7 @@ from ..comm import Communicator, Group, autograd, select_communicator
 from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
 from ..comm.maps import AllGather
+from ..comm.modules import built, numbered
 from ..comm.select import check_group
 from ..contract import (
     CALL,
@@ -100,6 +101,7 @@ class WholeBatch(nn.Module):
         root: int = 0,
     ) -> None:
         super().__init__()
+        self._number = next(built)
         check_sync(sync)
         check_choice("strategy", strategy, STRATEGIES)
         check_callable("loss_fn", loss_fn)
@@ -107,6 +109,7 @@ class WholeBatch(nn.Module):
         check_group(group)
         self.loss_fn, self.group, self.sync, self.strategy, self.root = loss_fn, group, sync, strategy, root
 
+    @numbered
     def forward(self, *representations: object, **kwargs: object) -> Tensor:
         """Return L, the same on all ranks.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._checks import check_flag, on_host
 from .._statistics_request import statistics_requested
 from ..comm import Group
+from ..comm.modules import built
 from ..comm.select import check_group
 from ..contract import Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
@@ -99,7 +100,7 @@ class PairLoss(nn.Module):
         check_group(group)
         self.options = Options(group, sync, exchange, memory, reduction, precision=precision)
         self.options.check()
-        self.values, self._constants = nn.Module(), dict[str, Any]()
+        self.values, self._constants, self._number = nn.Module(), dict[str, Any](), next(built)
         check_parameters(parameters)
         for name, value in parameters.items():
             if isinstance(value, Tensor) and value.grad_fn is not None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from .progress import ConsoleProgress, Progress
 from .ranks.all_ranks import on_all_ranks
 from .ranks.launcher import number_of_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
-from .ranks.signals import Requests
+from .ranks.signals import Requests, show
 from .run.checkpoint import FILE as CHECKPOINT
 from .run.checkpoint import last_step
 from .run.data_facts import DataFacts, check_same_data
@@ -97,12 +98,17 @@ def _local_rank(config: TrainConfig, init_method: str, rank: int, launcher: Conn
 def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, local_rank: int, local_size: int) -> None:
     torch.set_num_threads(threads_of_a_rank(local_size))
     device = _device(config, local_rank, local_size)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=init_method,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    others = "rank 0" if rank else f"the other {size - 1} of {size} ranks"
+    place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    waiting = Timer(10, show, [f"rank {rank} waits for {others} at {place} (MASTER_ADDR, MASTER_PORT)"])
+    if init_method == "env://":
+        waiting.start()
+    try:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
+    finally:
+        waiting.cancel()
     _train_on_this_rank(config, device, requests)
 
 

@@ -1,0 +1,58 @@
+"""The ranks of a launcher say what they wait for until they have met."""
+
+import os
+import socket
+import subprocess
+import threading
+
+import pytest
+from train_runs import TRAIN
+
+from wholebatch.train import launch
+from wholebatch.train.config import TrainConfig
+
+VARIABLES = {"WORLD_SIZE": "3", "MASTER_ADDR": "gpu07", "MASTER_PORT": "4000"}
+
+
+@pytest.mark.parametrize(("rank", "others"), [("0", "the other 2 of 3 ranks"), ("1", "rank 0")])
+def test_a_rank_that_waits_says_for_whom_and_where(monkeypatch, rank, others):
+    shown, said = [], threading.Event()
+    monkeypatch.setattr(launch, "show", lambda line: (shown.append(line), said.set()))
+    seconds = []
+    monkeypatch.setattr(launch, "Timer", lambda after_s, *of: (seconds.append(after_s), threading.Timer(0, *of))[1])
+    monkeypatch.setattr(launch, "_train_on_this_rank", lambda *_: None)
+    for name, value in {**VARIABLES, "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+
+    def meet_late(*_args, **_more):
+        assert said.wait(60)
+
+    monkeypatch.setattr(launch.dist, "init_process_group", meet_late)
+    launch._run_rank(TrainConfig(device="cpu"), "env://", None, local_rank=0, local_size=3)
+    assert shown == [f"rank {rank} waits for {others} at gpu07:4000 (MASTER_ADDR, MASTER_PORT)"]
+
+    assert seconds == [10]
+    monkeypatch.setattr(launch, "Timer", lambda _after_s, *of: threading.Timer(3600, *of))
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda *_args, **_more: None)
+    launch._run_rank(TrainConfig(device="cpu"), "env://", None, local_rank=0, local_size=3)
+    for timer in (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)):
+        timer.join(60)
+        assert not timer.is_alive(), "it has been cancelled"
+
+
+def test_rank_1_without_rank_0_says_so():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **variables, "MASTER_PORT": str(port)}
+    process = subprocess.Popen(TRAIN, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    late = threading.Timer(200, process.kill)
+    late.start()
+    try:
+        line = next((line for line in process.stderr if "waits for" in line), "")
+    finally:
+        late.cancel()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert f"wholebatch train: rank 1 waits for rank 0 at 127.0.0.1:{port}" in line
