@@ -23,6 +23,7 @@ from .._checks import (
     on_host,
 )
 from .._normalize import known_norms
+from ..comm import select_communicator
 from ..contract import Checks, Facts, Inputs, Options, agree
 from ..partition import Partition
 from .classes import check_ascending, label_range, out_of_order
@@ -38,6 +39,7 @@ from .logits import (
     repeated,
 )
 from .margins.interface import TransformsNegatives
+from .parts import PART, check_parts, part_checksum
 from .rows import rows_of_each
 from .sample import Classes, Sample, check_offset_values
 
@@ -94,7 +96,8 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     embeddings, labels = batch.embeddings, batch.labels
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(classes.dtype)
-    centers = None if classes.needs_labels else _Centers(classes, logits, None)
+    size = select_communicator(options.group).size
+    centers = None if classes.needs_labels else _Centers(classes, logits, None, size)
     several = is_dense(labels) and labels.dim() == 2 and labels.shape[1] > 0
 
     def check() -> dict[str, Any]:
@@ -139,12 +142,13 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     all_labels = facts.all_gather(columns, facts.rows["embeddings"])
     by_rank = facts.by_rank
     if centers is None:
-        centers = drawn = _Centers(classes, logits, all_labels)
+        centers = drawn = _Centers(classes, logits, all_labels, size)
         by_rank = facts.comm.handshake(
             lambda: drawn.facts(facts.inputs["embeddings"].to(facts.given_dtype)),
             caller=caller,
             must_match=_OF_CENTERS,
         )
+    check_parts(caller, by_rank)
     partition = Partition(tuple(of_rank[_COUNT] for of_rank in by_rank))
     if centers.sample.ids is None:
         _check_total(facts, partition, classes.num_classes)
@@ -167,8 +171,8 @@ class _Centers:
     norms: Tensor
     largest_offset: float
 
-    def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None) -> None:
-        self._classes, self._logits, self._labels = classes, logits, labels
+    def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None, size: int) -> None:
+        self._classes, self._logits, self._labels, self._size = classes, logits, labels, size
 
     def facts(self, embeddings: Tensor) -> dict[str, Any]:
         """Return the facts about the centers, for a handshake that concerns nothing else."""
@@ -193,7 +197,7 @@ class _Centers:
         sample = self.sample
         self.norms = known_norms(self._matrix, self.index)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
-        numbers |= sample.largest_offsets()
+        numbers |= {PART: part_checksum(sample.centers, self._size), **sample.largest_offsets()}
         if sample.ids is not None:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers
@@ -204,7 +208,7 @@ class _Centers:
         check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
         self.largest_offset = check_offset_values(sample, found, smoothed=self._logits.label_smoothing > 0)
-        return {_LONGEST: found["longest center"]}
+        return {_LONGEST: found["longest center"], PART: found[PART]}
 
 
 def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dict[str, Any]:

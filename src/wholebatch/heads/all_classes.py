@@ -18,6 +18,7 @@ from ..partition import Partition
 from .classes import check_enough_classes
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
+from .parts import check_parts
 from .state_dict import ROWS
 
 _NUMBERS = 2**24  # gathered from a rank at a time, which bounds the memory of rank 0's device
@@ -166,7 +167,8 @@ def _gathered(head: PartialFC, rows: Mapping[str, Tensor], p: Tensor | None = No
                 )
         return {**head.facts(), "tensors": [*rows]}
 
-    comm.handshake(state, caller="checkpoint of a head", must_match=(*OF_HEAD, "tensors"))
+    caller = "checkpoint of a head"
+    check_parts(caller, comm.handshake(state, caller=caller, must_match=(*OF_HEAD, "tensors")))
     whole = {}
     for name, x in rows.items():
         x = x.to_dense() if x.is_sparse else x.detach()

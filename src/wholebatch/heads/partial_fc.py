@@ -45,6 +45,7 @@ from .engines import wrapped_by_ddp, wrapped_by_deepspeed
 from .logits import OF_HEAD, SIZES, Logits, Normalize
 from .margins import ArcFace
 from .margins.interface import Margin
+from .parts import PART, check_parts, part_checksum
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
 from .sampling import drawn_classes, mix
@@ -323,13 +324,14 @@ class PartialFC(nn.Module):
             )
 
     def facts(self) -> dict[str, object]:
-        """Return the settings that must be the same on all ranks, by the names `OF_HEAD`.
+        """Return the settings that must be the same on all ranks, by the names `OF_HEAD`, and what `check_parts` needs.
 
         Raises:
             ValueError: if the head does not hold the centers of the local classes; see `check_local`.
         """
         self.check_local()
-        return {**self.logits.facts(), **self.size_facts()}
+        checksum = part_checksum(self.weight, select_communicator(self.options.group).size).item()
+        return {**self.logits.facts(), **self.size_facts(), PART: checksum}
 
     def size_facts(self) -> dict[str, object]:
         """Return the settings of the centers, by the names `SIZES`."""
@@ -387,7 +389,9 @@ class PartialFC(nn.Module):
             check_integer("root", root, minimum=0, maximum=comm.size - 1, of="a rank")
             return {**head_facts, "root": root}
 
-        comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
+        check_parts(
+            f"PartialFC.{name}", comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
+        )
         if local is None:
             return None
         counts = Partition.even(self.num_classes, comm.size).counts
