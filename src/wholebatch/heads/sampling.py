@@ -39,12 +39,6 @@ def drawn_classes(rate: float, classes: slice, *, seed: int, step: int, device: 
     return drawn
 
 
-def checksum(numbers: Tensor) -> Tensor:
-    """Return a checksum in [0, 2^53) of integers in this order, int64: (n,) -> (); the same on any device."""
-    factors = _mixed(torch.arange(len(numbers), device=numbers.device), key=0)
-    return _shifted((numbers * factors).sum(), 64 - _BITS)
-
-
 def _mixed(ids: Tensor, *, key: int) -> Tensor:
     """Return uniform numbers in [0, 2^53), int64."""
     x = (ids + 1) * _signed(_GOLDEN) + _signed(key)
