@@ -75,6 +75,7 @@ class Agreed:
         norms: of the local centers, (K_r K, 1).
         longest: the largest norm of a center on any rank.
         largest_offset: upper bound of the absolute values of the local offsets.
+        needs_grad: whether a backward pass may follow: embeddings, centers or offsets of some rank need a gradient.
     """
 
     facts: Facts
@@ -85,6 +86,7 @@ class Agreed:
     norms: Tensor
     longest: float
     largest_offset: float
+    needs_grad: bool
 
 
 def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Agreed:
@@ -153,13 +155,16 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     if centers.sample.ids is None:
         _check_total(facts, partition, classes.num_classes)
     longest = max(of_rank[_LONGEST] for of_rank in by_rank)
+    needs_grad = facts.differentiable or (torch.is_grad_enabled() and any(by_rank.column(_NEEDS_GRAD)))
     return Agreed(
-        facts, all_labels, centers.sample, partition, centers.index, centers.norms, longest, centers.largest_offset
-    )
+        facts, all_labels, centers.sample, partition, centers.index, centers.norms, longest, centers.largest_offset,
+        needs_grad,
+    )  # fmt: skip
 
 
 IGNORED = "ignored labels"  # the fact with their number on a rank
 _COUNT = "centers"  # the fact with the number of classes of a rank
+_NEEDS_GRAD = "whether centers or offsets need a gradient"
 _LONGEST = "largest norm of centers"  # the fact with that number of a rank
 
 
@@ -190,7 +195,8 @@ class _Centers:
         self._matrix = matrix
         self.index = None if sample.rows is None else rows_of_each(sample.rows, best_of)
         each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
-        return {_COUNT: sample.count, **dict(zip(_OF_CENTERS, each, strict=True))}
+        learned = any(x is not None and x.requires_grad for x in (sample.centers, sample.bias, sample.log_weights))
+        return {_COUNT: sample.count, _NEEDS_GRAD: learned, **dict(zip(_OF_CENTERS, each, strict=True))}
 
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers, still on the device, that `check_values` needs."""
