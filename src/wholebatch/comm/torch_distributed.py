@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class TorchTransport(Transport):
     """Move bytes over a process group."""
 
     max_tag = 2**31 - 1
+    _unclosed: finalize[..., TorchTransport] | None = None  # ends the group if nobody closes this part
 
     def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
         super().__init__()
@@ -63,19 +65,11 @@ class TorchTransport(Transport):
 
     def check_open(self) -> None:
         self.check_not_closed()
-        if not self._is_alive():
+        if not _is_alive(self._group, self._default_group):
             raise ValueError(
                 "the process group of this communicator has been destroyed; make a new communicator after "
                 "torch.distributed.init_process_group()"
             )
-
-    def _is_alive(self) -> bool:
-        if not dist.is_initialized() or dist.group.WORLD is not self._default_group:
-            return False
-        try:
-            return dist.get_rank(self._group) >= 0
-        except ValueError:  # torch has no record of the group
-            return False
 
     def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
@@ -85,16 +79,21 @@ class TorchTransport(Transport):
             for member in members
         ]
         with _c10d.next_group_is_named(name):
-            return TorchTransport(
-                dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True), made_by_split=True
-            )
+            group = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
+        part = TorchTransport(group, made_by_split=True)
+        if not any(map(part._backends.on_device, part._backends.by_device)):
+            part._unclosed = finalize(part, _end, group, part._default_group, os.getpid())
+            part._unclosed.atexit = False
+        return part
 
     @property
     def ends_with_close(self) -> bool:
-        return self._made_by_split and not self.closed and self._is_alive()
+        return self._made_by_split and not self.closed and _is_alive(self._group, self._default_group)
 
     def close(self) -> None:
         """Also drop the process group: its threads and descriptors end with the last reference to it."""
+        if self._unclosed is not None:
+            self._unclosed.detach()  # it refers to the group
         if self.ends_with_close:
             dist.destroy_process_group(self._group)
         super().close()
@@ -279,6 +278,24 @@ class TorchTransport(Transport):
         """Return a copy of x on the wire's device; the backend writes into it."""
         wire = self._wire(x)
         return wire.clone() if wire is x else wire
+
+
+def _is_alive(group: Any, default_group: Any) -> bool:
+    if not dist.is_initialized() or dist.group.WORLD is not default_group:
+        return False
+    try:
+        return dist.get_rank(group) >= 0
+    except ValueError:  # torch has no record of the group
+        return False
+
+
+def _end(group: dist.ProcessGroup, default_group: Any, process: int) -> None:
+    """End the group of a part that nobody has closed, and nobody refers to; a forked process has none of its threads.
+
+    Only for groups on the host: on a device, operations that have started may still be under way.
+    """
+    if os.getpid() == process and _is_alive(group, default_group):
+        dist.destroy_process_group(group)
 
 
 def _worth_padding(counts: tuple[int, ...]) -> bool:
