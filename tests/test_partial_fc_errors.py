@@ -258,7 +258,7 @@ def overwritten_body(folder):
         options = {"margin": wb.CosFace(), "group": group} | options
         return wb.PartialFC(16, 10, **options), backbone if group else DistributedDataParallel(backbone)
 
-    refused = "each rank must hold the centers of other classes, got equal centers on ranks 0 and 1"
+    refused = "each rank must hold the centers of other classes, got equal ones on ranks \\[0, 1\\]"
     for options in ({}, {"sample_rate": 0.3}, {"sub_centers": 2, "bias": True}, {"dtype": torch.bfloat16}):
         for overwrite in (broadcast, average, draw_from_one_seed):
             head, _ = models(**options)

@@ -76,9 +76,8 @@ class Scale(nn.Module):
 
 def _as_one_entry(_scale: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
     """Take a logarithm of shape (), as other programs save it, for one of shape (1,)."""
-    x = state.get(f"{prefix}log_scale")
-    if isinstance(x, Tensor) and not x.dim():
-        state[f"{prefix}log_scale"] = x.reshape(1)
+    if getattr(state.get(name := f"{prefix}log_scale"), "shape", None) == ():
+        state[name] = state[name].reshape(1)
 
 
 class _LimitedExp(torch.autograd.Function):

@@ -37,11 +37,11 @@ class TorchTransport(Transport):
     """Move bytes over a process group."""
 
     max_tag = 2**31 - 1
-    _unclosed: finalize[..., TorchTransport] | None = None  # ends the group if nobody closes this part
 
     def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
         super().__init__()
-        self._group, self._made_by_split = group, made_by_split
+        self._group, self._made_by_split, self._process = group, made_by_split, os.getpid()
+        self._unclosed: finalize[..., TorchTransport] | None = None  # see `split`
         self._device: torch.device | None = None  # see `use_device`
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
@@ -65,11 +65,20 @@ class TorchTransport(Transport):
 
     def check_open(self) -> None:
         self.check_not_closed()
-        if not _is_alive(self._group, self._default_group):
+        if not self._is_alive():
             raise ValueError(
                 "the process group of this communicator has been destroyed; make a new communicator after "
                 "torch.distributed.init_process_group()"
             )
+
+    def _is_alive(self) -> bool:
+        forked = os.getpid() != self._process  # a forked process has none of the group's threads
+        if forked or not dist.is_initialized() or dist.group.WORLD is not self._default_group:
+            return False
+        try:
+            return dist.get_rank(self._group) >= 0
+        except ValueError:  # torch has no record of the group
+            return False
 
     def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
@@ -80,15 +89,15 @@ class TorchTransport(Transport):
         ]
         with _c10d.next_group_is_named(name):
             group = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
-        part = TorchTransport(group, made_by_split=True)
-        if not any(map(part._backends.on_device, part._backends.by_device)):
-            part._unclosed = finalize(part, _end, group, part._default_group, os.getpid())
+        part, twin = (TorchTransport(group, made_by_split=True) for _ in range(2))
+        if not any(map(part._backends.on_device, part._backends.by_device)):  # there, operations may be under way
+            part._unclosed = finalize(part, twin.close)
             part._unclosed.atexit = False
         return part
 
     @property
     def ends_with_close(self) -> bool:
-        return self._made_by_split and not self.closed and _is_alive(self._group, self._default_group)
+        return self._made_by_split and not self.closed and self._is_alive()
 
     def close(self) -> None:
         """Also drop the process group: its threads and descriptors end with the last reference to it."""
@@ -278,24 +287,6 @@ class TorchTransport(Transport):
         """Return a copy of x on the wire's device; the backend writes into it."""
         wire = self._wire(x)
         return wire.clone() if wire is x else wire
-
-
-def _is_alive(group: Any, default_group: Any) -> bool:
-    if not dist.is_initialized() or dist.group.WORLD is not default_group:
-        return False
-    try:
-        return dist.get_rank(group) >= 0
-    except ValueError:  # torch has no record of the group
-        return False
-
-
-def _end(group: dist.ProcessGroup, default_group: Any, process: int) -> None:
-    """End the group of a part that nobody has closed, and nobody refers to; a forked process has none of its threads.
-
-    Only for groups on the host: on a device, operations that have started may still be under way.
-    """
-    if os.getpid() == process and _is_alive(group, default_group):
-        dist.destroy_process_group(group)
 
 
 def _worth_padding(counts: tuple[int, ...]) -> bool:

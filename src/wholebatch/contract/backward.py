@@ -41,10 +41,6 @@ _OVERFLOW = (
     "a GradScaler has found an overflow on one rank alone and skipped the step there, so the weights have parted: "
     "resume from a checkpoint, and call wholebatch.heads.agree_on_overflow(scaler, *optimizers) after scaler.unscale_"
 )
-_FACTORS = (
-    "multiply the loss, which is one number, by the same factors on all ranks; to weigh a rank's examples, pass "
-    "weights= to the loss"
-)
 CALL = "call"  # the fact of a handshake that numbers the call
 
 _latest = 0  # number of the latest call of a loss on this rank
@@ -112,10 +108,10 @@ def _compare(comm: Communicator, caller: str, call: int, grad: Tensor, one_loss:
         gradients = everyone.column(_GRADIENT)
         if not all(_close(value, gradients[0]) for value in gradients):
             scaled = len({math.frexp(value)[0] for value in gradients}) == 1  # their quotients are powers of two
-            cause = f"{_OVERFLOW}. Without one, {_FACTORS}" if scaled else f"{_FACTORS}. Or {_OVERFLOW}"
+            fix = "multiply the loss by the same factors on all ranks; to weigh a rank's examples, pass weights= to it"
             raise ValueError(
                 f"{BACKWARD}{caller} #{call}: the incoming gradient must be the same on all ranks, got {gradients}: "
-                f"{cause}"
+                + (f"{_OVERFLOW}. Without one, {fix}" if scaled else f"{fix}. Or {_OVERFLOW}")
             )
     return grad
 

@@ -23,10 +23,10 @@ from .._checks import (
     on_host,
 )
 from .._normalize import known_norms
-from ..comm import select_communicator
+from ..comm import Group
 from ..contract import Checks, Facts, Inputs, Options, agree
 from ..partition import Partition
-from .classes import check_ascending, label_range, out_of_order
+from .classes import PART, check_ascending, check_parts, label_range, out_of_order, part_checksum
 from .logits import (
     SETTINGS,
     Logits,
@@ -39,7 +39,6 @@ from .logits import (
     repeated,
 )
 from .margins.interface import TransformsNegatives
-from .parts import PART, check_parts, part_checksum
 from .rows import rows_of_each
 from .sample import Classes, Sample, check_offset_values
 
@@ -98,8 +97,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     embeddings, labels = batch.embeddings, batch.labels
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(classes.dtype)
-    size = select_communicator(options.group).size
-    centers = None if classes.needs_labels else _Centers(classes, logits, None, size)
+    centers = None if classes.needs_labels else _Centers(classes, logits, None, options.group)
     several = is_dense(labels) and labels.dim() == 2 and labels.shape[1] > 0
 
     def check() -> dict[str, Any]:
@@ -144,7 +142,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     all_labels = facts.all_gather(columns, facts.rows["embeddings"])
     by_rank = facts.by_rank
     if centers is None:
-        centers = drawn = _Centers(classes, logits, all_labels, size)
+        centers = drawn = _Centers(classes, logits, all_labels, options.group)
         by_rank = facts.comm.handshake(
             lambda: drawn.facts(facts.inputs["embeddings"].to(facts.given_dtype)),
             caller=caller,
@@ -156,10 +154,8 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         _check_total(facts, partition, classes.num_classes)
     longest = max(of_rank[_LONGEST] for of_rank in by_rank)
     needs_grad = facts.differentiable or (torch.is_grad_enabled() and any(by_rank.column(_NEEDS_GRAD)))
-    return Agreed(
-        facts, all_labels, centers.sample, partition, centers.index, centers.norms, longest, centers.largest_offset,
-        needs_grad,
-    )  # fmt: skip
+    at, norms, largest_offset = centers.index, centers.norms, centers.largest_offset
+    return Agreed(facts, all_labels, centers.sample, partition, at, norms, longest, largest_offset, needs_grad)
 
 
 IGNORED = "ignored labels"  # the fact with their number on a rank
@@ -176,8 +172,8 @@ class _Centers:
     norms: Tensor
     largest_offset: float
 
-    def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None, size: int) -> None:
-        self._classes, self._logits, self._labels, self._size = classes, logits, labels, size
+    def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None, group: Group) -> None:
+        self._classes, self._logits, self._labels, self._group = classes, logits, labels, group
 
     def facts(self, embeddings: Tensor) -> dict[str, Any]:
         """Return the facts about the centers, for a handshake that concerns nothing else."""
@@ -203,7 +199,7 @@ class _Centers:
         sample = self.sample
         self.norms = known_norms(self._matrix, self.index)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
-        numbers |= {PART: part_checksum(sample.centers, self._size), **sample.largest_offsets()}
+        numbers |= {PART: part_checksum(sample.centers, self._group), **sample.largest_offsets()}
         if sample.ids is not None:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers

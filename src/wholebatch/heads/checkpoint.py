@@ -22,11 +22,10 @@ from .._settings import shown
 from .._tensor_file import bytes_of, is_save_id, new_save_id
 from ..comm import Communicator, select_communicator
 from ..contract import bind_on_all_ranks
-from .classes import NOT_HERE, rows_within
+from .classes import NOT_HERE, check_parts, rows_within
 from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
-from .parts import check_parts
 
 
 @bind_on_all_ranks

@@ -14,8 +14,8 @@ from .._normalize import known_norms, normalize_rows
 from .._precision import accumulation_dtype
 from ..comm import Communicator
 from ..partition import Partition
+from .classes import check_parts
 from .logits import OF_HEAD, Logits, check_directions, ends_of, flat
-from .parts import check_parts
 
 _CLASSES, _ROWS = 4096, 512  # the size of a tile of logits
 

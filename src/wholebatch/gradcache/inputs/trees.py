@@ -99,10 +99,8 @@ def rows_of(tree: Any, name: str) -> int:
         )
     if len(set(sizes)) > 1:
         fix = "; images: pass split_input_fn=wholebatch.gradcache.MultimodalSplit(image_token_id=...)"
-        has_images = any("pixel_values" in path for path, _ in leaves(tree))
-        raise ValueError(
-            f"all tensors of {name} must have the rows of the batch, got {sizes} rows{fix if has_images else ''}"
-        )
+        fix = fix if any("pixel_values" in path for path, _ in leaves(tree)) else ""
+        raise ValueError(f"all tensors of {name} must have the rows of the batch, got {sizes} rows{fix}")
     return sizes[0]
 
 
