@@ -1,4 +1,4 @@
-"""A DTensor in the place of a rank's rows is refused on all ranks, before an operation on it communicates."""
+"""A DTensor instead of a rank's rows is refused on all ranks, before an operation on it communicates."""
 
 import pytest
 import torch
