@@ -57,7 +57,7 @@ def on_the_device_body():
 
     assert gradient(3.0).isfinite().all()
     assert gradient(1.0 + dist.get_rank()).isnan().all(), "incoming gradients differ"
-    with pytest.raises(ValueError, match=r"siglip_loss: an earlier backward pass was not the same on all ranks"):
+    with pytest.raises(ValueError, match=r"siglip_loss: an earlier backward .*agree_on_overflow"):
         gradient(1.0)
     assert gradient(1.0).isfinite().all(), "reported once"
     assert torch.autograd.grad((wb.functional.siglip_loss(x, x, 2.0, 0.0, reduction="none") * torch.rand(3)).sum(), x)

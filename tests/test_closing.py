@@ -3,12 +3,20 @@
 `comm_cases.closing` has the requirements on every communicator.
 """
 
+import gc
+import os
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import wholebatch as wb
 from wholebatch.comm import CommunicationError, TorchCommunicator
 from wholebatch.testing import run_ranks
+
+PROC = Path("/proc/self")
 
 
 def of_the_caller_body():
@@ -103,3 +111,53 @@ def elsewhere_body():
 def test_a_torch_without_the_table_of_group_names_works():
     """`parts_of_ranks_with_different_pasts` fails where the table matters."""
     assert run_ranks(elsewhere_body, 2) == [2, 2]
+
+
+def held():
+    """Return the descriptors and threads of this process."""
+    return len(os.listdir(PROC / "fd")), len(os.listdir(PROC / "task"))
+
+
+def use(part):
+    """Run a loss, and leave a graph that waits for its backward pass."""
+    x = torch.ones(3, 2, requires_grad=True)
+    wb.functional.clip_loss(x, x, 1.0, group=part).backward()
+    return wb.functional.clip_loss(x, x, 1.0, group=part)
+
+
+def unclosed_body():
+    comm = TorchCommunicator()
+    with comm.split(0) as part:  # connections that last are made, code is loaded
+        use(part).backward()
+    comm.all_reduce(torch.tensor(1))
+    before = held()
+    for _ in range(3):
+        part = comm.split(0)
+        loss, during = use(part), held()
+        assert all(more > some for more, some in zip(during, before, strict=True)), "there is something to free"
+        del part
+        gc.collect()
+        assert held() == during, "the graph goes through it"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+            child = os.fork()  # it has none of the group's threads, and must not wait for them
+        if not child:
+            del loss
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        loss.backward()
+        del loss
+        gc.collect()
+        assert held() == before
+        assert comm.all_reduce(torch.tensor(1)).item() == comm.size
+    part = comm.split(0)
+    dist.barrier()  # the rank that is first must not destroy the store before the others have their part
+    dist.destroy_process_group()
+    del part
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+@pytest.mark.skipif(not PROC.is_dir(), reason="counts descriptors and threads as Linux shows them")
+def test_a_part_that_nobody_closed_gives_back_what_it_holds():
+    assert run_ranks(unclosed_body, 2, timeout_s=60) == [True, True]

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from wholebatch._checksum import _weights
 from wholebatch.auditing.causes import NOT_REDUCED
-from wholebatch.gradcache.replicas import History, _weights, checksums
+from wholebatch.gradcache.replicas import History, checksums
 from wholebatch.testing import run_ranks
 
 APART = "an optimizer step has driven them apart"
@@ -58,6 +59,7 @@ def test_parameters_that_drift_apart(counts, what, name):
     assert len(set(messages)) == 1, "the same on all ranks"
     assert name in messages[0]
     assert NOT_REDUCED.title in messages[0]
+    assert "agree_on_overflow" in messages[0]
 
 
 def changed_body(change, steps):

@@ -129,6 +129,10 @@ MISTAKES = {
         lambda m, x, y: wb.GradCache([lambda a, b: m(a)], 2, good_loss)([x, y[:3]]),
         r"must have the rows of the batch, got \[6, 3\] rows",
     ),
+    "images": (
+        lambda m, x, y: wb.GradCache([m], 2, good_loss)({"input_ids": x, "pixel_values": torch.zeros(16, 4)}),
+        r"must have the rows of the batch, got \[6, 16\] rows; images: pass .*MultimodalSplit\(image_token_id=",
+    ),
     "no tensor": (lambda m, x, y: wb.GradCache([m, m], 2, good_loss)("text", y), "takes a split_input_fn"),
     "other rows": (
         lambda m, x, y: wb.GradCache([lambda z: m(z)[:1], m], 2, good_loss)(x, y),

@@ -302,3 +302,33 @@ def cached_body(rows, rate):
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_a_head_is_exact_with_gradient_caching(rate):
     run_ranks(cached_body, 2, (5, 3), rate, timeout_s=60)
+
+
+def constants_body():
+    """Without an input that needs a gradient on any rank there is no graph; one rank's bias makes one on all ranks."""
+    rank, rows, classes = dist.get_rank(), Partition((4, 3)), Partition((6, 5))
+    x, labels, centers = data(7)
+    mine = x[rows.rows(rank)], labels[rows.rows(rank)], centers[classes.rows(rank)]
+    bias, held = torch.linspace(-1, 1, CLASSES, dtype=torch.float64), classes.rows(rank)
+    for options in (
+        *({"margin": margin} for margin in MARGINS.values()),
+        *({"reduction": "none"}, {"bias": bias[held]}, {"exclude_above": 0.2}, {"normalize": "embeddings"}),
+    ):
+        assert not wb.functional.partial_fc_loss(*mine, **options).requires_grad, options
+    for rate in (1.0, 0.5):
+        frozen = wb.PartialFC(D, CLASSES, sample_rate=rate, dtype=torch.float64).requires_grad_(False)
+        assert not frozen(*mine[:2]).requires_grad, rate
+        assert frozen(mine[0].clone().requires_grad_(rank == 1), mine[1]).requires_grad, "on all ranks"
+    whole, local = bias.clone().requires_grad_(), bias[held].clone().requires_grad_(rank == 1)
+    true = wb.reference.partial_fc_loss(x, labels, centers, margin=MARGINS["CosFace"], bias=whole)
+    loss = wb.functional.partial_fc_loss(*mine, margin=MARGINS["CosFace"], bias=local)
+    assert_same(loss, true, relative=1e-12)
+    true.backward()
+    loss.backward()
+    assert (local.grad is None) == (rank == 0)
+    if local.grad is not None:
+        assert_same(local.grad, whole.grad[held], relative=0, absolute=1e-12)
+
+
+def test_without_an_input_that_needs_a_gradient_there_is_no_graph():
+    run_ranks(constants_body, 2, timeout_s=60)

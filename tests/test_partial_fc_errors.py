@@ -208,3 +208,103 @@ def wrapped_body():
 
 def test_heads_that_are_not_this_ranks_are_refused():
     run_ranks(wrapped_body, 2, timeout_s=60)
+
+
+def broadcast(head):
+    for p in head.parameters():
+        dist.broadcast(p.detach(), 0)
+
+
+def average(head):
+    for p in head.parameters():
+        dist.all_reduce(p.detach())
+        p.detach().div_(dist.get_world_size())
+
+
+def draw_from_one_seed(head):
+    torch.manual_seed(0)
+    nn.init.normal_(head.weight, std=0.01)
+
+
+def zero_redundancy(parameters):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which its package imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+
+
+def share_the_step(head, backbone, x, y):
+    optimizer = zero_redundancy([*backbone.parameters(), *head.parameters()])
+    head(backbone(x), y).backward()
+    optimizer.step()
+
+
+def next_loss(head, backbone, x, y, optimizers):
+    head(backbone(x), y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return head(backbone(x), y).detach()
+
+
+def overwritten_body(folder):
+    """One rank's centers on both ranks are refused by all that uses them; the backbone alone may share its step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, y, shard = torch.randn(4, 16, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 9, 5, 3]), Partition
+    rows = shard.even(4, size).rows(rank)
+
+    def models(group=None, **options):
+        torch.manual_seed(1)
+        backbone = nn.Linear(16, 16)
+        options = {"margin": wb.CosFace(), "group": group} | options
+        return wb.PartialFC(16, 10, **options), backbone if group else DistributedDataParallel(backbone)
+
+    refused = "each rank must hold the centers of other classes, got equal ones on ranks \\[0, 1\\]"
+    for options in ({}, {"sample_rate": 0.3}, {"sub_centers": 2, "bias": True}, {"dtype": torch.bfloat16}):
+        for overwrite in (broadcast, average, draw_from_one_seed):
+            head, _ = models(**options)
+            overwrite(head)
+            for use in (
+                lambda head: head(x[rows], y[rows]),
+                lambda head: head.eval()(x[rows], y[rows]),
+                lambda head: head.top_classes(x[rows]),
+                lambda head: head.full_weight(),
+                lambda head: wb.heads.save_head(folder / "head", head),
+            ):
+                with pytest.raises(ValueError, match=refused):
+                    use(head)
+    head, backbone = models()
+    share_the_step(head, backbone, x[rows], y[rows])
+    with pytest.raises(ValueError, match=refused):
+        head(backbone(x[rows]), y[rows])
+
+    head, backbone = models()
+    mine = zero_redundancy(backbone.parameters()), wb.SparseSGD(head.parameters(), 0.1)
+    whole, alone = models(wb.comm.LocalCommunicator())
+    of_all = (torch.optim.SGD([*whole.parameters(), *alone.parameters()], lr=0.1),)
+    assert_same(next_loss(head, backbone, x[rows], y[rows], mine), next_loss(whole, alone, x, y, of_all), relative=1e-5)
+
+
+def constant_body():
+    """Centers that begin equal are equal on ranks without labels after a step as well, and nothing is wrong."""
+    rank = dist.get_rank()
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(3))
+    for group in (None, wb.comm.LocalCommunicator()):
+        head = wb.PartialFC(8, 9, margin=wb.NormFace(2.0), normalize="embeddings", group=group)
+        nn.init.constant_(head.weight, 0.5)
+        rows = slice(rank, rank + 1) if group is None else slice(None)
+        loss = next_loss(head, nn.Identity(), x[rows], torch.zeros(3, dtype=torch.int64)[rows], (sgd_of(head),))
+        if group is None:
+            found = loss
+    assert_same(found, loss, relative=1e-6)
+
+
+def sgd_of(head):
+    return torch.optim.SGD(head.parameters(), lr=0.1)
+
+
+def test_a_part_that_was_taken_for_a_copy_is_refused(tmp_path):
+    run_ranks(overwritten_body, 2, tmp_path, timeout_s=60)
+
+
+def test_constant_centers_are_accepted():
+    run_ranks(constant_body, 3, timeout_s=60)

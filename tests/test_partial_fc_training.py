@@ -262,3 +262,35 @@ def overflow_body(agree):
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert run_ranks(overflow_body, 2, False, timeout_s=60) == [(8.0, False), (4.0, True)], "without it, ranks differ"
     assert run_ranks(overflow_body, 2, True, timeout_s=60) == [(4.0, True), (4.0, True)]
+
+
+def next_step_body(growth_factor):
+    """Put infinity into one rank's part of the head, and make one more step with the scales that differ then."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, backoff_factor=1 / growth_factor)
+    backbone, head = nn.Linear(4, 4), wb.PartialFC(4, 10)
+    optimizers = [torch.optim.SGD(backbone.parameters(), 1.0), wb.SparseSGD(head.parameters(), 1.0)]
+
+    def backward():
+        scaler.scale(head(backbone(torch.ones(1, 4)), torch.tensor([1]))).backward()
+
+    backward()
+    if dist.get_rank():
+        head.weight.grad[0] = math.inf
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(ValueError, match="the incoming gradient must be the same on all ranks") as refused:
+        backward()
+    return str(refused.value).partition(": the incoming gradient must be the same on all ranks, got ")[2]
+
+
+def test_an_overflow_on_one_rank_is_named_as_the_cause():
+    overflow = (
+        "a GradScaler has found an overflow on one rank alone and skipped the step there, so the weights have parted: "
+        "resume from a checkpoint, and call wholebatch.heads.agree_on_overflow"
+    )
+    for message in run_ranks(next_step_body, 2, 2.0, timeout_s=60):
+        assert message.startswith(f"[65536.0, 32768.0]: {overflow}"), "a power of two apart, the cause is certain"
+    for message in run_ranks(next_step_body, 2, 3.0, timeout_s=60):
+        assert message.startswith("[65536.0, 21845.3")
+        assert "multiply the loss" in message.partition(overflow)[0], "one cause of two"

@@ -89,6 +89,14 @@ def test_state_is_one_entry_and_copies_are_apart():
     scale, other = wb.Scale(14.3), wb.Scale(1.0)
     other.load_state_dict(scale.state_dict())
     assert other().item() == scale().item()
+    model = nn.ModuleDict({"scale": other})
+    state = {"scale.log_scale": torch.tensor(math.log(7.0))}
+    model.load_state_dict(state)
+    assert other().item() == pytest.approx(7.0, rel=1e-6), "of shape (), as CLIP's is"
+    assert other.log_scale.shape == (1,)
+    assert state["scale.log_scale"].shape == (), "the caller's is not changed"
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict({"log_scale": torch.zeros(2)})
     twin = copy.deepcopy(scale)
     with torch.no_grad():
         twin.log_scale.zero_()

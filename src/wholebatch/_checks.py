@@ -32,6 +32,7 @@ from ._settings import check_real as check_real
 from ._settings import check_sequence as check_sequence
 from ._settings import check_weight as check_weight
 from ._settings import checked_path as checked_path
+from ._settings import is_dtensor as is_dtensor
 from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -62,16 +63,18 @@ def has_feature_dtype(x: object) -> TypeGuard[Tensor]:
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """Raise ValueError unless x is dense and has data: not sparse, nested, quantized or on the meta device."""
+    """Raise ValueError unless x is dense and has data: not sparse, nested, quantized, on a meta device, a DTensor."""
     if not is_dense(x):
         kind = "a nested tensor" if x.is_nested else f"dtype {x.dtype}" if x.is_quantized else f"layout {x.layout}"
-        raise ValueError(f"{name} must be a dense tensor with data, got {kind} on device {x.device}")
+        kind = shown(x) if is_dtensor(x) else f"{kind} on device {x.device}"
+        raise ValueError(f"{name} must be a dense tensor with data, got {kind}")
 
 
 def is_dense(x: object) -> TypeGuard[Tensor]:
     """Whether x is a dense tensor with data."""
     return (
         isinstance(x, Tensor)
+        and not is_dtensor(x)
         and x.layout is torch.strided
         and not x.is_nested
         and not x.is_quantized

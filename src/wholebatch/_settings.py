@@ -22,6 +22,8 @@ _SHOWN = 80  # characters of a value in a message
 
 def shown(value: object) -> str:
     """Return the text of a value for a message: its type and dtype if it is an array, else its repr, cut short."""
+    if is_dtensor(value):
+        return "a DTensor; pass x.to_local(), this rank's rows"
     if _is_array(value):
         name, dtype = type(value).__name__, str(getattr(value, "dtype", "unknown dtype"))
         return name if name == dtype else f"{name} of {dtype}"  # a scalar of NumPy has its dtype's name
@@ -35,6 +37,11 @@ def shown(value: object) -> str:
 def shown_with_type(value: object) -> str:
     """Return the text of a value for a message about its type."""
     return shown(value) if value is None or _is_array(value) else f"{shown(value)} ({type(value).__name__})"
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor, whose module takes long to import."""
+    return hasattr(value, "device_mesh") and _is_array(value)
 
 
 def _is_array(value: object) -> bool:

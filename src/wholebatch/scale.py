@@ -32,7 +32,7 @@ class Scale(nn.Module):
 
     The parameter `log_scale` has shape (1,), since FSDP2 and DeepSpeed do not take parameters of shape (). Put the
     module inside the model that an engine wraps, and return its value from the model's forward; optimizers should not
-    apply weight decay to it.
+    apply weight decay to it. `load_state_dict` takes a logarithm of shape (), too.
 
     Args:
         init: the first scale, not its logarithm: 1 / 0.07 for CLIP.
@@ -63,6 +63,7 @@ class Scale(nn.Module):
             )
         self.max = float(max)
         self.log_scale = nn.Parameter(torch.tensor([math.log(init)]))
+        self.register_load_state_dict_pre_hook(_as_one_entry)
 
     def forward(self) -> Tensor:
         """Return the scale, of shape ()."""
@@ -71,6 +72,12 @@ class Scale(nn.Module):
 
     def extra_repr(self) -> str:
         return f"max={self.max:g}"
+
+
+def _as_one_entry(_scale: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
+    """Take a logarithm of shape (), as other programs save it, for one of shape (1,)."""
+    if getattr(state.get(name := f"{prefix}log_scale"), "shape", None) == ():
+        state[name] = state[name].reshape(1)
 
 
 class _LimitedExp(torch.autograd.Function):

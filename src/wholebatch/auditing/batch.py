@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _trees
-from .._checks import is_dense
+from .._checks import is_dense, shown
 from .._user_error import UserError
 from ..partition import Partition
 
@@ -22,7 +22,7 @@ def num_rows(batch: Any) -> int:
     """
     for name, x in leaves(batch).items():
         if isinstance(x, Tensor) and not is_dense(x):
-            raise UserError(f"Problem's batch must hold dense tensors; {name} has layout {x.layout} on {x.device}")
+            raise UserError(f"Problem's batch must hold dense tensors; {name} is {x.layout} on {x.device}, {shown(x)}")
     counts = {name: len(x) for name, x in leaves(batch).items() if _has_rows(x)}
     if not counts:
         raise UserError(

@@ -418,7 +418,7 @@ class Communicator(RowEntry, MessageEntry):
         Collective over this communicator. The parts share its settings, and its order: :meth:`backward` of any of
         them covers the calls of all. A part holds descriptors and threads of this process (torch.distributed), or one
         of a limited number of communicators (MPI), until it is closed: by :meth:`close`, or by
-        `with comm.split(color) as part:`.
+        `with comm.split(color) as part:`. Without NCCL and MPI they also end with the last reference to the part.
 
         Raises:
             ValueError: on every rank, if a color is neither an integer nor None.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ class TorchTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
         super().__init__()
-        self._group, self._made_by_split = group, made_by_split
+        self._group, self._made_by_split, self._process = group, made_by_split, os.getpid()
+        self._unclosed: finalize[..., TorchTransport] | None = None  # see `split`
         self._device: torch.device | None = None  # see `use_device`
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
@@ -70,7 +72,8 @@ class TorchTransport(Transport):
             )
 
     def _is_alive(self) -> bool:
-        if not dist.is_initialized() or dist.group.WORLD is not self._default_group:
+        forked = os.getpid() != self._process  # a forked process has none of the group's threads
+        if forked or not dist.is_initialized() or dist.group.WORLD is not self._default_group:
             return False
         try:
             return dist.get_rank(self._group) >= 0
@@ -85,9 +88,12 @@ class TorchTransport(Transport):
             for member in members
         ]
         with _c10d.next_group_is_named(name):
-            return TorchTransport(
-                dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True), made_by_split=True
-            )
+            group = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
+        part, twin = (TorchTransport(group, made_by_split=True) for _ in range(2))
+        if not any(map(part._backends.on_device, part._backends.by_device)):  # there, operations may be under way
+            part._unclosed = finalize(part, twin.close)
+            part._unclosed.atexit = False
+        return part
 
     @property
     def ends_with_close(self) -> bool:
@@ -95,6 +101,8 @@ class TorchTransport(Transport):
 
     def close(self) -> None:
         """Also drop the process group: its threads and descriptors end with the last reference to it."""
+        if self._unclosed is not None:
+            self._unclosed.detach()  # it refers to the group
         if self.ends_with_close:
             dist.destroy_process_group(self._group)
         super().close()

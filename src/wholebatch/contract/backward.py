@@ -37,6 +37,10 @@ _STATEMENTS = "statements of backward passes"  # the name under which a group ke
 _NUMBER = "number of the latest call"  # likewise
 _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round differently
 EARLIER = "earlier backward passes that differed"  # the number of `differed`
+_OVERFLOW = (
+    "a GradScaler has found an overflow on one rank alone and skipped the step there, so the weights have parted: "
+    "resume from a checkpoint, and call wholebatch.heads.agree_on_overflow(scaler, *optimizers) after scaler.unscale_"
+)
 CALL = "call"  # the fact of a handshake that numbers the call
 
 _latest = 0  # number of the latest call of a loss on this rank
@@ -103,10 +107,11 @@ def _compare(comm: Communicator, caller: str, call: int, grad: Tensor, one_loss:
     if one_loss:
         gradients = everyone.column(_GRADIENT)
         if not all(_close(value, gradients[0]) for value in gradients):
+            scaled = len({math.frexp(value)[0] for value in gradients}) == 1  # their quotients are powers of two
+            fix = "multiply the loss by the same factors on all ranks; to weigh a rank's examples, pass weights= to it"
             raise ValueError(
                 f"{BACKWARD}{caller} #{call}: the incoming gradient must be the same on all ranks, got {gradients}: "
-                "the loss is one number, the same on all of them. Multiply it by the same factors on all ranks; to "
-                "weigh a rank's examples, pass weights= to the loss"
+                + (f"{_OVERFLOW}. Without one, {fix}" if scaled else f"{fix}. Or {_OVERFLOW}")
             )
     return grad
 
@@ -145,5 +150,5 @@ def check_earlier(transport: Transport, read_back: Mapping[str, float]) -> None:
         raise ValueError(
             "an earlier backward pass was not the same on all ranks: they were in the backward passes of different "
             "losses or calls, or had different incoming gradients; the gradients of that step are NaN. Run the same "
-            "backward passes in the same order on all ranks, and multiply the loss by the same factors"
+            f"backward passes in the same order on all ranks, and multiply the loss by the same factors. Or {_OVERFLOW}"
         )

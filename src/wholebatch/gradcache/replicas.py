@@ -13,7 +13,6 @@ A parameter that not all ranks have used (a function may call other modules on o
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _not_reduced
+from .._checksum import checksum
 from .._sharded import is_sharded
 from .chunks import Encoder
 from .engines.ddp import parameters_of_ddp
@@ -32,11 +32,6 @@ from .engines.known import control_of
 from .referred_modules import modules_of
 
 STATES, EVERY = 3, 100  # steps compare until they have seen so many states of the parameters, and then one in so many
-
-_BLOCK = 2**18  # words that are multiplied at once: 2 MB
-_STEP = 0x5851F42D4C957F2D  # odd, of no pattern
-_WORDS = {1: torch.int8, 2: torch.int16}  # by the size of an entry; larger ones are several words of 32 bits
-
 
 _comparing = [True]
 
@@ -85,27 +80,9 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     found: dict[str, int] = {}
     for device in dict.fromkeys(x.device for x in tensors.values()):  # in the same order on every rank
         here = {name: x for name, x in tensors.items() if x.device == device}
-        weights = _weights().to(device)
-        sums = [_checksum(x.detach(), weights) for x in here.values()]
+        sums = [checksum(x.detach()) for x in here.values()]
         found.update(zip(here, torch.stack(sums).tolist(), strict=True))
     return found
-
-
-def _checksum(x: Tensor, weights: Tensor) -> Tensor:
-    """Return sum_i w_i x_i modulo 2^64 over the words of x; weights are odd, so one changed word changes the sum."""
-    entries = torch.view_as_real(x) if x.is_complex() else x
-    words = entries.contiguous().view(-1).view(_WORDS.get(entries.element_size(), torch.int32))
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for block in words.split(_BLOCK):
-        total = total * _STEP + (block * weights[: len(block)]).sum()
-    return total
-
-
-@functools.cache
-def _weights() -> Tensor:
-    """Return odd numbers, the same in every process."""
-    generator = torch.Generator("cpu").manual_seed(0)  # whatever the default device is
-    return torch.randint(-(2**62), 2**62, (_BLOCK,), generator=generator, device="cpu") * 2 + 1
 
 
 def digest(found: Mapping[str, int]) -> str:
@@ -137,7 +114,8 @@ def check_same(everyone: Sequence[Mapping[str, int]], *, steps: int) -> None:
             why = (
                 "an optimizer step has driven them apart, since its gradients were not reduced, or not alike (scaled "
                 f"by each rank's own norm?): {_not_reduced.TITLE}. {_not_reduced.FIX}; without an engine, reduce "
-                "gradients of all ranks before the optimizer's step"
+                "gradients of all ranks before the optimizer's step. Or a GradScaler has found an overflow on one rank "
+                "alone and skipped the step there: call wholebatch.heads.agree_on_overflow after scaler.unscale_"
             )
         raise ValueError(
             f"GradCache: parameters must be the same on all ranks, and rank 0 and rank {ranks[0]} have different "

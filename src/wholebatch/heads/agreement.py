@@ -23,9 +23,10 @@ from .._checks import (
     on_host,
 )
 from .._normalize import known_norms
+from ..comm import Group
 from ..contract import Checks, Facts, Inputs, Options, agree
 from ..partition import Partition
-from .classes import check_ascending, label_range, out_of_order
+from .classes import PART, check_ascending, check_parts, label_range, out_of_order, part_checksum
 from .logits import (
     SETTINGS,
     Logits,
@@ -73,6 +74,7 @@ class Agreed:
         norms: of the local centers, (K_r K, 1).
         longest: the largest norm of a center on any rank.
         largest_offset: upper bound of the absolute values of the local offsets.
+        needs_grad: whether a backward pass may follow: embeddings, centers or offsets of some rank need a gradient.
     """
 
     facts: Facts
@@ -83,6 +85,7 @@ class Agreed:
     norms: Tensor
     longest: float
     largest_offset: float
+    needs_grad: bool
 
 
 def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Agreed:
@@ -94,7 +97,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     embeddings, labels = batch.embeddings, batch.labels
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(classes.dtype)
-    centers = None if classes.needs_labels else _Centers(classes, logits, None)
+    centers = None if classes.needs_labels else _Centers(classes, logits, None, options.group)
     several = is_dense(labels) and labels.dim() == 2 and labels.shape[1] > 0
 
     def check() -> dict[str, Any]:
@@ -139,23 +142,25 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     all_labels = facts.all_gather(columns, facts.rows["embeddings"])
     by_rank = facts.by_rank
     if centers is None:
-        centers = drawn = _Centers(classes, logits, all_labels)
+        centers = drawn = _Centers(classes, logits, all_labels, options.group)
         by_rank = facts.comm.handshake(
             lambda: drawn.facts(facts.inputs["embeddings"].to(facts.given_dtype)),
             caller=caller,
             must_match=_OF_CENTERS,
         )
+    check_parts(caller, by_rank)
     partition = Partition(tuple(of_rank[_COUNT] for of_rank in by_rank))
     if centers.sample.ids is None:
         _check_total(facts, partition, classes.num_classes)
     longest = max(of_rank[_LONGEST] for of_rank in by_rank)
-    return Agreed(
-        facts, all_labels, centers.sample, partition, centers.index, centers.norms, longest, centers.largest_offset
-    )
+    needs_grad = facts.differentiable or (torch.is_grad_enabled() and any(by_rank.column(_NEEDS_GRAD)))
+    at, norms, largest_offset = centers.index, centers.norms, centers.largest_offset
+    return Agreed(facts, all_labels, centers.sample, partition, at, norms, longest, largest_offset, needs_grad)
 
 
 IGNORED = "ignored labels"  # the fact with their number on a rank
 _COUNT = "centers"  # the fact with the number of classes of a rank
+_NEEDS_GRAD = "whether centers or offsets need a gradient"
 _LONGEST = "largest norm of centers"  # the fact with that number of a rank
 
 
@@ -167,8 +172,8 @@ class _Centers:
     norms: Tensor
     largest_offset: float
 
-    def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None) -> None:
-        self._classes, self._logits, self._labels = classes, logits, labels
+    def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None, group: Group) -> None:
+        self._classes, self._logits, self._labels, self._group = classes, logits, labels, group
 
     def facts(self, embeddings: Tensor) -> dict[str, Any]:
         """Return the facts about the centers, for a handshake that concerns nothing else."""
@@ -186,14 +191,15 @@ class _Centers:
         self._matrix = matrix
         self.index = None if sample.rows is None else rows_of_each(sample.rows, best_of)
         each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
-        return {_COUNT: sample.count, **dict(zip(_OF_CENTERS, each, strict=True))}
+        learned = any(x is not None and x.requires_grad for x in (sample.centers, sample.bias, sample.log_weights))
+        return {_COUNT: sample.count, _NEEDS_GRAD: learned, **dict(zip(_OF_CENTERS, each, strict=True))}
 
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers, still on the device, that `check_values` needs."""
         sample = self.sample
         self.norms = known_norms(self._matrix, self.index)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
-        numbers |= sample.largest_offsets()
+        numbers |= {PART: part_checksum(sample.centers, self._group), **sample.largest_offsets()}
         if sample.ids is not None:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers
@@ -204,7 +210,7 @@ class _Centers:
         check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
         self.largest_offset = check_offset_values(sample, found, smoothed=self._logits.label_smoothing > 0)
-        return {_LONGEST: found["longest center"]}
+        return {_LONGEST: found["longest center"], PART: found[PART]}
 
 
 def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dict[str, Any]:

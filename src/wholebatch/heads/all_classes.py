@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..comm import select_communicator
 from ..partition import Partition
-from .classes import check_enough_classes
+from .classes import check_enough_classes, check_parts
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
 from .state_dict import ROWS
@@ -166,7 +166,8 @@ def _gathered(head: PartialFC, rows: Mapping[str, Tensor], p: Tensor | None = No
                 )
         return {**head.facts(), "tensors": [*rows]}
 
-    comm.handshake(state, caller="checkpoint of a head", must_match=(*OF_HEAD, "tensors"))
+    by_rank = comm.handshake(state, caller="checkpoint of a head", must_match=(*OF_HEAD, "tensors"))
+    check_parts("checkpoint of a head", by_rank)
     whole = {}
     for name, x in rows.items():
         x = x.to_dense() if x.is_sparse else x.detach()

@@ -22,7 +22,7 @@ from .._settings import shown
 from .._tensor_file import bytes_of, is_save_id, new_save_id
 from ..comm import Communicator, select_communicator
 from ..contract import bind_on_all_ranks
-from .classes import NOT_HERE, rows_within
+from .classes import NOT_HERE, check_parts, rows_within
 from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
@@ -79,6 +79,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         return {}
 
     everyone = comm.handshake(state, caller="save_head", must_match=(*OF_HEAD, "folder", "head"))
+    check_parts("save_head", everyone)
     save = str(everyone[0]["save"])
     written = comm.handshake(write_local, caller="save_head")
     comm.handshake(write_last, caller="save_head")

@@ -24,7 +24,7 @@ from ..comm import Communicator
 from ..contract import Options, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ..sync import scale_gradient, shard_factor
-from .agreement import IGNORED, Batch, agree_on_classes
+from .agreement import IGNORED, Agreed, Batch, agree_on_classes
 from .angles import nearest, target_angles
 from .classes import LocalClasses, rows_of_groups
 from .logits import Logits, flat
@@ -45,6 +45,11 @@ from .sample import Classes, sum_of
 def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Tensor:
     """Return the loss over the classes of a step."""
     agreed = agree_on_classes(caller, batch, classes, logits, options)
+    with torch.set_grad_enabled(agreed.needs_grad):  # collectives without a handshake would join the graph in any case
+        return _loss(caller, agreed, logits, options)
+
+
+def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tensor:
     facts, sample = agreed.facts, agreed.sample
     counts = agreed.labels != logits.ignore_index
     local_classes = LocalClasses(agreed.partition, facts.rank, sample.ids)

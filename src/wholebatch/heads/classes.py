@@ -7,10 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm import Communicator
+from .._checksum import checksum
+from ..comm import Communicator, Group, select_communicator
+from ..comm.facts_by_rank import FactsByRank
 from ..partition import Partition
 
 NOT_HERE = -1
+PART = "checksum of the centers"  # the fact of a rank, from `part_checksum`
+_ROWS = 32  # at least so many centers are read for it, all over the part
 
 
 @dataclass(frozen=True)
@@ -106,4 +110,30 @@ def check_enough_classes(num_classes: int, size: int) -> None:
         raise ValueError(
             f"num_classes must be at least {size}, a class for each of the {size} ranks, got "
             f"num_classes={num_classes}; use fewer ranks in group"
+        )
+
+
+@torch.no_grad()
+def part_checksum(centers: Tensor, group: Group) -> Tensor:
+    """Return the checksum of this rank's part, shape (), float64; -1 where all centers are equal, as they may begin."""
+    if select_communicator(group).size == 1 or not len(centers):
+        return torch.full((), -1.0, dtype=torch.float64, device="cpu")
+    rows = centers[:: max(1, len(centers) // _ROWS)].flatten(1)
+    constant = (rows == (rows[:1] if len(rows) > 1 else rows[:, :1])).all()
+    return torch.where(constant, -1.0, (checksum(rows) >> 11).abs().to(torch.float64))  # which holds 53 bits exactly
+
+
+def check_parts(caller: str, by_rank: FactsByRank) -> None:
+    """Raise ValueError, on every rank, if two ranks hold the same part: a step has taken the parts for copies.
+
+    ZeroRedundancyOptimizer, another broadcast of parameters, or an average of them leave no other trace.
+    """
+    parts = [part for part in by_rank.column(PART) if part >= 0]
+    if len({*parts}) < len(parts):
+        equal = [rank for rank, part in enumerate(by_rank.column(PART)) if parts.count(part) > 1]
+        raise ValueError(
+            f"{caller}: each rank must hold the centers of other classes, got equal ones on ranks {equal}: "
+            "ZeroRedundancyOptimizer, or another broadcast or average of parameters, has overwritten them, or each "
+            "rank has drawn them from one seed. Leave head.parameters() out of it, and create the head again, or load "
+            "it by wholebatch.heads.load_head"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from .._checks import check_dense, check_instance, check_items, check_real
+from .._checks import check_dense, check_instance, check_items, check_real, is_dtensor
 from .._precision import wide_dtype
 from .._sparse_rows import coalesced
 from ..comm import Group, select_communicator
@@ -59,7 +59,7 @@ def clip_grad_norm_(
                 "replicated and sharded must have no parameter in common, got one in both: pass a parameter as one or "
                 "the other, not both, and leave head.parameters() out of replicated"
             )
-        if any(_is_dtensor(p.grad) for p in local):
+        if any(is_dtensor(p.grad) for p in local):
             raise ValueError(
                 "sharded must hold no DTensors, got one: the ranks that hold its parts are those of its mesh; pass the "
                 "parameters of FSDP2 as replicated"
@@ -133,18 +133,13 @@ def _parameters(name: str, given: Any) -> list[Tensor]:
     found: list[Any] = [given] if isinstance(given, Tensor) else check_items(name, given, "parameters")
     for p in found:
         check_instance(name, p, Tensor, "parameters, or one of them")
-        if p.grad is not None and not p.grad.is_sparse:
+        if p.grad is not None and not p.grad.is_sparse and not is_dtensor(p.grad):
             check_dense(f"a gradient of {name}", p.grad)
     return found
 
 
-def _is_dtensor(x: Tensor | None) -> bool:
-    """Return whether it is a DTensor, whose module takes long to import."""
-    return hasattr(x, "device_mesh")
-
-
 def _is_partial(x: Any) -> bool:  # a gradient, or None
-    return _is_dtensor(x) and any(at.is_partial() for at in x.placements)
+    return is_dtensor(x) and any(at.is_partial() for at in x.placements)
 
 
 def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -155,7 +150,7 @@ def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
         square = torch.linalg.vector_norm(_values(p), dtype=total.dtype) ** 2
         grad: Any = p.grad
         groups: tuple[dist.ProcessGroup, ...] = ()
-        if _is_dtensor(grad):
+        if is_dtensor(grad):
             placements = enumerate(grad.placements)
             groups = tuple(grad.device_mesh.get_group(axis) for axis, at in placements if not at.is_replicate())
         of_parts[groups] = of_parts.get(groups, 0) + square
@@ -170,7 +165,7 @@ def _values(p: Tensor) -> Tensor:
     """Return the stored entries of a gradient: of a DTensor, the local ones."""
     grad: Any = p.grad
     assert grad is not None
-    if _is_dtensor(grad):
+    if is_dtensor(grad):
         local: Tensor = grad.to_local()
         return local
     assert p.grad is not None

@@ -41,7 +41,7 @@ from ..sweep import Memory, Precision
 from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
-from .classes import NOT_HERE, check_enough_classes, rows_within
+from .classes import NOT_HERE, PART, check_enough_classes, check_parts, part_checksum, rows_within
 from .engines import wrapped_by_ddp, wrapped_by_deepspeed
 from .logits import OF_HEAD, SIZES, Logits, Normalize
 from .margins import ArcFace
@@ -325,13 +325,13 @@ class PartialFC(nn.Module):
             )
 
     def facts(self) -> dict[str, object]:
-        """Return the settings that must be the same on all ranks, by the names `OF_HEAD`.
+        """Return the settings that must be the same on all ranks, by the names `OF_HEAD`, and what `check_parts` needs.
 
         Raises:
             ValueError: if the head does not hold the centers of the local classes; see `check_local`.
         """
         self.check_local()
-        return {**self.logits.facts(), **self.size_facts()}
+        return {**self.logits.facts(), **self.size_facts(), PART: part_checksum(self.weight, self.options.group).item()}
 
     def size_facts(self) -> dict[str, object]:
         """Return the settings of the centers, by the names `SIZES`."""
@@ -389,7 +389,7 @@ class PartialFC(nn.Module):
             check_integer("root", root, minimum=0, maximum=comm.size - 1, of="a rank")
             return {**head_facts, "root": root}
 
-        comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
+        check_parts(name, comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root")))
         if local is None:
             return None
         counts = Partition.even(self.num_classes, comm.size).counts

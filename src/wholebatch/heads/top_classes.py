@@ -14,6 +14,7 @@ from .._normalize import known_norms, normalize_rows
 from .._precision import accumulation_dtype
 from ..comm import Communicator
 from ..partition import Partition
+from .classes import check_parts
 from .logits import OF_HEAD, Logits, check_directions, ends_of, flat
 
 _CLASSES, _ROWS = 4096, 512  # the size of a tile of logits
@@ -73,6 +74,7 @@ def top_classes(
         return {**head_facts, "k": k, "rows": len(embeddings), "classes": len(centers)}
 
     everyone = comm.handshake(state, caller="top_classes", must_match=(*OF_HEAD, "k"))
+    check_parts("top_classes", everyone)
     total = sum(facts["classes"] for facts in everyone)
     if k > total:
         raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}; pass a smaller k")

@@ -36,12 +36,12 @@ def check_hard_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_
     if hard_negative_ids is None:
         return
     shape = tuple(hard_negatives.shape[:2])
-    if isinstance(hard_negative_ids, Tensor) and hard_negative_ids.shape != shape:
+    if is_dense(hard_negative_ids) and hard_negative_ids.shape != shape:
         raise ValueError(
             f"hard_negative_ids must have shape {shape}, one for each of hard_negatives, "
             f"got {tuple(hard_negative_ids.shape)}"
         )
-    flat = hard_negative_ids.flatten() if isinstance(hard_negative_ids, Tensor) else hard_negative_ids
+    flat = hard_negative_ids.flatten() if is_dense(hard_negative_ids) else hard_negative_ids
     check_ids("hard_negative_ids", flat, "hard_negatives", math.prod(shape))
 
 

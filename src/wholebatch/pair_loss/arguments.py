@@ -166,7 +166,7 @@ def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dic
     parts = [x[of] for of in kinds]
     for of, part in zip(kinds, parts, strict=True):
         if not is_dense(part) or not has_feature_dtype(part) or part.dim() != 2 or not part.shape[1]:
-            got = f"{tuple(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else shown(part)
+            got = f"{tuple(part.shape)}, {part.dtype}" if is_dense(part) else shown(part)
             raise ValueError(f"{name}[{of!r}] must be a floating-point tensor (rows, embedding size), got {got}")
         if len(part) != len(parts[0]) or part.dtype != parts[0].dtype or part.device != parts[0].device:
             raise ValueError(f"all of {name} must have the same number of rows, dtype and device")
@@ -213,11 +213,7 @@ def _own(
 
 
 def _owners(offsets: Any, rows: int, count: int) -> Tensor:
-    good = (
-        isinstance(offsets, Tensor)
-        and offsets.dtype in (torch.int32, torch.int64)
-        and tuple(offsets.shape) == (rows + 1,)
-    )
+    good = is_dense(offsets) and offsets.dtype in (torch.int32, torch.int64) and tuple(offsets.shape) == (rows + 1,)
     if good:
         ends = offsets.tolist()
         good = ends[0] == 0 and ends[-1] == count and all(a <= b for a, b in pairwise(ends))
@@ -231,7 +227,7 @@ def _owners(offsets: Any, rows: int, count: int) -> Tensor:
 
 def _offsets(offsets: object) -> str:
     """Return the text of wrong offsets."""
-    if not isinstance(offsets, Tensor):
+    if not is_dense(offsets):
         return shown(offsets)
     some = str(offsets.tolist()) if offsets.dim() == 1 and len(offsets) <= 8 else f"shape {tuple(offsets.shape)}"
     ends = f", from {offsets[0]} to {offsets[-1]}" if offsets.dim() == 1 and len(offsets) > 8 else ""

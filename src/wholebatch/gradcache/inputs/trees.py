@@ -98,7 +98,9 @@ def rows_of(tree: Any, name: str) -> int:
             "split_input_fn(input, chunk_size)"
         )
     if len(set(sizes)) > 1:
-        raise ValueError(f"all tensors of {name} must have the rows of the batch, got {sizes} rows")
+        fix = "; images: pass split_input_fn=wholebatch.gradcache.MultimodalSplit(image_token_id=...)"
+        fix = fix if any("pixel_values" in path for path, _ in leaves(tree)) else ""
+        raise ValueError(f"all tensors of {name} must have the rows of the batch, got {sizes} rows{fix}")
     return sizes[0]
 
 
