@@ -26,6 +26,7 @@ from ..data.tables.roles import USUAL, text_column, usual_columns
 from ..data.tables.table import Table
 from .open_run import OpenRun
 from .options import renamed
+from .seen import case_ignored_by
 
 # The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
 ROLES = {
@@ -131,12 +132,12 @@ def open_items(
         raise renamed(error, argument) from error
 
 
-def distinct(items: Items) -> Items:
-    """Return the first row of each text; pictures stay as they are."""
+def distinct(run: OpenRun, items: Items) -> Items:
+    """Return the first row of each text that the encoder tells from others; pictures stay as they are."""
     if items.side.kind != "text":
         return items
-    texts = items.side.items(items.rows)
-    first = {text: place for place, text in reversed([*enumerate(texts)])}
+    same = case_ignored_by(run.encoder(items.name)) or str
+    first = {same(text): place for place, text in reversed([*enumerate(items.side.items(items.rows))])}
     return replace(items, rows=items.rows[sorted(first.values())])
 
 

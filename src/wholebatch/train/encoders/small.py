@@ -75,7 +75,7 @@ class TextEncoder(TextNetwork, Encoder):
     """The network of texts, with its tokens."""
 
     kind = "text"
-    form = "small text"
+    form = "small text 2"  # of other words than the first
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import TrainConfig
+from ...encoders.words import identity
 from ..cache.kept_numbers import kept_numbers
 from ..pictures.equal import numbers_in_common
 from ..pictures.left_out import LeftOut
@@ -53,13 +54,14 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
     ids = group_numbers(table, roles["group"][0]) if "group" in roles else None
     if ids is not None:
         fingerprint += ["group", ids]
+    same = identity if config.task == "retrieve" and config.text_encoder == "small" else None
     negatives = None
     if "negatives" in roles:
-        negatives, of_texts = find_negatives(table, roles["negatives"], texts)
+        negatives, of_texts = find_negatives(table, roles["negatives"], texts, same)
         say(f"{len(negatives):,} mined negatives")
         fingerprint += ["negatives", negatives.first, negatives.texts]
     else:
-        of_texts = numbers_in_common(texts)
+        of_texts = numbers_in_common(texts, same)
     numbers |= zip([name for name in sides if name != "image"], of_texts, strict=True)
     of_rows = [numbers[name][rows] for name in sides]
     if config.task == "identify":

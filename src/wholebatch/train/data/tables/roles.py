@@ -166,8 +166,15 @@ def group_numbers(table: Table, name: str) -> Tensor:
     return torch.where(numbers < 0, alone, numbers)
 
 
+def composed(column: Any) -> Any:
+    """Return texts in composed form (NFC), as most are written, without space at their ends."""
+    import pyarrow.compute as pc
+
+    return pc.utf8_trim_whitespace(pc.utf8_normalize(column, form="NFC"))
+
+
 def text_column(table: Table, role: str, name: str) -> Any:
-    """Return a column of texts without space at their ends; numbers, and bytes in UTF-8, become texts.
+    """Return a column of texts in composed form (NFC) without space at their ends; numbers and bytes become texts.
 
     Raises:
         UserError: values of another type, or an empty one, with its place.
@@ -189,7 +196,7 @@ def text_column(table: Table, role: str, name: str) -> Any:
             ) from error
     elif not is_text(kind):
         raise UserError(f"{table.source}: the column {name!r} must hold texts to be the {role}; got {kind}")
-    trimmed = pc.utf8_trim_whitespace(column)
+    trimmed = composed(column)
     column = column if trimmed.equals(column) else trimmed  # a mapped column has no memory of its own
     empty = pc.fill_null(pc.equal(column, ""), True)
     if pc.any(empty).as_py():
