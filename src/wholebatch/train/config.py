@@ -43,8 +43,9 @@ class ModelConfig:
     """Attention heads of each layer; must divide --model.text-width."""
     text_buckets: int = 16384
     """Rows of the table of hashed word pieces."""
-    max_words: int = 12
-    """Words of a text that are read; the rest is cut off."""
+    max_words: int = 0
+    """Words of a text that are read; the rest is cut off. 0: as many as 99 of 100 texts to train on have, from 12 to
+    128; 12 for the embedded characters."""
     initial_logit_scale: float = 14.3
     """Scale of the similarities before the first step (1 / temperature)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ from .encoder import Encoder
 from .inputs import Inputs
 from .networks import ImageNetwork, TextNetwork
 from .words import TextBatch, split_batch, tokenize
+
+FEWEST_WORDS = 12
+"""Words of a text that an encoder reads where `max_words` is left to the data."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class TextEncoder(TextNetwork, Encoder):
     form = "small text 2"  # of other words than the first
 
     def __init__(self, config: ModelConfig) -> None:
+        config = replace(config, max_words=config.max_words or FEWEST_WORDS)
         super().__init__(
             buckets=config.text_buckets, max_words=config.max_words, width=config.text_width,
             layers=config.text_layers, heads=config.text_heads, embedding_size=config.embedding_size,
