@@ -207,10 +207,13 @@ def test_rows_are_read_batch_by_batch(run, damaged):
         next(tiles)
 
 
-def test_an_older_column_of_features_is_replaced(run, data, tmp_path):
+def test_an_older_column_of_features_is_replaced(run, data, tmp_path, capsys):
     succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
+    assert "the column 'features' of" not in capsys.readouterr().out
     shutil.copytree(data.parent / "images", tmp_path / "images")
     succeeds("embed", run, tmp_path / "f.parquet", "--column", "text", "--out", tmp_path / "g.parquet")
+    said = f"the column 'features' of {tmp_path / 'f.parquet'} is left out of {tmp_path / 'g.parquet'}: it is the name "
+    assert said in capsys.readouterr().out
     table = pq.read_table(tmp_path / "g.parquet")
     assert table.column_names.count("features") == 1
     expected = reference(run, data, "text", "text")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ PICTURES = frozenset(
 )  # fmt: skip
 """Endings of pictures, as Pillow names them."""
 _MOST_TEXT_BYTES = 2**20
+_SHOWN = 5  # names in a line
+OF_MACS = "__MACOSX"
+"""The folder of a Mac's archives with what is no file of its user's, as files whose names begin with "._"."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +32,30 @@ class FolderFacts:
 
     pictures: list[str]
     """Paths relative to the folder, sorted."""
-    texts: set[str]
-    """Paths of the .txt files, without their ending."""
+    texts: dict[str, str]
+    """Paths of the .txt files, by the same without their ending, in composed form."""
     kind: str
     """"class": the subfolder; "beside": the .txt file; "name": the file's name."""
 
+    strays: list[str]
+    """Pictures beside the subfolders of classes, which have none."""
+    others: Counter[str]
+    """The endings of the other files."""
+
     @property
-    def said(self) -> str:
-        """A line about it."""
+    def said(self) -> Iterator[str]:
+        """Lines about it."""
         how = {
             "class": "the text of a picture is the name of its subfolder",
             "beside": "the text of a picture is the .txt file beside it",
             "name": "the text of a picture is the name of its file",
         }[self.kind]
-        return f"{len(self.pictures):,} pictures in a folder: {how}"
+        yield f"{len(self.pictures):,} pictures in a folder: {how}"
+        if self.strays:
+            names = ", ".join(map(repr, self.strays[:_SHOWN])) + (", ..." if len(self.strays) > _SHOWN else "")
+            yield f"pictures in no subfolder are left out, {len(self.strays):,}: {names}"
+        if self.others:
+            yield f"other files are left out: {_counted(self.others)}"
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -49,30 +64,55 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def folder_facts(path: Path) -> FolderFacts:
-    """List a folder's pictures, links to folders left out."""
-    pictures, texts = [], set()
-    for folder, folders, names in os.walk(path, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    """List a folder's pictures, those behind links to folders, too."""
+    pictures, texts, others = [], {}, Counter[str]()
+    for folder, folders, names in os.walk(path, onerror=_raise, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != OF_MACS)
         inside = Path(folder).relative_to(path)
-        for name in names:
+        if os.path.islink(folder):
+            _check_link(path, inside)
+        for name in sorted(names):
             stem, ending = os.path.splitext(name)
             if name.startswith("."):
                 continue
             if ending.lower() in PICTURES:
                 pictures.append((inside / name).as_posix())
             elif ending.lower() == ".txt":
-                texts.add((inside / stem).as_posix())
+                texts[unicodedata.normalize("NFC", (inside / stem).as_posix())] = (inside / name).as_posix()
+            else:
+                others[(ending.lower() or "without an ending") if is_utf8(ending) else "not UTF-8"] += 1
     if not pictures:
+        there = f"; its files are {_counted(others)}" if others else ""
         raise UserError(
             f"--data: the folder {str(path)!r} holds no pictures, no .tar shards and no saved data set; expected files "
-            f"such as .png and .jpg, in one subfolder for each class or with texts beside them"
+            f"such as .png and .jpg, in one subfolder for each class or with texts beside them{there}"
         )
     pictures.sort()
-    if any(os.path.splitext(name)[0] in texts for name in pictures):
-        kind = "beside"
-    else:
-        kind = "class" if all("/" in name for name in pictures) else "name"
-    return FolderFacts(pictures, texts, kind)
+    if any(_stem(name) in texts for name in pictures):
+        return FolderFacts(pictures, texts, "beside", [], others)
+    strays = [name for name in pictures if "/" not in name]
+    of_classes = [name for name in pictures if "/" in name]
+    few = len(strays) < len(of_classes) and len({*map(os.path.dirname, of_classes)}) > 1
+    if few or not strays:
+        return FolderFacts(of_classes, texts, "class", strays, others)
+    return FolderFacts(pictures, texts, "name", [], others)
+
+
+def _stem(name: str) -> str:
+    return unicodedata.normalize("NFC", os.path.splitext(name)[0])
+
+
+def _counted(endings: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(_SHOWN)) + (
+        ", ..." if len(endings) > _SHOWN else ""
+    )
+
+
+def _check_link(path: Path, link: Path) -> None:
+    """Raise UserError if a link to a folder leads to one that it lies in, so that a walk would not end."""
+    target = (path / link).resolve()
+    if any((path / above).resolve().is_relative_to(target) for above in link.parents):
+        raise UserError(f"--data: {str(path / link)!r} is a link to {str(target)!r}, in which it lies; remove the link")
 
 
 def _raise(error: OSError) -> None:
@@ -94,14 +134,14 @@ def folder_batches(path: Path, facts: FolderFacts) -> Iterator[Any]:
 
 
 def _text(path: Path, name: str, facts: FolderFacts) -> str:
-    stem = os.path.splitext(name)[0]
+    stem = _stem(name)
     if facts.kind == "class":
         return in_words(name.split("/")[-2])
     if facts.kind == "name":
         return in_words(stem.rpartition("/")[2])
     if stem not in facts.texts:
         raise UserError(f"{path / name}: there is no text beside it, {stem + '.txt'!r}; other pictures have one")
-    file = path / f"{stem}.txt"
+    file = path / facts.texts[stem]
     try:
         text = read_bounded(Path(os.path.realpath(file)), _MOST_TEXT_BYTES).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:

@@ -120,8 +120,8 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
 
 def usual_columns(table: Table, role: str, taken: Collection[str] = ()) -> list[str]:
     """Return the columns with a usual name of a role, of equal ones the first: img2dataset writes a caption twice."""
-    there = {name.lower(): name for name in table.names}
-    found = [there[name] for name in USUAL[role] if name in there and there[name] not in taken]
+    there = [name for name in table.names if name.lower() in USUAL[role] and name not in taken]
+    found = sorted(there, key=lambda name: USUAL[role].index(name.lower()))
     return [name for place, name in enumerate(found) if not (place and _equal(table, found[0], name))]
 
 

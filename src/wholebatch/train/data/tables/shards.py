@@ -16,7 +16,7 @@ from typing import Any
 from ...._cpus import cpus_of_a_rank
 from ...._user_error import UserError
 from ..feed import WorkerDiedError, prepared
-from .folders import PICTURES, is_utf8
+from .folders import OF_MACS, PICTURES, is_utf8
 from .table import MEMBER, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}
@@ -68,9 +68,9 @@ def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
         with tarfile.open(shard, mode="r:") as members:
             for member in members:
                 members.members = []  # type: ignore[attr-defined]  # tarfile would keep all of them
-                if not member.isreg():
-                    continue
                 folder, _, name = member.name.rpartition("/")
+                if not member.isreg() or name.startswith(".") or OF_MACS in folder.split("/"):
+                    continue
                 key, _, ending = name.partition(".")
                 endings.add(f".{_as_utf8(ending)}")
                 if (folder, key) != stem:
