@@ -84,8 +84,8 @@ class TrainConfig:
     negatives, or label, whose usual names are recognized without this; and group: rows with an equal value in it are
     positives of each other, "group=product_id"."""
     skip_bad: bool = False
-    """Leave out rows whose picture cannot be read; left_out.csv of the run folder lists them. All pictures are read
-    once to find them, and again when a file of theirs changes."""
+    """Leave out rows without a text, or whose picture cannot be read; left_out.csv of the run folder lists them. All
+    pictures are read once to find them, and again when a file of theirs changes."""
     workers: int = -1
     """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
     run_folder: Path | None = None

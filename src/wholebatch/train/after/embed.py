@@ -29,7 +29,7 @@ class Again:
 
     def __call__(self, run: OpenRun) -> Items:
         """Open them, all rows of them."""
-        return open_items(run, self.data, self.argument, column=self.column, side=self.side)
+        return open_items(run, self.data, self.argument, column=self.column, side=self.side, skip_bad=None)
 
 
 def embed(options: EmbedConfig) -> None:

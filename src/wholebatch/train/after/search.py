@@ -136,9 +136,9 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
     side = options.side or (_OTHER[asked] if _OTHER[asked] in run.sides else asked)
     if not column and not options.data:
         column = _column_of_run(run, side)
-    items = distinct(run, open_items(run, data, argument, column=column, side=side, say=say))
     skip_bad = options.skip_bad or (not options.data and run.config.skip_bad)
-    return kept_features(run, items, work, argument, skip_bad=skip_bad)
+    items = open_items(run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=work.workers)
+    return kept_features(run, distinct(run, items), work, argument)
 
 
 def _column_of_run(run: OpenRun, side: str) -> str:

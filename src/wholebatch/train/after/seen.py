@@ -43,6 +43,13 @@ class _Rows(NamedTuple):
     rows: Tensor
     everything: Tensor
 
+    @classmethod
+    def of(cls, side: Side, rows: Tensor, everything: Tensor) -> _Rows:
+        """Return these rows, or those behind them of the side that this one is chosen from."""
+        if isinstance(side, Chosen):
+            return cls(side.side, side.rows[rows], torch.unique(side.rows[everything]))
+        return cls(side, rows, everything)
+
 
 def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, Seen], str]:
     """Return by side how many items of these data are in the rows that the run was trained on, and a line about it."""
@@ -67,11 +74,8 @@ def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
     if (data[0] if isinstance(data, tuple) else data).digest != facts.digest:
         raise UserError(f"{run.config.data!r} has changed since the run was started")
     if not isinstance(data, tuple):
-        pictures, rows = data.pictures, data.train
-        if isinstance(pictures, Chosen):
-            yield "image", [_Rows(pictures.side, pictures.rows[rows], pictures.rows.sort().values)]
-        else:
-            yield "image", [_Rows(pictures, rows, rows)]
+        everything = torch.arange(len(data.pictures.rows)) if isinstance(data.pictures, Chosen) else data.train
+        yield "image", [_Rows.of(data.pictures, data.train, everything)]
         return
     pairs, split = data
     trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
@@ -89,7 +93,7 @@ def _distinct(pairs: Pairs, name: str, rows: Tensor) -> _Rows:
     rows, everything = rows.sort().values, pairs.order.sort().values
     if name in pairs.numbers and len(rows):
         rows = rows[first_of_each(torch.unique(pairs.numbers[name][rows], return_inverse=True)[1])]
-    return _Rows(pairs.sides[name], rows, everything)
+    return _Rows.of(pairs.sides[name], rows, everything)
 
 
 def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..data.tables.listed import in_rows
 from ..data.tables.roles import find_roles, text_column
 from ..data.tables.table import Table
 from ..encoders.words import in_upper_case, split_words
@@ -36,7 +37,7 @@ def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table 
         return []
     roles = [*find_roles(table, run.config.columns, task=run.config.task).items()][:2]
     columns = [
-        text_column(table, role, names[0])
+        text_column(in_rows(table, names[:1])[0], role, names[0], {})
         for name, (role, names) in zip(run.sides, roles, strict=True)
         if run.encoder(name) is run.encoder(side)
     ]

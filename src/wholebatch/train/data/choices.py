@@ -20,7 +20,6 @@ _SAMPLE = 64  # pictures that are looked at for the size and the colors
 _FEW = 20  # texts of a test
 _SIZES = (64, 48, 32)
 _TEXTS = 10_000  # whose words are counted
-_WHOLE = 0.99  # of the texts are read to their end
 _MOST_WORDS = 128  # the memory of a text grows with them
 
 
@@ -74,7 +73,7 @@ def with_words(config: TrainConfig, pairs: Pairs, split: Split, say: Callable[[s
     rows = rows[torch.linspace(0, len(rows) - 1, min(_TEXTS, len(rows))).long()]
     texts = [text for side in pairs.sides.values() if side.kind == "text" for text in side.items(rows)]
     counts = torch.tensor([len(split_words(text)) for text in texts], dtype=torch.float64)
-    words = min(_MOST_WORDS, max(FEWEST_WORDS, int(counts.quantile(_WHOLE, interpolation="higher"))))
+    words = min(_MOST_WORDS, max(FEWEST_WORDS, int(counts.quantile(0.99, interpolation="higher"))))
     longer = (counts > words).double().mean().item()
     if longer or words > FEWEST_WORDS:
         said = f"{longer:.1%} of those to train on are longer, and are cut off"

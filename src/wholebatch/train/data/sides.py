@@ -163,10 +163,7 @@ class Chosen(Side):
 
 
 def file_of(folder: str, name: str) -> str:
-    """Return the path of a picture, as it is on the disk or else as the table names it.
-
-    The disk of another system may have a name in another form of Unicode, or the table the separators of Windows.
-    """
+    """Return the path of a picture; the disk may have another form of Unicode in it, or the table that of Windows."""
     path = os.path.join(folder, name)
     if (name.isascii() and "\\" not in name) or os.path.exists(path):
         return path

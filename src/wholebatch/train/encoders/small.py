@@ -16,8 +16,7 @@ from .inputs import Inputs
 from .networks import ImageNetwork, TextNetwork
 from .words import TextBatch, split_batch, tokenize
 
-FEWEST_WORDS = 12
-"""Words of a text that an encoder reads where `max_words` is left to the data."""
+FEWEST_WORDS = 12  # that an encoder reads where `max_words` is 0
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,7 @@ def split_batch(batch: TextBatch, size: int) -> Iterator[TextBatch]:
 
 
 def split_words(text: str) -> list[str]:
-    """Split a text into upper-case words; each digit and each punctuation mark but a hyphen is a word.
-
-    >>> split_words("Cafe\u0301 2"), split_words("हिन्दी लाल") == ["हिन्दी", "लाल"]
-    (['CAFÉ', '2'], True)
-    """
+    """Split a text into upper-case words; each digit and each punctuation mark but a hyphen is a word."""
     return (_ASCII if text.isascii() else _words()).findall(in_upper_case(text))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...._user_error import UserError
 from ..pictures.equal import numbers_in_common
+from ..tables.listed import flattened
 from ..tables.plain_types import is_text
 from ..tables.roles import composed
 from ..tables.table import Table
@@ -115,13 +116,7 @@ def find_negatives(
     rows, texts = [], []
     for name in names:
         table.check_usable(name)
-        column = table.arrow[name]
-        if _is_list(column.type):
-            counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-            owner = torch.repeat_interleave(torch.arange(len(column)), torch.from_numpy(counts.astype("int64")))
-            column = pc.list_flatten(column)
-        else:
-            owner = torch.arange(len(column))
+        column, owner = flattened(table.arrow[name])
         if not is_text(column.type):
             raise UserError(
                 f"{table.source}: the column {name!r} must hold texts, or lists of texts, to be the negatives; "
@@ -139,9 +134,3 @@ def find_negatives(
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     *of_others, numbers = numbers_in_common([*others, flat], identity)
     return Negatives(flat, first, numbers), of_others
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -73,12 +73,7 @@ def numbers_of_texts(column: Any) -> Tensor:
 
 
 def numbers_in_common(columns: Sequence[Any], identity: Callable[[str], str] | None = None) -> list[Tensor]:
-    """Return a number for each row of each column of texts, int64, equal for equal texts of any of the columns.
-
-    Args:
-        columns: Arrow columns.
-        identity: texts are equal for which it returns the same. None: those of the same letters.
-    """
+    """Return a number for each row of each column of texts, int64, equal for texts of any of them of one `identity`."""
     import pyarrow as pa
 
     is_large = any(pa.types.is_large_string(column.type) for column in columns)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...._files import read_bounded
 from ...._user_error import UserError
-from .table import MEMBER, need_pyarrow
+from .table import MEMBER, REASON, need_pyarrow
 
 PICTURES = frozenset(
     (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm",
@@ -22,8 +22,7 @@ PICTURES = frozenset(
 """Endings of pictures, as Pillow names them."""
 _MOST_TEXT_BYTES = 2**20
 _SHOWN = 5  # names in a line
-OF_MACS = "__MACOSX"
-"""The folder of a Mac's archives with what is no file of its user's, as files whose names begin with "._"."""
+OF_MACS = "__MACOSX"  # a folder in their archives of what is no file of the user's
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class FolderFacts:
         }[self.kind]
         yield f"{len(self.pictures):,} pictures in a folder: {how}"
         if self.strays:
-            names = ", ".join(map(repr, self.strays[:_SHOWN])) + (", ..." if len(self.strays) > _SHOWN else "")
-            yield f"pictures in no subfolder are left out, {len(self.strays):,}: {names}"
+            names = [*map(repr, self.strays[:_SHOWN]), *["..."] * (len(self.strays) > _SHOWN)]
+            yield f"pictures in no subfolder are left out, {len(self.strays):,}: {', '.join(names)}"
         if self.others:
             yield f"other files are left out: {_counted(self.others)}"
 
@@ -92,10 +91,9 @@ def folder_facts(path: Path) -> FolderFacts:
         return FolderFacts(pictures, texts, "beside", [], others)
     strays = [name for name in pictures if "/" not in name]
     of_classes = [name for name in pictures if "/" in name]
-    few = len(strays) < len(of_classes) and len({*map(os.path.dirname, of_classes)}) > 1
-    if few or not strays:
-        return FolderFacts(of_classes, texts, "class", strays, others)
-    return FolderFacts(pictures, texts, "name", [], others)
+    if strays and (len(strays) >= len(of_classes) or len({*map(os.path.dirname, of_classes)}) < 2):
+        return FolderFacts(pictures, texts, "name", [], others)
+    return FolderFacts(of_classes, texts, "class", strays, others)
 
 
 def _stem(name: str) -> str:
@@ -103,9 +101,8 @@ def _stem(name: str) -> str:
 
 
 def _counted(endings: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(_SHOWN)) + (
-        ", ..." if len(endings) > _SHOWN else ""
-    )
+    counts = [f"{count:,} {ending}" for ending, count in endings.most_common()]
+    return ", ".join(counts[:_SHOWN] + ["..."] * (len(counts) > _SHOWN))
 
 
 def _check_link(path: Path, link: Path) -> None:
@@ -126,31 +123,28 @@ def folder_batches(path: Path, facts: FolderFacts) -> Iterator[Any]:
     for name in facts.pictures:
         if not is_utf8(name):
             raise UserError(f"{path}: the file name {os.fsencode(name)!r} is not UTF-8; rename the file")
-    texts = [_text(path, name, facts) for name in facts.pictures]
-    column = "label" if facts.kind == "class" else "text"
-    yield pa.record_batch(
-        [pa.array(facts.pictures), pa.array(texts), pa.array(facts.pictures)], ["image", column, MEMBER]
-    )
+    texts, reasons = zip(*(_text(path, name, facts) for name in facts.pictures), strict=True)
+    columns = [pa.array(column, pa.string()) for column in (facts.pictures, texts, facts.pictures, reasons)]
+    yield pa.record_batch(columns, ["image", "label" if facts.kind == "class" else "text", MEMBER, REASON])
 
 
-def _text(path: Path, name: str, facts: FolderFacts) -> str:
+def _text(path: Path, name: str, facts: FolderFacts) -> tuple[str | None, str | None]:
+    """Return the text of a picture and None, or None and the reason why it has no text."""
     stem = _stem(name)
     if facts.kind == "class":
-        return in_words(name.split("/")[-2])
+        return in_words(name.split("/")[-2]), None
     if facts.kind == "name":
-        return in_words(stem.rpartition("/")[2])
+        return in_words(stem.rpartition("/")[2]), None
     if stem not in facts.texts:
-        raise UserError(f"{path / name}: there is no text beside it, {stem + '.txt'!r}; other pictures have one")
+        return None, f"there is no text beside it, {stem + '.txt'!r}; other pictures have one"
     file = path / facts.texts[stem]
     try:
         text = read_bounded(Path(os.path.realpath(file)), _MOST_TEXT_BYTES).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        return None, f"{file} is not UTF-8 text: {error.reason} at byte {error.start}"
     except ValueError as error:  # too many bytes, or no regular file
-        raise UserError(str(error)) from error
-    if not text:
-        raise UserError(f"{file} is empty; expected the text of {name}")
-    return text
+        return None, str(error)
+    return (text, None) if text else (None, f"{file} is empty; expected the text of {name}")
 
 
 def is_utf8(name: str) -> bool:

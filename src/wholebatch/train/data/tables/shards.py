@@ -35,10 +35,9 @@ def shard_batches(shards: list[Path]) -> Iterator[Any]:
     names: list[str] | None = None
     try:
         for batch in prepared(_batch, shards, workers=workers):
-            names = batch.schema.names[:-1] if names is None else names
-            columns = [
-                batch[name] if name in batch.schema.names else pa.nulls(len(batch), pa.string()) for name in names
-            ]
+            there = dict(zip(batch.schema.names, batch.columns, strict=True))
+            names = [*there][:-1] if names is None else names
+            columns = [there[name] if name in there else pa.nulls(len(batch), pa.string()) for name in names]
             yield pa.record_batch([*columns, batch[MEMBER]], [*names, MEMBER])
     except WorkerDiedError as error:
         raise UserError(f"--data: a process that reads the shards {error}") from error
