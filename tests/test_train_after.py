@@ -32,6 +32,7 @@ from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.sides import DrawnPictures, Texts
 from wholebatch.train.data.tables.open_table import open_table
+from wholebatch.train.encoders.words import identity
 from wholebatch.train.run.resume import read_config
 from wholebatch.train.tasks.chance import chance
 from wholebatch.train.tasks.evaluation import features_of_rows
@@ -206,10 +207,13 @@ def test_rows_are_read_batch_by_batch(run, damaged):
         next(tiles)
 
 
-def test_an_older_column_of_features_is_replaced(run, data, tmp_path):
+def test_an_older_column_of_features_is_replaced(run, data, tmp_path, capsys):
     succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
+    assert "the column 'features' of" not in capsys.readouterr().out
     shutil.copytree(data.parent / "images", tmp_path / "images")
     succeeds("embed", run, tmp_path / "f.parquet", "--column", "text", "--out", tmp_path / "g.parquet")
+    said = f"the column 'features' of {tmp_path / 'f.parquet'} is left out of {tmp_path / 'g.parquet'}: it is the name "
+    assert said in capsys.readouterr().out
     table = pq.read_table(tmp_path / "g.parquet")
     assert table.column_names.count("features") == 1
     expected = reference(run, data, "text", "text")
@@ -560,7 +564,7 @@ def test_texts_are_compared_without_case_where_the_encoder_ignores_it(run, data,
     ours, theirs = (_Rows(Texts(texts), rows, rows) for texts in (["STRASSE", "a", "b"], ["Straße", "A", "c"]))
     found = open_run(run)
     assert [_number_in(ours, [theirs], change) for change in (str.upper, str.lower, None)] == [2, 1, 0]
-    assert case_ignored_by(found.encoder("text")) is str.upper
+    assert case_ignored_by(found.encoder("text")) is identity
     assert case_ignored_by(found.encoder("image")) is None
 
 

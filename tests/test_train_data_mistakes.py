@@ -153,12 +153,12 @@ def test_a_type_that_changes_far_down(tmp_path, monkeypatch):
     for last, message in (
         ({"negatives": "n"}, r"lines 5 to 5: 'negatives' is not of the type of the lines before them; expected a text"),
         ({"negatives": [1]}, "lines 5 to 5: 'negatives' is not of the type"),
-        ({"extra": "x"}, "line 5: the key 'extra' is in none of the lines before it; give it to each line"),
+        ({"negative_7": "x"}, "line 5: the key 'negative_7' is in none of the lines before it; give it to each line"),
     ):
         lines = [*rows, {"query": "q", "positive": "p", **last}]
         (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
         assert re.search(message, error_of(tmp_path / "q.jsonl"))
-    lines = [*rows, {"query": "q", "positive": "p"}, {"query": "r", "positive": "s", "negatives": None}]
+    lines = [*rows, {"query": "q", "positive": "p", "note": 1}, {"query": "r", "positive": "s", "negatives": None}]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     pairs = table_pairs(open_table(str(tmp_path / "q.jsonl")), CONFIG)
     assert [len(pairs.negatives.of(torch.tensor([row]))[0]) for row in (3, 4, 5)] == [1, 0, 0]
@@ -732,12 +732,15 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(png(number))
         (tmp_path / f"{number}.txt").write_text(f"picture {number}")
-    for name, said in (("2.png", "it is no regular file"), ("0.txt", "is not a regular file")):
+    for name, said, read in (
+        ("2.png", "it is no regular file", lambda table: FilePictures(table, "image").read(2)),
+        ("0.txt", "is not a regular file", lambda table: table_pairs(table, CONFIG)),
+    ):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
         with pytest.raises(UserError, match=said):
-            FilePictures(open_table(str(tmp_path)), "image").read(2)
+            read(open_table(str(tmp_path)))
         (tmp_path / name).unlink()
         (tmp_path / name).write_bytes(kept)
     (tmp_path / "2.png").unlink()

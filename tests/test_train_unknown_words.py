@@ -13,7 +13,7 @@ from wholebatch.train.after.unknown_words import note_of, unknown_words
 from wholebatch.train.data.tables.table import Table
 from wholebatch.train.encoders.words import split_words
 
-AWKWARD = "aéßſıİςσΣﬁŉ²5_-. \n"  # noqa: RUF001
+AWKWARD = "aéßſıİςσΣﬁŉ²5_-. \nह\u093e\u0301\u200d"  # noqa: RUF001
 
 
 def asked(queries, columns, *, by="text", encoders=None, text_encoder="small", named=""):

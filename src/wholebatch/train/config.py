@@ -43,8 +43,9 @@ class ModelConfig:
     """Attention heads of each layer; must divide --model.text-width."""
     text_buckets: int = 16384
     """Rows of the table of hashed word pieces."""
-    max_words: int = 12
-    """Words of a text that are read; the rest is cut off."""
+    max_words: int = 0
+    """Words of a text that are read; the rest is cut off. 0: as many as 99 of 100 texts to train on have, from 12 to
+    128; 12 for the embedded characters."""
     initial_logit_scale: float = 14.3
     """Scale of the similarities before the first step (1 / temperature)."""
 
@@ -83,8 +84,8 @@ class TrainConfig:
     negatives, or label, whose usual names are recognized without this; and group: rows with an equal value in it are
     positives of each other, "group=product_id"."""
     skip_bad: bool = False
-    """Leave out rows whose picture cannot be read; left_out.csv of the run folder lists them. All pictures are read
-    once to find them, and again when a file of theirs changes."""
+    """Leave out rows without a text, or whose picture cannot be read; left_out.csv of the run folder lists them. All
+    pictures are read once to find them, and again when a file of theirs changes."""
     workers: int = -1
     """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
     run_folder: Path | None = None

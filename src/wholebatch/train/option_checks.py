@@ -74,9 +74,10 @@ def check_options(config: TrainConfig) -> None:
 
 def _check_model(config: TrainConfig) -> None:
     model = config.model
-    for name in ("embedding_size", "image_width", "text_width", "text_heads", "text_buckets", "max_words"):
+    for name in ("embedding_size", "image_width", "text_width", "text_heads", "text_buckets"):
         require(getattr(model, name) >= 1, f"model.{name}", "at least 1", getattr(model, name))
-    require(model.text_layers >= 0, "model.text_layers", "at least 0", model.text_layers)
+    for name in ("text_layers", "max_words"):
+        require(getattr(model, name) >= 0, f"model.{name}", "at least 0", getattr(model, name))
     scale = model.initial_logit_scale
     require(0 < scale <= 100, "model.initial_logit_scale", "in (0, 100]", scale)
     heads, width = model.text_heads, model.text_width

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .encode import Work, features_of
-from .feature_files import write_features
+from .feature_files import COLUMN, write_features
 from .items import Items, open_items
 from .open_run import OpenRun, device_of, open_run
 from .options import EmbedConfig
@@ -29,7 +29,7 @@ class Again:
 
     def __call__(self, run: OpenRun) -> Items:
         """Open them, all rows of them."""
-        return open_items(run, self.data, self.argument, column=self.column, side=self.side)
+        return open_items(run, self.data, self.argument, column=self.column, side=self.side, skip_bad=None)
 
 
 def embed(options: EmbedConfig) -> None:
@@ -46,6 +46,8 @@ def embed(options: EmbedConfig) -> None:
         run, options.data, "DATA", column=options.column, side=options.side, skip_bad=options.skip_bad, say=say,
         workers=options.workers,
     )  # fmt: skip
+    if options.out.suffix == ".parquet" and items.table is not None and COLUMN in items.table.names:
+        say(f"the column {COLUMN!r} of {items.source} is left out of {options.out}: it is the name of the new features")
     again = Again(options.data, "DATA", items.column, items.name)
     tiles = with_progress(features_of(run, items, work, again), len(items))
     of = f"the column {items.column!r} of {items.source}" if items.column else items.source

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..._measure import threads_of_a_rank
 from ..._user_error import UserError
 from ..data.feed import WorkerDiedError, automatic_workers, prepared
-from ..data.sides import FilePictures
+from ..data.sides import Chosen, FilePictures
 from ..encoders.inputs import to_device
 from ..ranks.local_ranks import RankDiedError, one_line
 from ..tasks.batches import Reader, RowInputs
@@ -83,7 +83,7 @@ def _features(run: OpenRun, items: Items, parts: list[Tensor], work: Work) -> It
 
 
 def _workers(items: Items, work: Work) -> int:
-    is_quick = not isinstance(items.side, FilePictures) or len(items) <= work.batch_size
+    is_quick = not isinstance(items.side, (FilePictures, Chosen)) or len(items) <= work.batch_size
     return 0 if work.workers < 0 and is_quick else work.workers_to_read()
 
 

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..._user_error import UserError
-from ..data.pictures.unreadable import readable_rows
-from ..data.sides import FilePictures
 from .embed import Again, with_progress
 from .encode import Work, features_of
 from .feature_files import FeatureFile, open_features, write_features
@@ -23,18 +21,15 @@ FOLDER = "features"
 _DIGITS = 16  # of a hash, in the name of a file
 
 
-def kept_features(run: OpenRun, items: Items, work: Work, argument: str, *, skip_bad: bool) -> FeatureFile:
+def kept_features(run: OpenRun, items: Items, work: Work, argument: str) -> FeatureFile:
     """Return the features of all these items, which are computed if the folder of the run does not have them.
 
     Args:
         run: the run.
-        items: all rows of the data.
+        items: the rows of the data.
         work: how to compute.
         argument: the name of the data on the command line, for errors.
-        skip_bad: leave out rows whose picture cannot be read.
     """
-    if skip_bad and isinstance(items.side, FilePictures):
-        items = replace(items, rows=readable_rows(items.side, say, workers=work.workers).rows)
     data = f"{items.name}-{items.digest()[:_DIGITS]}"
     path = run.folder / FOLDER / f"{data}-{run.weights[:_DIGITS]}.npy"
     try:

@@ -15,7 +15,7 @@ from ..._bounded_json import parse_json
 from ..._files import replacing
 from ..._user_error import UserError
 from ..data.sides import FilePictures, Texts
-from ..data.tables.table import LINE, MEMBER, Table
+from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
 from .items import Items
 from .reading import reading
 
@@ -24,7 +24,7 @@ TILE = 16384  # rows that are read at a time
 _KEY = b"wholebatch"
 _FORMAT = "wholebatch-features-1"
 _PICTURE = "image"  # the column of a folder of pictures
-_HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member"}  # names without the character of code 0
+_HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member", ROW: "wholebatch row"}  # without the code 0
 
 
 def write_features(path: Path, tiles: Iterable[Tensor], items: Items, *, width: int, weights: str) -> None:
@@ -70,7 +70,7 @@ def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int,
         "member": repeated,
     }  # fmt: skip
     # An older column of features is left out, too.
-    columns = _columns(items, {COLUMN, MEMBER} if repeated else {COLUMN})
+    columns = _columns(items, {COLUMN, REASON, MEMBER} if repeated else {COLUMN, REASON})
     of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
     schema = columns.schema.append(of_features).with_metadata({_KEY: json.dumps(facts).encode()})
     done = 0

@@ -16,16 +16,19 @@ from ..._user_error import UserError
 from ..config import for_glyphs
 from ..data.cache.picture_stamps import stamp_of_pictures
 from ..data.glyphs import glyph_pairs
+from ..data.pictures.left_out import rows_with_texts
 from ..data.pictures.unreadable import readable_rows
 from ..data.sides import FilePictures, Side, Texts
 from ..data.tables.fingerprint import digest_of
 from ..data.tables.folders import PICTURES
+from ..data.tables.listed import in_rows
 from ..data.tables.open_table import open_table
 from ..data.tables.plain_types import is_bytes, is_text
 from ..data.tables.roles import USUAL, text_column, usual_columns
 from ..data.tables.table import Table
 from .open_run import OpenRun
 from .options import renamed
+from .seen import case_ignored_by
 
 # The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
 ROLES = {
@@ -92,7 +95,7 @@ def open_items(
     *,
     column: str = "",
     side: str | None = None,
-    skip_bad: bool = False,
+    skip_bad: bool | None = False,
     say: Callable[[str], None] = lambda _: None,
     workers: int = 0,
 ) -> Items:
@@ -104,7 +107,7 @@ def open_items(
         argument: its name on the command line, for errors.
         column: the column. "": the usual one of the side.
         side: the side that reads it. None: as the column is.
-        skip_bad: leave out rows whose picture cannot be read.
+        skip_bad: leave out rows without a text or a readable picture. None: those to read are known.
         say: called with lines about the data.
         workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
 
@@ -126,17 +129,20 @@ def open_items(
             pictures = FilePictures(table, column)
             rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column)
-        return Items(name, Texts(text_column(table, name, column)), torch.arange(len(table)), data, table, column)
+        table, _ = in_rows(table, [column])
+        empty: dict[int, str] | None = None if skip_bad is False else {}
+        texts = Texts(text_column(table, name, column, empty))
+        return Items(name, texts, rows_with_texts(table, empty or {}, say)[0], data, table, column)
     except UserError as error:
         raise renamed(error, argument) from error
 
 
-def distinct(items: Items) -> Items:
-    """Return the first row of each text; pictures stay as they are."""
+def distinct(run: OpenRun, items: Items) -> Items:
+    """Return the first row of each text that the encoder tells from others; pictures stay as they are."""
     if items.side.kind != "text":
         return items
-    texts = items.side.items(items.rows)
-    first = {text: place for place, text in reversed([*enumerate(texts)])}
+    same = case_ignored_by(run.encoder(items.name)) or str
+    first = {same(text): place for place, text in reversed([*enumerate(items.side.items(items.rows))])}
     return replace(items, rows=items.rows[sorted(first.values())])
 
 
@@ -169,16 +175,7 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
 
 def _usual(table: Table, side: str) -> str:
     """Return the usual column of a side, as `wholebatch train` finds it; "" if there is none."""
-    for role in ROLES[side]:
-        found = usual_columns(table, role)
-        if len(found) > 1:
-            raise UserError(
-                f"{table.source} has several columns that could be the {role}: {', '.join(found)}; name one, for "
-                f"instance --column {found[0]}"
-            )
-        if found:
-            return found[0]
-    return ""
+    return next((found[0] for role in ROLES[side] if (found := usual_columns(table, role, "--column "))), "")
 
 
 def _side_of(run: OpenRun, table: Table, column: str) -> str:

@@ -43,8 +43,8 @@ class EncodingOptions(_OfRun):
     """How rows are read and encoded."""
 
     skip_bad: bool = False
-    """Leave out rows whose picture cannot be read. All pictures are read once to find them, and again when a file of
-    theirs changes. A search of the run's own data does as the run does."""
+    """Leave out rows without a text or a readable picture. All pictures are read once to find them, and again when a
+    file of theirs changes. A search of the run's own data does as the run does."""
     batch_size: int = 256
     """Rows that are encoded together."""
     workers: int = -1

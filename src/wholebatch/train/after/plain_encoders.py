@@ -22,7 +22,7 @@ def plain_encoder(folder: Path, name: str, prefix: str) -> PlainEncoder | None:
     values: dict[str, Any] = json.loads((folder / "encoder.json").read_text())
     made = {
         "small image": _small_image,
-        "small text": _small_text,
+        "small text 2": _small_text,
         "transformers text": _transformers_text,
         "timm image": _timm_image,
     }.get(values["form"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def _queries(run: OpenRun, options: SearchConfig) -> Items:
         raise UserError(
             f"QUERY is a {'picture' if kind == 'image' else 'text'}, and the run only has an encoder of {there}"
         )
-    item: Any = options.query
+    item: Any = unicodedata.normalize("NFC", options.query)  # as the texts of the data are
     if kind == "image":
         try:
             item = open_picture(Path(options.query))
@@ -135,9 +136,9 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
     side = options.side or (_OTHER[asked] if _OTHER[asked] in run.sides else asked)
     if not column and not options.data:
         column = _column_of_run(run, side)
-    items = distinct(open_items(run, data, argument, column=column, side=side, say=say))
     skip_bad = options.skip_bad or (not options.data and run.config.skip_bad)
-    return kept_features(run, items, work, argument, skip_bad=skip_bad)
+    items = open_items(run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=work.workers)
+    return kept_features(run, distinct(run, items), work, argument)
 
 
 def _column_of_run(run: OpenRun, side: str) -> str:

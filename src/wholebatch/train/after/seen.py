@@ -2,14 +2,14 @@
 
 The run folder keeps no single item, only the hash of the data, so the run's data are loaded and split again. If they
 are not there any more, or others, the answer is not known. Texts are compared as the encoder of their side reads them:
-without case if it ignores case, as the built-in one does and encoders that lower their texts, else letter by letter.
+by its words, as groups are, or without case if it lowers its texts, else letter by letter.
 Pictures are compared byte by byte, of which only those of equal sizes are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..data.pictures.equal import MOST, digests_of, first_of_each, numbers_in_co
 from ..data.sides import Chosen, DrawnPictures, FilePictures, Side, Texts
 from ..encoders.encoder import Encoder
 from ..encoders.small import TextEncoder
+from ..encoders.words import identity
 from ..run.data_facts import read_data_facts
 from ..tasks.pair_search import PLURAL
 from .open_run import OpenRun
@@ -41,6 +42,13 @@ class _Rows(NamedTuple):
     side: Side
     rows: Tensor
     everything: Tensor
+
+    @classmethod
+    def of(cls, side: Side, rows: Tensor, everything: Tensor) -> _Rows:
+        """Return these rows, or those behind them of the side that this one is chosen from."""
+        if isinstance(side, Chosen):
+            return cls(side.side, side.rows[rows], torch.unique(side.rows[everything]))
+        return cls(side, rows, everything)
 
 
 def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, Seen], str]:
@@ -66,11 +74,8 @@ def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
     if (data[0] if isinstance(data, tuple) else data).digest != facts.digest:
         raise UserError(f"{run.config.data!r} has changed since the run was started")
     if not isinstance(data, tuple):
-        pictures, rows = data.pictures, data.train
-        if isinstance(pictures, Chosen):
-            yield "image", [_Rows(pictures.side, pictures.rows[rows], pictures.rows.sort().values)]
-        else:
-            yield "image", [_Rows(pictures, rows, rows)]
+        everything = torch.arange(len(data.pictures.rows)) if isinstance(data.pictures, Chosen) else data.train
+        yield "image", [_Rows.of(data.pictures, data.train, everything)]
         return
     pairs, split = data
     trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
@@ -88,13 +93,13 @@ def _distinct(pairs: Pairs, name: str, rows: Tensor) -> _Rows:
     rows, everything = rows.sort().values, pairs.order.sort().values
     if name in pairs.numbers and len(rows):
         rows = rows[first_of_each(torch.unique(pairs.numbers[name][rows], return_inverse=True)[1])]
-    return _Rows(pairs.sides[name], rows, everything)
+    return _Rows.of(pairs.sides[name], rows, everything)
 
 
 def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:
-    """Return the function that removes the case of a text as this encoder does; None: it distinguishes case."""
+    """Return the function that removes from a text what this encoder ignores; None: it distinguishes case."""
     if isinstance(encoder, TextEncoder):
-        return str.upper
+        return identity
     prepare = getattr(encoder, "prepare", None)
     tokenizer = getattr(prepare, "tokenizer", None)
     fast = getattr(tokenizer, "backend_tokenizer", None)
@@ -107,14 +112,12 @@ def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:
     return str.lower if lowers else None
 
 
-def _number_in(ours: _Rows, theirs: list[_Rows], without_case: Callable[[str], str] | None = None) -> int | None:
+def _number_in(ours: _Rows, theirs: list[_Rows], same: Callable[[str], str] | None = None) -> int | None:
     """Return how many of our items are among theirs; None if they cannot be compared."""
     sides = [each.side for each in theirs]
     if isinstance(ours.side, Texts) and all(isinstance(side, Texts) for side in sides):
         columns = [each.side.column(each.rows) for each in (ours, *theirs) if isinstance(each.side, Texts)]
-        if without_case is not None:
-            columns = [_mapped(column, without_case) for column in columns]
-        mine, *others = numbers_in_common(columns)
+        mine, *others = numbers_in_common(columns, same)
         return int(torch.isin(mine, torch.cat(others)).sum())
     if isinstance(ours.side, FilePictures) and isinstance(sides[0], FilePictures):
         return _pictures_in(ours, ours.side, theirs[0], sides[0])
@@ -122,14 +125,6 @@ def _number_in(ours: _Rows, theirs: list[_Rows], without_case: Callable[[str], s
         known = {each.numpy().tobytes() for each in sides[0].pixels[theirs[0].rows]}
         return sum(each.numpy().tobytes() in known for each in ours.side.pixels[ours.rows])
     return None
-
-
-def _mapped(column: Any, change: Callable[[str], str]) -> Any:
-    """Return a column of texts with each text changed, as Python changes it: Arrow leaves ß as it is in upper case."""
-    import pyarrow as pa
-
-    chunks = [pa.array([change(text) for text in chunk.to_pylist()], pa.large_string()) for chunk in column.chunks]
-    return pa.chunked_array(chunks, pa.large_string())
 
 
 def _pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePictures) -> int | None:

@@ -9,15 +9,15 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..data.tables.listed import in_rows
 from ..data.tables.roles import find_roles, text_column
 from ..data.tables.table import Table
-from ..encoders.words import split_words
+from ..encoders.words import in_upper_case, split_words
 from .open_run import OpenRun
 
 _ROWS = 8192  # texts that are searched at a time
 _FEW = 32  # words that are looked for one by one; the words of the texts are listed for more
 _SHOWN = 10
-_LETTER = r"[^\W\d_]"
 # Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
 _WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
@@ -37,7 +37,7 @@ def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table 
         return []
     roles = [*find_roles(table, run.config.columns, task=run.config.task).items()][:2]
     columns = [
-        text_column(table, role, names[0])
+        text_column(in_rows(table, names[:1])[0], role, names[0], {})
         for name, (role, names) in zip(run.sides, roles, strict=True)
         if run.encoder(name) is run.encoder(side)
     ]
@@ -60,7 +60,7 @@ def note_of(words: Sequence[str]) -> str:
 def _in_parts(column: Any) -> Iterator[str]:
     """Yield the texts in upper case, many at a time, a line each."""
     for start in range(0, len(column), _ROWS):
-        yield "\n".join(column.slice(start, _ROWS).to_pylist()).upper()
+        yield in_upper_case("\n".join(column.slice(start, _ROWS).to_pylist()))
 
 
 def _has(texts: str, word: str, *, listed: bool) -> bool:
@@ -69,6 +69,4 @@ def _has(texts: str, word: str, *, listed: bool) -> bool:
         return word in texts
     if listed or word not in texts:  # which is found out much faster
         return False
-    if re.match(_LETTER, word) is None:
-        return True
-    return re.search(f"(?<!{_LETTER}){re.escape(word)}(?!{_LETTER})", texts) is not None
+    return any(word in split_words(line) for line in texts.split("\n") if word in line)

@@ -1,4 +1,4 @@
-"""The options that 0, or a default, leaves to the data: pictures, loss, held-out texts and batch."""
+"""The options that 0, or a default, leaves to the data: pictures, loss, words, held-out texts and batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import torch
 
 from ..._user_error import UserError
 from ..config import TrainConfig
-from .pairs.pairs import Pairs
+from ..encoders.small import FEWEST_WORDS
+from ..encoders.words import split_words
+from .pairs.pairs import Pairs, Split
 
 _LARGE = 10  # images of a class, on average
 _SAMPLE = 64  # pictures that are looked at for the size and the colors
 _FEW = 20  # texts of a test
 _SIZES = (64, 48, 32)
+_TEXTS = 10_000  # whose words are counted
+_MOST_WORDS = 128  # the memory of a text grows with them
 
 
 def with_pictures(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:
@@ -59,6 +63,22 @@ def with_loss(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> 
         raise UserError(f"--label-smoothing must be 0 with mined negatives, got {config.label_smoothing}")
     say("loss info_nce: each query among the documents and the mined negatives of the batch (--loss)")
     return replace(config, loss="info_nce")
+
+
+def with_words(config: TrainConfig, pairs: Pairs, split: Split, say: Callable[[str], None]) -> TrainConfig:
+    """Choose how many words of a text the built-in encoder reads, from a sample of the texts to train on."""
+    if config.text_encoder != "small" or config.model.max_words:
+        return config
+    rows = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
+    rows = rows[torch.linspace(0, len(rows) - 1, min(_TEXTS, len(rows))).long()]
+    texts = [text for side in pairs.sides.values() if side.kind == "text" for text in side.items(rows)]
+    counts = torch.tensor([len(split_words(text)) for text in texts], dtype=torch.float64)
+    words = min(_MOST_WORDS, max(FEWEST_WORDS, int(counts.quantile(0.99, interpolation="higher"))))
+    longer = (counts > words).double().mean().item()
+    if longer or words > FEWEST_WORDS:
+        said = f"{longer:.1%} of those to train on are longer, and are cut off"
+        say(f"of a text {words} words are read; {said} (--model.max-words)")
+    return replace(config, model=replace(config.model, max_words=words))
 
 
 def with_split_sizes(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..._cpus import cpus_of_a_rank
 from ..._user_error import UserError
 from ..config import TrainConfig
-from .sides import FilePictures, Side
+from .sides import Chosen, FilePictures, Side
 
 _B = TypeVar("_B")
 _MOST_WORKERS = 8  # more seldom help, and each holds batches in shared memory
@@ -75,7 +75,7 @@ def workers_of_a_rank(config: TrainConfig, sides: Mapping[str, Side], size: int)
     """Return how many processes prepare a rank's batches: `--workers`; -1: for pictures its share of the cores."""
     if config.workers >= 0:
         return config.workers
-    if not any(isinstance(side, FilePictures) for side in sides.values()):
+    if not any(isinstance(side, (FilePictures, Chosen)) for side in sides.values()):
         return 0
     return automatic_workers(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 

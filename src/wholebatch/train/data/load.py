@@ -9,7 +9,7 @@ import torch
 
 from ..._user_error import UserError
 from ..config import TrainConfig, for_glyphs
-from .choices import images_for_validation, with_batch, with_loss, with_pictures, with_split_sizes
+from .choices import images_for_validation, with_batch, with_loss, with_pictures, with_split_sizes, with_words
 from .classes.labeled import LabeledImages
 from .classes.split import classes_of_texts
 from .glyphs import glyph_classes, glyph_pairs
@@ -46,6 +46,7 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
     config = with_split_sizes(config, pairs, say)
     split = split_groups(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
     _check_held_out_ids(pairs, split)
+    config = with_words(config, pairs, split, say)
     pairs = _without_held_out(pairs, split, say)
     return with_batch(config, len(split.train), size, "texts", say), (pairs, split)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..._user_error import UserError
 
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
+_COMPRESSED = (".gz", ".tgz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
 _SHOWN = 200  # characters of a path in a message
 _MOST_NAMES = 10_000  # of a folder that are compared with a name
 FILES = (".csv", ".tsv", ".jsonl", ".parquet", ".tar")
@@ -66,7 +66,8 @@ def _refuse_compressed(paths: list[Path]) -> None:
     for path in paths:
         if path.name.endswith(_COMPRESSED):
             raise UserError(
-                f"--data: {str(path)!r} is compressed, and one cannot jump in it; decompress it to a .tar file"
+                f"--data: {str(path)!r} is compressed, and one cannot jump in it; decompress it to a "
+                f"{path.with_suffix('').suffix or '.tar'} file"
             )
 
 
@@ -79,11 +80,11 @@ def expand_shards(data: str) -> list[Path]:
     if path.is_dir():
         found = sorted(path.glob("*.tar"))
         if not found:
-            _refuse_compressed(sorted(path.iterdir()))
+            _refuse_compressed([file for file in sorted(path.iterdir()) if {".tar", ".tgz"} & {*file.suffixes}])
         return found
     if path.exists():
         return [path] if path.suffix == ".tar" else []
-    found = [Path(each) for part in _braces(data) for each in sorted(glob.glob(part)) or [part]]
+    found = [Path(each) for part in _braces(data) for each in sorted(glob.glob(_pattern(part))) or [part]]
     missing = [each for each in found if not each.is_file()]
     if missing:
         raise UserError(
@@ -91,6 +92,12 @@ def expand_shards(data: str) -> list[Path]:
         )
     _refuse_compressed(found)
     return found
+
+
+def _pattern(path: str) -> str:
+    """Return a pattern whose marks in the names of folders that there are stand for themselves."""
+    there = next((folder for folder in Path(path).parents if folder.is_dir()), Path())
+    return os.path.join(glob.escape(str(there)), Path(path).relative_to(there))
 
 
 def _braces(pattern: str) -> list[str]:

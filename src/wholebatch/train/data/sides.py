@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,7 +107,7 @@ class FilePictures(Side):
             raise UserError(f"{self.table.where(row)}: the image, column {self.column!r}, is empty")
         if isinstance(value, str) and "\0" in value:
             raise UserError(f"{self.table.where(row)}: a path cannot hold the character of code 0, got {value!r}")
-        return self.table.folder / value if isinstance(value, str) else value
+        return Path(file_of(str(self.table.folder), value)) if isinstance(value, str) else value
 
     def items(self, rows: Tensor) -> list[Image]:
         try:
@@ -158,6 +160,15 @@ class Chosen(Side):
 
     def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
         return self.side.inputs(self.rows[rows], prepare, channels=channels)
+
+
+def file_of(folder: str, name: str) -> str:
+    """Return the path of a picture; the disk may have another form of Unicode in it, or the table that of Windows."""
+    path = os.path.join(folder, name)
+    if (name.isascii() and "\\" not in name) or os.path.exists(path):
+        return path
+    forms = [unicodedata.normalize(form, each) for each in (name, name.replace("\\", "/")) for form in ("NFC", "NFD")]
+    return next(filter(os.path.exists, (os.path.join(folder, each) for each in forms)), path)
 
 
 def as_picture(pixels: Tensor) -> Image:

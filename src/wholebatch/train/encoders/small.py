@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from .encoder import Encoder
 from .inputs import Inputs
 from .networks import ImageNetwork, TextNetwork
 from .words import TextBatch, split_batch, tokenize
+
+FEWEST_WORDS = 12  # that an encoder reads where `max_words` is 0
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,10 @@ class TextEncoder(TextNetwork, Encoder):
     """The network of texts, with its tokens."""
 
     kind = "text"
-    form = "small text"
+    form = "small text 2"  # of other words than the first
 
     def __init__(self, config: ModelConfig) -> None:
+        config = replace(config, max_words=config.max_words or FEWEST_WORDS)
         super().__init__(
             buckets=config.text_buckets, max_words=config.max_words, width=config.text_width,
             layers=config.text_layers, heads=config.text_heads, embedding_size=config.embedding_size,

@@ -1,22 +1,24 @@
 """Tokens without a vocabulary: words, and hashed pieces of words.
 
-A text is its words, in upper case, numbers digit by digit. A word is the set of its pieces: itself and its character
-2- to 5-grams with marked ends, each hashed into one of `buckets` (as in fastText, Bojanowski et al., 2017,
+A text is its words, in composed form (NFC) and upper case, numbers digit by digit. A mark, such as an accent or a vowel
+sign of Hindi, and a joiner belong to the character before them. A word is the set of its pieces: itself and its
+character 2- to 5-grams with marked ends, each hashed into one of `buckets` (as in fastText, Bojanowski et al., 2017,
 arXiv:1607.04606). A word never seen in training still has known pieces.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_WORD = re.compile(r"\d|[^\W\d_]+|[^\w\s-]")
+_ASCII = re.compile(r"\d|[^\W\d_]+|[^\w\s-]")
 
 
 class TextBatch(NamedTuple):
@@ -63,7 +65,27 @@ def split_batch(batch: TextBatch, size: int) -> Iterator[TextBatch]:
 
 def split_words(text: str) -> list[str]:
     """Split a text into upper-case words; each digit and each punctuation mark but a hyphen is a word."""
-    return _WORD.findall(text.upper())
+    return (_ASCII if text.isascii() else _words()).findall(in_upper_case(text))
+
+
+def in_upper_case(text: str) -> str:
+    """Return a text in upper case and composed form, equal for texts that a reader cannot tell apart but by case."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).upper())
+
+
+def identity(text: str) -> str:
+    """Return the words of a text, equal for texts that the encoder reads alike."""
+    return " ".join(split_words(text))
+
+
+@cache
+def _words() -> re.Pattern[str]:
+    """Return the words of texts with marks, which stand on or about another character; U+200C and U+200D join."""
+    codes = (*range(0x300, 0x20000), *range(0xE0100, 0xE01F0))  # there are no marks in others
+    marks = [c for c in map(chr, codes) if unicodedata.category(c).startswith("M")]
+    rare = "".join(c for c in marks if c > "\uffff")  # slow as members of one class, so only tried where one may be
+    mark = rf"(?:[\u200c\u200d{''.join(marks).removesuffix(rare)}]|(?=[\U00010000-\U0010ffff])[{rare}])"
+    return re.compile(rf"\d{mark}*|[^\W\d_]+(?:{mark}+[^\W\d_]*)*|[^\w\s-]{mark}*")
 
 
 @lru_cache(maxsize=1 << 16)

@@ -2,7 +2,7 @@
 
 config.json              the configuration, read back by --resume
 data.json                the hash of the data, which --resume compares
-left_out.csv             with --skip-bad: each row whose picture cannot be read, and why; if there are any
+left_out.csv             with --skip-bad: each row without a text or a readable picture, and why; if there are any
 extensions.json          where --until-step extended the run, if it did
 starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..sides import FilePictures
+from ..sides import FilePictures, file_of
 from ..tables.fingerprint import digest_of
 from ..tables.plain_types import is_text
 
@@ -23,7 +23,7 @@ def stamp_of_pictures(side: FilePictures) -> str:
     if paths is not None:
         found.update(digest_of(paths).encode())
         folder = str(table.folder.absolute())
-        _add_files(found, (os.path.join(folder, path) for path in paths.unique().to_pylist() if path))
+        _add_files(found, (file_of(folder, path) for path in paths.unique().to_pylist() if path))
     return found.hexdigest()
 
 

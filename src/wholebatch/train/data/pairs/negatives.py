@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ...._user_error import UserError
 from ..pictures.equal import numbers_in_common
+from ..tables.listed import flattened
 from ..tables.plain_types import is_text
+from ..tables.roles import composed
 from ..tables.table import Table
 from .ids import pairs_of_ids
 
@@ -89,7 +91,9 @@ def _found(ascending: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return places, ascending[places] == values
 
 
-def find_negatives(table: Table, names: list[str], others: Sequence[Any]) -> tuple[Negatives, list[Tensor]]:
+def find_negatives(
+    table: Table, names: list[str], others: Sequence[Any], identity: Callable[[str], str] | None = None
+) -> tuple[Negatives, list[Tensor]]:
     """Return the negatives in one column of lists, or in one or more columns of texts.
 
     Null and empty texts are left out.
@@ -98,6 +102,7 @@ def find_negatives(table: Table, names: list[str], others: Sequence[Any]) -> tup
         table: the data.
         names: the columns of negatives.
         others: the columns of queries and of positives.
+        identity: texts are equal for which it returns the same.
 
     Returns:
         The negatives, and for each of the other columns a number of each row, equal for equal texts of all columns.
@@ -111,20 +116,14 @@ def find_negatives(table: Table, names: list[str], others: Sequence[Any]) -> tup
     rows, texts = [], []
     for name in names:
         table.check_usable(name)
-        column = table.arrow[name]
-        if _is_list(column.type):
-            counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-            owner = torch.repeat_interleave(torch.arange(len(column)), torch.from_numpy(counts.astype("int64")))
-            column = pc.list_flatten(column)
-        else:
-            owner = torch.arange(len(column))
+        column, owner = flattened(table.arrow[name])
         if not is_text(column.type):
             raise UserError(
                 f"{table.source}: the column {name!r} must hold texts, or lists of texts, to be the negatives; "
                 f"got {table.arrow[name].type}"
             )
         rows.append(owner)
-        texts.append(pc.utf8_trim_whitespace(column).cast(pa.large_string()))
+        texts.append(composed(column).cast(pa.large_string()))
     flat = pa.chunked_array([chunk for column in texts for chunk in column.chunks], pa.large_string())
     owner = torch.cat(rows)
     there = torch.from_numpy(pc.fill_null(pc.not_equal(flat, ""), False).to_numpy().astype("bool"))
@@ -133,11 +132,5 @@ def find_negatives(table: Table, names: list[str], others: Sequence[Any]) -> tup
     flat, owner = flat.take(pa.array(order.numpy())), owner[order]
     counts = torch.bincount(owner, minlength=len(table))
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    *of_others, numbers = numbers_in_common([*others, flat])
+    *of_others, numbers = numbers_in_common([*others, flat], identity)
     return Negatives(flat, first, numbers), of_others
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -72,14 +72,18 @@ def numbers_of_texts(column: Any) -> Tensor:
     return text_codes(column)[1]
 
 
-def numbers_in_common(columns: Sequence[Any]) -> list[Tensor]:
-    """Return a number for each row of each column of texts, int64, equal for equal texts of any of the columns."""
+def numbers_in_common(columns: Sequence[Any], identity: Callable[[str], str] | None = None) -> list[Tensor]:
+    """Return a number for each row of each column of texts, int64, equal for texts of any of them of one `identity`."""
     import pyarrow as pa
 
     is_large = any(pa.types.is_large_string(column.type) for column in columns)
     kind = pa.large_string() if is_large else pa.string()
     chunks = [chunk for column in columns for chunk in column.cast(kind).chunks]
-    return [*numbers_of_texts(pa.chunked_array(chunks, kind)).split([len(column) for column in columns])]
+    distinct, numbers = text_codes(pa.chunked_array(chunks, kind))
+    if identity is not None and len(distinct):
+        same = numbers_of_texts(pa.array([identity(text.as_py()) for text in distinct], kind))
+        numbers = torch.where(numbers < 0, numbers, same[numbers])
+    return [*numbers.split([len(column) for column in columns])]
 
 
 def first_of_each(numbers: Tensor) -> Tensor:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ...._files import replacing
+from ...._user_error import UserError
+from ..tables.table import Table
 
 FILE = "left_out.csv"
+_SHOWN = 5
 
 
 class LeftOut(NamedTuple):
@@ -22,6 +28,29 @@ class LeftOut(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}"
+
+
+def rows_with_texts(
+    table: Table, empty: Mapping[int, str], say: Callable[[str], None]
+) -> tuple[Tensor, tuple[LeftOut, ...]]:
+    """Return the rows that are not `empty`, and the others, whose number is said; UserError if all are empty."""
+    left_out = tuple(LeftOut(table.where(row), reason) for row, reason in empty.items())
+    say_left_out(left_out, len(table), "they have no text", say)
+    is_there = torch.ones(len(table), dtype=torch.bool)
+    is_there[[*empty]] = False
+    if left_out and not is_there.any():
+        raise UserError(f"none of the {len(table)} rows of --data has a text; the first: {left_out[0]}")
+    return is_there.nonzero()[:, 0], left_out
+
+
+def say_left_out(rows: Sequence[LeftOut], count: int, reason: str, say: Callable[[str], None]) -> None:
+    """Say how many of `count` rows are left out, and the first of them."""
+    if rows:
+        say(f"{len(rows):,} of {count:,} rows are left out, because {reason}:")
+        for each in rows[:_SHOWN]:
+            say(f"  {each}")
+        if len(rows) > _SHOWN:
+            say(f"  and {len(rows) - _SHOWN:,} more")
 
 
 def write_left_out(folder: Path, rows: Sequence[LeftOut]) -> None:

@@ -21,10 +21,9 @@ from ...._user_error import UserError
 from ..cache.kept import kept
 from ..feed import WorkerDiedError, prepared
 from ..sides import FilePictures
-from .left_out import LeftOut
+from .left_out import LeftOut, say_left_out
 
 _ROWS = 256  # that a worker reads at a time
-_SHOWN = 5
 _MOST_WORKERS = 32
 _MOST_BYTES = 2**30  # of a result
 _ENDING = ".unreadable.json"
@@ -82,12 +81,7 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
     left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
     if len(bad) == count:
         raise UserError(f"none of the {count} pictures of --data can be read; the first: {left_out[0]}")
-    if bad:
-        say(f"{len(bad):,} of {count:,} rows are left out, because their picture cannot be read:")
-        for each in left_out[:_SHOWN]:
-            say(f"  {each}")
-        if len(bad) > _SHOWN:
-            say(f"  and {len(bad) - _SHOWN:,} more")
+    say_left_out(left_out, count, "their picture cannot be read", say)
     is_readable = torch.ones(count, dtype=torch.bool)
     is_readable[[each.row for each in bad]] = False
     return Readable(is_readable.nonzero()[:, 0], left_out)

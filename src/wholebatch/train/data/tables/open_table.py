@@ -66,7 +66,7 @@ def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
     facts = folder_facts(path)
     # The files are listed at every start: a folder does not know when a picture deep in it has changed.
     arrow, said = uncached(lambda: folder_batches(path, facts))
-    return Table(path, arrow, path, (facts.said, *said))
+    return Table(path, arrow, path, (*facts.said, *said))
 
 
 def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:

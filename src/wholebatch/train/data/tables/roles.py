@@ -12,30 +12,21 @@ from torch import Tensor
 from ...._user_error import UserError
 from ..pictures.equal import numbers_of_texts
 from .plain_types import is_bytes, is_number, is_text
-from .table import Table
+from .table import REASON, Table
 
 USUAL = {
-    "image": (
-        "image",
-        "filepath",
-        "file_path",
-        "file_name",
-        "filename",
-        "file",
-        "path",
-        "image_path",
-        "img",
-        "picture",
-    ),
+    "image": ("image", "filepath", "file_path", "file_name", "filename", "file", "path", "image_path", "img",
+              "picture"),
     "text": ("text", "caption", "title", "txt", "description", "name", "sentence"),
     "query": ("query", "anchor", "question"),
     "positive": ("positive", "passage", "document", "answer", "pos", "code"),
     "negatives": ("negatives", "negative", "hard_negatives", "neg"),
     "label": ("label", "class", "category", "identity", "cls"),
     "group": (),  # a column `id` mostly numbers the rows, so this one is always named
-}
+}  # fmt: skip
 """The names by which a role is recognized."""
 
+RECOGNIZED = {name for names in USUAL.values() for name in names}
 Roles = dict[str, list[str]]
 """The columns of each role; only `negatives` may have several."""
 
@@ -86,12 +77,7 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
         if role == "negatives":
             numbered = [name for name in table.names if name.lower().rstrip("0123456789").rstrip("_") in USUAL[role]]
             return [name for name in numbered if name not in taken]
-        usual = usual_columns(table, role, taken)
-        if len(usual) > 1:
-            raise UserError(
-                f"{table.source} has several columns that could be the {role}: {', '.join(usual)}; name one, for "
-                f"instance --columns {role}={usual[0]}"
-            )
+        usual = usual_columns(table, role, f"--columns {role}=", taken)
         if needed and not usual:
             _refuse_addresses(table, role)
             raise UserError(
@@ -118,11 +104,18 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
     return {"image": one("image", needed=True), "text": text or one("text", needed=True)} | group
 
 
-def usual_columns(table: Table, role: str, taken: Collection[str] = ()) -> list[str]:
-    """Return the columns with a usual name of a role, of equal ones the first: img2dataset writes a caption twice."""
-    there = {name.lower(): name for name in table.names}
-    found = [there[name] for name in USUAL[role] if name in there and there[name] not in taken]
-    return [name for place, name in enumerate(found) if not (place and _equal(table, found[0], name))]
+def usual_columns(table: Table, role: str, option: str, taken: Collection[str] = ()) -> list[str]:
+    """Return the column with a usual name of a role, or none; UserError with the `option` to name one of several."""
+    there = [name for name in table.names if name.lower() in USUAL[role] and name not in taken]
+    there.sort(key=lambda name: USUAL[role].index(name.lower()))
+    # Of equal ones the first: img2dataset writes a caption twice.
+    found = [name for place, name in enumerate(there) if not (place and _equal(table, there[0], name))]
+    if len(found) > 1:
+        raise UserError(
+            f"{table.source} has several columns that could be the {role}: {', '.join(found)}; name one, for "
+            f"instance {option}{found[0]}"
+        )
+    return found
 
 
 def _equal(table: Table, one: str, other: str) -> bool:
@@ -166,8 +159,17 @@ def group_numbers(table: Table, name: str) -> Tensor:
     return torch.where(numbers < 0, alone, numbers)
 
 
-def text_column(table: Table, role: str, name: str) -> Any:
-    """Return a column of texts without space at their ends; numbers, and bytes in UTF-8, become texts.
+def composed(column: Any) -> Any:
+    """Return texts in composed form (NFC), as most are written, without space at their ends."""
+    import pyarrow.compute as pc
+
+    return pc.utf8_trim_whitespace(pc.utf8_normalize(column, form="NFC"))
+
+
+def text_column(table: Table, role: str, name: str, empty: dict[int, str] | None = None) -> Any:
+    """Return a column of texts in composed form (NFC) without space at their ends; numbers and bytes become texts.
+
+    Rows without a text stay empty and are added to `empty`, with the reason; if that is None they are refused.
 
     Raises:
         UserError: values of another type, or an empty one, with its place.
@@ -178,6 +180,11 @@ def text_column(table: Table, role: str, name: str) -> Any:
     table.check_usable(name)
     column = table.arrow[name]
     kind = column.type
+    if pa.types.is_floating(kind):  # as pandas writes integers beside a missing one, which is not a number
+        column = pc.if_else(pc.is_nan(column), None, column.cast(pa.float64()))
+        whole = pc.and_(pc.equal(pc.trunc(column), column), pc.less(pc.abs(column), 2.0**53))
+        if pc.all(whole).as_py() is not False:
+            column, kind = column.cast(pa.int64()), pa.int64()
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         column = column.cast(pa.string())
     elif is_bytes(kind):
@@ -189,9 +196,16 @@ def text_column(table: Table, role: str, name: str) -> Any:
             ) from error
     elif not is_text(kind):
         raise UserError(f"{table.source}: the column {name!r} must hold texts to be the {role}; got {kind}")
-    trimmed = pc.utf8_trim_whitespace(column)
+    trimmed = composed(column)
     column = column if trimmed.equals(column) else trimmed  # a mapped column has no memory of its own
-    empty = pc.fill_null(pc.equal(column, ""), True)
-    if pc.any(empty).as_py():
-        raise UserError(f"{table.where(pc.index(empty, True).as_py())}: the {role}, column {name!r}, is empty")
-    return column
+    is_empty = pc.fill_null(pc.equal(column, ""), True)
+    if not pc.any(is_empty).as_py():
+        return column
+    found = dict.fromkeys(pc.indices_nonzero(is_empty).to_pylist(), f"the {role}, column {name!r}, is empty")
+    if REASON in table.arrow.column_names:
+        found |= {row: table.arrow[REASON][row].as_py() for row in found}
+    if empty is None:
+        row, reason = next(iter(found.items()))
+        raise UserError(f"{table.where(row)}: {reason}; --skip-bad leaves such rows out")
+    empty |= found
+    return pc.fill_null(column, "")

@@ -16,7 +16,7 @@ from typing import Any
 from ...._cpus import cpus_of_a_rank
 from ...._user_error import UserError
 from ..feed import WorkerDiedError, prepared
-from .folders import PICTURES, is_utf8
+from .folders import OF_MACS, PICTURES, is_utf8
 from .table import MEMBER, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}
@@ -35,10 +35,9 @@ def shard_batches(shards: list[Path]) -> Iterator[Any]:
     names: list[str] | None = None
     try:
         for batch in prepared(_batch, shards, workers=workers):
-            names = batch.schema.names[:-1] if names is None else names
-            columns = [
-                batch[name] if name in batch.schema.names else pa.nulls(len(batch), pa.string()) for name in names
-            ]
+            there = dict(zip(batch.schema.names, batch.columns, strict=True))
+            names = [*there][:-1] if names is None else names
+            columns = [there[name] if name in there else pa.nulls(len(batch), pa.string()) for name in names]
             yield pa.record_batch([*columns, batch[MEMBER]], [*names, MEMBER])
     except WorkerDiedError as error:
         raise UserError(f"--data: a process that reads the shards {error}") from error
@@ -68,9 +67,9 @@ def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
         with tarfile.open(shard, mode="r:") as members:
             for member in members:
                 members.members = []  # type: ignore[attr-defined]  # tarfile would keep all of them
-                if not member.isreg():
-                    continue
                 folder, _, name = member.name.rpartition("/")
+                if not member.isreg() or name.startswith(".") or OF_MACS in folder.split("/"):
+                    continue
                 key, _, ending = name.partition(".")
                 endings.add(f".{_as_utf8(ending)}")
                 if (folder, key) != stem:

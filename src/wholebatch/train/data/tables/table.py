@@ -15,6 +15,10 @@ LINE = "\0line"
 """The column with the line of a text file that a row was read from. No column of a user's has this name."""
 MEMBER = "\0member"
 """The column with the name of a row's picture in a folder, or with that of a tar file and of a member of it."""
+REASON = "\0reason"
+"""The column with the reason why a picture of a folder has no text."""
+ROW = "\0row"
+"""The column with the number, from 1, of the row of several texts that a row with one of them comes from."""
 UNUSABLE = b"unusable"
 """The key of a field's metadata under which stands why the column has no role."""
 
@@ -49,7 +53,8 @@ class Table:
         if MEMBER in self.arrow.column_names:  # in a folder of pictures or of shards, or beside the shard that is named
             folder = self.source.parent if self.source.suffix == ".tar" else self.source
             return str(folder / self.arrow[MEMBER][row].as_py())
-        return f"{self.source}, row {row + 1}"
+        number = self.arrow[ROW][row].as_py() if ROW in self.arrow.column_names else row + 1
+        return f"{self.source}, row {number}"
 
     def check_usable(self, name: str) -> None:
         """Raise UserError if a column holds values that are neither texts nor lists of texts."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...._settings import shown
 from ...._user_error import UserError
+from .roles import RECOGNIZED
 from .table import LINE, UNUSABLE, need_pyarrow
 
 _ROWS = 65536  # of a record batch
@@ -58,7 +60,7 @@ def _separated(path: Path, reader: Any, rows_read: Iterator[list[str]]) -> Itera
     header = [name.strip() for name in next((row for row in rows_read if row), [])]
     named = [place for place, name in enumerate(header) if name]
     names = [header[place] for place in named]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise UserError(f"{path}, line {reader.line_num}: the column {repeated[0]!r} appears twice; rename one of them")
     rows: list[list[str | None]] = []
     numbers: list[int] = []
@@ -183,7 +185,8 @@ def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], sche
     names = list(dict.fromkeys(name for value in objects for name in value))
     if schema is not None:
         known = [name for name in schema.names if name != LINE]
-        if unknown := sorted(set(names) - set(known)):
+        # Another key that is late is left out.
+        if unknown := sorted(n for n in {*names} - {*known} if n.lower().rstrip("_0123456789") in RECOGNIZED):
             where = next(n for n, value in zip(numbers, objects, strict=True) if unknown[0] in value)
             raise UserError(
                 f"{path}, line {where}: the key {unknown[0]!r} is in none of the lines before it; give it to each line"
