@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._graph_break import OutsideGraphs
 
 
 class Counted(NamedTuple):
@@ -33,7 +34,7 @@ def count_bytes(step: Callable[[], object]) -> Counted:
     return Counted(count.most, count.moved)
 
 
-class _Count(TorchDispatchMode):
+class _Count(OutsideGraphs):
     """Follow the memory that operations allocate, until it is freed."""
 
     def __init__(self) -> None:

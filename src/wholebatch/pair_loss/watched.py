@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .._graph_break import OutsideGraphs
 from .fingerprint import captured
 
 _SIGNATURES = (
@@ -76,7 +76,7 @@ class _Captured(TorchFunctionMode):
         return found
 
 
-class _Random(TorchDispatchMode):
+class _Random(OutsideGraphs):
     """Raise if an operation draws random numbers."""
 
     def __init__(self, what: str) -> None:
