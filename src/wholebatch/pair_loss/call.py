@@ -20,7 +20,7 @@ from .arguments import Arguments
 from .declaration import Declaration
 from .failure import Failure
 from .fields import INDEX, SEPARATOR, SQUARES, fields, nested
-from .first_use import losses_and_weights, weighted
+from .first_use import losses_and_weights, weighted, with_valid_weights
 from .node import PairPlan, PairSums
 from .own import OwnRows, combined
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
@@ -295,7 +295,8 @@ class Call:
         numbers = nested({**tower.numbers, **partners, INDEX: tower.index(self.facts)})[0]
         letter = "x" if what == "row_loss" else "y"
         found = function(fields("r", reduced), fields(letter, numbers), fields("p", self.parameters))
-        loss, *own_weights = losses_and_weights(f"{CALLER}: {what}", found, tower.rows.counts[self.facts.rank])
+        parts = losses_and_weights(f"{CALLER}: {what}", found, tower.rows.counts[self.facts.rank])
+        loss, *own_weights = with_valid_weights(what, parts)
         weights = self.facts.inputs["weights"]
         if weights is not None and tower is not self.x and self.rows.counts != self.cols.counts:
             raise ValueError(

@@ -4,18 +4,24 @@
     mixed entries          a value that depends on other entries: it differs when the tile is cut into two
     shapes and dtypes      masks that are not boolean, scores and losses of another shape
 
-The same tile tells which terms each side reads, and which data.
+The same tile tells which terms each side reads, and which data. A tile of numbers that are the same on all ranks shows
+functions that differ by something that no fingerprint sees: a numpy array, a class attribute, the environment.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._checks import check_not_negative
 from .._settings import shown
 from .entries import Entries, Values
 from .fields import INDEX, PARTNER, Fields, changed, fields
@@ -27,6 +33,7 @@ _ROWS, _COLUMNS = 4, 6
 _CUTS = ((slice(0, 1), slice(0, 6)), (slice(1, 4), slice(0, 6)), (slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 6)))
 _ALL, _SQUARE = slice(None), slice(0, _ROWS)
 _CLOSE = 1e-4
+_SAME = 1e-5  # relative, between ranks: other processors round differently
 _ON = f"a tile of {_ROWS} rows and {_COLUMNS} columns"
 
 
@@ -72,6 +79,7 @@ def first_use(
     *,
     device: torch.device,
     symmetric: bool = False,
+    found: dict[str, list[float]] | None = None,
 ) -> Reads:
     """Return what the functions read, or raise.
 
@@ -83,11 +91,12 @@ def first_use(
         parameters: by name.
         device: of the features, the data and the parameters.
         symmetric: whether scores and masks have to be symmetric.
+        found: gets the values of the functions, by name.
 
     Raises:
         ValueError: naming the function, what it did, and the fix.
     """
-    reads = Reads()
+    reads, found = Reads(), {} if found is None else found
     x, y, own = (
         None if of is None else {name: _some(one, n) for name, one in of.items()}
         for of, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
@@ -101,7 +110,7 @@ def first_use(
         if term.over != "batch" and own is None:
             raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
         assert columns is not None
-        _check_term(name, term, _tile(kinds, x, columns, p, reads, device))
+        found[f"term {name!r}"] = _check_term(name, term, _tile(kinds, x, columns, p, reads, device))
         if term.over != "batch":
             assert own is not None
             _check_term(name, term, _without_partner(_tile(kinds, x, own, p, reads, device)))
@@ -110,12 +119,47 @@ def first_use(
         ("column_loss", functions[1], reads.cols, y),
     ):
         if function is not None:
-            _check_loss(what, function, terms, side, (kinds, p, read, reads), device)
+            found[what] = _check_loss(what, function, terms, side, (kinds, p, read, reads), device)
     if symmetric:
         rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
         for name, term in terms.items():
             _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads(), device), _ALL, _SQUARE))
     return reads
+
+
+def values_on_fixed_numbers(
+    declared: tuple[Any, Any, Any], data: Sequence[Mapping[str, Tensor] | None], parameters: Mapping[str, Any]
+) -> str:
+    """Return the values of the functions on numbers that are the same on all ranks, as JSON; see `first_use`."""
+    fixed: Any = [None if of is None else {name: _fixed(x, (_COLUMNS,)) for name, x in of.items()} for of in data]
+    p = {name: _fixed(one, one.shape) if isinstance(one, Tensor) else one for name, one in parameters.items()}
+    found: dict[str, list[float]] = {}
+    # Such a number may be no index of a table: the functions before count. On a GPU that would end the process.
+    with suppress(ValueError):
+        first_use(*declared, fixed, p, device=torch.device("cpu"), found=found)
+    return json.dumps(found)
+
+
+def _fixed(x: Tensor, shape: Sequence[int]) -> Tensor:
+    count = math.prod(shape)
+    if x.is_floating_point():
+        return torch.linspace(0.25, 0.75, count, dtype=torch.float64, device="cpu").to(x.dtype).view(shape)
+    return torch.arange(count, device="cpu").remainder(2).to(x.dtype).view(shape)
+
+
+def check_same_values(caller: str, of_ranks: Sequence[str]) -> None:
+    """Raise ValueError, on all ranks, if a function has other values on another rank."""
+    values = {rank: json.loads(text) for rank, text in enumerate(of_ranks) if text}
+    for rank, found in values.items():
+        first = min(values)
+        for what in {**values[first], **found}:
+            for a, b in zip_longest(*(values[at].get(what, []) for at in (first, rank)), fillvalue=math.inf):
+                if a != b and not math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-12) and not (a != a and b != b):
+                    raise ValueError(
+                        f"{caller}: {what} must compute the same on all ranks, got {a} on rank {first} and {b} on rank "
+                        f"{rank} from the same numbers; run the same program with the same files and environment on "
+                        "all ranks, and pass numbers in parameters"
+                    )
 
 
 def _some(x: Tensor, rows: int) -> Tensor:
@@ -158,7 +202,7 @@ def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
     return Entries(entries.kinds, s, x, y, entries.p)
 
 
-def _check_term(name: str, term: Term, entries: Entries) -> None:
+def _check_term(name: str, term: Term, entries: Entries) -> list[float]:
     what = f"the {' or '.join(term.functions) or 'score'} of term {name!r}"
     values = watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
     _check_slope(f"term {name!r}", term, entries)
@@ -172,6 +216,7 @@ def _check_term(name: str, term: Term, entries: Entries) -> None:
                     f"{what} must compute each entry from its own s, x, y and p alone; its values change when the tile "
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
                 )
+    return [number for x in _numbers(values) for number in x.flatten().tolist()]
 
 
 def _check_slope(what: str, term: Term, entries: Entries) -> None:
@@ -269,7 +314,7 @@ def _check_loss(
     side: Mapping[str, Tensor],
     other: tuple[Mapping[str, str], Mapping[str, Any], set[str], Reads],
     device: torch.device,
-) -> None:
+) -> list[float]:
     kinds, p, read, reads = other
     rows = _ROWS
     # Differences of two terms have both signs, and no two are equal: a mean of any of them would show.
@@ -294,6 +339,7 @@ def _check_loss(
                     f"{what} must compute the loss of each row from its own numbers alone; its values change when the "
                     "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
                 )
+    return [number for x in whole for number in x.tolist()]
 
 
 def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
@@ -306,6 +352,14 @@ def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
             got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
             raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
     return [*parts]
+
+
+def with_valid_weights(what: str, parts: list[Tensor]) -> list[Tensor]:
+    """Return losses, or losses and weights, if the weights are finite and not negative."""
+    for weights in (of.detach().double() for of in parts[1:] if len(of)):
+        numbers = torch.stack([weights.amin(), weights.sum()]).tolist()
+        check_not_negative(f"the weights that {what} returns", weights, *numbers)
+    return parts
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from .declaration import Declaration
 from .entries import Entries
 from .fields import INDEX, PARTNER, changed, fields
-from .first_use import losses_and_weights
+from .first_use import losses_and_weights, with_valid_weights
 from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum, Term
 from .similarity import ONE
 
@@ -66,11 +66,11 @@ class Dense:
         if declared.row_loss is not None:
             r = {name: self._term(name, entries, x_numbers, to_y) for name in declared.reads.rows}
             found = declared.row_loss(fields("r", r), fields("x", x_numbers), fields("p", self.parameters))
-            sides.append(losses_and_weights("row_loss", found, rows))
+            sides.append(with_valid_weights("row_loss", losses_and_weights("row_loss", found, rows)))
         if declared.column_loss is not None:
             r = {name: self._term(name, entries, None, to_y) for name in declared.reads.cols}
             found = declared.column_loss(fields("r", r), fields("y", y_numbers), fields("p", self.parameters))
-            sides.append(losses_and_weights("column_loss", found, cols))
+            sides.append(with_valid_weights("column_loss", losses_and_weights("column_loss", found, cols)))
         return _combined(sides, weights, reduction)
 
     def _similarities(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
