@@ -310,10 +310,10 @@ def errors_of_hidden_numbers(away):
 def test_functions_that_differ_where_no_fingerprint_sees_it():
     for found in run_ranks(errors_of_hidden_numbers, 3, 1.0):
         assert {*found} == {*hidden_numbers(0.0)}
-        assert all(" must compute the same on all ranks, got " in message for message in found.values()), found
-        score = "PairLoss: term 't' must compute the same on all ranks, got 0.2 on rank 0 and 0.4 on rank 1"
+        assert all(" must compute alike on all ranks, got " in message for message in found.values()), found
+        score = "PairLoss: term 't' must compute alike on all ranks, got 0.2 on rank 0 and 0.4 on rank 1"
         assert found["numpy array"].startswith(score)
-        assert found["mask"].startswith("PairLoss: term 't' must compute the same on all ranks, got 1.0 on rank 0")
+        assert found["mask"].startswith("PairLoss: term 't' must compute alike on all ranks, got 1.0 on rank 0")
         assert found["row_loss"].startswith("PairLoss: row_loss must")
 
 

@@ -11,7 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback  # torch.compile sets it; it imports no Dynamo
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,11 +45,3 @@ def _skipped(function: Callable[_P, _R], reason: str) -> Callable[_P, _R]:
     skipped: Any = lazily(function)
     skipped._torchdynamo_disable, skipped._torchdynamo_disable_msg = True, reason
     return skipped
-
-
-class OutsideGraphs(TorchDispatchMode):
-    """A dispatch mode for functions outside of graphs: torch imports Dynamo at the first operation in any other one."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from ._graph_break import OutsideGraphs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Counted(NamedTuple):
@@ -34,8 +33,10 @@ def count_bytes(step: Callable[[], object]) -> Counted:
     return Counted(count.most, count.moved)
 
 
-class _Count(OutsideGraphs):
+class _Count(TorchDispatchMode):
     """Follow the memory that operations allocate, until it is freed."""
+
+    _should_skip_dynamo = classmethod(lambda cls: False)  # else torch imports Dynamo at the first operation
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from .._checks import check_callable
 from .._settings import shown
 from .arguments import Arguments
 from .compiled import Kernels
-from .first_use import Reads, first_use, values_on_fixed_numbers
+from .first_use import Reads, first_use
 from .reductions import Mean, Partner, Term
 from .running import rule_of
 from .similarity import DISTANCE, Similarity, kinds_of
@@ -106,7 +110,10 @@ class Declaration:
         numbers = (call.x_data, y_numbers, None if call.own is None else call.own_data)
         declared = self.terms, (self.row_loss, self.column_loss), self.kinds
         self.reads = first_use(*declared, numbers, call.parameters, device=call.x.device, symmetric=self.symmetric)
-        self.values = values_on_fixed_numbers(declared, numbers, call.parameters)
+        found = dict[str, list[float]]()
+        with suppress(ValueError):  # a fixed number may be no index of a table; the functions before it are compared
+            first_use(*declared, numbers, call.parameters, device=torch.device("cpu"), found=found)
+        self.values = json.dumps(found)
         if call.own is not None and all(term.over == "batch" for term in self.terms.values()):
             raise ValueError("own must be left out: no term has over='own' or over='both', so nothing would read it")
         wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")

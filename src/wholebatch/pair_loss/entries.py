@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fields import HINTS, PARTNER, Fields, changed, fields
+from .fields import HINTS, PARTNER, ROUNDING, Fields, changed, fields
 from .reductions import Term
 from .similarity import ONE, safe_value
 
@@ -77,6 +77,17 @@ class Values:
     def differentiable(self) -> list[Tensor]:
         """Scores and weights that have a gradient."""
         return [x for x in (self.value, self.log_weight) if x is not None and x.requires_grad]
+
+
+def with_ties(s: Mapping[str, Tensor], *sides: Numbers) -> dict[str, Tensor]:
+    """Return similarities; one that differs from that of a partner by rounding alone equals it. Gradients stay."""
+    found = dict(s)
+    for side in (of for of in sides if ROUNDING in of):
+        for name, one in found.items():
+            partner, bound = (side[of] if name == ONE else side[of][name] for of in (PARTNER, ROUNDING))
+            tied = torch.where((one.detach() - partner).abs() <= bound, partner, one).detach()
+            found[name] = tied + (one - one.detach()) if one.requires_grad else tied
+    return found
 
 
 @dataclass(frozen=True)

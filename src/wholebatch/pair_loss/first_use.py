@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -23,9 +22,10 @@ from torch import Tensor
 
 from .._checks import check_not_negative
 from .._settings import shown
+from .affine import is_affine, may_be_affine
 from .entries import Entries, Values
 from .fields import INDEX, PARTNER, Fields, changed, fields
-from .reductions import Mean, Term
+from .reductions import Mean, Partner, Term
 from .similarity import DISTANCE, ONE
 from .watched import watched
 
@@ -46,6 +46,7 @@ class Reads:
         cols: terms that the column loss reads.
         x, y: data that scores read, and of these partners that row and column losses read.
         p: parameters that any function reads.
+        ties: "x" or "y", if scores or masks that may jump read partners of these: equal similarities have to be found.
     """
 
     rows: set[str] = field(default_factory=set)
@@ -53,6 +54,7 @@ class Reads:
     x: set[str] = field(default_factory=set)
     y: set[str] = field(default_factory=set)
     p: set[str] = field(default_factory=set)
+    ties: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -91,29 +93,34 @@ def first_use(
         parameters: by name.
         device: of the features, the data and the parameters.
         symmetric: whether scores and masks have to be symmetric.
-        found: gets the values of the functions, by name.
+        found: gets the values of the functions, by name, on numbers that are the same on all ranks.
 
     Raises:
         ValueError: naming the function, what it did, and the fix.
     """
-    reads, found = Reads(), {} if found is None else found
+    reads, jumps, pick, found = Reads(), False, _some if found is None else _fixed, {} if found is None else found
     x, y, own = (
-        None if of is None else {name: _some(one, n) for name, one in of.items()}
+        None if of is None else {name: pick(one, n) for name, one in of.items()}
         for of, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
     )
     assert x is not None
     assert y is not None
     p = {name: value.detach() if isinstance(value, Tensor) else value for name, value in parameters.items()}
+    if pick is _fixed:
+        p = {name: _fixed(value, *value.shape) if isinstance(value, Tensor) else value for name, value in p.items()}
     p = {name: one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for name, one in p.items()}
     for name, term in terms.items():
         columns = y if term.over != "own" else own
         if term.over != "batch" and own is None:
             raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
         assert columns is not None
-        found[f"term {name!r}"] = _check_term(name, term, _tile(kinds, x, columns, p, reads, device))
+        tile = _tile(kinds, x, columns, p, reads, device)
+        found[f"term {name!r}"] = _check_term(name, term, tile)
+        jumps = jumps or not _is_continuous(term, tile)
         if term.over != "batch":
             assert own is not None
             _check_term(name, term, _without_partner(_tile(kinds, x, own, p, reads, device)))
+    reads.ties |= {letter for letter in "xy" if jumps and PARTNER in getattr(reads, letter)}
     for what, function, read, side in (
         ("row_loss", functions[0], reads.rows, x),
         ("column_loss", functions[1], reads.cols, y),
@@ -127,39 +134,30 @@ def first_use(
     return reads
 
 
-def values_on_fixed_numbers(
-    declared: tuple[Any, Any, Any], data: Sequence[Mapping[str, Tensor] | None], parameters: Mapping[str, Any]
-) -> str:
-    """Return the values of the functions on numbers that are the same on all ranks, as JSON; see `first_use`."""
-    fixed: Any = [None if of is None else {name: _fixed(x, (_COLUMNS,)) for name, x in of.items()} for of in data]
-    p = {name: _fixed(one, one.shape) if isinstance(one, Tensor) else one for name, one in parameters.items()}
-    found: dict[str, list[float]] = {}
-    # Such a number may be no index of a table: the functions before count. On a GPU that would end the process.
-    with suppress(ValueError):
-        first_use(*declared, fixed, p, device=torch.device("cpu"), found=found)
-    return json.dumps(found)
-
-
-def _fixed(x: Tensor, shape: Sequence[int]) -> Tensor:
-    count = math.prod(shape)
-    if x.is_floating_point():
-        return torch.linspace(0.25, 0.75, count, dtype=torch.float64, device="cpu").to(x.dtype).view(shape)
-    return torch.arange(count, device="cpu").remainder(2).to(x.dtype).view(shape)
+def _is_continuous(term: Term, entries: Entries) -> bool:
+    """Return whether rounding of a similarity cannot matter much: no mask reads it, and the score is affine."""
+    affine = isinstance(term, Partner) or (may_be_affine(term, entries.kinds) and is_affine(term, entries))
+    return not term.mask_reads_similarity and (affine or not term.scored)
 
 
 def check_same_values(caller: str, of_ranks: Sequence[str]) -> None:
-    """Raise ValueError, on all ranks, if a function has other values on another rank."""
-    values = {rank: json.loads(text) for rank, text in enumerate(of_ranks) if text}
-    for rank, found in values.items():
-        first = min(values)
-        for what in {**values[first], **found}:
-            for a, b in zip_longest(*(values[at].get(what, []) for at in (first, rank)), fillvalue=math.inf):
+    """Raise ValueError, on all ranks, if a function has other values on a rank than on rank 0."""
+    values = [json.loads(text or "{}") for text in of_ranks]
+    for rank, found in enumerate(values):
+        for what in (name for name in values[0] if name in found):
+            for a, b in zip_longest(values[0][what], found[what], fillvalue=math.inf):
                 if a != b and not math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-12) and not (a != a and b != b):
                     raise ValueError(
-                        f"{caller}: {what} must compute the same on all ranks, got {a} on rank {first} and {b} on rank "
-                        f"{rank} from the same numbers; run the same program with the same files and environment on "
-                        "all ranks, and pass numbers in parameters"
+                        f"{caller}: {what} must compute alike on all ranks, got {a} on rank 0 and {b} on rank {rank} "
+                        "from the same numbers; run the same program with the same files and environment on all "
+                        "ranks, and pass numbers in parameters"
                     )
+
+
+def _fixed(x: Tensor, *shape: int) -> Tensor:
+    """Return numbers that are the same on all ranks, on a CPU: there a wrong index of a table ends no process."""
+    even = torch.linspace(0.25, 0.75, math.prod(shape), dtype=torch.float64, device="cpu").view(shape)
+    return (even if x.is_floating_point() else even * 100 // 1 % 2).to(x.dtype)
 
 
 def _some(x: Tensor, rows: int) -> Tensor:
@@ -327,7 +325,9 @@ def _check_loss(
     def call(at: slice) -> list[Tensor]:
         of_r = fields("r", {name: x[at] for name, x in r.items()}, read)
         of_side = fields(letter, changed(numbers, lambda x: x[at]), reads.x)
-        return losses_and_weights(what, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[at]))
+        return losses_and_weights(
+            what, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[at]), checks=False
+        )
 
     plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
     given = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
@@ -342,7 +342,7 @@ def _check_loss(
     return [number for x in whole for number in x.tolist()]
 
 
-def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
+def losses_and_weights(what: str, found: Any, rows: int, *, checks: bool = True) -> list[Tensor]:
     """Return what a row loss has returned: losses, or losses and weights, checked."""
     parts: Sequence[Any] = found if isinstance(found, tuple) else (found,)
     if len(parts) not in (1, 2):
@@ -351,15 +351,10 @@ def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
         if not isinstance(part, Tensor) or tuple(part.shape) != (rows,):
             got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
             raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
+    for weights in (of.detach().double() for of in parts[1:] if rows and checks):
+        smallest, total = torch.stack([weights.amin(), weights.sum()]).tolist()
+        check_not_negative(f"the weights that {what} returns", weights, smallest, total)
     return [*parts]
-
-
-def with_valid_weights(what: str, parts: list[Tensor]) -> list[Tensor]:
-    """Return losses, or losses and weights, if the weights are finite and not negative."""
-    for weights in (of.detach().double() for of in parts[1:] if len(of)):
-        numbers = torch.stack([weights.amin(), weights.sum()]).tolist()
-        check_not_negative(f"the weights that {what} returns", weights, *numbers)
-    return parts
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .._graph_break import OutsideGraphs
 from .fingerprint import captured
 
 _SIGNATURES = (
@@ -76,8 +76,10 @@ class _Captured(TorchFunctionMode):
         return found
 
 
-class _Random(OutsideGraphs):
+class _Random(TorchDispatchMode):
     """Raise if an operation draws random numbers."""
+
+    _should_skip_dynamo = classmethod(lambda cls: False)  # else torch imports Dynamo at the first operation
 
     def __init__(self, what: str) -> None:
         super().__init__()
