@@ -63,6 +63,7 @@ def circle_loss(
     *,
     m: float = 0.4,
     gamma: float = 80.0,
+    ignore_index: int | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     group: Group = None,
@@ -82,7 +83,8 @@ def circle_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the class of each example.
+        labels: (b_r,) integers >= 0, the class of each example.
+        ignore_index: a label whose rows are left out, as in :func:`wholebatch.functional.sup_con_loss`.
         m: relaxation, in [-1, 1]: positives should lie above 1 - m, negatives below m.
         gamma: scale of the similarities, > 0.
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
@@ -120,7 +122,7 @@ def circle_loss(
     data = agree_labeled(
         "circle_loss",
         Options(group, sync, exchange, memory, reduction, precision=precision),
-        (features, labels, weights),
+        (features, labels, weights, ignore_index),
         Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma)),
     ).widened()
     unit, fields = (1.0, 1.0), statistics_fields(target=False)
@@ -143,12 +145,13 @@ class CircleLoss(ProductLoss):
     """Circle loss over the global batch: the settings of :func:`wholebatch.functional.circle_loss`.
 
     Args:
-        m, gamma, reduction, group, sync, exchange, memory, precision: as in
+        m, gamma, ignore_index, reduction, group, sync, exchange, memory, precision: as in
             :func:`wholebatch.functional.circle_loss`.
     """
 
     m: float = 0.4
     gamma: float = 80.0
+    ignore_index: int | None = None
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

@@ -35,6 +35,7 @@ def multi_similarity_loss(
     beta: float = 50.0,
     base: float = 0.5,
     epsilon: float | None = None,
+    ignore_index: int | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     group: Group = None,
@@ -53,7 +54,8 @@ def multi_similarity_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the class of each example.
+        labels: (b_r,) integers >= 0, the class of each example.
+        ignore_index: a label whose rows are left out, as in :func:`wholebatch.functional.sup_con_loss`.
         alpha: scale of the positives, > 0.
         beta: scale of the negatives, > 0.
         base: the similarity at which both have weight 1.
@@ -95,7 +97,7 @@ def multi_similarity_loss(
     data = agree_labeled(
         "multi_similarity_loss",
         Options(group, sync, exchange, memory, reduction, precision=precision),
-        (features, labels, weights),
+        (features, labels, weights, ignore_index),
         Checks(
             check=lambda: _check(alpha, beta, base, epsilon),
             must_match=("settings",),
@@ -132,7 +134,7 @@ class MultiSimilarityLoss(ProductLoss):
     """Multi-similarity over the global batch: the settings of :func:`wholebatch.functional.multi_similarity_loss`.
 
     Args:
-        alpha, beta, base, epsilon, reduction, group, sync, exchange, memory, precision: as in
+        alpha, beta, base, epsilon, ignore_index, reduction, group, sync, exchange, memory, precision: as in
             :func:`wholebatch.functional.multi_similarity_loss`.
     """
 
@@ -140,6 +142,7 @@ class MultiSimilarityLoss(ProductLoss):
     beta: float = 50.0
     base: float = 0.5
     epsilon: float | None = None
+    ignore_index: int | None = None
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

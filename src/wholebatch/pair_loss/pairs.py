@@ -174,15 +174,14 @@ class Pairs:
     @cached_property
     def similarities(self) -> dict[str, Tensor]:
         """The similarity of each pair, (k,), by name."""
-        return {name: self._similarity(kind, *self._features(name)) for name, kind in self.kinds.items()}
+        x, y = self.x.features, self.y.features
+        return {name: self._similarity(kind, x[name], y[name]) for name, kind in self.kinds.items()}
 
     def rounding(self, dtype: torch.dtype, error: float) -> dict[str, Tensor]:
         """Return by how much tiles of a dtype may round these, with an error of their products, by name."""
-        rows = {name: (kind, *absolute(kind, *self._features(name))) for name, kind in self.kinds.items()}
+        x, y = self.x.features, self.y.features
+        rows = {name: (kind, *absolute(kind, x[name], y[name])) for name, kind in self.kinds.items()}
         return {name: rounding(self._similarity(*of), of[1].shape[1], dtype, error) for name, of in rows.items()}
-
-    def _features(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.x.features[name], self.y.features[name]
 
     def _similarity(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
         if kind not in LATE:
