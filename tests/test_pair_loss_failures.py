@@ -109,7 +109,7 @@ SHRINKING = {
 
 @pytest.mark.parametrize("what", SHRINKING)
 def test_one_number_for_a_row_of_a_large_tile_alone_is_refused(what):
-    """torch would spread it over the tile without a word."""
+    """torch would spread it over the tile silently."""
     loss_fn, x = wb.PairLoss(SHRINKING[what], lambda r, x, p: r.t), torch.randn(24, 4)
     message = "must return one value for each entry of every tile"
     with pytest.raises(ValueError, match=message):
