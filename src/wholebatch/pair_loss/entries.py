@@ -156,7 +156,7 @@ class Entries:
     def _checked(self, term: Term, name: str, x: Tensor) -> Tensor:
         """Return what a function has returned, unless all rows or columns share a number here, and not at first use."""
         shape = (1,) * (2 - x.dim()) + tuple(x.shape) if isinstance(x, Tensor) else ()
-        shared = tuple(size == 1 != whole for size, whole in zip(shape, self.shape, strict=False))
+        shared = tuple(bool(size == 1 != whole) for size, whole in zip(shape, self.shape, strict=False))
         if self.reads is not None:  # at the first use
             term.shared[name] = tuple(map(max, shared, term.shared.get(name, shared)))
         elif any(now > then for now, then in zip(shared, term.shared.get(name, shared), strict=False)):
