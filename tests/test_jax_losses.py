@@ -376,6 +376,32 @@ def test_features_that_are_not_finite_make_the_loss_nan(exchange):
         assert not np.isfinite(wbj.siglip_loss(x, n, 1.0, 0.0, **settings))
 
 
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("views", [0, 2])
+def test_rows_of_the_ignored_label_are_not_in_the_batch(views, exchange):
+    x = np.random.default_rng(0).normal(size=(7, views, 5) if views else (7, 5))  # one row is padded on two devices
+    labels = np.array([0, -1, 1, 0, -1, -1, 1])
+    kept, settings = labels >= 0, {"mesh": mesh_of(2, "auto"), "exchange": exchange}
+    expected, of_kept = jax.value_and_grad(wbj.reference.sup_con_loss)(jnp.array(x[kept]), jnp.array(labels[kept]))
+
+    def loss(x, **more):
+        return wbj.sup_con_loss(x, labels, ignore_index=-1, **settings, **more)
+
+    found, grad = jax.jit(jax.value_and_grad(loss))(jnp.array(x))
+    assert np.allclose(found, expected)
+    assert np.allclose(grad[kept], of_kept)
+    assert not np.any(grad[~kept])
+    assert not np.any(np.asarray(loss(x, reduction="none"))[~kept])
+
+
+def test_labels_of_no_class_are_refused():
+    x, labels = jnp.eye(4), jnp.array([0, 0, 1, -1])
+    with pytest.raises(ValueError, match=r"labels must be within .* got -1"):
+        wbj.sup_con_loss(x, labels)
+    assert np.isnan(jax.jit(wbj.sup_con_loss)(x, labels))
+    assert np.isfinite(jax.jit(wbj.sup_con_loss)(x, jnp.array([0, 0, 1, 2])))
+
+
 def test_the_float16_gradient_of_a_mean_does_not_overflow():
     """SigLIP computes the gradient of the sum in the forward pass, which exceeds float16's range."""
     random = np.random.default_rng(0)

@@ -96,3 +96,59 @@ def test_all_ranks_raise(place, exchange, size):
 def test_without_a_mean():
     *others, last = run_ranks(body, 2, "score", "gather", "none", timeout_s=40)
     assert all("bad mark" in of[1] for of in (*others, last))
+
+
+SHRINKING = {
+    "score": {"t": wb.Sum(lambda s, x, y, p: s if len(s) < 10 else s.sum(1, keepdim=True))},
+    "mask": {"t": wb.Sum(None, lambda x, y, s: s > 0 if len(s) < 10 else s[:1] > 0)},
+    "log_weight": {"t": wb.Mean(log_weight=lambda s, x, y, p: s if len(s) < 10 else s[0])},
+    "partner": {"t": wb.Partner(lambda s, x, y, p: s if len(s) < 10 else s[:1])},
+    "maximum": {"t": wb.Max(lambda s, x, y, p: s if s.shape[1] > 1 else s[:1])},
+}
+
+
+@pytest.mark.parametrize("what", SHRINKING)
+def test_one_number_for_a_row_of_a_large_tile_alone_is_refused(what):
+    """torch would spread it over the tile silently."""
+    loss_fn, x = wb.PairLoss(SHRINKING[what], lambda r, x, p: r.t), torch.randn(24, 4)
+    message = "must return one value for each entry of every tile"
+    with pytest.raises(ValueError, match=message):
+        loss_fn(x)
+    if what != "maximum":  # of which the reference has no list of winners
+        with pytest.raises(ValueError, match=message):
+            loss_fn.reference(x)
+
+
+def test_numbers_of_rows_may_be_spread_over_tiles():
+    b, x = torch.rand(24, dtype=torch.float64), torch.randn(24, 4, dtype=torch.float64)
+    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: x.b * y.b, lambda x, y: x.b > 0)}, lambda r, x, p: r.t)
+    assert torch.allclose(loss_fn(x, x_data={"b": b}), b.sum() ** 2 / 24)
+    of_rows = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: x.b)}, lambda r, x, p: r.t)
+    assert torch.allclose(of_rows(x, x_data={"b": b}), b.sum())
+
+
+def weighted_body(weight, side):
+    """Return the error of a loss with a weight on the last rank, or its value."""
+
+    def weighted(r, x, p):
+        return r.t, torch.where(x.index == 5, weight, 1.0)
+
+    functions = {"row_loss": weighted} if side == "row_loss" else {"row_loss": None, "column_loss": weighted}
+    x = torch.arange(12, dtype=torch.float64).view(6, 2)[3 * dist.get_rank() :][:3].requires_grad_()
+    loss_fn = wb.PairLoss({"t": wb.Sum()}, **functions)
+    try:
+        loss = loss_fn(x)
+        loss.backward()
+    except ValueError as error:
+        return str(error)
+    return loss.detach()
+
+
+@pytest.mark.parametrize("side", ["row_loss", "column_loss"])
+def test_weights_of_a_row_loss_are_not_negative(side):
+    for weight, message in ((-1.0, "must not be negative, got -1.0"), (float("nan"), "must be finite, got nan")):
+        for found in run_ranks(weighted_body, 2, weight, side, timeout_s=40):
+            assert f"the weights that {side} returns {message}" in found
+    x = torch.arange(12, dtype=torch.float64).view(6, 2)
+    for found in run_ranks(weighted_body, 2, 0.0, side, timeout_s=40):
+        assert torch.allclose(found, (x @ x.T).sum(1)[:5].mean())

@@ -1,7 +1,16 @@
 """Mistakes in a declaration or a call of wb.PairLoss raise at entry, on all ranks, and say how to go on."""
 
+import ctypes
+import dataclasses
 import functools
+import os
+import struct
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -234,6 +243,82 @@ def test_ranks_that_differ_raise_on_all(what, message):
     with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
         run_ranks(differing, 2, what)
     assert str(error.value).count(message) >= 2
+
+
+class OfClass:
+    prior = 1.0
+
+
+class Slotted:
+    __slots__ = ("prior",)
+
+
+@dataclasses.dataclass
+class Listed:
+    priors: list = dataclasses.field(default_factory=lambda: [1.0])
+
+
+AWAY = [1.0]  # of a rank's number from that of the one before
+
+
+def hidden_numbers(away):
+    """Return functions that read a number 1 + away where no fingerprint sees it, by where that is."""
+    number = 1.0 + away
+    array, single = np.array([number]), np.float32(number)
+    decimal, fraction = Decimal(repr(number)), Fraction(number)
+    space = SimpleNamespace(prior=ctypes.c_double(number))
+    slotted, listed, row_array = Slotted(), Listed([ctypes.c_double(number)]), np.array([number])
+    slotted.prior, OfClass.prior, os.environ["PRIOR"] = number, number, repr(number)
+    buffer, queue = bytearray(struct.pack("d", number)), deque([number])
+    long = [0.0] * 1001 + [number] + [0.0] * 1001
+    steps = range(round(number))
+    scores = {
+        "numpy array": lambda s, x, y, p: s * float(array[0]),
+        "numpy.float32": lambda s, x, y, p: s * float(single),
+        "Decimal": lambda s, x, y, p: s * float(decimal),
+        "Fraction": lambda s, x, y, p: s * float(fraction),
+        "namespace": lambda s, x, y, p: s * space.prior.value,
+        "slots": lambda s, x, y, p: s * slotted.prior,
+        "dataclass": lambda s, x, y, p: s * listed.priors[-1].value,
+        "class attribute": lambda s, x, y, p: s * OfClass.prior,
+        "environment": lambda s, x, y, p: s * float(os.environ["PRIOR"]),
+        "bytearray": lambda s, x, y, p: s * struct.unpack("d", buffer)[0],
+        "deque": lambda s, x, y, p: s * queue[0],
+        "long list": lambda s, x, y, p: s * long[1001],
+        "range": lambda s, x, y, p: s * len(steps),
+        "rank": lambda s, x, y, p: s + dist.get_rank() * AWAY[0],
+    }
+    losses = {name: declared(score) for name, score in scores.items()}
+    losses["mask"] = declared(None, where=lambda x, y, s: s > 0.5 * float(array[0]))
+    losses["log_weight"] = wb.PairLoss({"t": wb.Mean(log_weight=lambda s, x, y, p: s * float(array[0]))}, read)
+    losses["row_loss"] = declared(row_loss=lambda r, x, p: r.t * float(row_array[0]))
+    losses["column_loss"] = declared(row_loss=None, column_loss=lambda r, y, p: r.t * float(row_array[0]))
+    return losses
+
+
+def errors_of_hidden_numbers(away):
+    found, AWAY[0] = {}, away
+    for name, loss_fn in hidden_numbers(dist.get_rank() * away).items():
+        try:
+            loss_fn(X)
+            loss_fn(X)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_functions_that_differ_where_no_fingerprint_sees_it():
+    for found in run_ranks(errors_of_hidden_numbers, 3, 1.0):
+        assert {*found} == {*hidden_numbers(0.0)}
+        assert all(" must compute alike on all ranks, got " in message for message in found.values()), found
+        score = "PairLoss: term 't' must compute alike on all ranks, got 0.2 on rank 0 and 0.4 on rank 1"
+        assert found["numpy array"].startswith(score)
+        assert found["mask"].startswith("PairLoss: term 't' must compute alike on all ranks, got 1.0 on rank 0")
+        assert found["row_loss"].startswith("PairLoss: row_loss must")
+
+
+def test_functions_that_differ_by_rounding_go_on():
+    assert run_ranks(errors_of_hidden_numbers, 2, 1e-7) == [{}, {}]
 
 
 def test_the_same_program_has_the_same_fingerprint():

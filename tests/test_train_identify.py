@@ -138,6 +138,10 @@ def test_each_task_has_its_defaults(monkeypatch):
 
 def test_mistakes_give_one_line(data, tmp_path, capfd):
     pairs = write_pairs(tmp_path / "once")
+    unlabeled = tmp_path / "once" / "unlabeled.csv"
+    header, *rows = pairs.read_text().splitlines()
+    texts = [f"{row.split(',')[0]},{number % 3 - 1}" for number, row in enumerate(rows)]
+    unlabeled.write_text("\n".join([header, *texts]))
     for where, more, message in (
         (
             pairs,
@@ -145,6 +149,7 @@ def test_mistakes_give_one_line(data, tmp_path, capfd):
             "--validation-texts 16 needs as many images, at most half of those that a text has to train on; got 0",
         ),
         (pairs, ["--validation-texts", "0"], "--data has no image for the validation: expected a text with two images"),
+        (unlabeled, [], "--data has the class -1: expected names or numbers >= 0; leave out rows without a class"),
         (data, ["--batch-size", "1", "--ranks", "2"], "--batch-size must be at least the number of ranks, 2; got 1"),
     ):
         assert main(["train", *options(where, tmp_path / "run", "--task", "identify", *more)]) == 2

@@ -235,6 +235,12 @@ def check_not_negative(name: str, weights: Tensor, minimum: float, total: float)
     return total
 
 
+def check_label(smallest: int) -> None:
+    """Raise ValueError if the smallest label of a batch is negative: rows without a class would be one."""
+    if smallest < 0:
+        raise ValueError(f"labels must not be negative, got {smallest}; name it as ignore_index= to leave its rows out")
+
+
 def check_scalar(name: str, value: object) -> float:
     """Return value as a float if it is a finite number, or a floating-point tensor of one element, () or [1]."""
     check_one(name, value)

@@ -36,6 +36,8 @@ def count_bytes(step: Callable[[], object]) -> Counted:
 class _Count(TorchDispatchMode):
     """Follow the memory that operations allocate, until it is freed."""
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # else torch imports Dynamo at the first operation
+
     def __init__(self) -> None:
         super().__init__()
         self.most = self.moved = 0

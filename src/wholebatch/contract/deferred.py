@@ -39,7 +39,7 @@ from ..comm.records import as_unread, numbers_of_records
 from ..comm.transport import Transport
 from .backward import EARLIER, check_earlier
 from .forms import Agreement, Form
-from .inputs import MIN_PAIR_PRODUCT, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Inputs, norm_of
+from .inputs import MIN_PAIR_PRODUCT, SMALLEST_LABEL, SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Inputs, norm_of
 
 _NO_SHIFT, _NEAR_IT = 70.0, 66.0
 _UNIT, _GROWS, _FREELY, _USUAL_SCALE, _ALIKE, _LESS_ALIKE = 1.01, 1.05, 8.0, 102.0, -0.2, -0.25
@@ -227,8 +227,9 @@ class Assumption:
                 return f"{name} must be positive, got {min(column)}"
             if name in self.scalars and max(column) - min(column) > _TOLERANCE * abs(column[0]):
                 return f"{name} must be the same on all ranks, got {column}"
-        if min(columns.get(SMALLEST_WEIGHT, [0.0])) < 0:
-            return f"weights must not be negative, got {min(columns[SMALLEST_WEIGHT])}"
+        for name, what in ((SMALLEST_WEIGHT, "weights"), (SMALLEST_LABEL, "labels")):
+            if min(columns.get(name, [0.0])) < 0:
+                return f"{what} must not be negative, got {min(columns[name])}"
         if sum(columns.get(SUM_OF_WEIGHTS, [1.0])) <= 0:
             return "weights were 0 for every example of every rank"
         return None
@@ -392,6 +393,7 @@ def bounds_of(
     limits: Limits = {norm_of(name): (shortest, norm) for name, norm in assumed.items()}
     limits |= {MIN_PAIR_PRODUCT: (least, math.inf), EARLIER: (0.0, 0.0)}
     limits |= {SUM_OF_WEIGHTS: (math.ulp(0.0) if alone else 0.0, LARGEST), SMALLEST_WEIGHT: (0.0, LARGEST)}
+    limits[SMALLEST_LABEL] = 0.0, LARGEST
     assumed_scalars = dict(scalars)
     for name in changing:
         bound, divides = max(usual, grows * max(1.0, factors[name])), name in inputs.positive

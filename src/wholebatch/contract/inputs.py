@@ -15,6 +15,7 @@ from .._checks import (
     check_data,
     check_features,
     check_ids,
+    check_label,
     check_norm,
     check_not_negative,
     check_one,
@@ -30,7 +31,7 @@ from ..kernels import READABLE, RowNumbers, row_numbers
 from .forms import form_of_tensor
 
 MIN_PAIR_PRODUCT = "smallest product of a pair"
-SUM_OF_WEIGHTS, SMALLEST_WEIGHT = "sum of weights", "smallest weight"
+SUM_OF_WEIGHTS, SMALLEST_WEIGHT, SMALLEST_LABEL = "sum of weights", "smallest weight", "smallest label"
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class Inputs:
         weights: of examples, or None, with the name of the features whose rows they weigh.
         optional: names of features and scalars that may be None.
         required: names of ids that may not be None.
+        labels: the name of ids that may not be negative.
         positive: names of scalars that must be positive.
         paired: names of two features with the same number of rows.
         matching: names of two features whose rows i are positives of each other, for every i that both have.
@@ -67,6 +69,7 @@ class Inputs:
     weights: tuple[Tensor | None, str] = (None, "")
     optional: Sequence[str] = ()
     required: Sequence[str] = ()
+    labels: str = ""
     positive: Sequence[str] = ()
     paired: tuple[str, str] | None = None
     matching: tuple[str, str] | None = None
@@ -177,6 +180,9 @@ class Inputs:
             numbers[name] = value if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
             numbers |= self._of_weights(self.weights[0])
+        if self.labels:
+            ids = self.given_ids[self.labels][0].to(self.device, wide_dtype(self.first[1].device))
+            numbers[SMALLEST_LABEL] = ids.amin() if len(ids) else ids.sum()
         if self.matching is not None:
             x, y = (self.given_features[name] for name in self.matching)
             numbers[MIN_PAIR_PRODUCT] = _smallest_product(x, y)
@@ -224,7 +230,7 @@ class Inputs:
             least = SMALLEST_DIVISOR if name in self.positive else -LARGEST
             if not (least <= min(columns[name]) and max(columns[name]) <= LARGEST):
                 return False
-        return self.weights[0] is None or min(columns[SMALLEST_WEIGHT]) >= 0
+        return min(*columns.get(SMALLEST_WEIGHT, [0]), *columns.get(SMALLEST_LABEL, [0])) >= 0
 
     def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
         """Return the facts about values, from the numbers that were read back.
@@ -234,6 +240,7 @@ class Inputs:
         """
         norms = {name: check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
         scalars = {name: self._check_scalar(name, found[name]) for name in self.compared}
+        check_label(int(found.get(SMALLEST_LABEL, 0)))
         weight = None
         if self.weights[0] is not None:
             weight = check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])

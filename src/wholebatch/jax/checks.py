@@ -152,7 +152,7 @@ def vector(**arrays: Any) -> None:
             raise ValueError(f"{name} must have shape (rows,), got {jnp.shape(x)}{hint}")
 
 
-def classes(labels: Any, num_classes: int, ignore_index: int) -> None:
+def classes(labels: Any, num_classes: float, ignore_index: int | None) -> None:
     """Raise ValueError for labels that are known and name no class."""
     values = known(labels)
     if values is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ def sup_con_loss(
     labels: Array,
     *,
     temperature: Array | float = 0.1,
+    ignore_index: int | None = None,
     weights: Array | None = None,
     reduction: Reduction = "mean",
     mesh: Mesh | AbstractMesh | None = None,
@@ -44,7 +46,8 @@ def sup_con_loss(
     Args:
         features: Z, (B, d), a global array, or (B, v, d) for v views of each example; normalized inside. float64,
             float32, bfloat16 or float16.
-        labels: (B,) integers, the examples' classes.
+        labels: (B,) integers >= 0, the examples' classes. A negative one raises, or makes L NaN under `jit`.
+        ignore_index: a label whose rows are left out, as if they were not in the batch.
         temperature: divides the cosines; a positive scalar, which may be learned.
         weights: (B,), of the examples, or (B, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
         reduction: "mean", "sum", or "none": w_i L_i, (B,) or (B, v), split over the axis; 0 where there is no positive.
@@ -71,7 +74,7 @@ def sup_con_loss(
     >>> print(f"{wbj.sup_con_loss(jnp.eye(3), jnp.array([0, 0, 1]), temperature=0.5):.4f}")
     0.6931
     """
-    loss = _SupCon(Options(reduction, exchange, tile, memory))
+    loss = _SupCon(ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
     return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="features" if reduction == "none" else None)
 
@@ -82,6 +85,7 @@ def sup_con_loss_local(
     *,
     axis_name: AxisNames,
     temperature: Array | float = 0.1,
+    ignore_index: int | None = None,
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
@@ -100,7 +104,7 @@ def sup_con_loss_local(
     Raises:
         ValueError: as :func:`sup_con_loss`; also rows that JAX does not know to vary over the axis.
     """
-    loss = _SupCon(Options(reduction, exchange, tile, memory))
+    loss = _SupCon(ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, temperature)
 
@@ -109,6 +113,7 @@ def sup_con_loss_local(
 class _SupCon:
     """The loss of one device's rows among the rows of all devices."""
 
+    ignore_index: int | None
     options: Options
 
     def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
@@ -124,6 +129,7 @@ class _SupCon:
         checks.same_rows(**rows)
         checks.vector(labels=rows["labels"])
         checks.integers(labels=rows["labels"])
+        checks.classes(rows["labels"], inf, self.ignore_index)
         if weights is not None and weights.shape not in (z.shape[:1], z.shape[:-1]):
             raise ValueError(f"weights must have shape {z.shape[:1]} or {z.shape[:-1]}, got {weights.shape}")
         return rows
@@ -137,15 +143,19 @@ class _SupCon:
             """Repeat each example's value for all of its views."""
             return None if x is None else jnp.repeat(x, views)
 
-        valid = for_all_views(valid_rows(axis, "features", rows))
-        codes = Codes(valid, itself=axis.rows(len(z)), pair=for_all_views(rows["labels"]))
+        valid, labels = for_all_views(valid_rows(axis, "features", rows)), jnp.repeat(rows["labels"], views)
+        if self.ignore_index is not None:
+            valid = (labels != self.ignore_index) & (True if valid is None else valid)
+        wrong = (labels < 0) & (True if valid is None else valid)
+        codes = Codes(valid, itself=axis.rows(len(z)), pair=labels)
         plan = SoftmaxPlan(self.options.sweep(axis, z, symmetric=True))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         statistics, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert statistics is not None
         assert statistics.num_positives is not None
-        anchors = statistics.num_positives > 0
+        anchors = (statistics.num_positives > 0) | wrong
         if weights is not None:
             weights = weights.reshape(-1) if weights.ndim == 2 else for_all_views(weights)
-        losses = reduce_losses(axis, cross_entropy(statistics), weights, anchors, self.options.reduction)
+        each = jnp.where(wrong, jnp.nan, cross_entropy(statistics))
+        losses = reduce_losses(axis, each, weights, anchors, self.options.reduction)
         return losses.reshape(shape) if self.options.reduction == "none" else losses

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_dense
+from .._checks import check_integer, is_dense
 from .._normalize import UNIT, normalize_rows
 from ..contract import Checks, Facts, Inputs, Options, agree, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
@@ -30,7 +30,7 @@ LISTED = "entries with equal labels are listed for each tile"  # why a loss read
 def agree_labeled(
     caller: str,
     options: Options,
-    rows: tuple[Tensor, Tensor, Tensor | None],
+    rows: tuple[Tensor, Tensor, Tensor | None, int | None],
     checks: Checks,
     *,
     scalars: Mapping[str, Tensor | float] = MappingProxyType({}),
@@ -40,15 +40,22 @@ def agree_labeled(
     Args:
         caller: the loss, for messages.
         options: the options of the call.
-        rows: features, labels, and weights or None: (b, d) and (b,), or (b, v, d) and (b,) for v views of each example.
+        rows: features, labels, and weights or None: (b, d) and (b,), or (b, v, d) and (b,) for v views of each example;
+            and a label whose rows are left out, or None.
         checks: the further checks of the loss.
         scalars: the scalars of the loss, which must be positive.
     """
-    features, labels, weights = rows
+    features, labels, weights, ignored = rows
+    kept, fits = None, is_dense(features) and is_dense(labels) and features.shape[:1] == labels.shape
+    if isinstance(ignored, int) and fits and getattr(weights, "shape", labels.shape)[:1] == labels.shape:
+        kept = labels != ignored
+        features, labels, weights = features[kept], labels[kept], None if weights is None else weights[kept]
     with_views = is_dense(features) and features.dim() == 3
     shape = features.shape[:-1] if with_views else None
 
     def check_views() -> Mapping[str, Any]:
+        if ignored is not None:
+            check_integer("ignore_index", ignored, minimum=-(2**63), maximum=2**63 - 1)
         if shape is not None:
             one, each = tuple(shape[:1]), tuple(shape)
             for name, x, allowed in (("labels", labels, (one,)), ("weights", weights, (one, each))):
@@ -57,7 +64,7 @@ def agree_labeled(
                         f"{name} must have shape {' or '.join(map(str, allowed))} for features of shape "
                         f"{tuple(features.shape)}, (examples, views, embedding size); got {tuple(x.shape)}"
                     )
-        return checks.check()
+        return {**checks.check(), "ignore_index": ignored}
 
     flat = (features, labels, weights)
     if shape is not None:
@@ -69,6 +76,7 @@ def agree_labeled(
             features={"features": flat[0]},
             scalars=scalars,
             ids={"labels": (flat[1], "features")},
+            labels="labels",
             weights=(flat[2], "features"),
             required=("labels",),
             normalized=True,
@@ -77,12 +85,13 @@ def agree_labeled(
         replace(
             checks,
             check=check_views,
+            must_match=(*checks.must_match, "ignore_index"),
             settings=None
-            if checks.settings is None
+            if checks.settings is None or ignored is not None
             else (*checks.settings, shape, getattr(labels, "shape", None), getattr(weights, "shape", None)),
         ),
     )
-    return Labeled(facts, shape)
+    return Labeled(facts, shape, kept)
 
 
 def _of_views(x: Any, shape: Sequence[int]) -> Any:
@@ -95,8 +104,9 @@ def _of_views(x: Any, shape: Sequence[int]) -> Any:
 class Labeled:
     """The labeled rows of one call, and their positive pairs. Collective: 1 all-gather of labels."""
 
-    def __init__(self, facts: Facts, views: torch.Size | None = None) -> None:
+    def __init__(self, facts: Facts, views: torch.Size | None = None, kept: Tensor | None = None) -> None:
         self.facts, self.rows, self._views, self._narrow = facts, facts.rows["features"], views, False
+        self._kept = kept
         local = self.rows.rows(facts.rank)
         self.labels = facts.all_ids("labels")
         self.local_labels = self.labels[local]
@@ -111,7 +121,10 @@ class Labeled:
     def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
         """Return the loss: a scalar, or with reduction "none" the losses in the shape of the rows, (b,) or (b, v)."""
         loss = reduce_losses(self.facts, losses, count, counted)
-        return loss if self._views is None or not loss.dim() else loss.view(self._views)
+        loss = loss if self._views is None or not loss.dim() else loss.view(self._views)
+        if self._kept is None or not loss.dim():
+            return loss
+        return loss.new_zeros(len(self._kept), *loss.shape[1:]).index_put((self._kept,), loss)  # 0 for rows left out
 
     @cached_property
     def positives(self) -> Tensor:

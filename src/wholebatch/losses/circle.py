@@ -60,6 +60,7 @@ def circle_loss(
     *,
     m: float = 0.4,
     gamma: float = 80.0,
+    ignore_index: int | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     **options: Unpack[ProductOptions],
@@ -75,7 +76,8 @@ def circle_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the class of each example.
+        labels: (b_r,) integers >= 0, the class of each example.
+        ignore_index: a label whose rows are left out, as in :func:`wholebatch.functional.sup_con_loss`.
         m: relaxation, in [-1, 1]: positives should lie above 1 - m, negatives below m.
         gamma: scale of the similarities, > 0.
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
@@ -105,7 +107,7 @@ def circle_loss(
     data = agree_labeled(
         "circle_loss",
         Options(reduction=reduction, **options),
-        (features, labels, weights),
+        (features, labels, weights, ignore_index),
         Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma), reads=LISTED),
     ).widened()
     unit, fields = (1.0, 1.0), statistics_fields(target=False)
@@ -129,6 +131,7 @@ class CircleLoss(ProductLoss):
 
     m: float = 0.4
     gamma: float = 80.0
+    ignore_index: int | None = None
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

@@ -32,6 +32,7 @@ def multi_similarity_loss(
     beta: float = 50.0,
     base: float = 0.5,
     epsilon: float | None = None,
+    ignore_index: int | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     **options: Unpack[ProductOptions],
@@ -46,7 +47,8 @@ def multi_similarity_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the class of each example.
+        labels: (b_r,) integers >= 0, the class of each example.
+        ignore_index: a label whose rows are left out, as in :func:`wholebatch.functional.sup_con_loss`.
         alpha: scale of the positives, > 0.
         beta: scale of the negatives, > 0.
         base: the similarity at which both have weight 1.
@@ -80,7 +82,7 @@ def multi_similarity_loss(
     data = agree_labeled(
         "multi_similarity_loss",
         Options(reduction=reduction, **options),
-        (features, labels, weights),
+        (features, labels, weights, ignore_index),
         Checks(
             check=lambda: _check(alpha, beta, base, epsilon),
             must_match=("settings",),
@@ -121,6 +123,7 @@ class MultiSimilarityLoss(ProductLoss):
     beta: float = 50.0
     base: float = 0.5
     epsilon: float | None = None
+    ignore_index: int | None = None
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

@@ -29,6 +29,7 @@ def smooth_ap_loss(
     labels: Tensor,
     *,
     temperature: float = 0.01,
+    ignore_index: int | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     **options: Unpack[ProductOptions],
@@ -43,7 +44,8 @@ def smooth_ap_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the class of each example; classes need not be equally frequent.
+        labels: (b_r,) integers >= 0, the class of each example; classes need not be equally frequent.
+        ignore_index: a label whose rows are left out, as in :func:`wholebatch.functional.sup_con_loss`.
         temperature: of the sigmoids; a positive number. With a small one the gradient comes from few pairs.
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive; see
@@ -73,7 +75,7 @@ def smooth_ap_loss(
     data = agree_labeled(
         "smooth_ap_loss",
         Options(reduction=reduction, **options),
-        (features, labels, weights),
+        (features, labels, weights, ignore_index),
         Checks(
             check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
             must_match=("temperature",),
@@ -98,6 +100,7 @@ class SmoothAPLoss(ProductLoss):
     """Smooth-AP over the global batch: the settings of :func:`wholebatch.functional.smooth_ap_loss`."""
 
     temperature: float = 0.01
+    ignore_index: int | None = None
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

@@ -28,6 +28,7 @@ def sup_con_loss(
     labels: Tensor,
     *,
     temperature: Tensor | float = 0.1,
+    ignore_index: int | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     **options: Unpack[KernelOptions],
@@ -42,7 +43,9 @@ def sup_con_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the class of each example.
+        labels: (b_r,) integers >= 0, the class of each example.
+        ignore_index: a label whose rows are left out, as if they were not in the batch: they are no row of the mean, no
+            positive and no negative. Which these are is read on the host.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
@@ -60,7 +63,8 @@ def sup_con_loss(
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also for labels that are no integers or not one for each example, and a temperature that is not positive.
+            also for labels that are negative, no integers or not one for each example, and for a temperature that is
+            not positive.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Khosla et al., 2020, arXiv:2004.11362, equation 2 (L_out), without its factor
@@ -74,7 +78,7 @@ def sup_con_loss(
     data = agree_labeled(
         "sup_con_loss",
         Options(reduction=reduction, **options),
-        (features, labels, weights),
+        (features, labels, weights, ignore_index),
         Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
         scalars={"temperature": temperature},
     )
@@ -95,6 +99,7 @@ class SupConLoss(KernelLoss):
     """
 
     temperature: Tensor | float = 0.1
+    ignore_index: int | None = None
 
     @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:

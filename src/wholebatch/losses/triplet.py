@@ -46,6 +46,7 @@ def triplet_loss(
     smooth: bool = False,
     distance: str = "euclidean",
     normalize: bool = True,
+    ignore_index: int | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     **options: Unpack[SweepOptions],
@@ -61,7 +62,8 @@ def triplet_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the class of each example.
+        labels: (b_r,) integers >= 0, the class of each example.
+        ignore_index: a label whose rows are left out, as in :func:`wholebatch.functional.sup_con_loss`.
         margin: of the hinge, >= 0.
         smooth: log(1 + exp(x)) instead of the hinge max(0, x); with `margin=0` this is the paper's soft margin.
         distance: D: "euclidean", "squared" (Euclidean), or "cosine", 1 - cos.
@@ -95,7 +97,7 @@ def triplet_loss(
     data = agree_labeled(
         "triplet_loss",
         Options(reduction=reduction, **options),
-        (features, labels, weights),
+        (features, labels, weights, ignore_index),
         Checks(
             check=lambda: _check(margin, smooth, distance, normalize),
             must_match=("settings",),
@@ -195,6 +197,7 @@ class TripletLoss(SweepLoss):
     smooth: bool = False
     distance: str = "euclidean"
     normalize: bool = True
+    ignore_index: int | None = None
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

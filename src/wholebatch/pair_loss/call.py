@@ -19,7 +19,7 @@ from ..sync import total
 from .arguments import Arguments
 from .declaration import Declaration
 from .failure import Failure
-from .fields import INDEX, SEPARATOR, SQUARES, fields, nested
+from .fields import INDEX, ROUNDING, SEPARATOR, SQUARES, fields, nested
 from .first_use import losses_and_weights, weighted
 from .node import PairPlan, PairSums
 from .own import OwnRows, combined
@@ -133,12 +133,14 @@ class Call:
 
     def _partners(self, pairs: Pairs, *, rows: bool) -> dict[str, Tensor]:
         """Return the similarities of rows, or of columns, with their partners, by the names of numbers."""
-        found = pairs.similarities
+        found = partner_numbers(pairs.similarities)
+        if ("x" if rows else "y") in self.declared.reads.ties:
+            found |= partner_numbers(pairs.rounding(self.facts.dtype, self.facts.products.error), ROUNDING)
         if not rows and self.pairing is not None and not self.pairing.all_cols:
             (at,) = self._with_partner().nonzero(as_tuple=True)
             none = torch.zeros(self.cols.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
             found = {name: none.index_put((at,), s) for name, s in found.items()}
-        return partner_numbers(found)
+        return found
 
     def _with_partner(self) -> Tensor:
         """Return whether each local column has a partner."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from .._checks import check_callable
 from .._settings import shown
@@ -30,6 +34,7 @@ class Declaration:
         symmetric: whether the user says that scores and masks of (i, j) and (j, i) are equal.
         reads: what the functions read, known after their first use.
         kernels: compiled functions of its tiles; None: nobody asked for them.
+        values: of the functions on fixed numbers, which are to be compared between ranks; "" if they were.
     """
 
     terms: dict[str, Term]
@@ -39,6 +44,7 @@ class Declaration:
     symmetric: bool = False
     reads: Reads = field(default_factory=Reads)
     kernels: Kernels | None = None
+    values: str = ""
     _used: dict[str, Reads] = field(default_factory=dict)
 
     @classmethod
@@ -102,15 +108,12 @@ class Declaration:
             raise ValueError("y must be left out with symmetric=True: the rows of x are the columns, too")
         y_numbers = call.x_data if call.y is None else call.y_data
         numbers = (call.x_data, y_numbers, None if call.own is None else call.own_data)
-        self.reads = first_use(
-            self.terms,
-            (self.row_loss, self.column_loss),
-            self.kinds,
-            numbers,
-            call.parameters,
-            device=call.x.device,
-            symmetric=self.symmetric,
-        )
+        declared = self.terms, (self.row_loss, self.column_loss), self.kinds
+        self.reads = first_use(*declared, numbers, call.parameters, device=call.x.device, symmetric=self.symmetric)
+        found = dict[str, list[float]]()
+        with suppress(ValueError):  # a fixed number may be no index of a table; the functions before it are compared
+            first_use(*declared, numbers, call.parameters, device=torch.device("cpu"), found=found)
+        self.values = json.dumps(found)
         if call.own is not None and all(term.over == "batch" for term in self.terms.values()):
             raise ValueError("own must be left out: no term has over='own' or over='both', so nothing would read it")
         wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fields import HINTS, PARTNER, Fields, changed, fields
+from .fields import HINTS, PARTNER, ROUNDING, Fields, changed, fields
 from .reductions import Term
 from .similarity import ONE, safe_value
 
@@ -79,6 +79,17 @@ class Values:
         return [x for x in (self.value, self.log_weight) if x is not None and x.requires_grad]
 
 
+def with_ties(s: Mapping[str, Tensor], *sides: Numbers) -> dict[str, Tensor]:
+    """Return similarities; one that differs from that of a partner by rounding alone equals it. Gradients stay."""
+    found = dict(s)
+    for side in (of for of in sides if ROUNDING in of):
+        for name, one in found.items():
+            partner, bound = (side[of] if name == ONE else side[of][name] for of in (PARTNER, ROUNDING))
+            tied = torch.where((one.detach() - partner).abs() <= bound, partner, one).detach()
+            found[name] = tied + (one - one.detach()) if one.requires_grad else tied
+    return found
+
+
 @dataclass(frozen=True)
 class Entries:
     """Some entries, and what the user's functions may read of them.
@@ -115,10 +126,9 @@ class Entries:
             return None
         x, y, p = self._arguments(None)
         with torch.no_grad():
-            if not term.mask_reads_similarity:
-                return term.where(x, y)
-            s = self._similarity(None, detached=True)
-            return term.where(x, y, s, p) if term.mask_reads_parameters else term.where(x, y, s)
+            given = (x, y, self._similarity(None, detached=True), p)
+            count = 2 + term.mask_reads_similarity + term.mask_reads_parameters
+            return self._checked(term, "where", term.where(*given[:count]))
 
     def values(self, term: Term, mask: Tensor | None, *, safe: bool = True) -> Values:
         """Return the scores of a term at all entries; those of other entries than candidates mean nothing.
@@ -133,15 +143,28 @@ class Entries:
         replaced = mask if safe else None
         s, (x, y, p) = self._similarity(replaced), self._arguments(replaced)
 
-        def call(function: Callable[..., Tensor] | None) -> Tensor | None:
-            return None if function is None else function(s, x, y, p)
+        def call(name: str) -> Tensor | None:
+            function: Callable[..., Tensor] | None = getattr(term, name, None)
+            return None if function is None else self._checked(term, name, function(s, x, y, p))
 
-        value = call(term.score) if term.score is not None else s
-        return Values(self.shape, mask, value, call(getattr(term, "log_weight", None)))
+        return Values(self.shape, mask, call("score") if term.score is not None else s, call("log_weight"))
 
     def call(self, function: Callable[..., Tensor]) -> Tensor:
         """Return what a function like a score returns at all entries."""
         return function(self._similarity(None), *self._arguments(None))
+
+    def _checked(self, term: Term, name: str, x: Tensor) -> Tensor:
+        """Return what a function has returned, unless all rows or columns share a number here, and not at first use."""
+        shape = (1,) * (2 - x.dim()) + tuple(x.shape) if isinstance(x, Tensor) else ()
+        shared = tuple(bool(size == 1 != whole) for size, whole in zip(shape, self.shape, strict=False))
+        if self.reads is not None:  # at the first use
+            term.shared[name] = tuple(map(max, shared, term.shared.get(name, shared)))
+        elif any(now > then for now, then in zip(shared, term.shared.get(name, shared), strict=False)):
+            raise ValueError(
+                f"{name} of {term!r} must return one value for each entry of every tile, {self.shape} here, got "
+                f"{tuple(x.shape)}; it must not depend on the shape of its arguments"
+            )
+        return x
 
     def _similarity(self, mask: Tensor | None, *, detached: bool = False) -> Any:
         found = {}

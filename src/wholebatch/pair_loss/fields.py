@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 INDEX, PARTNER = "index", "partner"  # names that every side has, and no data may have
-SQUARES = "|x|^2"  # a name that no user can choose
+SQUARES, ROUNDING = "|x|^2", "|x y|"  # names that no user can choose
 SEPARATOR = "."  # between a name of data and that of a similarity
 
 

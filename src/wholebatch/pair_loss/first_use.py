@@ -4,22 +4,28 @@
     mixed entries          a value that depends on other entries: it differs when the tile is cut into two
     shapes and dtypes      masks that are not boolean, scores and losses of another shape
 
-The same tile tells which terms each side reads, and which data.
+The same tile tells which terms each side reads, and which data. A tile of numbers that are the same on all ranks shows
+functions that differ by something that no fingerprint sees: a numpy array, a class attribute, the environment.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._checks import check_not_negative
 from .._settings import shown
+from .affine import is_affine, may_be_affine
 from .entries import Entries, Values
 from .fields import INDEX, PARTNER, Fields, changed, fields
-from .reductions import Mean, Term
+from .reductions import Mean, Partner, Term
 from .similarity import DISTANCE, ONE
 from .watched import watched
 
@@ -27,6 +33,7 @@ _ROWS, _COLUMNS = 4, 6
 _CUTS = ((slice(0, 1), slice(0, 6)), (slice(1, 4), slice(0, 6)), (slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 6)))
 _ALL, _SQUARE = slice(None), slice(0, _ROWS)
 _CLOSE = 1e-4
+_SAME = 1e-5  # relative, between ranks: other processors round differently
 _ON = f"a tile of {_ROWS} rows and {_COLUMNS} columns"
 
 
@@ -39,6 +46,7 @@ class Reads:
         cols: terms that the column loss reads.
         x, y: data that scores read, and of these partners that row and column losses read.
         p: parameters that any function reads.
+        ties: "x" or "y", if scores or masks that may jump read partners of these: equal similarities have to be found.
     """
 
     rows: set[str] = field(default_factory=set)
@@ -46,6 +54,7 @@ class Reads:
     x: set[str] = field(default_factory=set)
     y: set[str] = field(default_factory=set)
     p: set[str] = field(default_factory=set)
+    ties: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -72,6 +81,7 @@ def first_use(
     *,
     device: torch.device,
     symmetric: bool = False,
+    found: dict[str, list[float]] | None = None,
 ) -> Reads:
     """Return what the functions read, or raise.
 
@@ -83,39 +93,71 @@ def first_use(
         parameters: by name.
         device: of the features, the data and the parameters.
         symmetric: whether scores and masks have to be symmetric.
+        found: gets the values of the functions, by name, on numbers that are the same on all ranks.
 
     Raises:
         ValueError: naming the function, what it did, and the fix.
     """
-    reads = Reads()
+    reads, jumps, pick, found = Reads(), False, _some if found is None else _fixed, {} if found is None else found
     x, y, own = (
-        None if of is None else {name: _some(one, n) for name, one in of.items()}
+        None if of is None else {name: pick(one, n) for name, one in of.items()}
         for of, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
     )
     assert x is not None
     assert y is not None
     p = {name: value.detach() if isinstance(value, Tensor) else value for name, value in parameters.items()}
+    if pick is _fixed:
+        p = {name: _fixed(value, *value.shape) if isinstance(value, Tensor) else value for name, value in p.items()}
     p = {name: one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for name, one in p.items()}
     for name, term in terms.items():
         columns = y if term.over != "own" else own
         if term.over != "batch" and own is None:
             raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
         assert columns is not None
-        _check_term(name, term, _tile(kinds, x, columns, p, reads, device))
+        tile = _tile(kinds, x, columns, p, reads, device)
+        found[f"term {name!r}"] = _check_term(name, term, tile)
+        jumps = jumps or not _is_continuous(term, tile)
         if term.over != "batch":
             assert own is not None
             _check_term(name, term, _without_partner(_tile(kinds, x, own, p, reads, device)))
+    reads.ties |= {letter for letter in "xy" if jumps and PARTNER in getattr(reads, letter)}
     for what, function, read, side in (
         ("row_loss", functions[0], reads.rows, x),
         ("column_loss", functions[1], reads.cols, y),
     ):
         if function is not None:
-            _check_loss(what, function, terms, side, (kinds, p, read, reads), device)
+            found[what] = _check_loss(what, function, terms, side, (kinds, p, read, reads), device)
     if symmetric:
         rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
         for name, term in terms.items():
             _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads(), device), _ALL, _SQUARE))
     return reads
+
+
+def _is_continuous(term: Term, entries: Entries) -> bool:
+    """Return whether rounding of a similarity cannot matter much: no mask reads it, and the score is affine."""
+    affine = isinstance(term, Partner) or (may_be_affine(term, entries.kinds) and is_affine(term, entries))
+    return not term.mask_reads_similarity and (affine or not term.scored)
+
+
+def check_same_values(caller: str, of_ranks: Sequence[str]) -> None:
+    """Raise ValueError, on all ranks, if a function has other values on a rank than on rank 0."""
+    values = [json.loads(text or "{}") for text in of_ranks]
+    for rank, found in enumerate(values):
+        for what in (name for name in values[0] if name in found):
+            for a, b in zip_longest(values[0][what], found[what], fillvalue=math.inf):
+                if a != b and not math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-12) and not (a != a and b != b):
+                    raise ValueError(
+                        f"{caller}: {what} must compute alike on all ranks, got {a} on rank 0 and {b} on rank {rank} "
+                        "from the same numbers; run the same program with the same files and environment on all "
+                        "ranks, and pass numbers in parameters"
+                    )
+
+
+def _fixed(x: Tensor, *shape: int) -> Tensor:
+    """Return numbers that are the same on all ranks, on a CPU: there a wrong index of a table ends no process."""
+    even = torch.linspace(0.25, 0.75, math.prod(shape), dtype=torch.float64, device="cpu").view(shape)
+    return (even if x.is_floating_point() else even * 100 // 1 % 2).to(x.dtype)
 
 
 def _some(x: Tensor, rows: int) -> Tensor:
@@ -158,7 +200,7 @@ def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
     return Entries(entries.kinds, s, x, y, entries.p)
 
 
-def _check_term(name: str, term: Term, entries: Entries) -> None:
+def _check_term(name: str, term: Term, entries: Entries) -> list[float]:
     what = f"the {' or '.join(term.functions) or 'score'} of term {name!r}"
     values = watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
     _check_slope(f"term {name!r}", term, entries)
@@ -172,6 +214,7 @@ def _check_term(name: str, term: Term, entries: Entries) -> None:
                     f"{what} must compute each entry from its own s, x, y and p alone; its values change when the tile "
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
                 )
+    return [number for x in _numbers(values) for number in x.flatten().tolist()]
 
 
 def _check_slope(what: str, term: Term, entries: Entries) -> None:
@@ -269,7 +312,7 @@ def _check_loss(
     side: Mapping[str, Tensor],
     other: tuple[Mapping[str, str], Mapping[str, Any], set[str], Reads],
     device: torch.device,
-) -> None:
+) -> list[float]:
     kinds, p, read, reads = other
     rows = _ROWS
     # Differences of two terms have both signs, and no two are equal: a mean of any of them would show.
@@ -282,7 +325,9 @@ def _check_loss(
     def call(at: slice) -> list[Tensor]:
         of_r = fields("r", {name: x[at] for name, x in r.items()}, read)
         of_side = fields(letter, changed(numbers, lambda x: x[at]), reads.x)
-        return losses_and_weights(what, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[at]))
+        return losses_and_weights(
+            what, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[at]), checks=False
+        )
 
     plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
     given = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
@@ -294,9 +339,10 @@ def _check_loss(
                     f"{what} must compute the loss of each row from its own numbers alone; its values change when the "
                     "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
                 )
+    return [number for x in whole for number in x.tolist()]
 
 
-def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
+def losses_and_weights(what: str, found: Any, rows: int, *, checks: bool = True) -> list[Tensor]:
     """Return what a row loss has returned: losses, or losses and weights, checked."""
     parts: Sequence[Any] = found if isinstance(found, tuple) else (found,)
     if len(parts) not in (1, 2):
@@ -305,6 +351,9 @@ def losses_and_weights(what: str, found: Any, rows: int) -> list[Tensor]:
         if not isinstance(part, Tensor) or tuple(part.shape) != (rows,):
             got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
             raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
+    for weights in (of.detach().double() for of in parts[1:] if rows and checks):
+        smallest, total = torch.stack([weights.amin(), weights.sum()]).tolist()
+        check_not_negative(f"the weights that {what} returns", weights, smallest, total)
     return [*parts]
 
 

@@ -25,13 +25,14 @@ from .call import CALLER, Call
 from .counted import tiles_held
 from .declaration import Declaration
 from .fingerprint import fingerprint
-from .first_use import Reads
+from .first_use import Reads, check_same_values
 from .reductions import Term
 from .reference import Dense, OwnCandidates
 from .similarity import Similarity
 
 _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions, with the values that they capture,"
+_VALUES = "values of the functions on fixed numbers"
 _NOT_COMPILED = "why tiles are not compiled"
 _DTYPES = "names and dtypes of x_data, y_data and own_data"
 _TILES = "how many times two tiles a step holds"
@@ -168,6 +169,8 @@ class PairLoss(nn.Module):
         )
         checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, _DTYPES, "statistics"))
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
+        check_same_values(CALLER, facts.of_ranks(_VALUES))
+        self.declaration.values = ""
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._say_what_nobody_reads()
         self._say_why_nothing_is_compiled(facts.of_ranks(_NOT_COMPILED))
@@ -233,6 +236,7 @@ class PairLoss(nn.Module):
     def _facts(self, call: Arguments) -> dict[str, Any]:
         return {
             _FINGERPRINT: fingerprint(*self.declaration.functions),
+            _VALUES: self.declaration.values,
             _READS: self.declaration.reads.names,
             _NOT_COMPILED: self._not_compiled,
             _TILES: self._tiles_of(call),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entries import Entries, Values
+from .entries import Entries, Values, with_ties
 from .fields import INDEX, nested
 from .reductions import Count, LogSumExp, Max, Mean, Min, Sum, Term
 from .similarity import of_pairs
@@ -61,7 +61,7 @@ class OwnRows:
         none = torch.full_like(self.owners, -1)
         of_x = nested({name: one[self.owners, None] for name, one in x_numbers.items()})[0]
         of_y = nested({name: one[:, None] for name, one in {**self.numbers, INDEX: none}.items()})[0]
-        entries = Entries(kinds, s, of_x, of_y, parameters)
+        entries = Entries(kinds, with_ties(s, of_x), of_x, of_y, parameters)
         return self._reduced(term, entries.values(term, entries.mask(term)), dtype)
 
     def _reduced(self, term: Term, values: Values, dtype: torch.dtype) -> Tensor:

@@ -24,11 +24,11 @@ from .._precision import wide_dtype
 from ..contract import Facts
 from ..nodes.fetch import fetch_rows
 from ..partition import Partition, Ragged
-from .entries import Entries
+from .entries import Entries, with_ties
 from .fields import INDEX, PARTNER, SEPARATOR, nested
 from .max_sim import max_sim_of_pairs, vectors_of
 from .reductions import Max, Min, Term
-from .similarity import LATE, ONE, of_pairs
+from .similarity import LATE, ONE, absolute, of_pairs, rounding
 
 PAIR = "pair"
 NOBODY: Mapping[str, Tensor] = MappingProxyType({})
@@ -174,17 +174,23 @@ class Pairs:
     @cached_property
     def similarities(self) -> dict[str, Tensor]:
         """The similarity of each pair, (k,), by name."""
-        return {name: self._similarity(name, kind) for name, kind in self.kinds.items()}
+        x, y = self.x.features, self.y.features
+        return {name: self._similarity(kind, x[name], y[name]) for name, kind in self.kinds.items()}
 
-    def _similarity(self, name: str, kind: str) -> Tensor:
-        x, y = self.x, self.y
+    def rounding(self, dtype: torch.dtype, error: float) -> dict[str, Tensor]:
+        """Return by how much tiles of a dtype may round these, with an error of their products, by name."""
+        x, y = self.x.features, self.y.features
+        rows = {name: (kind, *absolute(kind, x[name], y[name])) for name, kind in self.kinds.items()}
+        return {name: rounding(self._similarity(*of), of[1].shape[1], dtype, error) for name, of in rows.items()}
+
+    def _similarity(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
         if kind not in LATE:
-            return of_pairs(kind, x.features[name], y.features[name], self.dtype)
-        queries, documents = (x, y) if LATE[kind] == "columns" else (y, x)
-        assert queries.lengths is not None
-        assert documents.lengths is not None
-        lengths = queries.lengths, documents.lengths
-        return max_sim_of_pairs(queries.features[name], documents.features[name], lengths, self.dtype)
+            return of_pairs(kind, x, y, self.dtype)
+        order = slice(None, None, 1 if LATE[kind] == "columns" else -1)
+        (queries, q), (documents, d) = [(x, self.x.lengths), (y, self.y.lengths)][order]
+        assert q is not None
+        assert d is not None
+        return max_sim_of_pairs(queries, documents, (q, d), self.dtype)
 
     def scores(self, term: Term, parameters: Mapping[str, Any], partners: Mapping[str, Tensor] = NOBODY) -> Tensor:
         """Return the score of each pair, (k,).
@@ -199,14 +205,14 @@ class Pairs:
             nested({name: one[:, None] for name, one in {**side, **partners}.items()})[0]
             for side in (self.x.numbers, self.y.numbers)
         )
-        value = Entries(self.kinds, s, x, y, parameters).values(term, None).value
+        value = Entries(self.kinds, with_ties(s, x, y), x, y, parameters).values(term, None).value
         assert value is not None
         return value.to(self.dtype).expand(len(next(iter(s.values()))), 1)[:, 0]
 
 
-def partner_numbers(similarities: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the similarities with partners as numbers of rows, by name."""
-    return {PARTNER if name == ONE else f"{PARTNER}{SEPARATOR}{name}": s for name, s in similarities.items()}
+def partner_numbers(of_similarities: Mapping[str, Tensor], what: str = PARTNER) -> dict[str, Tensor]:
+    """Return the similarities with partners, or `what` else belongs to these, as numbers of rows, by name."""
+    return {what if name == ONE else f"{what}{SEPARATOR}{name}": x for name, x in of_similarities.items()}
 
 
 def winners(

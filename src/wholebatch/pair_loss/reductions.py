@@ -45,6 +45,7 @@ class Term:
             check_callable("where", where)
         check_choice("over", over, OVER)
         self.score, self.where, self.over = score, where, over
+        self.shared: dict[str, tuple[bool, ...]] = {}  # see `Entries`
 
     @property
     def mask_reads_similarity(self) -> bool:

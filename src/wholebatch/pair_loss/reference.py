@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from .declaration import Declaration
-from .entries import Entries
-from .fields import INDEX, PARTNER, changed, fields
+from .entries import Entries, with_ties
+from .fields import INDEX, PARTNER, ROUNDING, changed, fields
 from .first_use import losses_and_weights
 from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum, Term
-from .similarity import ONE
+from .similarity import ONE, absolute, rounding
 
 Features = Mapping[str, Tensor]  # of each similarity, (rows, d)
 Numbers = Mapping[str, Any]  # of rows, (rows,), or Fields of such
@@ -61,7 +61,8 @@ class Dense:
         rows, cols = next(iter(s.values())).shape
         to_y = self._partners_of_rows(rows, cols)
         x_numbers, y_numbers = self._numbers(to_y, rows, cols)
-        entries = Entries(kinds, s, _unsqueezed(x_numbers, 1), _unsqueezed(y_numbers, 0), self.parameters)
+        of_x, of_y = _unsqueezed(x_numbers, 1), _unsqueezed(y_numbers, 0)
+        entries = Entries(kinds, with_ties(s, of_x, of_y), of_x, of_y, self.parameters)
         sides = []
         if declared.row_loss is not None:
             r = {name: self._term(name, entries, x_numbers, to_y) for name in declared.reads.rows}
@@ -97,18 +98,23 @@ class Dense:
         x: dict[str, Any] = {**self.x_data, INDEX: torch.arange(rows, device=device)}
         y: dict[str, Any] = {**self.y_data, INDEX: torch.arange(cols, device=device)}
         if to_y is not None:
-            kinds = self.declaration.kinds
-            s = {name: self._partners(kind, self.x[name], self.y[name], to_y) for name, kind in kinds.items()}
-            none = torch.zeros(cols, dtype=next(iter(s.values())).dtype, device=device)
-            back = {name: none.index_put((to_y,), one) for name, one in s.items()}
-            x[PARTNER], y[PARTNER] = (of.get(ONE, fields("s", of)) for of in (s, back))
+            for what in (PARTNER, ROUNDING):
+                s = {name: self._partners(what, kind, name, to_y) for name, kind in self.declaration.kinds.items()}
+                none = torch.zeros(cols, dtype=next(iter(s.values())).dtype, device=device)
+                back = {name: none.index_put((to_y,), one) for name, one in s.items()}
+                x[what], y[what] = (of.get(ONE, fields("s", of)) for of in (s, back))
         return x, y
 
-    def _partners(self, kind: str, x: Tensor, y: Tensor, to_y: Tensor) -> Tensor:
-        """Return the similarity of each row of x with its partner."""
+    def _partners(self, what: str, kind: str, name: str, to_y: Tensor) -> Tensor:
+        """Return the similarity of each row of x with its partner, or its rounding."""
+        x, y = self.x[name], self.y[name]
+        if what == ROUNDING:
+            x, y = absolute(kind, x, y)
         if self.lengths is not None:
-            return self._similarities(kind, x, y)[torch.arange(len(to_y), device=to_y.device), to_y]
-        return _of_pairs(kind, x, y[to_y])
+            s = self._similarities(kind, x, y)[torch.arange(len(to_y), device=to_y.device), to_y]
+        else:
+            s = _of_pairs(kind, x, y[to_y])
+        return s if what == PARTNER else rounding(s, x.shape[1], x.dtype)
 
     def _term(self, name: str, entries: Entries, x_numbers: Numbers | None, to_y: Tensor | None) -> Tensor:
         """Return one reduction of all rows, or of all columns, without `x_numbers`."""

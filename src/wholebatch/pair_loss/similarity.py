@@ -87,6 +87,16 @@ def of_tile(kind: str, products: Tensor, row_squares: Tensor | None, col_squares
     return (2 * products - row_squares - col_squares).clamp(max=0)
 
 
+def absolute(kind: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows whose similarity is sum_k |x_ik y_jk|, for distances -sum_k (|x_ik| + |y_jk|)^2, without gradient."""
+    return x.detach().abs(), y.detach().abs() * (-1 if kind == DISTANCE else 1)
+
+
+def rounding(s: Tensor, width: int, dtype: torch.dtype, error: float = 0.0) -> Tensor:
+    """Return by how much BLAS may round a similarity whose rows have such an absolute one: copies round differently."""
+    return s.abs() * ((4 + width**0.5 / 2) * torch.finfo(dtype).eps + error)
+
+
 def of_pairs(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the similarity of each row of x with the same row of y, both from `multiplied`: 2 of (k, d) -> (k,).
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..partition import Tile
 from .affine import Coefficients, coefficients, confirmed, is_affine, may_be_affine
-from .entries import Entries, Values
+from .entries import Entries, Values, with_ties
 from .fields import nested
 from .reductions import Term
 from .running import Rule
@@ -74,7 +74,7 @@ class Leaves(NamedTuple):
             name: of_tile(self.kinds[name], of, x_squares.get(name), y_squares.get(name))
             for name, of in self.products.items()
         }
-        return Entries(self.kinds, s, x, y, self.parameters)
+        return Entries(self.kinds, with_ties(s, x, y), x, y, self.parameters)
 
     @property
     def only_products(self) -> bool:

@@ -79,6 +79,8 @@ class _Captured(TorchFunctionMode):
 class _Random(TorchDispatchMode):
     """Raise if an operation draws random numbers."""
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # else torch imports Dynamo at the first operation
+
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what

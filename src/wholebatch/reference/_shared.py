@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .._checks import check_label
 from .._normalize import EPS, normalize_rows
 
 
@@ -92,6 +93,7 @@ def labeled_cosines(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, T
     if isinstance(features, Tensor) and features.dim() == 3:
         features, labels = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     check_shapes("a loss of labeled rows", {"features": features}, labels)
+    check_label(int(labels.amin()) if len(labels) else 0)
     z = normalized(features)
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     return z @ z.T, (labels[:, None] == labels) & ~itself, itself

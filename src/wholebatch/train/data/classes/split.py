@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -91,6 +92,11 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
     pictures, texts = pairs.sides.values()
     of_group = texts.items(pairs.rows(torch.arange(len(pairs))))
     names = [of_group[i] for i in text.tolist()]
+    for name in names:
+        if re.fullmatch("-[0-9]+", name.strip()):
+            raise UserError(
+                f"--data has the class {name}: expected names or numbers >= 0; leave out rows without a class"
+            )
     chosen, digest = Chosen(pictures, pairs.order), pairs.digest
     found = with_split(
         chosen, names, for_test, validation=validation, at_most=at_most, once=once, seed=seed, digest=digest
