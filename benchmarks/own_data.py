@@ -27,8 +27,8 @@ TONES = {
 }  # fmt: skip
 
 
-def emoji(out: Path, packages: list[Path]) -> Path:
-    """Write a table of each set's pictures of 64 x 64 pixels with the names of Unicode."""
+def emoji(out: Path, packages: list[Path], *, has_skins: bool) -> Path:
+    """Write a table of each set's pictures of 64 x 64 pixels with their names, in all colors of skin or in one."""
     table = out / "emoji.csv"
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -38,7 +38,7 @@ def emoji(out: Path, packages: list[Path]) -> Path:
             for each in json.loads((package / "emoji.json").read_text()):
                 name = (each["name"] or each["short_name"]).lower()
                 rows = [(name, each["image"])]
-                for codes, variation in each.get("skin_variations", {}).items():
+                for codes, variation in (each.get("skin_variations", {}) if has_skins else {}).items():
                     tones = " and ".join(TONES[code] for code in codes.split("-"))
                     rows.append((f"{name}, {tones} skin", variation["image"]))
                 writer.writerows((pictures / image, text) for text, image in rows if (pictures / image).exists())
@@ -75,11 +75,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--package", type=Path, nargs="*", default=[], help="unpacked folders with a package.json")
     parser.add_argument("--rows", type=int, default=8000, help="of `code`")
+    parser.add_argument("--one-skin", action="store_true", help="of `emoji`: each name once in a set")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     packages = [path.absolute() for path in given.package]
     table = {
-        "emoji": lambda: emoji(given.out, packages),
+        "emoji": lambda: emoji(given.out, packages, has_skins=not given.one_skin),
         "code": lambda: code(given.out, given.rows),
         "digits": lambda: digits(given.out, *packages),
     }[given.which]()

@@ -430,7 +430,7 @@ def test_a_run_whose_last_third_made_nothing_better_says_so():
 
     assert remark([0.1, 0.2, 0.3], is_kept=False) == ""
     assert remark([0.1, 0.2, 0.3, 0.3], is_kept=False) == "", "a quarter of the steps"
-    assert "best validation was after step 20 of 30; --patience 3" in remark([0.1, 0.3, 0.3], is_kept=False)
+    assert "best validation was after step 20 of 30; --keep-best keeps" in remark([0.1, 0.3, 0.3], is_kept=False)
     assert "after step 10 of 30; its weights are in best" in remark([0.5, 0.3, 0.4], is_kept=True)
     assert remark([], is_kept=False) == ""
 
@@ -440,8 +440,45 @@ def test_patience_must_not_be_negative():
         check_options(TrainConfig(patience=-1))
 
 
-def test_the_default_keeps_no_best_weights(whole):
-    assert not (whole / "best.safetensors").exists()
+def test_the_best_weights_are_kept_unless_the_run_is_not_to(whole, data, tmp_path):
+    with TensorFile(whole / "best.safetensors") as file:
+        step = int(file.metadata["step"])
+    figures = {row["step"]: row["validation"]["image_to_text"]["recall@1"] for row in metrics(whole)[5::6]}
+    assert step == max(figures, key=figures.get), "of equal ones the first"
+    assert main(["train", *options(data, tmp_path / "run", *QUICK, "--no-keep-best", steps=2)]) == 0
+    assert not (tmp_path / "run" / "best.safetensors").exists()
+
+
+def test_a_run_that_learns_by_heart_says_so_once_while_it_can_be_ended():
+    def warnings(figures, losses, **more):
+        """Return the steps after whose validation there is a line, and the lines."""
+        best = Best(SimpleNamespace(headline_figure=lambda validation: validation["x"]), 0, 0, [])
+        found = {}
+        for i, (figure, loss) in enumerate(zip(figures, losses, strict=True)):
+            best.is_beaten_by({"step": 10 * i + 5, "loss": loss + 0.5})  # a mean of the steps since a validation counts
+            best.is_beaten_by({"step": 10 * i + 10, "loss": loss - 0.5, "validation": {"x": figure}})
+            if line := best.warning(is_kept=True, **more):
+                found[10 * i + 10] = line
+        return found
+
+    falling = [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    ((step, line),) = warnings([0.1, 0.4, 0.3, 0.3, 0.2, 0.2], falling).items()
+    assert step == 50, "three validations after the best, and once"
+    assert "since step 20, whose validation was the best, the training loss has fallen from 5 to 2 and no" in line
+    assert line.endswith("; Ctrl-C ends it, and best.safetensors has the weights of step 20")
+    assert [*warnings([0.4, 0.3, 0.3, 0.3, 0.5, 0.2], falling)] == [40], "a better one later starts again"
+    assert not warnings([0.4, 0.3, 0.3, 0.3, 0.3, 0.3], [5.0] * 6), "nothing is learned, by heart or else"
+    assert not warnings([0.4, 0.4, 0.4, 0.4, 0.4, 0.4], falling), "as good as the best is not worse"
+    assert not warnings([0.1, 0.2, 0.3, 0.4, 0.3, 0.3], falling), "not for a while yet"
+    assert not warnings([0.1], [5.0])
+
+
+def test_the_line_of_a_run_that_learns_by_heart_comes_before_its_end(data, tmp_path, monkeypatch, capsys):
+    validations(monkeypatch, [0.4, 0.3, 0.3, 0.2, 0.2, 0.2])
+    assert main(["train", *options(data, tmp_path / "run", *QUICK, "--validate-every", "2", steps=12)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = (i for i, line in enumerate(lines) if line.startswith("note: the run learns by heart: since step 2"))
+    assert lines[place - 1].startswith("step    8/12"), "after three validations that were worse, and then no more"
 
 
 # A full disk.

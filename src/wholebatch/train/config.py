@@ -148,8 +148,8 @@ class TrainConfig:
     """Steps between two checkpoints; the last step has one too."""
     patience: int = 0
     """End after so many validations without a better headline figure. 0: never."""
-    keep_best: bool = False
-    """Keep the weights of the best validation in best.safetensors; --patience does so, too."""
+    keep_best: bool = True
+    """Keep the weights of the best validation in best.safetensors; --patience does so in any case."""
     tensorboard: bool = True
     """Write TensorBoard event files into the folder tensorboard/ of the run, where tensorboard is installed."""
     wandb: str | None = None

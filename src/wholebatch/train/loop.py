@@ -131,6 +131,8 @@ def train(
                             folder.keep_best(task, weights, done)
                     wait()
                 is_over = from_first_rank(best.is_over, device)
+            if done < schedule.steps and not is_over and (warning := best.warning(is_kept=keeps_best)):
+                progress.show_note(warning)
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
                 save_last(done)

@@ -31,7 +31,7 @@ class _OfRun:
     """The weights of a run."""
 
     weights: Weights = "auto"
-    """"final", "best" (of the best validation, which --patience and --keep-best keep) or "checkpoint" (the last one).
+    """"final", "best" (of the best validation, which a run keeps unless --no-keep-best) or "checkpoint" (the last one).
     "auto": the final ones, or those of the last checkpoint while there are none."""
     trust: bool = False
     """Execute the Python file of an encoder FILE.py:FUNCTION, of which the run has a copy. Read it before if the run

@@ -7,7 +7,7 @@ extensions.json          where --until-step extended the run, if it did
 starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
-best.safetensors         with --patience or --keep-best: the weights of the best validation
+best.safetensors         unless --no-keep-best: the weights of the best validation
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
 encoders/                what a later program needs to build the encoders again, before it reads the final weights
 features/                features of the data that `wholebatch search` has searched; search.png has its last pictures
