@@ -14,7 +14,7 @@ import tyro
 from .._launcher import launcher_size
 from .._slurm import use_variables_of_slurm
 from .._user_error import UserError
-from .config import DEFAULTS, TrainConfig
+from .config import DEFAULTS, TrainConfig, files_of_encoders
 from .config_file import naming_file, with_file
 from .data.paths import check_path
 from .encoder_options import absolute, check_present
@@ -80,7 +80,7 @@ def _config(argv: Sequence[str], prog: str) -> TrainConfig:
     if file is not None:
         asked = _parse(argv, prog, with_file(TrainConfig(), file))
     if asked.resume is None:
-        return _parse(argv, prog, with_file(DEFAULTS[asked.task], file))
+        return _trusted(given, _parse(argv, prog, with_file(DEFAULTS[asked.task], file)))
     if given.run_folder is not None:
         raise UserError("--resume writes into the folder of the run; leave --run-folder out")
     saved = dataclasses.replace(read_config(asked.resume), run_folder=None, config=None)
@@ -88,7 +88,18 @@ def _config(argv: Sequence[str], prog: str) -> TrainConfig:
         saved = dataclasses.replace(saved, ranks=1)  # the launcher decides
     config = _parse(argv, prog, with_file(saved, file))  # a difference was in the file or on the command line
     check_same_run(saved, config)
-    return dataclasses.replace(config, run_folder=asked.resume)
+    return _trusted(given, dataclasses.replace(config, run_folder=asked.resume))
+
+
+def _trusted(given: TrainConfig, config: TrainConfig) -> TrainConfig:
+    """Return the configuration, unless it names a Python file that the command line alone, `given`, does not."""
+    unasked = [each for each in files_of_encoders(config) if each not in files_of_encoders(given)]
+    if unasked and not given.trust:
+        raise UserError(
+            f"{config.resume or config.config} has {' and '.join(unasked)}, Python code that would be executed; read "
+            "it, and pass --trust"
+        )
+    return config
 
 
 def _parse(argv: Sequence[str], prog: str, default: TrainConfig) -> TrainConfig:

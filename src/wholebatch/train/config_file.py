@@ -28,6 +28,7 @@ from .config import TrainConfig, value_of
 from .encoder_options import absolute
 
 _MOST_BYTES = 2**20
+_MOST_DOTS = 64
 _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does not take them from another run
 
 
@@ -66,7 +67,7 @@ def _values(path: Path) -> dict[str, Any]:
         raise UserError(f"--config: there is no file {str(path)!r}") from error
     except OSError as error:
         raise UserError(f"--config: {str(path)!r} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--config: {path} is no file of options: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"--config: {path} must hold options by name, got {shown(values)}")
@@ -93,6 +94,8 @@ def _parse_toml(text: str) -> Any:
             import tomli as tomllib
         except ImportError as error:
             raise UserError("--config needs tomli on Python 3.10: pip install tomli") from error
+    if any(line.count(".") > _MOST_DOTS and line.lstrip()[:1] != "#" for line in text.split("\n")):
+        raise ValueError(f"a line has more than {_MOST_DOTS} dots")  # the parser's time grows as the square of a name's
     return tomllib.loads(text)
 
 

@@ -61,9 +61,8 @@ def search(options: SearchConfig) -> None:
         say(run.weights_line)
     work = Work.of(options)
     queries = _queries(run, options)
+    features = torch.cat([*features_of(run, queries, work._replace(ranks=1))])
     found = _candidates(run, options, work, queries.name)
-    alone = work._replace(ranks=1)
-    features = torch.cat([*features_of(run, queries, alone)])
     similarities, rows = most_similar(features, found.tiles(), options.k)
     hits = [
         [_hit(found, value, row) for value, row in zip(values, numbers, strict=True)]

@@ -14,14 +14,14 @@ from pathlib import Path
 from ..._bounded_json import unsealed
 from ..._files import read_bounded
 from ..._user_error import UserError, option
-from ..config import TrainConfig, differences
+from ..config import TrainConfig, differences, files_of_encoders
 from ..config_json import from_values
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 2**20
 # May change when a run is resumed: they do not change the numbers. A later resume command repeats these.
 _REPEATED = ("ranks", "device", "chunk_size", "workers", "fsdp", "patience", "keep_best", "tensorboard", "wandb")
-_FREE = (*_REPEATED, "run_folder", "config", "resume", "until_step", "audit")
+_FREE = (*_REPEATED, "run_folder", "config", "resume", "trust", "until_step", "audit")
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -64,7 +64,7 @@ def resume_command(folder: Path, config: TrainConfig) -> str:
 
     It repeats the options by which this run, if it was itself resumed, differs from its saved configuration.
     """
-    command = f"train --resume {shlex.quote(str(folder.absolute()))}"
+    command = f"train --resume {shlex.quote(str(folder.absolute()))}{' --trust' * bool(files_of_encoders(config))}"
     python, program = shlex.quote(sys.executable), Path(sys.argv[0])
     if {"SLURM_PROCID", "WORLD_SIZE"} <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"srun as before, with {python} -m wholebatch {command}{_repeated(config, but='ranks')}"
