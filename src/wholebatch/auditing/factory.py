@@ -33,6 +33,12 @@ def find(name: str) -> Factory:
         UserError: if there is no such module, or it cannot be imported, or has no such function.
     """
     module_name, attribute = split_name(name)
+    if module_name.endswith(".py"):
+        path = Path(module_name)
+        if not path.is_file():
+            raise UserError(f"there is no file {module_name!r}")
+        sys.path.insert(0, str(path.resolve().parent))  # the ranks get it, too, and import the module by its name
+        module_name = path.stem
     known = set(sys.modules)
     if module_name.startswith("wholebatch."):
         preload(module_name)

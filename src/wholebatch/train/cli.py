@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import tyro
 
 from .._launcher import launcher_size
 from .._slurm import use_variables_of_slurm
-from .._user_error import UserError
+from .._user_error import UserError, needs
 from .config import DEFAULTS, TrainConfig, files_of_encoders
 from .config_file import naming_file, with_file
 from .data.paths import check_path
@@ -31,6 +32,8 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         UserError: for a mistake of the user's.
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
+    if argv and not argv[0].startswith("-"):
+        raise UserError(f"the data have an option: {prog} --data {shlex.join(argv)}")
     meeting = use_variables_of_slurm()
     config = _config(argv, prog)
     try:
@@ -57,7 +60,7 @@ def _check(config: TrainConfig) -> None:
     check_options(config)
     number_of_ranks(config)
     if config.wandb is not None and find_spec("wandb") is None:
-        raise UserError("--wandb needs the package wandb, which is not installed: pip install wandb")
+        raise UserError(needs("--wandb", "wandb"))
     if launcher_size() is not None:
         return
     if config.data != "glyphs":

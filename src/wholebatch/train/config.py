@@ -69,7 +69,10 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train with the exact loss of the global batch: a dual encoder on pairs, or an encoder and a classifier."""
+    """Train with the exact loss of the global batch: a dual encoder on pairs, or an encoder and a classifier.
+
+    Start here: --data with a table or a folder of pictures, or nothing at all; then --steps and --batch-size.
+    """
 
     task: Literal["retrieve", "identify"] = "retrieve"
     """"retrieve": a dual encoder of (image, text) pairs, by default with CLIP's loss, tested on texts never seen.
@@ -95,8 +98,7 @@ class TrainConfig:
     resume: Path | None = None
     """Folder of a run to resume from its last checkpoint, with its configuration."""
     trust: bool = False
-    """Execute the Python file of an encoder FILE.py:FUNCTION that the run of --resume, or --config, names. One that is
-    named on the command line needs no --trust."""
+    """Execute an encoder's Python file that --resume or --config names. One that is named here needs no --trust."""
     until_step: int | None = None
     """With --resume: train until this step, more than the run has had. The learning rate goes on along the cosine of
     so many steps, reached over --warmup-steps steps."""

@@ -28,7 +28,6 @@ from .config import TrainConfig, value_of
 from .encoder_options import absolute
 
 _MOST_BYTES = 2**20
-_MOST_DOTS = 64
 _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does not take them from another run
 
 
@@ -94,8 +93,8 @@ def _parse_toml(text: str) -> Any:
             import tomli as tomllib
         except ImportError as error:
             raise UserError("--config needs tomli on Python 3.10: pip install tomli") from error
-    if any(line.count(".") > _MOST_DOTS and line.lstrip()[:1] != "#" for line in text.split("\n")):
-        raise ValueError(f"a line has more than {_MOST_DOTS} dots")  # the parser's time grows as the square of a name's
+    if any(line.count(".") > 64 and line.lstrip()[:1] != "#" for line in text.split("\n")):
+        raise ValueError("a line has more than 64 dots")  # the parser's time grows as the square of a name's dots
     return tomllib.loads(text)
 
 

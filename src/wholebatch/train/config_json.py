@@ -19,8 +19,7 @@ from .option_checks import check_options
 
 def to_json(config: TrainConfig) -> str:
     """Return the configuration as JSON; `from_values` reads it, once it is parsed."""
-    values = dataclasses.asdict(config)
-    del values["trust"]  # it is asked again
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name != "trust"}
     return json.dumps(values, indent=2, default=str)
 
 
@@ -37,11 +36,7 @@ def from_values(given: Any, source: Path) -> TrainConfig:
 
 
 def options_of(source: Path, **values: Any) -> TrainConfig:
-    """Return the defaults with some other values of the file `source`, checked like options.
-
-    Raises:
-        UserError: a value of another type, or out of range.
-    """
+    """Return the defaults with some other values of the file `source`; UserError for what is no such option."""
     try:
         return _checked({**dataclasses.asdict(TrainConfig()), **values})
     except (ValueError, TypeError) as error:

@@ -125,8 +125,7 @@ class FeatureFile:
         done = 0
         with reading(self.path, "a file of features", (OSError, ValueError)):
             for tile in self._tiles(rows):
-                finite = tile.isfinite().all(1).int()
-                if not finite.all():
+                if not (finite := tile.isfinite().all(1).int()).all():
                     row = done + int(finite.argmin()) + 1
                     raise UserError(f"{self.path}, row {row}: its features are not finite; embed the data again")
                 done += len(tile)
@@ -172,7 +171,7 @@ def open_features(path: Path) -> FeatureFile:
     """
     import pyarrow as pa
 
-    kinds = (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowException)
+    kinds = (OSError, ValueError, KeyError, TypeError, EOFError, OverflowError, MemoryError, pa.ArrowException)
     with reading(path, "a file of features", kinds):
         return _open_npy(path) if path.suffix == ".npy" else _open_parquet(path)
 

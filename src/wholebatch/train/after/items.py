@@ -22,7 +22,7 @@ from ..data.tables.fingerprint import digest_of
 from ..data.tables.folders import PICTURES
 from ..data.tables.open_table import open_table
 from ..data.tables.plain_types import is_bytes, is_text
-from ..data.tables.roles import USUAL, text_column, usual_columns
+from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.tables.table import Table
 from .open_run import OpenRun
 from .options import renamed
@@ -50,6 +50,8 @@ class Items:
     table: Table | None = None
     """None: the embedded characters, which are no table."""
     column: str = ""
+    captions: str = ""
+    """The column of the texts beside pictures; "" if there is none."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -66,8 +68,10 @@ class Items:
         return self.table.where(row)
 
     def text(self, row: int) -> str:
-        """Return the text of a row; "" for a picture."""
-        return str(self.side.items(torch.tensor([row]))[0]) if self.side.kind == "text" else ""
+        """Return the text of a row, or that beside its picture; "" if there is none."""
+        if self.side.kind == "text":
+            return str(self.side.items(torch.tensor([row]))[0])
+        return str(self.table.arrow[self.captions][row].as_py() or "") if self.table and self.captions else ""
 
     def digest(self) -> str:
         """Return a hash of the items, by which features of the same items are found again.
@@ -125,10 +129,17 @@ def open_items(
             _check_pictures(table, column)
             pictures = FilePictures(table, column)
             rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
-            return Items(name, pictures, rows, data, table, column)
+            return Items(name, pictures, rows, data, table, column, _captions(run, table))
         return Items(name, Texts(text_column(table, name, column)), torch.arange(len(table)), data, table, column)
     except UserError as error:
         raise renamed(error, argument) from error
+
+
+def _captions(run: OpenRun, table: Table) -> str:
+    """Return the column of the texts beside pictures, as the run or the usual names have it; "" if there is none."""
+    asked = asked_roles(run.config.columns)
+    columns = [name for role in ("text", "label") for name in (*asked.get(role, ()), *usual_columns(table, role))]
+    return next((name for name in columns if name in table.names and is_text(table.arrow[name].type)), "")
 
 
 def distinct(items: Items) -> Items:

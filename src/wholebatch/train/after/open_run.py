@@ -228,10 +228,7 @@ def _check_encoders(folder: Path) -> None:
 def _model(
     folder: Path, config: TrainConfig, names: Collection[str], *, is_checkpoint: bool, trust: bool
 ) -> DualEncoder | Encoder:
-    """Build the encoders with random weights: from the files beside the final weights, or as a resumed run does.
-
-    The configuration, whose values are checked, has all sizes of the built-in encoders.
-    """
+    """Build the encoders with random weights, by the files beside the final weights or by options that are checked."""
     encoders = folder / ENCODERS
     if not is_checkpoint and encoders.exists() and (folder / FINAL).exists():
         _check_encoders(folder)

@@ -190,5 +190,5 @@ def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:
     query = queries.side.items(row)[0]
     shown = hits[:MOST_COLUMNS]
     pictures = found.side.items(torch.tensor([hit.row for hit in shown]))
-    captions = [f"{hit.similarity:.2f} {Path(hit.place).stem}" for hit in shown]
+    captions = [f"{hit.similarity:.2f} {hit.text or Path(hit.place).stem}" for hit in shown]
     return Line(query, pictures, captions)

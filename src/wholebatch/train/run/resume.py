@@ -65,7 +65,7 @@ def resume_command(folder: Path, config: TrainConfig) -> str:
     It repeats the options by which this run, if it was itself resumed, differs from its saved configuration.
     """
     command = f"train --resume {shlex.quote(str(folder.absolute()))}{' --trust' * bool(files_of_encoders(config))}"
-    python, program = shlex.quote(sys.executable), Path(sys.argv[0])
+    python = shlex.quote(sys.executable)
     if {"SLURM_PROCID", "WORLD_SIZE"} <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"srun as before, with {python} -m wholebatch {command}{_repeated(config, but='ranks')}"
     if {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
@@ -74,12 +74,17 @@ def resume_command(folder: Path, config: TrainConfig) -> str:
         if os.environ["WORLD_SIZE"] != size:
             return f"torchrun as before on each machine, with -m wholebatch {command}"
         return f"{python} -m torch.distributed.run --standalone --nproc-per-node {size} -m wholebatch {command}"
-    command += _repeated(config)
+    return command_line(command + _repeated(config))
+
+
+def command_line(arguments: str) -> str:
+    """Return a command of the program that runs now, which a shell finds as it is printed."""
+    python, program = shlex.quote(sys.executable), Path(sys.argv[0])
     if program.parts[-2:] == ("wholebatch", "__main__.py"):
-        return f"{python} -m wholebatch {command}"
+        return f"{python} -m wholebatch {arguments}"
     if program.name == "wholebatch" and not _is_found(program):
-        return f"{shlex.quote(str(program.absolute()))} {command}"
-    return f"wholebatch {command}"
+        return f"{shlex.quote(str(program.absolute()))} {arguments}"
+    return f"wholebatch {arguments}"
 
 
 def _repeated(config: TrainConfig, but: str = "") -> str:
