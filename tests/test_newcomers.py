@@ -130,7 +130,8 @@ def test_a_problem_is_named_by_its_file_as_elsewhere(tmp_path, capsys):
         assert main(["audit", f"{file}:problem", "--ranks", "2"]) == 0
     finally:
         sys.path[:] = before
-    assert f"there is no file '{tmp_path / 'none.py'}'" in mistake(capsys, "audit", f"{tmp_path / 'none.py'}:problem")
+    nowhere = tmp_path / "none.py"
+    assert f"there is no file '{nowhere}'" in mistake(capsys, "audit", f"{nowhere}:problem")
 
 
 USER = """

@@ -95,7 +95,6 @@ def write_tensors(
     with replacing(path) as file:
         file.write(_header(tensors, metadata, digests))
         for name, x in zip(tensors, tensors.values() if values is None else values, strict=True):
-            assert (x.shape, x.dtype) == (tensors[name].shape, tensors[name].dtype)
             on_host = x.detach().to("cpu").contiguous()
             memory = bytes_of(on_host)
             digests[name] = hashlib.sha256(memory).hexdigest()

@@ -51,7 +51,6 @@ class Items:
     """None: the embedded characters, which are no table."""
     column: str = ""
     captions: str = ""
-    """The column of the texts beside pictures; "" if there is none."""
 
     def __len__(self) -> int:
         """Number of rows."""
