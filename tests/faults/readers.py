@@ -348,7 +348,7 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
         said = damage(path, dice)
         return ["train", "--config", str(path), "--data", str(folder / "nothing.csv")], said
     said = damage(path, dice)
-    return ["search", run, "A", "-k", "2", "--in", str(path), "--sheet", str(folder / "s.png")], said
+    return ["search", run, "A", "-k", "2", "--in", str(path)], said
 
 
 class Late(BaseException):
