@@ -26,7 +26,7 @@ quick: .venv/dev-installed
 # Another seed: make faults SEED=7
 SEED ?= 1
 FAULTS = "calls.py --count 300" "order.py --count 60" "inputs.py --count 10000" "numerics.py --count 500" \
-  "files.py --count 300" "kills.py --kills 40 --terms 20" \
+  "files.py --count 300" "readers.py --count 300" "kills.py --kills 40 --terms 20" \
   "interruptions.py --interruptions 20"
 faults: .venv/dev-installed
 	@failed=; for program in $(FAULTS); do \

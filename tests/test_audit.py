@@ -297,7 +297,7 @@ def test_invalid_problems_are_reported(name, message):
         ((audit_problems.right_local, ()), "ranks must be numbers of ranks from 1 to 64"),
         ((audit_problems.right_local, (0,)), "ranks must be numbers of ranks from 1 to 64"),
         ((audit_problems.right_local, 2), "ranks must be numbers of ranks from 1 to 64"),
-        (("audit_problems.py:right_local",), "without .py"),
+        (("audit_problems.py:right_local",), "there is no file 'audit_problems.py'"),
         (("./audit_problems.py:right_local",), "as in an import"),
     ],
 )

@@ -63,8 +63,8 @@ MISTAKES = [
         "there is no command 'trian'; choose one of: audit, bench, doctor, embed, evaluate, export, plan, search, "
         "train; perhaps you meant train",
     ),
-    ("audit", "name a problem, as MODULE:FUNCTION, or presets"),
-    ("audit my_file", "name the problem as MODULE:FUNCTION, as in my_project.audits:clip"),
+    ("audit", "name a problem, as FILE.py:FUNCTION, or presets"),
+    ("audit my_file", "name the problem as FILE.py:FUNCTION or as MODULE:FUNCTION, as in my_project"),
     ("audit my_file:problem --rank 2", "Perhaps you meant"),
     ("audit my_file:problem --ranks 0", "--ranks must be numbers of ranks from 1 to 64, as in 1 2 3; got (0,)"),
     ("audit my_file:problem --tolerance nan", "--tolerance must be a relative error between 0 and 1"),
@@ -206,7 +206,4 @@ def test_a_reader_of_the_output_may_leave(argv):
 def test_missing_packages_are_named_with_the_command_that_installs_them():
     code, _, errors, _ = run("train", "--help", extra="sys.modules['matplotlib'] = None; sys.modules['PIL'] = None")
     assert code == 2
-    assert errors == (
-        "wholebatch train: error: this command needs matplotlib, PIL: pip install 'wholebatch[train]', or in a "
-        "checkout pip install -e '.[train]'"
-    )
+    assert errors == ("wholebatch train: error: this command needs matplotlib, PIL: pip install matplotlib pillow")

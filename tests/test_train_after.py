@@ -24,7 +24,7 @@ from wholebatch.__main__ import main
 from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.after.encode import Work, features_of
-from wholebatch.train.after.feature_files import open_features
+from wholebatch.train.after.feature_files import FeatureFile
 from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
 from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
@@ -258,7 +258,7 @@ def test_a_text_finds_pictures_and_the_features_are_kept(run, data, tmp_path, ca
     assert places == expected
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size[0] > sheet.size[1] > 100
-    (kept,) = (run / "features").glob("image-*.npy")
+    (kept,) = (run / "features").glob("image-*.safetensors")
     stamp = kept.stat().st_mtime_ns
     succeeds("search", run, text, "-k", "4")
     assert printed_places(capsys) == expected
@@ -327,16 +327,17 @@ def test_features_of_weights_that_the_run_does_not_have_any_more_are_removed(run
     (other,) = searched("final", "--in", data.parent / "images") - both
     assert len(both) == 2
     start, _, _ = of_final.rpartition("-")
-    old, written = f"{start}-{'0' * 16}.npy", f"{start}-{'1' * 16}.npy"
-    for name in (old, written, f"{written}.partial", "notes.npy"):
+    old, written = f"{start}-{'0' * 16}.safetensors", f"{start}-{'1' * 16}.safetensors"
+    for name in (old, written, f"{written}.partial", "notes.safetensors"):
         shutil.copyfile(copy / "features" / of_final, copy / "features" / name)
-    opened = open_features(copy / "features" / old)
-    before = npy(copy / "features" / old)
+    with TensorFile(copy / "features" / old) as file:
+        before = file.read("0")
+    opened = FeatureFile(copy / "features" / old, *before.shape, kept=TensorFile(copy / "features" / old))
     write_tensors(copy / "best.safetensors", {name: x + 0.25 for name, x in tensors.items()}, facts)
     names = searched("best")
-    assert {of_final, other, written, f"{written}.partial", "notes.npy"} < names
+    assert {of_final, other, written, f"{written}.partial", "notes.safetensors"} < names
     assert len(names) == 6, "the features of the earlier best weights are gone, and those of none"
-    assert torch.equal(torch.cat([*opened.tiles(7)]), before), "a search that reads the file goes on"
+    assert torch.equal(torch.cat([*opened.tiles()]), before), "a search that reads the file goes on"
 
     (copy / "features" / of_final).rename(copy / "features" / old)
     content = (copy / "best.safetensors").read_bytes()

@@ -69,9 +69,9 @@ SEPARATED = [
     ("image,text\nimages/none.png,A\n", r"line 2: there is no image '.*images/none.png'; --skip-bad leaves such rows"),
     ("image,text\nimages/a\0b.png,A\n", r"line 2: a path cannot hold the character of code 0"),
     ('image,text\nimages/0.png,"A\n', r"pairs.csv, line 2: not a CSV file: unexpected end of data"),
-    ("image,text\nimages/0.png,A\n", r"--data has 1 different text, less 1 for validation and 1 for test "
+    ("image,text\nimages/0.png,A\n", r"--data has 1 group of rows, less 1 for validation and 1 for test "
      r"\(--validation-texts, --test-texts\); expected at least two to train on"),
-    ("image,text\n" + "".join(f"images/{i}.png,A\n" for i in range(6)), "--data has 1 different text, less"),
+    ("image,text\n" + "".join(f"images/{i}.png,A\n" for i in range(6)), "--data has 1 group of rows, less"),
     ("image,text\n" + "".join(f"images/0.png,t{i}\n" for i in range(6)), "share a text or a picture count once$"),
 ]  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_too_few_groups_are_explained_by_the_columns_that_join_them(tmp_path, co
     write_pictures(tmp_path)
     path = tmp_path / "pairs.csv"
     path.write_text(content)
-    with pytest.raises(UserError, match=f"--data has 1 different text, .* on: rows that share {common} count once$"):
+    with pytest.raises(UserError, match=f"--data has 1 group of rows, .* on: rows that share {common} count once$"):
         load_data(replace(CONFIG, data=str(path), columns=columns), 1)
 
 

@@ -248,7 +248,7 @@ def test_weights_and_biases_continues_its_run(data, tmp_path, monkeypatch):
 
 def test_a_missing_wandb_is_a_mistake(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("wholebatch.train.cli.find_spec", lambda name: None)
-    assert "--wandb needs the package wandb, which is not installed: pip install wandb" in one_line(
+    assert "--wandb needs wandb: pip install wandb" in one_line(
         capsys, *options(data, tmp_path / "run", "--wandb", "characters")
     )
     assert not (tmp_path / "run").exists()

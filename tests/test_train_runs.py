@@ -142,7 +142,7 @@ def test_mistakes_give_one_line_and_exit_code_2(capsys, data, tmp_path, uninterr
         capsys, 2, "--data", "emoji", "--run-folder", str(tmp_path / "b")
     )
     too_many = one_line(capsys, 2, *options(data, tmp_path / "c", "--test-texts", "110"))
-    assert "--data has 127 different texts, less 16 for validation and 110 for test" in too_many
+    assert "--data has 127 groups of rows, less 16 for validation and 110 for test" in too_many
     assert "--batch-size must be at least the number of ranks, 4; got 3" in one_line(
         capsys, 2, *options(data, new, "--batch-size", "3", "--ranks", "4")
     )
@@ -170,10 +170,10 @@ def test_what_the_data_choose_is_said_and_saved(capsys, data, tmp_path):
     for line in (
         "data: pictures become 32 x 32: the shorter side of theirs is 16 (--image-size)",
         "data: pictures are gray (--image-channels)",
-        "data: 6 texts for validation, 12 for the test, which the run does not learn "
+        "data: 6 groups for validation, 12 for the test, which the run does not learn "
         "(--validation-texts, --test-texts)",
-        "data: so few texts for the test, 12, say little about others",
-        "data: batch size 64, for 109 texts to train on (--batch-size)",
+        "data: so few groups for the test, 12, say little about others",
+        "data: batch size 64, for 109 groups to train on (--batch-size)",
     ):
         assert line in printed
     config = read_config(run)
@@ -185,7 +185,7 @@ def test_what_the_data_choose_is_said_and_saved(capsys, data, tmp_path):
 
 def test_a_batch_larger_than_the_data_is_lowered(capsys, data, tmp_path):
     assert main(["train", *options(data, tmp_path / "run", "--batch-size", "4096", steps=1), "--no-audit"]) == 0
-    assert "data: batch size 87 instead of 4096: there are no more texts to train on" in capsys.readouterr().out
+    assert "data: batch size 87 instead of 4096: there are no more groups to train on" in capsys.readouterr().out
     assert read_config(tmp_path / "run").batch_size == 87
 
 
@@ -201,7 +201,7 @@ def test_the_batch_that_is_left_to_the_data_has_a_row_for_each_rank(count, size,
 
 def test_a_mistake_found_by_a_started_rank_gives_one_line(capfd, data, tmp_path):
     line = one_line(capfd, 2, *options(data, tmp_path / "run", "--ranks", "2", "--test-texts", "110"))
-    assert "--data has 127 different texts" in line
+    assert "--data has 127 groups of rows" in line
 
 
 def flipped(content):

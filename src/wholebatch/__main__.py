@@ -14,15 +14,13 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from wholebatch._user_error import UserError
+from wholebatch._user_error import UserError, needs, printable
 
 
 class _Command(NamedTuple):
     summary: str
     module: str
     """Its `main(argv, *, prog)` parses the options and runs the command."""
-    extra: str
-    """The extra of this package that installs `packages`."""
     packages: tuple[str, ...]
 
 
@@ -30,39 +28,35 @@ _TRAIN = ("tyro", "rich", "jinja2", "matplotlib", "numpy", "PIL")
 _COMMANDS = {
     "audit": _Command(
         "check that ranks give the gradient of one process, or find the cause",
-        "wholebatch.auditing.cli", "cli", ("tyro", "rich"),
+        "wholebatch.auditing.cli", ("tyro", "rich"),
     ),
     "bench": _Command(
         "time the library's losses and collectives on this machine",
-        "wholebatch.bench.cli", "train", ("tyro", "rich", "matplotlib"),
+        "wholebatch.bench.cli", ("tyro", "rich", "matplotlib"),
     ),
     "doctor": _Command(
-        "print versions and the device, and check and time the kernels on it",
-        "wholebatch.doctor.cli", "", (),
+        "print versions and the device, and check and time the kernels on it", "wholebatch.doctor.cli", (),
     ),
     "embed": _Command(
         "write the features of a table or of a folder of pictures, by a trained model",
-        "wholebatch.train.after.cli", "train", _TRAIN,
+        "wholebatch.train.after.cli", _TRAIN,
     ),
     "evaluate": _Command(
-        "measure a trained model's retrieval or classification on a table",
-        "wholebatch.train.after.cli", "train", _TRAIN,
+        "measure a trained model's retrieval or classification on a table", "wholebatch.train.after.cli", _TRAIN,
     ),
     "export": _Command(
         "write a trained model for torch alone, sentence-transformers or open_clip",
-        "wholebatch.train.after.cli", "train", _TRAIN,
+        "wholebatch.train.after.cli", _TRAIN,
     ),
     "plan": _Command(
         "estimate a loss's memory and time, and the largest batch that fits",
-        "wholebatch.planning.cli", "cli", ("tyro", "rich"),
+        "wholebatch.planning.cli", ("tyro", "rich"),
     ),
     "search": _Command(
-        "find the pictures or texts most similar to a text or a picture",
-        "wholebatch.train.after.cli", "train", _TRAIN,
+        "find the pictures or texts most similar to a text or a picture", "wholebatch.train.after.cli", _TRAIN,
     ),
     "train": _Command(
-        "train a dual encoder or a classifier with the exact global loss",
-        "wholebatch.train.cli", "train", _TRAIN,
+        "train a dual encoder or a classifier with the exact global loss", "wholebatch.train.cli", _TRAIN,
     ),
 }  # fmt: skip
 
@@ -116,11 +110,7 @@ def _run(arguments: Sequence[str]) -> int:
     prog, command = f"wholebatch {arguments[0]}", _COMMANDS[arguments[0]]
     missing = [name for name in ("torch", *command.packages) if find_spec(name) is None]
     if missing:
-        return _mistake(
-            prog,
-            f"this command needs {', '.join(missing)}: pip install 'wholebatch[{command.extra}]', or in a checkout "
-            f"pip install -e '.[{command.extra}]'",
-        )
+        return _mistake(prog, needs("this command", *missing))
     try:
         code = int(importlib.import_module(command.module).main(arguments[1:], prog=prog) or 0)
     except UserError as error:
@@ -142,7 +132,7 @@ def _usage() -> str:
 
 
 def _mistake(prog: str, message: str, exit_code: int = 2) -> int:
-    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
+    print(printable(f"{prog}: error: {' '.join(message.split())}"), file=sys.stderr)
     return exit_code
 
 

@@ -15,7 +15,7 @@ import math
 import re
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -76,8 +76,12 @@ def bytes_of(x: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterable[Tensor] | None = None
+) -> dict[str, str]:
     """Write a file beside `path`, rename it over `path`, and return the digest of each tensor's bytes.
+
+    Where `tensors` are on the device "meta", and have no data, `values` are the same tensors with data, in their order.
 
     Raises:
         ValueError: a dtype that the layout does not have.
@@ -90,7 +94,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     digests = dict.fromkeys(tensors, ZEROS)
     with replacing(path) as file:
         file.write(_header(tensors, metadata, digests))
-        for name, x in tensors.items():
+        for name, x in zip(tensors, tensors.values() if values is None else values, strict=True):
             on_host = x.detach().to("cpu").contiguous()
             memory = bytes_of(on_host)
             digests[name] = hashlib.sha256(memory).hexdigest()

@@ -55,7 +55,7 @@ def split_name(name: str) -> tuple[str, str]:
     module, colon, function = name.partition(":")
     if not colon or not module or not function or module.startswith("."):
         raise UserError(
-            f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip, where MODULE is as in an import; "
-            f"got {name!r}"
+            "name the problem as FILE.py:FUNCTION or as MODULE:FUNCTION, as in my_project.audits:clip, where MODULE is "
+            f"as in an import; got {name!r}"
         )
     return module, function

@@ -22,7 +22,7 @@ class AuditConfig:
     """
 
     problem: Annotated[str | None, tyro.conf.Positional] = None
-    """MODULE:FUNCTION, where the function returns wholebatch.Problem(model, batch, loss)."""
+    """FILE.py:FUNCTION or MODULE:FUNCTION, where the function returns wholebatch.Problem(model, batch, loss)."""
     preset: tuple[str, ...] = ()
     """Instead of a problem: every setting of recipes and libraries. recipes, open_clip, sentence_transformers,
     transformers, ms_swift, lightly, pml, flag_embedding, lightning, wholebatch; or all, which leaves out libraries that
@@ -49,7 +49,7 @@ class AuditConfig:
     def check(self) -> None:
         """Raise UserError for mistakes that can be found without torch."""
         if (self.problem is None) == (not self.preset):
-            raise UserError("name a problem, as MODULE:FUNCTION, or presets, as in --preset open_clip; one of the two")
+            raise UserError("name a problem, as FILE.py:FUNCTION, or presets, as in --preset open_clip; one of the two")
         if self.markdown and self.problem is not None:
             raise UserError("--markdown needs --preset: it prints a table of settings")
         if self.setting is not None and self.problem is not None:

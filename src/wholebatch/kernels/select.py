@@ -28,7 +28,7 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
 def missing(device: torch.device) -> str | None:
     """Return what kernels need that is not here, after the words "kernel='triton'"; None if they can run."""
     if importlib.util.find_spec("triton") is None:
-        return "needs Triton: pip install 'wholebatch[triton]', on Linux"
+        return "needs Triton: pip install triton, on Linux"
     if device.type != "cuda" and not interpreted():
         return (
             f"is for CUDA tensors, got {device.type} (TRITON_INTERPRET=1, set before the program starts, runs kernels "

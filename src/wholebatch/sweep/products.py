@@ -18,7 +18,6 @@ same way and multiplied in float32, which shows the accuracy of a GPU, not its s
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from .._precision import accumulation_dtype, tf32_is_allowed
+from .._warnings import warn
 
 Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16", "bfloat16x3"]
 PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "bfloat16x3")
@@ -279,7 +279,7 @@ def _missing(half: torch.dtype, device: torch.device) -> str | None:
 @cache
 def _warn(half: str, missing: str) -> None:
     """Warn once in a process."""
-    warnings.warn(f"wholebatch multiplies {half} features in float32 on this device: {missing}", stacklevel=2)
+    warn(f"wholebatch multiplies {half} features in float32 on this device: {missing}")
 
 
 def _round_to_tf32_(x: Tensor) -> Tensor:

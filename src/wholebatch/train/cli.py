@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -13,8 +14,8 @@ import tyro
 
 from .._launcher import launcher_size
 from .._slurm import use_variables_of_slurm
-from .._user_error import UserError
-from .config import DEFAULTS, TrainConfig
+from .._user_error import UserError, needs
+from .config import DEFAULTS, TrainConfig, files_of_encoders
 from .config_file import naming_file, with_file
 from .data.paths import check_path
 from .encoder_options import absolute, check_present
@@ -31,6 +32,8 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         UserError: for a mistake of the user's.
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
+    if argv and not argv[0].startswith("-"):
+        raise UserError(f"the data have an option: {prog} --data {shlex.join(argv)}")
     meeting = use_variables_of_slurm()
     config = _config(argv, prog)
     try:
@@ -57,7 +60,7 @@ def _check(config: TrainConfig) -> None:
     check_options(config)
     number_of_ranks(config)
     if config.wandb is not None and find_spec("wandb") is None:
-        raise UserError("--wandb needs the package wandb, which is not installed: pip install wandb")
+        raise UserError(needs("--wandb", "wandb"))
     if launcher_size() is not None:
         return
     if config.data != "glyphs":
@@ -80,7 +83,7 @@ def _config(argv: Sequence[str], prog: str) -> TrainConfig:
     if file is not None:
         asked = _parse(argv, prog, with_file(TrainConfig(), file))
     if asked.resume is None:
-        return _parse(argv, prog, with_file(DEFAULTS[asked.task], file))
+        return _trusted(given, _parse(argv, prog, with_file(DEFAULTS[asked.task], file)))
     if given.run_folder is not None:
         raise UserError("--resume writes into the folder of the run; leave --run-folder out")
     saved = dataclasses.replace(read_config(asked.resume), run_folder=None, config=None)
@@ -88,7 +91,18 @@ def _config(argv: Sequence[str], prog: str) -> TrainConfig:
         saved = dataclasses.replace(saved, ranks=1)  # the launcher decides
     config = _parse(argv, prog, with_file(saved, file))  # a difference was in the file or on the command line
     check_same_run(saved, config)
-    return dataclasses.replace(config, run_folder=asked.resume)
+    return _trusted(given, dataclasses.replace(config, run_folder=asked.resume))
+
+
+def _trusted(given: TrainConfig, config: TrainConfig) -> TrainConfig:
+    """Return the configuration, unless it names a Python file that the command line alone, `given`, does not."""
+    unasked = [each for each in files_of_encoders(config) if each not in files_of_encoders(given)]
+    if unasked and not given.trust:
+        raise UserError(
+            f"{config.resume or config.config} has {' and '.join(unasked)}, Python code that would be executed; read "
+            "it, and pass --trust"
+        )
+    return config
 
 
 def _parse(argv: Sequence[str], prog: str, default: TrainConfig) -> TrainConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._declared_names import LOSS_NAMES
-from .encoder_options import SideConfig, TextSideConfig
+from .encoder_options import Named, SideConfig, TextSideConfig
 
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train with the exact loss of the global batch: a dual encoder on pairs, or an encoder and a classifier."""
+    """Train with the exact loss of the global batch: a dual encoder on pairs, or an encoder and a classifier.
+
+    Start here: --data with a table or a folder of pictures, or nothing at all; then --steps and --batch-size.
+    """
 
     task: Literal["retrieve", "identify"] = "retrieve"
     """"retrieve": a dual encoder of (image, text) pairs, by default with CLIP's loss, tested on texts never seen.
@@ -95,6 +98,8 @@ class TrainConfig:
     Paths in it are relative to its folder."""
     resume: Path | None = None
     """Folder of a run to resume from its last checkpoint, with its configuration."""
+    trust: bool = False
+    """Execute an encoder's Python file that --resume or --config names. One that is named here needs no --trust."""
     until_step: int | None = None
     """With --resume: train until this step, more than the run has had. The learning rate goes on along the cosine of
     so many steps, reached over --warmup-steps steps."""
@@ -196,6 +201,12 @@ def for_glyphs(config: TrainConfig) -> TrainConfig:
     """Return a configuration for the embedded characters in which nothing is left to the data."""
     chosen: dict[str, Any] = {name: getattr(config, name) or each for name, each in GLYPHS.items()}
     return dataclasses.replace(config, **chosen)
+
+
+def files_of_encoders(config: TrainConfig) -> list[str]:
+    """Return the options that name a Python file, which is executed."""
+    options = {"--image-encoder": config.image_encoder, "--text-encoder": config.text_encoder}
+    return [f"{name} {value}" for name, value in options.items() if Named.parse(value).library == "file"]
 
 
 def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -66,7 +66,7 @@ def _values(path: Path) -> dict[str, Any]:
         raise UserError(f"--config: there is no file {str(path)!r}") from error
     except OSError as error:
         raise UserError(f"--config: {str(path)!r} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--config: {path} is no file of options: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"--config: {path} must hold options by name, got {shown(values)}")
@@ -93,6 +93,8 @@ def _parse_toml(text: str) -> Any:
             import tomli as tomllib
         except ImportError as error:
             raise UserError("--config needs tomli on Python 3.10: pip install tomli") from error
+    if any(line.count(".") > 64 and line.lstrip()[:1] != "#" for line in text.split("\n")):
+        raise ValueError("a line has more than 64 dots")  # the parser's time grows as the square of a name's dots
     return tomllib.loads(text)
 
 

@@ -19,21 +19,34 @@ from .option_checks import check_options
 
 def to_json(config: TrainConfig) -> str:
     """Return the configuration as JSON; `from_values` reads it, once it is parsed."""
-    return json.dumps(dataclasses.asdict(config), indent=2, default=str)
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name != "trust"}
+    return json.dumps(values, indent=2, default=str)
 
 
 def from_values(given: Any, source: Path) -> TrainConfig:
     """Read the parsed values that `to_json` wrote; errors name their `source`."""
     try:
-        values = dict(given)
-        parts = {name: _typed(part(), values.pop(name)) for name, part in PARTS.items()}
+        values = {**given, "trust": False}
         for name in PATHS:
             values[name] = None if values[name] is None else Path(values[name])
         values["data"].encode()  # half of a surrogate pair is no path
-        config = _typed(TrainConfig(), values | parts)
-        check_options(config)
+        return _checked(values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
+
+
+def options_of(source: Path, **values: Any) -> TrainConfig:
+    """Return the defaults with some other values of the file `source`; UserError for what is no such option."""
+    try:
+        return _checked({**dataclasses.asdict(TrainConfig()), **values})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{source} is not an encoder of this version: {error}") from error
+
+
+def _checked(values: dict[str, Any]) -> TrainConfig:
+    parts = {name: _typed(part(), values[name]) for name, part in PARTS.items()}
+    config = _typed(TrainConfig(), values | parts)
+    check_options(config)
     return config
 
 

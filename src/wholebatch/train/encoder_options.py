@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
-from .._user_error import UserError, require
+from .._user_error import UserError, needs, require
 
 Pooling = Literal["auto", "cls", "mean", "last"]
 Tune = Literal["full", "frozen", "lora"]
@@ -104,15 +104,7 @@ def check_present(kind: Literal["image", "text"], encoder: str) -> None:
     if named.library == "file" and not Path(named.name).is_file():
         raise UserError(f"{value}: there is no file {named.name!r}")
     if named.library in ("timm", "transformers") and find_spec(named.library) is None:
-        raise UserError(missing(value, named.library))
-
-
-def missing(value: str, library: str) -> str:
-    """Return the message about a library that `value`, an option, needs."""
-    return (
-        f"{value} needs {library}, which is not installed; install the libraries of encoders: "
-        "pip install 'wholebatch[encoders]'"
-    )
+        raise UserError(needs(value, named.library))
 
 
 def check_encoder(kind: Literal["image", "text"], encoder: str, side: SideConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,8 +16,10 @@ from rich.text import Text
 
 from wholebatch.planning.units import amount, duration
 
+from .._user_error import printable
 from .audited import Outcome
 from .config import TrainConfig
+from .run.resume import command_line, read_config
 from .run.run_folder import RunFolder
 from .tasks.task import Task
 
@@ -141,7 +144,7 @@ class ConsoleProgress(Progress):
         self._console.print(str(outcome))
 
     def show_data(self, line: str) -> None:
-        self._console.print(f"data: {line}", highlight=False, soft_wrap=True)
+        self._console.print(printable(f"data: {line}"), highlight=False, soft_wrap=True)
 
     def show_plan(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
@@ -166,6 +169,9 @@ class ConsoleProgress(Progress):
             f"trained for {duration(report['seconds'])}; the report is {folder.path / 'report.html'}, with pictures, "
             f"weights and checkpoint beside it"
         )
+        config, run = read_config(folder.path), shlex.quote(str(folder.path.absolute()))
+        search, again = f"search {run} 'a few words'", f"evaluate {run} {shlex.quote(config.data)}"
+        self._console.print(f"next: {command_line(search if config.task == 'retrieve' else again)}")
 
 
 def _figures(metrics: dict[str, Any]) -> str:

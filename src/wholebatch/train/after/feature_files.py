@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..._bounded_json import parse_json
 from ..._files import replacing
+from ..._tensor_file import TensorFile
 from ..._user_error import UserError
 from ..data.sides import FilePictures, Texts
 from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
@@ -74,7 +75,7 @@ def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int,
     of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
     schema = columns.schema.append(of_features).with_metadata({_KEY: json.dumps(facts).encode()})
     done = 0
-    with pq.ParquetWriter(file, schema) as writer:
+    with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
         for tile in tiles:
             values = pa.FixedSizeListArray.from_arrays(pa.array(tile.flatten().numpy(), pa.float32()), width)
             rows = pa.array(items.rows[done : done + len(tile)].numpy())
@@ -115,17 +116,33 @@ class FeatureFile:
     weights: str = field(default="")
     """Hash of the weights of the model; "" if the file does not have it."""
     values: Any = field(default=None, repr=False)
-    """The features of a .npy file, mapped into memory: they can be read even after the file is removed."""
+    """The features of a .npy file, mapped into memory."""
+    kept: TensorFile | None = field(default=None, repr=False)
+    """The features in the folder of a run; they can be read, once, even after the file is removed."""
 
     def tiles(self, rows: int = TILE) -> Iterator[Tensor]:
-        """Yield the features, (at most `rows`, width), in order."""
+        """Yield the features, (at most `rows`, width), in order; UserError for a damaged one."""
+        done = 0
+        with reading(self.path, "a file of features", (OSError, ValueError)):
+            for tile in self._tiles(rows):
+                if not (finite := tile.isfinite().all(1).int()).all():
+                    row = done + int(finite.argmin()) + 1
+                    raise UserError(f"{self.path}, row {row}: its features are not finite; embed the data again")
+                done += len(tile)
+                yield tile
+
+    def _tiles(self, rows: int) -> Iterator[Tensor]:
+        if self.kept is not None:
+            with self.kept as file:
+                yield from (file.read(str(number)) for number in range(len(file.entries)))
+            return
         if self.values is not None:
             for start in range(0, self.count, rows):
                 yield torch.from_numpy(self.values[start : start + rows].copy())
             return
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(self.path, memory_map=True) as file:
+        with pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=rows, columns=[COLUMN]):
                 flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
                 yield torch.from_numpy(flat.reshape(-1, self.width).copy())
@@ -152,10 +169,7 @@ def open_features(path: Path) -> FeatureFile:
     Raises:
         UserError: it is damaged, or no file of features.
     """
-    import pyarrow as pa
-
-    kinds = (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowException)
-    with reading(path, "a file of features", kinds):
+    with reading(path, "a file of features", (Exception,)):  # numpy and pyarrow raise any kind for a damaged file
         return _open_npy(path) if path.suffix == ".npy" else _open_parquet(path)
 
 

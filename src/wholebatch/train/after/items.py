@@ -24,7 +24,7 @@ from ..data.tables.folders import PICTURES
 from ..data.tables.listed import in_rows
 from ..data.tables.open_table import open_table
 from ..data.tables.plain_types import is_bytes, is_text
-from ..data.tables.roles import USUAL, text_column, usual_columns
+from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.tables.table import Table
 from .open_run import OpenRun
 from .options import renamed
@@ -53,6 +53,7 @@ class Items:
     table: Table | None = None
     """None: the embedded characters, which are no table."""
     column: str = ""
+    captions: str = ""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -69,8 +70,10 @@ class Items:
         return self.table.where(row)
 
     def text(self, row: int) -> str:
-        """Return the text of a row; "" for a picture."""
-        return str(self.side.items(torch.tensor([row]))[0]) if self.side.kind == "text" else ""
+        """Return the text of a row, or that beside its picture; "" if there is none."""
+        if self.side.kind == "text":
+            return str(self.side.items(torch.tensor([row]))[0])
+        return str(self.table.arrow[self.captions][row].as_py() or "") if self.table and self.captions else ""
 
     def digest(self) -> str:
         """Return a hash of the items, by which features of the same items are found again.
@@ -128,13 +131,21 @@ def open_items(
             _check_pictures(table, column)
             pictures = FilePictures(table, column)
             rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
-            return Items(name, pictures, rows, data, table, column)
+            return Items(name, pictures, rows, data, table, column, _captions(run, table))
         table, _ = in_rows(table, [column])
         empty: dict[int, str] | None = None if skip_bad is False else {}
         texts = Texts(text_column(table, name, column, empty))
         return Items(name, texts, rows_with_texts(table, empty or {}, say)[0], data, table, column)
     except UserError as error:
         raise renamed(error, argument) from error
+
+
+def _captions(run: OpenRun, table: Table) -> str:
+    """Return the column of the texts beside pictures, as the run or the usual names have it; "" if there is none."""
+    asked, columns = asked_roles(run.config.columns), list[str]()
+    for role in ("text", "label"):
+        columns += [*asked.get(role, ()), *(name for name in table.names if name.lower() in USUAL[role])]
+    return next((name for name in columns if name in table.names and is_text(table.arrow[name].type)), "")
 
 
 def distinct(run: OpenRun, items: Items) -> Items:

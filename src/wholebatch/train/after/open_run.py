@@ -5,22 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._bounded_json import parse_json
 from ..._tensor_file import TensorFile
 from ..._user_error import UserError
-from ..config import TrainConfig
+from ..config import TrainConfig, files_of_encoders
 from ..data.sides import Kind
-from ..encoder_options import Named
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder
 from ..encoders.inputs import Inputs
@@ -29,6 +28,7 @@ from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
 from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
+from ..run.checkpoint import check_is_of_run
 from ..run.extensions import read_extensions
 from ..run.resume import read_config
 from .options import Weights
@@ -116,7 +116,7 @@ def open_run(
         config = read_config(folder)
     except UserError as error:
         raise UserError(str(error).replace("--resume ", "RUN ")) from error
-    files = _files_of_encoders(config)
+    files = files_of_encoders(config)
     if files and not trust:
         raise UserError(
             f"RUN: {str(folder)!r} has {' and '.join(files)}, Python code that would be executed; read it, or its copy "
@@ -128,12 +128,18 @@ def open_run(
     is_checkpoint = kind == "checkpoint"
     prefix = _prefix(config, kind)
     with _reading(path), TensorFile(path) as file:
+        check_is_of_run(file, folder)
         names = [name for name in file.entries if name.startswith(prefix)]
-        own = {name.removeprefix(prefix) for name in names}
-        model = _model(folder, config, own, is_checkpoint=is_checkpoint, trust=bool(files))
+        shapes = {name.removeprefix(prefix): file.entries[name].shape for name in names}
+        if config.task == "identify":
+            shapes.pop(_CENTERS, None)
+        if _is_built_in(config):
+            with torch.device("meta"):  # sizes that the weights do not have are refused before they take memory
+                _check_fits(path, _of_options(config, shapes), shapes)
+        model = _model(folder, config, shapes, is_checkpoint=is_checkpoint, trust=bool(files))
+        _check_fits(path, model, shapes)
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
         centers = tensors.pop(_CENTERS, None) if config.task == "identify" else None
-        _check_fits(path, {name: x.shape for name, x in model.state_dict().items()}, tensors)
         digest = _digest(file, prefix)
         classes = _classes(file) if centers is not None else ()
         step = None if kind == "final" else _step(file)
@@ -202,16 +208,11 @@ def _file(folder: Path, weights: Weights, config: TrainConfig) -> Path:
     return files[weights]
 
 
-def _files_of_encoders(config: TrainConfig) -> list[str]:
-    """Return the options of a run that name a Python file."""
-    options = {"--image-encoder": config.image_encoder, "--text-encoder": config.text_encoder}
-    return [f"{name} {value}" for name, value in options.items() if Named.parse(value).library == "file"]
-
-
 def _check_encoders(folder: Path) -> None:
     """Raise UserError unless the files of the encoders are those of the final weights."""
     path = folder / FINAL
     with _reading(path), TensorFile(path) as file:
+        check_is_of_run(file, folder)
         expected = file.metadata.get(ENCODERS)
     try:
         found = digest_of(folder / ENCODERS)
@@ -225,17 +226,26 @@ def _check_encoders(folder: Path) -> None:
 
 
 def _model(
-    folder: Path, config: TrainConfig, names: set[str], *, is_checkpoint: bool, trust: bool
+    folder: Path, config: TrainConfig, names: Collection[str], *, is_checkpoint: bool, trust: bool
 ) -> DualEncoder | Encoder:
-    """Build the encoders with random weights: from the files beside the final weights, or as a resumed run does."""
+    """Build the encoders with random weights, by the files beside the final weights or by options that are checked."""
     encoders = folder / ENCODERS
     if not is_checkpoint and encoders.exists() and (folder / FINAL).exists():
         _check_encoders(folder)
-        if config.task == "retrieve":
-            return open_dual_encoder(encoders, trust=trust)
-        return open_encoder(encoders / "image", trust=trust)
+        if not _is_built_in(config):
+            if config.task == "retrieve":
+                return open_dual_encoder(encoders, trust=trust)
+            return open_encoder(encoders / "image", trust=trust)
     if not is_checkpoint:  # the best weights of a run that goes on; adapters are merged in them
         config = replace(config, image=replace(config.image, tune="full"), text=replace(config.text, tune="full"))
+    return _of_options(config, names)
+
+
+def _is_built_in(config: TrainConfig) -> bool:
+    return config.image_encoder == config.text_encoder == "small"
+
+
+def _of_options(config: TrainConfig, names: Collection[str]) -> DualEncoder | Encoder:
     if config.task == "identify":
         return make_encoder(config, "image")
     is_of_texts = any(name.startswith("query.") for name in names)
@@ -243,8 +253,8 @@ def _model(
     return make_dual_encoder(config, of_texts if is_of_texts else {"image": "image", "text": "text"})
 
 
-def _check_fits(path: Path, expected: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
-    shapes = {name: x.shape for name, x in found.items()}
+def _check_fits(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     if shapes != expected:
         differing = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         raise UserError(

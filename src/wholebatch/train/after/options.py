@@ -5,6 +5,7 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -116,6 +117,8 @@ class SearchConfig(_OnRanks):
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
+        if not self.run.exists() and self.query and _is_file(f"{self.query}/{CONFIG}"):
+            raise UserError(f"RUN comes before QUERY: wholebatch search {shlex.join([self.query, str(self.run)])}")
         check_run(self.run)
         if bool(self.query.strip()) == bool(self.queries):
             got = "both" if self.queries else "an empty QUERY" if self.query else "none"

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_JOINERS = "\u200c\u200d"  # of letters and of emoji, which change no other text
-_COMMANDS = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode that a terminal may obey instead of showing
-
-
-def printable(text: str) -> str:
-    r"""Return a text of the data, with escapes for what a terminal would obey, or its encoding does not have.
-
-    >>> printable("a \x1b[2J\u202e"), printable("a\nb")
-    ('a \\x1b[2J\\u202e', 'a\\nb')
-    """
-    shown = "".join(
-        repr(letter)[1:-1] if unicodedata.category(letter) in _COMMANDS and letter not in _JOINERS else letter
-        for letter in text
-    )
-    encoding = sys.stdout.encoding or "utf-8"
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+from ..._user_error import printable
 
 
 def say(line: str) -> None:

@@ -62,9 +62,8 @@ def search(options: SearchConfig) -> None:
         say(run.weights_line)
     work = Work.of(options)
     queries = _queries(run, options)
+    features = torch.cat([*features_of(run, queries, work._replace(ranks=1))])
     found = _candidates(run, options, work, queries.name)
-    alone = work._replace(ranks=1)
-    features = torch.cat([*features_of(run, queries, alone)])
     similarities, rows = most_similar(features, found.tiles(), options.k)
     hits = [
         [_hit(found, value, row) for value, row in zip(values, numbers, strict=True)]
@@ -192,5 +191,5 @@ def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:
     query = queries.side.items(row)[0]
     shown = hits[:MOST_COLUMNS]
     pictures = found.side.items(torch.tensor([hit.row for hit in shown]))
-    captions = [f"{hit.similarity:.2f} {Path(hit.place).stem}" for hit in shown]
+    captions = [f"{hit.similarity:.2f} {hit.text or Path(hit.place).stem}" for hit in shown]
     return Line(query, pictures, captions)

@@ -89,14 +89,14 @@ def with_split_sizes(config: TrainConfig, pairs: Pairs, say: Callable[[str], Non
     if count - test - validation < 2:
         held = f"{validation} for validation and {test} for test (--validation-texts, --test-texts)"
         raise UserError(
-            f"--data has {count} different text{'' if count == 1 else 's'}, less {held}; expected at least two to "
+            f"--data has {count} group{'' if count == 1 else 's'} of rows, less {held}; expected at least two to "
             f"train on: rows that share {pairs.common} count once"
         )
     if not (config.test_texts and config.validation_texts):
-        held = f"{validation} text{'' if validation == 1 else 's'} for validation, {test} for the test"
+        held = f"{validation} group{'' if validation == 1 else 's'} for validation, {test} for the test"
         say(f"{held}, which the run does not learn (--validation-texts, --test-texts)")
     if test < _FEW:
-        say(f"so few texts for the test, {test}, say little about others: its figures are mostly luck")
+        say(f"so few groups for the test, {test}, say little about others: its figures are mostly luck")
     return replace(config, validation_texts=validation, test_texts=test)
 
 

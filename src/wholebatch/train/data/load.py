@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,7 +40,10 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
             return with_batch(config, len(data.train), size, "images", lambda _: None), data
         pairs = glyph_pairs(config.image_size)
     else:
-        pairs = table_pairs(open_table(config.data, say), config, say)
+        table = open_table(config.data, say)
+        pairs = table_pairs(table, config, say)
+        for row in table.arrow.select(table.names).slice(0, 3).to_pylist():
+            say(textwrap.shorten(f"for example {row}", 200, placeholder=" ..."))
     config = with_loss(with_pictures(config, pairs, say), pairs, say)
     if config.task == "identify":
         return _classes(config, pairs, size, say)
@@ -48,7 +52,7 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
     _check_held_out_ids(pairs, split)
     config = with_words(config, pairs, split, say)
     pairs = _without_held_out(pairs, split, say)
-    return with_batch(config, len(split.train), size, "texts", say), (pairs, split)
+    return with_batch(config, len(split.train), size, "groups", say), (pairs, split)
 
 
 def _check_held_out_ids(pairs: Pairs, split: Split) -> None:

@@ -139,7 +139,7 @@ class FilePictures(Side):
     def refused(self, row: int, error: OSError) -> UserError:
         """Return the error about a row whose file the system refuses to read."""
         reason = ": ".join(filter(None, (self._named(row), error.strerror or str(error))))
-        return UserError(f"{self.table.where(row)}: {reason}")
+        return UserError(f"{self.table.where(row)}: {reason}; --skip-bad leaves such rows out")
 
     def _named(self, row: int) -> str:
         """Return the path of a row's picture in quotes; "" if it has none, or if the place of the row is this path."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._third_party import declare_torchvision_operators
-from ..._user_error import UserError
-from ..encoder_options import missing
+from ..._user_error import UserError, needs
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 SAFE = ("model.safetensors", "model.safetensors.index.json")
@@ -26,7 +25,7 @@ def needed(library: str, value: str) -> Any:
         declare_torchvision_operators()  # for preprocessing, which both libraries of models leave to torchvision
         return import_module(library)
     except ModuleNotFoundError as error:
-        raise UserError(missing(value, error.name or library)) from error
+        raise UserError(needs(value, error.name or library)) from error
     except Exception as error:  # for instance compiled operators that belong to another torch
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{value} needs {library}, which cannot be imported: {reason}") from error

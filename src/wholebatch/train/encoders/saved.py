@@ -17,8 +17,10 @@ from typing import Any
 
 from ..._bounded_json import parse_json
 from ..._files import open_regular, read_bounded
+from ..._settings import shown
 from ..._user_error import UserError
 from ..config import ModelConfig
+from ..config_json import options_of
 from .dual import DualEncoder
 from .encoder import Encoder
 from .small import ImageEncoder, TextEncoder
@@ -27,6 +29,7 @@ FOLDER = "encoders"
 _ONE, _BOTH = "encoder.json", "encoders.json"
 _FORMAT = "wholebatch-encoder-1"
 _MOST_BYTES = 2**20
+SIDES = ("image", "text", "query", "document")
 
 
 def save_encoder(folder: Path, encoder: Encoder) -> None:
@@ -61,11 +64,13 @@ def open_encoder(folder: Path | str, *, trust: bool = False) -> Encoder:
 
 
 def _built(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> Encoder | None:
-    value = str(folder)
+    value, source = str(folder), folder / _ONE
     if form == ImageEncoder.form:
-        return ImageEncoder(ModelConfig(**values["sizes"]), values["channels"], values["image_size"])
+        pictures = {"image_channels": values["channels"], "image_size": values["image_size"]}
+        options = options_of(source, model=values["sizes"], data="", **pictures)
+        return ImageEncoder(options.model, options.image_channels or 1, options.image_size)
     if form == TextEncoder.form:
-        return TextEncoder(ModelConfig(**values["sizes"]))
+        return TextEncoder(options_of(source, model=values["sizes"]).model)
     if form == "timm image":
         from .timm_image import TimmImage
 
@@ -109,6 +114,10 @@ def open_dual_encoder(folder: Path | str, *, trust: bool = False) -> DualEncoder
     folder = Path(folder)
     values = _read(folder / _BOTH)
     try:
+        options_of(folder / _BOTH, model=vars(ModelConfig(embedding_size=values["embedding_size"])))
+        strangers = {*values["sides"], *values["sides"].values()} - {*SIDES}
+        if strangers or len(values["sides"]) != 2:
+            raise TypeError(f"it must name two sides of {', '.join(SIDES)}, got {shown(values['sides'])}")
         made = {name: open_encoder(folder / name, trust=trust) for name in dict.fromkeys(values["sides"].values())}
         return DualEncoder(
             {side: made[name] for side, name in values["sides"].items()},

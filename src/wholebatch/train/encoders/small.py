@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..._user_error import require
 from ..config import ModelConfig
 from .encoder import Encoder
 from .inputs import Inputs
@@ -61,6 +62,7 @@ class ImageEncoder(ImageNetwork, Encoder):
     form = "small image"
 
     def __init__(self, config: ModelConfig, channels: Literal[1, 3], image_size: int) -> None:
+        require(image_size, "image_size", "at least 8", image_size)
         super().__init__(
             channels=channels, image_size=image_size, width=config.image_width, embedding_size=config.embedding_size
         )

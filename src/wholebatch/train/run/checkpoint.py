@@ -141,13 +141,7 @@ def read_checkpoint(
     path = folder / FILE
     with _reading(path), TensorFile(path) as file:
         facts = _facts(file)
-        for name, digest in _digests(folder, facts["step"]).items():
-            if facts[name] != digest:
-                file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS, "data": DATA}[name]
-                raise UserError(
-                    f"{folder / file_name} is not the file that the checkpoint {FILE} was written with; was it "
-                    "edited, or copied from another run?"
-                )
+        check_is_of_run(file, folder, _digests(folder, facts["step"]))
         if not 0 <= facts["step"] <= steps:
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         expected = _expected(model, optimizer, scaler)
@@ -169,6 +163,10 @@ def read_checkpoint(
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} has no state of torch's random generator in 'rng.cpu': {reason}") from error
+    for name in (name for name in tensors if name.startswith("optimizer.")):
+        x, most = tensors[name], facts["step"] if name.endswith(".step") else math.inf
+        if not bool((x.isfinite() & ((x >= 0) | name.endswith(".exp_avg")) & (x <= most)).all()):
+            raise UserError(f"{path} has no state of an optimizer in {name!r}; was it edited?")
     checkpoint = Checkpoint(facts, tensors)
     of_scaler = {name: x.item() for name, x in checkpoint.scaler.items()}
     if not all(math.isfinite(x) and (x > 0 if name == "scale" else x >= 0) for name, x in of_scaler.items()):
@@ -245,15 +243,32 @@ def _facts(file: TensorFile) -> dict[str, Any]:
 
 def _digests(folder: Path, step: int, of_metrics: str | None = None) -> dict[str, str | None]:
     """Return the digests of the run's configuration, first steps and extensions; None for a file that is not there."""
-    config, metrics, extensions = folder / CONFIG, folder / METRICS, digest_of_extensions(folder, step)
-    found: dict[str, str | None] = {"config": None, "metrics": of_metrics, "extensions": extensions}
+    metrics, extensions = folder / METRICS, digest_of_extensions(folder, step)
+    found = digests_of_run(folder) | {"metrics": of_metrics, "extensions": extensions}
     with _reading(folder):
-        found["data"] = digest_of_data_facts(folder)
-        if config.exists():
-            found["config"] = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest()
         if of_metrics is None and metrics.exists():
             found["metrics"] = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
     return found
+
+
+def digests_of_run(folder: Path) -> dict[str, str | None]:
+    """Return the digests of configuration and data, which tie weights to their run; None for a file that is missing."""
+    config = folder / CONFIG
+    with _reading(folder):
+        of_config = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest() if config.exists() else None
+        return {"config": of_config, "data": digest_of_data_facts(folder)}
+
+
+def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | None] | None = None) -> None:
+    """Raise UserError unless weights, or a checkpoint, were written with these digests; None: those of the run."""
+    kind, written = ("checkpoint", _facts(file)) if file.path.name == FILE else ("weights", file.metadata)
+    for name, digest in (digests or digests_of_run(folder)).items():
+        if written.get(name) != digest:
+            file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS, "data": DATA}[name]
+            raise UserError(
+                f"{folder / file_name} is not the file that the {kind} {file.path.name} was written with; was it "
+                "edited, or copied from another run?"
+            )
 
 
 def first_lines(metrics: Path, count: int | None) -> list[bytes]:

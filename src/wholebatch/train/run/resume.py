@@ -14,14 +14,14 @@ from pathlib import Path
 from ..._bounded_json import unsealed
 from ..._files import read_bounded
 from ..._user_error import UserError, option
-from ..config import TrainConfig, differences
+from ..config import TrainConfig, differences, files_of_encoders
 from ..config_json import from_values
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 2**20
 # May change when a run is resumed: they do not change the numbers. A later resume command repeats these.
 _REPEATED = ("ranks", "device", "chunk_size", "workers", "fsdp", "patience", "keep_best", "tensorboard", "wandb")
-_FREE = (*_REPEATED, "run_folder", "config", "resume", "until_step", "audit")
+_FREE = (*_REPEATED, "run_folder", "config", "resume", "trust", "until_step", "audit")
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -64,8 +64,8 @@ def resume_command(folder: Path, config: TrainConfig) -> str:
 
     It repeats the options by which this run, if it was itself resumed, differs from its saved configuration.
     """
-    command = f"train --resume {shlex.quote(str(folder.absolute()))}"
-    python, program = shlex.quote(sys.executable), Path(sys.argv[0])
+    command = f"train --resume {shlex.quote(str(folder.absolute()))}{' --trust' * bool(files_of_encoders(config))}"
+    python = shlex.quote(sys.executable)
     if {"SLURM_PROCID", "WORLD_SIZE"} <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"srun as before, with {python} -m wholebatch {command}{_repeated(config, but='ranks')}"
     if {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
@@ -74,12 +74,17 @@ def resume_command(folder: Path, config: TrainConfig) -> str:
         if os.environ["WORLD_SIZE"] != size:
             return f"torchrun as before on each machine, with -m wholebatch {command}"
         return f"{python} -m torch.distributed.run --standalone --nproc-per-node {size} -m wholebatch {command}"
-    command += _repeated(config)
+    return command_line(command + _repeated(config))
+
+
+def command_line(arguments: str) -> str:
+    """Return a command of the program that runs now, which a shell finds as it is printed."""
+    python, program = shlex.quote(sys.executable), Path(sys.argv[0])
     if program.parts[-2:] == ("wholebatch", "__main__.py"):
-        return f"{python} -m wholebatch {command}"
+        return f"{python} -m wholebatch {arguments}"
     if program.name == "wholebatch" and not _is_found(program):
-        return f"{shlex.quote(str(program.absolute()))} {command}"
-    return f"wholebatch {command}"
+        return f"{shlex.quote(str(program.absolute()))} {arguments}"
+    return f"wholebatch {arguments}"
 
 
 def _repeated(config: TrainConfig, but: str = "") -> str:

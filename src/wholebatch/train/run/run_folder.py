@@ -47,7 +47,7 @@ from ..report.page import render
 from ..report.pictures import draw_curves
 from ..tasks.task import Task
 from .best import FILE as BEST
-from .checkpoint import METRICS, save_tensors
+from .checkpoint import METRICS, digests_of_run, save_tensors
 from .data_facts import DataFacts, write_data_facts
 from .extensions import write_extensions
 from .lock import Lock, check_is_free
@@ -123,7 +123,7 @@ class RunFolder:
         encoders = self.path / ENCODERS
         with _writing(self.path):
             task.save_encoders(encoders)
-            facts = task.facts() | {ENCODERS: digest_of(encoders)}
+            facts = self._facts(task) | {ENCODERS: digest_of(encoders)}
         save_tensors(self.path / "model.safetensors", weights, facts)
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -133,7 +133,11 @@ class RunFolder:
 
     def keep_best(self, task: Task, weights: dict[str, Tensor], step: int) -> None:
         """Write the weights of the best validation so far, which is that after `step` steps."""
-        save_tensors(self.path / BEST, weights, task.facts() | {"step": str(step)})
+        save_tensors(self.path / BEST, weights, self._facts(task) | {"step": str(step)})
+
+    def _facts(self, task: Task) -> dict[str, str]:
+        """Return the metadata of a file of weights: those of the task, and the digests that tie it to this run."""
+        return task.facts() | {name: digest for name, digest in digests_of_run(self.path).items() if digest is not None}
 
     def add_start(self, start: Start) -> None:
         """Add a start to starts.json."""

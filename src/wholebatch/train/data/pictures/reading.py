@@ -41,6 +41,8 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
             warnings.simplefilter("ignore")
             source = _open_regular(place) if isinstance(place, Path) else io.BytesIO(bytes_of(place))
             with source, Image.open(source, formats=formats) as image:
+                if max(image.size) > 65_535:  # as many as a JPEG can have
+                    raise ValueError(f"{image.width:,} x {image.height:,} pixels; expected sides of at most 65,535")
                 image.load()
                 picture = _eight_bits(_upright(image))
         return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...._user_error import UserError
+from ...._user_error import UserError, needs
 
 if TYPE_CHECKING:
     import pyarrow
@@ -71,7 +71,5 @@ def need_pyarrow() -> Any:
     try:
         import pyarrow as pa
     except ImportError as error:
-        raise UserError(
-            f"--data needs pyarrow, which cannot be imported ({error}); pip install 'wholebatch[train]'"
-        ) from error
+        raise UserError(f"{needs('--data', 'pyarrow')} [{error}]") from error
     return pa
