@@ -14,5 +14,6 @@ chunked      gradient caching inside its loop
 from .factory import create_loss, create_task
 from .losses import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from .trainer import main
+from .trainer import start as start
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"]
