@@ -28,6 +28,7 @@ import wholebatch as wb
 from .._user_error import UserError
 from ._command import program_of, run_command
 from ._framework import Framework, Switch
+from ._passages import passages_loss
 
 __all__ = ["cross_device_loss", "disable", "enable", "main"]
 
@@ -95,15 +96,10 @@ def cross_device_loss(
     passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
     if not _is_dot_product(model, compute_score_func) or (distilled and model.kd_loss_type == "m3_kd_loss"):
         return None, _of_theirs(model, q_reps, passages, teacher_targets, compute_score_func)
-    scale = 1 / model.temperature
-    loss = wb.functional.info_nce_loss(
-        q_reps,
-        passages[:, 0],
-        logit_scale=scale,
-        negatives=passages[:, 1:].flatten(0, 1) if passages.shape[1] > 1 else None,
-    )
+    temperature = model.temperature
+    loss = passages_loss(q_reps, p_reps, passages.shape[1], caller="FlagEmbedding", temperature=temperature)
     if distilled:
-        scores = scale * torch.einsum("bd,bgd->bg", q_reps, passages)
+        scores = torch.einsum("bd,bgd->bg", q_reps, passages) / temperature
         loss = loss + wb.WholeBatch(_distillation)(scores, teacher_targets)
     return None, loss
 

@@ -87,7 +87,7 @@ class NTXentLoss(_LossOfRows):
             return wb.functional.nt_xent_loss(out0, out1, temperature=self.temperature, **self.options)
         queries, keys = normalize(out0, dim=1), normalize(out1, dim=1)
         negatives = self.memory_bank.rows().to(queries.dtype)
-        options = {name: option for name, option in self.options.items() if name != "exchange"}
+        options: Any = {name: option for name, option in self.options.items() if name != "exchange"}
         loss = wb.functional.moco_loss(queries, keys, negatives, logit_scale=1 / self.temperature, **options)
         if out0.requires_grad:
             self.memory_bank.enqueue(keys.detach())

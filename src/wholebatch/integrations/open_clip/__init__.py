@@ -7,8 +7,7 @@ of your own, need no open_clip.
 
 losses       ClipLoss, SigLipLoss, CoCaLoss, DistillClipLoss
 factory      create_loss and create_task: their factories choose, their options decide
-trainer      runs open_clip_train.main with these factories
-chunked      gradient caching inside its loop
+trainer      runs open_clip_train.main with these factories, and with gradient caching inside its loop
 """
 
 from .factory import create_loss, create_task

@@ -16,8 +16,7 @@ import wholebatch as wb
 
 from .._options import SharedOptions, with_options
 from .._passages import refuse
-from .theirs import is_theirs, their_class
-from .whole_batch import checked_indices, on_device, on_whole_batch, warn_of_local_labels
+from .whole_batch import checked_indices, is_theirs, on_device, on_whole_batch, their_class, warn_of_local_labels
 
 __all__ = ["BatchLoss", "CircleLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss"]
 
@@ -47,10 +46,12 @@ class BatchLoss(nn.Module):
             collect_stats: must not be True. group, exchange, memory, precision: options of this library.
     """
 
+    distance: Any  # theirs
+    reducer: Any  # theirs
     _in_tiles: str  # the name of the function in wholebatch.functional
     _reducer = "MeanReducer"
 
-    def __init__(self, own: dict[str, Any], settings: Settings) -> None:
+    def __init__(self, own: dict[str, Any], settings: Settings) -> None:  # of any type
         super().__init__()
         theirs = Settings.__annotations__.keys() - SharedOptions.__annotations__.keys()
         given: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
