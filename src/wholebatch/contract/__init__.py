@@ -27,7 +27,16 @@ from .facts import Facts
 from .forms import KERNELS
 from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
-from .options import REDUCTIONS, Checking, Options, Reduction
+from .options import (
+    REDUCTIONS,
+    Checking,
+    DeferrableOptions,
+    KernelOptions,
+    Options,
+    ProductOptions,
+    Reduction,
+    SweepOptions,
+)
 from .reduction import finish, reduce_losses, reduce_total
 
 __all__ = [
@@ -39,11 +48,15 @@ __all__ = [
     "Canaries",
     "Checking",
     "Checks",
+    "DeferrableOptions",
     "Deferred",
     "Facts",
     "Inputs",
+    "KernelOptions",
     "Options",
+    "ProductOptions",
     "Reduction",
+    "SweepOptions",
     "agree",
     "bind_on_all_ranks",
     "canaries_of",

@@ -13,6 +13,7 @@ from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from .autocast import remember_autocast
 from .in_graph import inside_graphs
+from .options import with_named_options
 
 _FIXES = {  # keywords that losses with a logit scale have elsewhere
     "temperature": "pass logit_scale=1 / temperature",
@@ -30,7 +31,7 @@ def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     is off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
     loss. Arguments that do not fit the signature raise on every rank.
     """
-    return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(loss))))
+    return inside_graphs(remember_autocast(no_autocast(bind_on_all_ranks(with_named_options(loss)))))
 
 
 def bind_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:

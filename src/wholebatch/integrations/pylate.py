@@ -110,11 +110,11 @@ class Contrastive(nn.Module):
 class CachedContrastive(Contrastive):
     """PyLate's `CachedContrastive`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
+    The other arguments are those of :class:`Contrastive`.
+
     Args:
         mini_batch_size: rows that the model takes at once.
         show_progress_bar: must be False.
-        model, score_metric, score_mini_batch_size, size_average, gather_across_devices, temperature, options: as in
-            :class:`Contrastive`.
 
     Raises:
         ValueError: for what :class:`Contrastive` refuses, a size below 1, and `show_progress_bar=True`.

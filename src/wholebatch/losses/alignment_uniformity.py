@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number, check_positive_number, check_weight
 from .._normalize import UNIT, normalize_rows
 from .._precision import wide_dtype
-from ..comm import Group
-from ..contract import Checking, Checks, Facts, Options, agree, entry, finish
+from ..contract import Checks, DeferrableOptions, Facts, Options, agree, entry, finish
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..partition import Diagonal
 from ..sweep import Diagonals, Memory, Pairs, Precision, Selection
-from ..sync import Sync, total
+from ..sync import total
 from ._declaration import Declaration
 from ._module import Deferrable
 from ._views import two_view_features
@@ -40,13 +40,7 @@ def alignment_uniformity_loss(
     alpha: float = 2.0,
     t: float = 2.0,
     uniformity: float = 1.0,
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the distance of two views plus the log of the mean Gaussian potential of the rows of each view.
 
@@ -60,13 +54,8 @@ def alignment_uniformity_loss(
         alpha: power of the distance of views, >= 1.
         t: sharpness of the potential, > 0.
         uniformity: weight of the second term, >= 0.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: who computes a tile, as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        options: group, sync, exchange, memory, kernel, precision, checks, as in
+            :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.alignment_uniformity_loss` on the
@@ -94,7 +83,7 @@ def alignment_uniformity_loss(
     """
     facts = agree(
         "alignment_uniformity_loss",
-        Options(group, sync, exchange, memory, kernel=kernel, precision=precision, checks=checks),
+        Options(**options),
         two_view_features(z0, z1),
         Checks(check=lambda: _check(alpha, t, uniformity), must_match=("settings",), settings=(alpha, t, uniformity)),
     ).widened()

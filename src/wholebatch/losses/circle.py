@@ -14,15 +14,12 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number, check_positive_number
-from ..comm import Group
-from ..contract import Checks, Options, Reduction, entry
-from ..exchange import ExchangeName
+from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import agree_labeled
 from ._module import ProductLoss
@@ -65,11 +62,7 @@ def circle_loss(
     gamma: float = 80.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[ProductOptions],
 ) -> Tensor:
     r"""Return circle loss of the rows of all ranks: a softplus of each row's weighted negatives and positives.
 
@@ -88,11 +81,7 @@ def circle_loss(
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive or
             without a negative; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        precision: of products, as there.
+        options: group, sync, exchange, memory, precision, as in :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.circle_loss` on the concatenated
@@ -119,7 +108,7 @@ def circle_loss(
     """
     data = agree_labeled(
         "circle_loss",
-        Options(group, sync, exchange, memory, reduction, precision=precision),
+        Options(reduction=reduction, **options),
         (features, labels, weights),
         Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma)),
     ).widened()

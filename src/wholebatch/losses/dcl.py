@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number, check_temperature
 from .._statistics_request import statistics_requested
-from ..comm import Group
 from ..comm.inside import all_reduce
-from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
-from ..sweep import Memory, Precision
-from ..sync import Sync
+from ..contract import Checks, DeferrableOptions, Options, Reduction, agree, entry, reduce_losses
 from ._declaration import Declaration
 from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
@@ -37,13 +33,7 @@ def dcl_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the logsumexp over each row's negatives minus its positive's logit, over the two views of all ranks.
 
@@ -61,13 +51,8 @@ def dcl_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
             see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        options: group, sync, exchange, memory, kernel, precision, checks, as in
+            :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
@@ -96,7 +81,7 @@ def dcl_loss(
     statistics = statistics_requested()
     facts = agree(
         "dcl_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(
             check=lambda: {**_check(sigma), "statistics": statistics},

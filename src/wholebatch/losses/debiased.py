@@ -15,15 +15,11 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number
-from ..comm import Group
-from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import Checks, DeferrableOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration
 from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
@@ -41,13 +37,7 @@ def debiased_loss(
     beta: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return NT-Xent with a sum over negatives that is corrected for false ones and weighted toward hard ones.
 
@@ -65,13 +55,8 @@ def debiased_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
             see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        options: group, sync, exchange, memory, kernel, precision, checks, as in
+            :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
@@ -98,7 +83,7 @@ def debiased_loss(
     """
     facts = agree(
         "debiased_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         two_views_inputs(z0, z1, temperature=temperature, weights=weights),
         Checks(check=lambda: _check(tau_plus, beta), must_match=("tau_plus", "beta"), settings=(tau_plus, beta)),
     )

@@ -21,15 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_alike, check_features, check_norm, norm_bound
-from ..comm import Group
-from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
+from ..contract import Checks, Facts, Inputs, Options, ProductOptions, Reduction, agree, entry, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, choose_route, row_statistics, statistics_fields
 from ..nodes.soft_targets import SoftTargetPlan, SoftTargets
-from ..sweep import Memory, Pairs, Precision, Selection
-from ..sync import Sync
+from ..sweep import Pairs, Selection
 from ._logit_scale import TakesLogitScale
 from ._module import ProductLoss
 
@@ -47,11 +45,7 @@ def distillation_loss(
     *,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[ProductOptions],
 ) -> Tensor:
     r"""Return the cross-entropy of a student's rows and columns against a teacher's, over the pairs of all ranks.
 
@@ -67,11 +61,8 @@ def distillation_loss(
         teacher_logit_scale: the teacher's; a number or a tensor of one element, which gets no gradient.
         weights: (b_r,), one for each pair, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's pairs; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there; nothing is kept.
-        precision: of products, as there.
+        options: group, sync, exchange, memory, precision, as in :func:`wholebatch.functional.clip_loss`. `memory`:
+            nothing is kept.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.distillation_loss` on the concatenated
@@ -118,7 +109,7 @@ def distillation_loss(
     constant_scale = teacher_logit_scale.detach() if isinstance(teacher_logit_scale, Tensor) else teacher_logit_scale
     facts = agree(
         "distillation_loss",
-        Options(group, sync, exchange, memory, reduction, precision=precision),
+        Options(reduction=reduction, **options),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "teacher_logit_scale": constant_scale},

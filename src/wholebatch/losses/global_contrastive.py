@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import (
     allocated,
@@ -32,7 +33,7 @@ from .._checks import (
 )
 from .._precision import wide_dtype
 from ..comm import Group, select_communicator
-from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, Inputs, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
@@ -62,12 +63,7 @@ def global_contrastive_loss(
     epsilon: float = 1e-14,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[KernelOptions],
 ) -> LossAndAverages:
     r"""Return CLIP's loss with moving averages instead of the sums of the batch, for small batches.
 
@@ -91,12 +87,7 @@ def global_contrastive_loss(
         weights: (b_r,), one for each pair, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's pairs, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
+        options: group, sync, exchange, memory, kernel, precision, as in :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.global_contrastive_loss` on the
@@ -136,7 +127,7 @@ def global_contrastive_loss(
 
     facts = agree(
         "global_contrastive_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(reduction=reduction, **options),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"temperature": temperature},

@@ -16,17 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._products import paired_products
 from .._statistics_request import statistics_requested
-from ..comm import Group
-from ..contract import Checking, Checks, Facts, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import Checks, DeferrableOptions, Facts, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import RowStatistics, statistics_fields
 from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._directions import Ceiling, Direction, Retrieval
 from ._hard_negatives import combined, hard_negative_statistics
@@ -70,13 +66,7 @@ def info_nce_loss(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the cross-entropy of each query's key among the keys and negatives of all ranks, with its exact gradient.
 
@@ -128,14 +118,8 @@ def info_nce_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there. The smaller tower travels: the queries, or the keys and
-            negatives.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        options: group, sync, exchange, memory, kernel, precision, checks, as in
+            :func:`wholebatch.functional.clip_loss`. The smaller tower travels: the queries, or the keys and negatives.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
@@ -197,7 +181,9 @@ def info_nce_loss(
 
     def check() -> dict[str, Any]:
         settings.check()
-        if checks == "deferred" and (exclude_above is not None or hardness or hard_negatives is not None):
+        if options.get("checks") == "deferred" and (
+            exclude_above is not None or hardness or hard_negatives is not None
+        ):
             raise ValueError(
                 "checks='deferred' needs a loss that reads no scale on the host: without exclude_above, hardness and "
                 "hard_negatives; pass checks='entry'"
@@ -206,7 +192,7 @@ def info_nce_loss(
 
     facts = agree(
         "info_nce_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         tensors.inputs(logit_scale, any_scale=settings.directions in _WITH_PAIRS),
         Checks(
             check,

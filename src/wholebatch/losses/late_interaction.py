@@ -16,14 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._statistics_request import statistics_requested
-from ..comm import Group
-from ..contract import Checks, Options, Reduction, agree, entry, prepared, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
-from ..sweep import Memory, Precision
-from ..sync import Sync
+from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, prepared, reduce_losses
 from ..tokens import Packed, Tokens
 from ._documents import Owners, packed_texts
 from ._info_nce_options import as_tuple
@@ -55,12 +51,7 @@ def max_sim_loss(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return the cross-entropy of each query's document among those of all ranks, by late interaction of their tokens.
 
@@ -95,12 +86,9 @@ def max_sim_loss(
         weights: (b_r,), one for each query, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how tokens travel, as there. The tower with fewer tokens travels, without padding.
-        memory: "flat", "auto" or bytes, as there; what is kept is which token has won.
-        kernel: "auto", "torch" or "triton", as there; a kernel computes the maxima, plain PyTorch the rest.
-        precision: of products, as there.
+        options: group, sync, exchange, memory, kernel, precision, as in :func:`wholebatch.functional.clip_loss`. The
+            tower with fewer tokens travels, without padding. `memory` keeps which token has won; `kernel` computes the
+            maxima, plain PyTorch the rest.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.max_sim_loss` on the concatenated
@@ -135,7 +123,7 @@ def max_sim_loss(
     >>> wb.functional.max_sim_loss(texts, texts, logit_scale=10.0)
     tensor(2.0612e-09)
     """
-    statistics, options = statistics_requested(), Options(group, sync, exchange, memory, reduction, kernel, precision)
+    statistics, chosen = statistics_requested(), Options(reduction=reduction, **options)
     settings = LateInteractionSettings(
         share_hard_negatives, equal_ids, as_tuple(directions), token_reduction, label_smoothing
     )
@@ -147,7 +135,7 @@ def max_sim_loss(
         owners = Owners.of(len(of_queries.lengths), len(of_documents.lengths), documents_per_query)
         return of_queries, of_documents, owners
 
-    of_queries, of_documents, owners = prepared("max_sim_loss", group, prepare)
+    of_queries, of_documents, owners = prepared("max_sim_loss", chosen.group, prepare)
     batch = LateInteractionBatch(of_queries, of_documents, owners, ids, mean=token_reduction == "mean")
 
     def check() -> dict[str, Any]:
@@ -156,7 +144,7 @@ def max_sim_loss(
 
     facts = agree(
         "max_sim_loss",
-        options,
+        chosen,
         batch.inputs(logit_scale, weights),
         Checks(check, batch.read_back, batch.check_values, must_match=("settings", "statistics")),
     )

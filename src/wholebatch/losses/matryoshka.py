@@ -16,14 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_flag, check_number, shown
 from .._normalize import UNIT, normalize_rows
 from .._precision import vector
-from ..comm import Group
-from ..contract import MIN_PAIR_PRODUCT, Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import (
+    MIN_PAIR_PRODUCT,
+    Checks,
+    Facts,
+    Inputs,
+    KernelOptions,
+    Options,
+    Reduction,
+    agree,
+    entry,
+    reduce_losses,
+)
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..nodes.cross_entropy import softplus
 from ..nodes.nested import (
@@ -34,8 +43,7 @@ from ..nodes.nested import (
     smallest_pair_product,
 )
 from ..nodes.nested_plan import Parts
-from ..sweep import Memory, Precision, Selection
-from ..sync import Sync
+from ..sweep import Selection
 from ._declaration import Declaration
 from ._logit_scale import TakesLogitScale
 from ._module import KernelLoss
@@ -55,12 +63,7 @@ def matryoshka_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     r"""Return CLIP's loss (or InfoNCE's) of the first m features of all ranks' rows, summed over several m.
 
@@ -80,15 +83,11 @@ def matryoshka_loss(
         ids: (b_r,) integers; pairs with equal ids are not negatives of each other.
         weights: (b_r,), one for each pair, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's pairs; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there; nothing is kept.
-        kernel: "torch", "triton" or "auto", as there. Kernels take 5 units, because they compute products three times.
-        precision: of products, as there.
-            With bfloat16 features they round the sum of all later parts' gradients once: half a percent of the gradient
-            for parts of eight features and more. The gradient of a part of very few features almost cancels, and is
-            lost in this error.
+        options: group, sync, exchange, memory, kernel, precision, as in :func:`wholebatch.functional.clip_loss`.
+            `memory`: nothing is kept. Kernels take 5 units, because they compute products three times. With bfloat16
+            features they round the sum of all later parts' gradients once: half a percent of the gradient for parts of
+            eight features and more. The gradient of a part of very few features almost cancels, and is lost in this
+            error.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.matryoshka_loss` on the concatenated
@@ -124,7 +123,7 @@ def matryoshka_loss(
 
     facts = agree(
         "matryoshka_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(reduction=reduction, **options),
         Inputs(
             features={"queries": queries, "keys": keys},
             scalars={"logit_scale": logit_scale},

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number
-from ..comm import Group
-from ..contract import Checks, Options, Reduction, entry
-from ..exchange import ExchangeName
+from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import agree_labeled
 from ._module import ProductLoss
@@ -37,11 +34,7 @@ def multi_similarity_loss(
     epsilon: float | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[ProductOptions],
 ) -> Tensor:
     r"""Return soft maxima over each row's far positives and near negatives among the rows of all ranks.
 
@@ -63,11 +56,7 @@ def multi_similarity_loss(
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v); see
             :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        precision: of products, as there.
+        options: group, sync, exchange, memory, precision, as in :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.multi_similarity_loss` on the
@@ -94,7 +83,7 @@ def multi_similarity_loss(
     """
     data = agree_labeled(
         "multi_similarity_loss",
-        Options(group, sync, exchange, memory, reduction, precision=precision),
+        Options(reduction=reduction, **options),
         (features, labels, weights),
         Checks(
             check=lambda: _check(alpha, beta, base, epsilon),

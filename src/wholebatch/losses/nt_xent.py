@@ -10,15 +10,11 @@ S is symmetric: the tiles above its diagonal suffice, and the work is half of a 
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._statistics_request import statistics_requested
-from ..comm import Group
-from ..contract import Checking, Checks, Options, Reduction, agree, entry, reduce_losses
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import Checks, DeferrableOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import one_positive
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._module import Deferrable, KernelLoss
 from ._views import two_views, two_views_inputs
@@ -34,13 +30,7 @@ def nt_xent_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the cross-entropy of each row's other view among all other rows of both views, with its exact gradient.
 
@@ -56,13 +46,8 @@ def nt_xent_loss(
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
             see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        options: group, sync, exchange, memory, kernel, precision, checks, as in
+            :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
@@ -92,7 +77,7 @@ def nt_xent_loss(
     statistics = statistics_requested()
     facts = agree(
         "nt_xent_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
     )

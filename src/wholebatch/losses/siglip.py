@@ -9,17 +9,24 @@ The entries are independent of each other, so the forward pass computes the grad
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_choice
-from ..comm import Group
-from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses, reduce_total
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import (
+    Checks,
+    DeferrableOptions,
+    Inputs,
+    Options,
+    Reduction,
+    agree,
+    entry,
+    reduce_losses,
+    reduce_total,
+)
 from ..nodes import Layout, choose_route
 from ..nodes.sigmoid import SigmoidPlan
 from ..nodes.sigmoid_in_kernels import sigmoid_losses
-from ..sweep import Memory, Pairs, Precision
-from ..sync import Sync
+from ..sweep import Pairs
 from ._declaration import Declaration, Sweep
 from ._logit_scale import TakesLogitBias
 from ._module import Deferrable, KernelLoss
@@ -37,13 +44,7 @@ def siglip_loss(
     equal_ids: EqualIdsAre = "positive",
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
 
@@ -63,13 +64,9 @@ def siglip_loss(
         weights: (b_r,), one for each image, >= 0: the weight of all its pairs; L is divided by the sum of weights.
         reduction: "mean" over images, "sum", or "none": L_i of this rank's images, (b_r,), for which the backward
             pass sweeps again; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there; nothing is kept, so a number of bytes can only make tiles smaller.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        options: group, sync, exchange, memory, kernel, precision, checks, as in
+            :func:`wholebatch.functional.clip_loss`. `memory`: nothing is kept, so a number of bytes can only make tiles
+            smaller.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
@@ -98,7 +95,7 @@ def siglip_loss(
     """
     facts = agree(
         "siglip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},

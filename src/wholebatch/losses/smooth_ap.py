@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._checks import check_number, check_temperature
 from .._normalize import normalize_rows
-from ..comm import Group
-from ..contract import Checks, Options, Reduction, entry
-from ..exchange import ExchangeName
+from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import Layout, choose_route
 from ..nodes.ranks import PositiveRanks, RankingPlan
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import agree_labeled
 from ._module import ProductLoss
@@ -34,11 +31,7 @@ def smooth_ap_loss(
     temperature: float = 0.01,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[ProductOptions],
 ) -> Tensor:
     r"""Return 1 - the average precision of each row's positives among the rows of all ranks, smoothed by sigmoids.
 
@@ -55,11 +48,8 @@ def smooth_ap_loss(
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive; see
             :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there; nothing is kept.
-        precision: of products, as there.
+        options: group, sync, exchange, memory, precision, as in :func:`wholebatch.functional.clip_loss`. `memory`:
+            nothing is kept.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.smooth_ap_loss` on the concatenated
@@ -87,7 +77,7 @@ def smooth_ap_loss(
     """
     data = agree_labeled(
         "smooth_ap_loss",
-        Options(group, sync, exchange, memory, reduction, precision=precision),
+        Options(reduction=reduction, **options),
         (features, labels, weights),
         Checks(
             check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},

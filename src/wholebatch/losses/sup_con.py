@@ -10,16 +10,12 @@ S is symmetric: the tiles above its diagonal suffice, and the work is half of a 
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._statistics_request import statistics_requested
-from ..comm import Group
-from ..contract import Checking, Checks, Options, Reduction, entry
-from ..exchange import ExchangeName
-from ..kernels import Kernel
+from ..contract import Checks, DeferrableOptions, Options, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import many_positives
-from ..sweep import Memory, Precision
-from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._labeled import agree_labeled
 from ._module import Deferrable, KernelLoss
@@ -34,13 +30,7 @@ def sup_con_loss(
     temperature: Tensor | float = 0.1,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[DeferrableOptions],
 ) -> Tensor:
     r"""Return the mean cross-entropy of each row's positives, the others of its class, among the rows of all ranks.
 
@@ -58,13 +48,8 @@ def sup_con_loss(
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive; see
             :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        options: group, sync, exchange, memory, kernel, precision, checks, as in
+            :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
@@ -93,7 +78,7 @@ def sup_con_loss(
     statistics = statistics_requested()
     data = agree_labeled(
         "sup_con_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision, checks),
+        Options(reduction=reduction, **options),
         (features, labels, weights),
         Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
         scalars={"temperature": temperature},

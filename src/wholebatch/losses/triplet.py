@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._autograd import no_autocast
 from .._checks import check_choice, check_flag, check_weight
 from .._normalize import normalize_rows
 from .._precision import wide_dtype
-from ..comm import Group
-from ..contract import Checks, Options, Reduction, entry
-from ..exchange import ColumnData, ExchangeName
+from ..contract import Checks, Options, Reduction, SweepOptions, entry
+from ..exchange import ColumnData
 from ..nodes import Layout, choose_route
 from ..nodes.cross_entropy import softplus
 from ..nodes.fetch import fetch_rows
 from ..partition import Tile
-from ..sweep import Block, Driver, Factor, HardestSweep, Memory
-from ..sync import Sync
+from ..sweep import Block, Driver, Factor, HardestSweep
 from ._declaration import Declaration
 from ._labeled import Labeled, agree_labeled
 from ._module import SweepLoss
@@ -49,10 +48,7 @@ def triplet_loss(
     normalize: bool = True,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
+    **options: Unpack[SweepOptions],
 ) -> Tensor:
     r"""Return a hinge on the distances to each row's farthest positive and nearest negative among all ranks' rows.
 
@@ -73,10 +69,8 @@ def triplet_loss(
         weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive or
             without a negative; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there.
-        exchange: how rows travel, as there.
-        memory: "flat", "auto" or bytes, as there; nothing is kept.
+        options: group, sync, exchange, memory, as in :func:`wholebatch.functional.clip_loss`. `memory`: nothing is
+            kept.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.triplet_loss` on the concatenated
@@ -105,7 +99,7 @@ def triplet_loss(
     """
     data = agree_labeled(
         "triplet_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(reduction=reduction, **options),
         (features, labels, weights),
         Checks(
             check=lambda: _check(margin, smooth, distance, normalize),

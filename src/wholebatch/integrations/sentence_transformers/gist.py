@@ -131,10 +131,10 @@ class GISTEmbedLoss(BatchLoss):
 class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
     """Their `CachedGISTEmbedLoss`: embeddings come from :func:`wholebatch.gradcache.encode`, the guide's as well.
 
+    The other arguments are those of :class:`GISTEmbedLoss`.
+
     Args:
         mini_batch_size, mini_batch_num_tokens, show_progress_bar: as in :class:`CachedMultipleNegativesRankingLoss`.
-        model, guide, temperature, margin_strategy, margin, contrast_anchors, contrast_positives, gather_across_devices,
-            options: as in :class:`GISTEmbedLoss`.
     """
 
     @with_options()

@@ -108,14 +108,14 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
 class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVectorMultipleNegativesRankingLoss):
     """Their `CachedMultiVectorMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
+    The other arguments are those of :class:`MultiVectorMultipleNegativesRankingLoss`.
+
     Args:
         mini_batch_size: rows that the model takes at once.
         mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
             :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
             tokens without padding, of rows in their order.
         show_progress_bar: must be False.
-        model, scale, similarity_fct, score_mini_batch_size, gather_across_devices, options: as in
-            :class:`MultiVectorMultipleNegativesRankingLoss`.
 
     Raises:
         ValueError: for what :class:`MultiVectorMultipleNegativesRankingLoss` refuses, sizes below 1, and

@@ -152,8 +152,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
 class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
     """Their `MultipleNegativesSymmetricRankingLoss`: anchors to documents and positives to anchors, averaged.
 
-    Args:
-        model, scale, similarity_fct, gather_across_devices, options: as in :class:`MultipleNegativesRankingLoss`.
+    Its arguments are the first ones of :class:`MultipleNegativesRankingLoss`, and the options.
     """
 
     @with_options()
@@ -171,14 +170,14 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
 class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRankingLoss):
     """Their `CachedMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
+    The other arguments are those of :class:`MultipleNegativesRankingLoss`.
+
     Args:
         mini_batch_size: rows that the model takes at once.
         mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
             :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
             tokens without padding, of rows in their order.
         show_progress_bar: must be False.
-        model, scale, similarity_fct, gather_across_devices, directions, partition_mode, hardness_mode,
-            hardness_strength, options: as in :class:`MultipleNegativesRankingLoss`.
 
     Raises:
         ValueError: for what :class:`MultipleNegativesRankingLoss` refuses, sizes below 1, `show_progress_bar=True`, and
@@ -209,12 +208,7 @@ class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRanki
 
 
 class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
-    """Their `CachedMultipleNegativesSymmetricRankingLoss`.
-
-    Args:
-        model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar,
-            options: as in :class:`CachedMultipleNegativesRankingLoss`.
-    """
+    """Their `CachedMultipleNegativesSymmetricRankingLoss`, with arguments of `CachedMultipleNegativesRankingLoss`."""
 
     @with_options()
     def __init__(
