@@ -51,6 +51,15 @@ class Options:
         check_choice("checks", self.checks, CHECKING)
 
 
+class BatchOptions(TypedDict, total=False):
+    """The options of a call that computes no gradient, and of losses with other libraries' arguments."""
+
+    group: Group
+    exchange: ExchangeName
+    memory: Memory
+    precision: Precision
+
+
 class SweepOptions(TypedDict, total=False):
     """The options of a loss that sweeps over S."""
 
@@ -78,7 +87,8 @@ class DeferrableOptions(KernelOptions, total=False):
     checks: Checking
 
 
-_TYPES = {f"Unpack[{x.__name__}]": x for x in (SweepOptions, ProductOptions, KernelOptions, DeferrableOptions)}
+_ALL = (BatchOptions, SweepOptions, ProductOptions, KernelOptions, DeferrableOptions)
+_TYPES = {f"Unpack[{x.__name__}]": x for x in _ALL}
 
 
 def with_named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:

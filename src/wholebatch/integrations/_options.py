@@ -5,31 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypedDict, TypeVar
-
-from ..comm import Group
-from ..exchange import ExchangeName
-from ..sweep import Memory, Precision
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class SharedOptions(TypedDict, total=False):
-    """Options of every such loss, by keyword only; :func:`wholebatch.functional.clip_loss` describes their values."""
-
-    group: Group
-    """Processes that share the batch; None: all."""
-    exchange: ExchangeName
-    """How rows travel."""
-    memory: Memory
-    """Bytes for tiles that are kept."""
-    precision: Precision
-    """That of products."""
-
-
 def with_options(**others: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorate a constructor whose last parameter is `**options: Unpack[SharedOptions]`, or of a type derived from it.
+    """Decorate a constructor whose last parameter is `**options: Unpack[BatchOptions]`, or of a type derived from it.
 
     Its signature then names every option, it gets them all, and an unknown keyword raises TypeError.
 

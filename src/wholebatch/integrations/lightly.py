@@ -25,8 +25,9 @@ from typing_extensions import Unpack
 import wholebatch as wb
 
 from ..comm import Group
+from ..contract import BatchOptions
 from ._checks import checked_gathering, group_of_batch
-from ._options import SharedOptions, with_options
+from ._options import with_options
 
 __all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
 
@@ -36,11 +37,11 @@ _SMALLEST = 1e-8  # lightly refuses a temperature below
 class _LossOfRows(nn.Module):
     """A loss of two views, with the choice of the processes that share the batch."""
 
-    def __init__(self, gather_distributed: bool, **options: Unpack[SharedOptions]) -> None:
+    def __init__(self, gather_distributed: bool, **options: Unpack[BatchOptions]) -> None:
         super().__init__()
         self.gather_distributed = checked_gathering("gather_distributed", gather_distributed, options["group"])
         self.group = group_of_batch(gather_distributed, options["group"])
-        self.options: SharedOptions = {**options, "group": self.group}
+        self.options: BatchOptions = {**options, "group": self.group}
 
 
 class NTXentLoss(_LossOfRows):
@@ -68,7 +69,7 @@ class NTXentLoss(_LossOfRows):
         temperature: float = 0.5,
         memory_bank_size: int | Sequence[int] = 0,
         gather_distributed: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
         _check_temperature("temperature", temperature)
@@ -164,7 +165,7 @@ class DCLLoss(_LossOfRows):
         temperature: float = 0.1,
         weight_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         gather_distributed: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(gather_distributed, **options)
         _check_temperature("temperature", temperature)
@@ -205,7 +206,7 @@ class DCLWLoss(DCLLoss):
         temperature: float = 0.1,
         sigma: float = 0.5,
         gather_distributed: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(temperature, None, gather_distributed, **options)
         _check_temperature("sigma", sigma)

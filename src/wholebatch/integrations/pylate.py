@@ -20,9 +20,10 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ..contract import BatchOptions
 from ._checks import check_no_progress_bar, checked_gathering, checked_positive, checked_size, group_of_batch
 from ._framework import Framework
-from ._options import SharedOptions, with_options
+from ._options import with_options
 from ._passages import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
@@ -56,7 +57,7 @@ class Contrastive(nn.Module):
         size_average: bool = True,
         gather_across_devices: bool = True,
         temperature: float = 1.0,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__()
         if score_metric is not None and type(score_metric).__name__ != "ColBERTScores":
@@ -69,7 +70,7 @@ class Contrastive(nn.Module):
         self.score_mini_batch_size = score_mini_batch_size
         group = options.get("group")
         self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
-        self.options: SharedOptions = {**options, "group": group_of_batch(gather_across_devices, group)}
+        self.options: BatchOptions = {**options, "group": group_of_batch(gather_across_devices, group)}
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""
@@ -131,7 +132,7 @@ class CachedContrastive(Contrastive):
         gather_across_devices: bool = True,
         show_progress_bar: bool = False,
         temperature: float = 1.0,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         settings = (score_mini_batch_size, size_average, gather_across_devices, temperature)
         super().__init__(model, score_metric, *settings, **options)

@@ -23,7 +23,8 @@ from typing_extensions import Unpack
 import wholebatch as wb
 
 from ...comm import Group
-from .._options import SharedOptions, with_options
+from ...contract import BatchOptions
+from .._options import with_options
 
 _DIST_IMPLS = (None, "bidir", "shift", "reduce", "gather")
 
@@ -82,13 +83,13 @@ class ClipLoss(_LossOfFeatures):
         rank: int = 0,
         world_size: int = 1,
         use_horovod: bool = False,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(rank, world_size, use_horovod, options["group"])
         self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
         self._make_losses(options)
 
-    def _make_losses(self, options: SharedOptions) -> None:
+    def _make_losses(self, options: BatchOptions) -> None:
         self.contrastive = wb.CLIPLoss(**options)
 
     def forward(
@@ -126,7 +127,7 @@ class SigLipLoss(_LossOfFeatures):
         world_size: int = 1,
         dist_impl: str | None = None,
         chunk_size: int = 0,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(rank, world_size, False, options["group"])
         if dist_impl not in _DIST_IMPLS:
@@ -173,7 +174,7 @@ class CoCaLoss(ClipLoss):
         rank: int = 0,
         world_size: int = 1,
         use_horovod: bool = False,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         theirs = (local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod)
         super().__init__(*theirs, **options)
@@ -213,7 +214,7 @@ class DistillClipLoss(ClipLoss):
         local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as in :class:`ClipLoss`.
     """
 
-    def _make_losses(self, options: SharedOptions) -> None:
+    def _make_losses(self, options: BatchOptions) -> None:
         super()._make_losses(options)
         self.distillation = wb.DistillationLoss(**options)
 

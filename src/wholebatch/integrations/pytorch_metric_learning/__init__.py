@@ -6,6 +6,9 @@
 
 Their losses, distances, reducers, miners and trainers stay. The wrapper makes any of their losses exact on several
 processes; each process computes all of it. Four losses are computed in tiles instead, without a matrix of all pairs.
+They take, by keyword, distance, reducer, embedding_regularizer and embedding_reg_weight, which are theirs: the tiles
+compute their defaults, and with another value their class computes the loss of the whole batch. `collect_stats` must
+not be True. group, exchange, memory and precision are options of this library.
 
 distributed  DistributedLossWrapper, DistributedMinerWrapper; SelfSupervisedLoss: two views of each example, no labels
 losses       NTXentLoss, SupConLoss, MultiSimilarityLoss, CircleLoss

@@ -14,14 +14,15 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
-from .._options import SharedOptions, with_options
+from ...contract import BatchOptions
+from .._options import with_options
 from .._passages import refuse
 from .whole_batch import checked_indices, is_theirs, on_device, on_whole_batch, their_class, warn_of_local_labels
 
 __all__ = ["BatchLoss", "CircleLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss"]
 
 
-class Settings(SharedOptions, total=False):
+class Settings(BatchOptions, total=False):
     """The arguments of all their losses, and the options of this library."""
 
     distance: Any
@@ -41,9 +42,7 @@ class BatchLoss(nn.Module):
 
     Args:
         own: the arguments that only this loss has.
-        settings: distance, reducer, embedding_regularizer, embedding_reg_weight: theirs, None for the defaults of their
-            class. The tiles compute these defaults; with other values their class computes the loss of the whole batch.
-            collect_stats: must not be True. group, exchange, memory, precision: options of this library.
+        settings: the others, as the package describes them.
     """
 
     distance: Any  # theirs
@@ -53,7 +52,7 @@ class BatchLoss(nn.Module):
 
     def __init__(self, own: dict[str, Any], settings: Settings) -> None:  # of any type
         super().__init__()
-        theirs = Settings.__annotations__.keys() - SharedOptions.__annotations__.keys()
+        theirs = Settings.__annotations__.keys() - BatchOptions.__annotations__.keys()
         given: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
         if given.pop("collect_stats"):
             raise ValueError(
@@ -175,9 +174,8 @@ class NTXentLoss(BatchLoss):
 
     Args:
         temperature: divides the cosines.
-        settings: those of every loss here, distance, reducer, embedding_regularizer, embedding_reg_weight and
-            collect_stats, as in :class:`BatchLoss`; group, exchange, memory, precision, as in
-            :func:`wholebatch.functional.sup_con_loss`.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.sup_con_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.
@@ -208,9 +206,8 @@ class SupConLoss(BatchLoss):
 
     Args:
         temperature: divides the cosines.
-        settings: those of every loss here, distance, reducer, embedding_regularizer, embedding_reg_weight and
-            collect_stats, as in :class:`BatchLoss`; group, exchange, memory, precision, as in
-            :func:`wholebatch.functional.sup_con_loss`.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.sup_con_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.
@@ -241,9 +238,8 @@ class MultiSimilarityLoss(BatchLoss):
 
     Args:
         alpha, beta, base: of the formula.
-        settings: those of every loss here, distance, reducer, embedding_regularizer, embedding_reg_weight and
-            collect_stats, as in :class:`BatchLoss`; group, exchange, memory, precision, as in
-            :func:`wholebatch.functional.multi_similarity_loss`.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.multi_similarity_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.
@@ -267,9 +263,8 @@ class CircleLoss(BatchLoss):
 
     Args:
         m, gamma: of the formula.
-        settings: those of every loss here, distance, reducer, embedding_regularizer, embedding_reg_weight and
-            collect_stats, as in :class:`BatchLoss`; group, exchange, memory, precision, as in
-            :func:`wholebatch.functional.circle_loss`.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.circle_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.

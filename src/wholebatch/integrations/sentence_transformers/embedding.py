@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ...contract import BatchOptions
 from .._checks import check_no_progress_bar, checked_gathering, checked_positive, checked_size, group_of_batch
-from .._options import SharedOptions
 from .theirs import Features, embed_columns, has_static_embedding
 
 
@@ -101,7 +101,7 @@ class BatchLoss(nn.Module):
         self,
         model: Any,  # their model, which the trainer replaces by the wrapped one
         gather_across_devices: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__()
         self.model, self.options = model, options
@@ -110,7 +110,7 @@ class BatchLoss(nn.Module):
         )
 
     @property
-    def options_of_call(self) -> SharedOptions:
+    def options_of_call(self) -> BatchOptions:
         """Return the options of a call, with the processes whose rows are compared.
 
         Raises:

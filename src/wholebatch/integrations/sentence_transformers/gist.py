@@ -23,8 +23,9 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ...contract import BatchOptions
 from .._checks import checked_choice, checked_positive
-from .._options import SharedOptions, with_options
+from .._options import with_options
 from .citations import GIST
 from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import Features, embed_columns, has_static_embedding, to_device
@@ -67,7 +68,7 @@ class GISTEmbedLoss(BatchLoss):
         contrast_anchors: bool = True,
         contrast_positives: bool = True,
         gather_across_devices: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(model, gather_across_devices, **options)
         self.guide = guide
@@ -151,7 +152,7 @@ class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
         contrast_anchors: bool = True,
         contrast_positives: bool = True,
         gather_across_devices: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         settings = (margin_strategy, margin, contrast_anchors, contrast_positives, gather_across_devices)
         super().__init__(model, guide, temperature, *settings, **options)

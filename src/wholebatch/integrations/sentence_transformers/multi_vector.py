@@ -16,8 +16,9 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ...contract import BatchOptions
 from .._checks import checked_size
-from .._options import SharedOptions, with_options
+from .._options import with_options
 from .._passages import joined
 from .citations import COLBERT, GRADIENT_CACHING
 from .embedding import BatchLoss, CachedBatchLoss, checked_scale, columns_of
@@ -58,7 +59,7 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         mini_batch_size: int | None = None,
         score_mini_batch_size: int | None = None,
         gather_across_devices: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(model, gather_across_devices, **options)
         self.similarity_fct = "colbert_scores"
@@ -136,7 +137,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
         score_mini_batch_size: int | None = None,
         gather_across_devices: bool = True,
         show_progress_bar: bool = False,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(
             model,

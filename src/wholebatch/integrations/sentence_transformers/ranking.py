@@ -18,8 +18,9 @@ from typing_extensions import Unpack
 import wholebatch as wb
 
 from ...comm import Group
+from ...contract import BatchOptions
 from .._checks import checked_choice
-from .._options import SharedOptions, with_options
+from .._options import with_options
 from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
 from .embedding import BatchLoss, CachedBatchLoss, checked_scale
 from .theirs import SimilarityFunction, cos_sim, name_of_similarity
@@ -72,7 +73,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
         partition_mode: PartitionMode = "joint",
         hardness_mode: HardnessMode = None,
         hardness_strength: float = 0.0,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(model, gather_across_devices, **options)
         fix = (
@@ -162,7 +163,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         scale: float | wb.Scale = 20.0,
         similarity_fct: SimilarityFunction = cos_sim,
         gather_across_devices: bool = True,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(model, scale, similarity_fct, gather_across_devices, _SYMMETRIC, _SEPARATE, **options)
 
@@ -200,7 +201,7 @@ class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRanki
         show_progress_bar: bool = False,
         hardness_mode: HardnessMode = None,
         hardness_strength: float = 0.0,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         settings = (directions, partition_mode, hardness_mode, hardness_strength)
         super().__init__(model, scale, similarity_fct, gather_across_devices, *settings, **options)
@@ -220,7 +221,7 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         mini_batch_num_tokens: int | None = None,
         gather_across_devices: bool = True,
         show_progress_bar: bool = False,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[BatchOptions],
     ) -> None:
         settings = (gather_across_devices, _SYMMETRIC, _SEPARATE, show_progress_bar)
         super().__init__(model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, *settings, **options)
