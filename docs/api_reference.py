@@ -106,6 +106,32 @@ def declare_settings(package: griffe.Module) -> None:
         cls.set_member("__init__", init)
 
 
+def name_options(package: griffe.Module) -> None:
+    """Give functions with `**options: Unpack[SomeOptions]` the parameters that this TypedDict declares."""
+    defaults = package["contract.options.Options"].attributes
+    for function in [function for module in _modules(package) for function in _functions(module)]:
+        last = [*function.parameters][-1:]
+        match = re.fullmatch(r"Unpack\[(\w+)\]", str(last[0].annotation)) if last else None
+        if match is None:
+            continue
+        del function.parameters[last[0].name]
+        options = _target(function.module[match[1]])
+        bases = [*reversed(options.mro()), options]
+        for field in {name: field for base in bases for name, field in base.attributes.items()}.values():
+            default = defaults[field.name].value if field.name in defaults else "..."
+            kind = griffe.ParameterKind.keyword_only
+            function.parameters.add(
+                griffe.Parameter(field.name, annotation=field.annotation, kind=kind, default=default)
+            )
+
+
+def _functions(found: griffe.Module | griffe.Class) -> list[griffe.Function]:
+    """Return the functions of a module or class, and those of its classes."""
+    classes = [cls for cls in found.classes.values() if not cls.is_alias]
+    functions = [function for function in found.functions.values() if not function.is_alias]
+    return [*functions, *(method for cls in classes for method in _functions(cls))]
+
+
 def _modules(package: griffe.Module) -> list[griffe.Module]:
     """Return a package's modules, those of its packages too."""
     found = [module for module in package.modules.values() if not module.is_alias]
@@ -159,6 +185,7 @@ class Docstrings(griffe.Extension):
             for name in _exports(pkg["functional"]):
                 assert name in pkg["functional"].members, name
             declare_settings(pkg)
+            name_options(pkg)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object that griffe has read."""

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from grad_cache_program import WAYS, encoder, true_weights, weights
 from torch.nn import functional as F
 
-import wholebatch as wb
 from wholebatch.integrations import grad_cache as ours
 from wholebatch.testing import run_ranks
 
@@ -113,12 +112,19 @@ except AttributeError as error:
 
 def test_cachex_is_that_of_jax():
     pytest.importorskip("jax")
-    from wholebatch.integrations.grad_cache import cachex
-
-    for name in {name for names in cachex.NAMES.values() for name in names}:
-        assert getattr(cachex, name) is getattr(wb.jax, name)
-    with pytest.raises(AttributeError, match=r"no grad_with_cache of grad_cache\.cachex; its functions for JAX are in"):
-        _ = cachex.grad_with_cache
+    program = """
+import wholebatch.integrations.grad_cache.alias
+import wholebatch as wb
+from grad_cache import cachex
+for module in (cachex, cachex.functional, cachex.training, cachex.tree_utils):
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(wb.jax, name)
+        print(name)
+cachex.grad_with_cache
+"""
+    found = run("-c", program)
+    assert found.stdout.count("\n") == 16
+    assert "grad_cache.cachex is an alias made by wholebatch, which has no grad_with_cache" in found.stderr
 
 
 def test_the_wheel_has_no_package_of_their_name():
@@ -151,7 +157,7 @@ def test_the_command_runs_scripts_and_modules_as_python_does(tmp_path):
     script = run(*command, str(tmp_path / "program.py"), "-m", "--x", "1")
     assert script.returncode == 0, script.stderr
     at = str(tmp_path / "program.py")
-    module_of_ours = "wholebatch.integrations.grad_cache.grad_cache\n"
+    module_of_ours = "wholebatch.integrations.grad_cache.caching\n"
     assert script.stdout == f"__main__ {[at, '-m', '--x', '1']} {tmp_path} {module_of_ours}"
     module = run(*command, "-m", "program", "--x", "1", cwd=tmp_path)
     assert module.returncode == 0, module.stderr

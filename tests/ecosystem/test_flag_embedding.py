@@ -127,7 +127,7 @@ def test_the_signature_is_that_of_flag_embedding():
 
 
 def test_the_installed_version_is_among_the_tested():
-    assert version("FlagEmbedding") in flag_embedding.switch.FLAG_EMBEDDING.versions
+    assert version("FlagEmbedding") in flag_embedding.FLAG_EMBEDDING.versions
 
 
 def test_the_switch_is_restored():

@@ -119,10 +119,8 @@ def test_their_environment_variables_are_all_known():
 
     from swift.loss import embedding
 
-    from wholebatch.integrations.ms_swift import options
-
     found = {name: set(re.findall(r"INFONCE_\w+", inspect.getsource(module))) for name, module in
-             (("theirs", embedding), ("ours", options))}  # fmt: skip
+             (("theirs", embedding), ("ours", ms_swift))}  # fmt: skip
     assert found["ours"] == found["theirs"]
 
 

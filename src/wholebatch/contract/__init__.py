@@ -29,6 +29,7 @@ from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import (
     REDUCTIONS,
+    BatchOptions,
     Checking,
     KernelOptions,
     LossOptions,
@@ -45,6 +46,7 @@ __all__ = [
     "MIN_PAIR_PRODUCT",
     "REDUCTIONS",
     "Assumption",
+    "BatchOptions",
     "Canaries",
     "Checking",
     "Checks",

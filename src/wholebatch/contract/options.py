@@ -85,6 +85,15 @@ class KernelOptions(ProductOptions, total=False):
     kernel: Kernel
 
 
+class BatchOptions(TypedDict, total=False):
+    """Keywords of losses with other libraries' arguments: some of :class:`ProductOptions`."""
+
+    group: Group
+    exchange: ExchangeName
+    memory: Memory
+    precision: Precision
+
+
 @dataclass(eq=False)
 class Options:
     """The options of one call; a loss without one of them leaves its default."""

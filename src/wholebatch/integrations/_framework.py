@@ -1,18 +1,18 @@
-"""Import a framework that an adapter needs, if its version is one that the adapter knows.
+"""Import a framework that an adapter needs, if its version is one that the adapter knows, and replace names in it.
 
 A missing or too old framework raises an ImportError. A version newer than the tested ones is used silently, because
-most releases leave alone the names that an adapter replaces. If such a name is gone, `seam` raises an error with both
-versions.
+most releases leave alone the names that an adapter replaces. If such a name is gone, the error has both versions.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class FrameworkError(ImportError):
@@ -43,26 +43,30 @@ class Framework(NamedTuple):
             FrameworkError: if the framework, or a package that the module imports, is missing, or if the framework is
                 older than the tested versions.
         """
-        installed = self._installed(self._import(self.module))
+        installed = self._installed()
         if _numbers(installed) < _numbers(self.versions[0]):
             raise FrameworkError(
                 f"{self.module} {installed} is too old; this adapter was tested with {self.tested}: {self.install}"
             )
         return self._import(name)
 
-    def seam(self, module: ModuleType, *names: str) -> str:
-        """Return the first of the names that the module has, at which the adapter enters.
+    def find(self, module: str, name: str) -> Any:
+        """Return a class or function of one of the framework's modules; raise FrameworkError as `load` and `seam`."""
+        loaded = self.load(module)
+        return getattr(loaded, self.seam(loaded, name))
+
+    def seam(self, owner: Any, *names: str) -> str:
+        """Return the first of the names that a module or a class of the framework has, at which the adapter enters.
 
         Raises:
             FrameworkError: if it has none of them.
         """
         for name in names:
-            if hasattr(module, name):
+            if hasattr(owner, name):
                 return name
-        installed = self._installed(self._import(self.module))
         raise FrameworkError(
-            f"{module.__name__} of {self.module} {installed} has no {' and no '.join(names)}, where this adapter puts "
-            f"its loss; it was tested with {self.tested}: {self.install}"
+            f"{owner.__name__} of {self.module} {self._installed()} has no {' and no '.join(names)}, where this "
+            f"adapter puts its loss; it was tested with {self.tested}: {self.install}"
         )
 
     def _import(self, name: str) -> ModuleType:
@@ -74,12 +78,56 @@ class Framework(NamedTuple):
                 f"{self.install}"
             ) from error
 
-    def _installed(self, top: ModuleType) -> str:
-        found = getattr(top, "__version__", None)
+    def _installed(self) -> str:
+        found = getattr(self._import(self.module), "__version__", None)
         if found is None:
             with suppress(PackageNotFoundError):
                 found = version(self.module)
         return found or "of an unknown version"
+
+
+class Switch:
+    """Names of a framework that are replaced, once, until they are restored.
+
+    Args:
+        replacements: called by `enable`, it returns a list of owners, each a module, a class or a dictionary, with
+            what is put under which of its names.
+    """
+
+    def __init__(self, replacements: Callable[[], list[tuple[Any, dict[str, Any]]]]) -> None:
+        self._replacements, self._restore, self._enabled = replacements, ExitStack(), False
+
+    def enable(self) -> bool:
+        """Replace the names, and return True; return False if they are replaced already."""
+        replacements = self._replacements()
+        if self._enabled:
+            return False
+        for owner, ours in replacements:
+            self._restore.enter_context(replaced(owner, ours))
+        self._enabled = True
+        return True
+
+    def disable(self) -> None:
+        """Restore the names."""
+        self._restore.close()
+        self._enabled = False
+
+
+@contextmanager
+def replaced(owner: Any, ours: dict[str, Any]) -> Iterator[None]:
+    """Replace names of a module or a class, or entries of a dictionary, for a while."""
+    is_dict = isinstance(owner, dict)
+    before = {name: owner[name] if is_dict else getattr(owner, name) for name in ours}
+
+    def put(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            owner.__setitem__(name, value) if is_dict else setattr(owner, name, value)
+
+    put(ours)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

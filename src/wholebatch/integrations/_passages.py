@@ -5,9 +5,12 @@ S = x y^T / temperature,    L = CE(S, k i)        for query i of the whole batch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import wholebatch as wb
 
@@ -34,7 +37,7 @@ def passages_loss(
         caller: named in messages.
         temperature: divides the similarities.
         reduction: "mean", "sum" or "none", as in :func:`wholebatch.functional.info_nce_loss`.
-        group: as there.
+        group: ranks that share the batch.
 
     Raises:
         ValueError: on all ranks, if one of them has another number of passages.
@@ -65,3 +68,9 @@ def refuse(message: str, caller: str, group: Group) -> NoReturn:
 
     wb.comm.select_communicator(group).handshake(state, caller=caller)
     raise AssertionError("a handshake with an error raises")
+
+
+def joined(columns: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all columns of a trainer's batch, (rows, longest, ...); shorter columns end with zeros."""
+    longest = max(x.shape[1] for x in columns)
+    return torch.cat([pad(x, (*[0, 0] * (x.dim() - 2), 0, longest - x.shape[1])) for x in columns])

@@ -20,29 +20,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ..comm import Group
-from ..exchange import ExchangeName
-from ..sweep import Memory, Precision
-from ._gathering import checked_gathering
+from ..contract import BatchOptions
+from ._checks import checked_gathering, group_of_batch
+from ._options import with_options
 
 __all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
 
 _SMALLEST = 1e-8  # lightly refuses a temperature below
 
 
-class _OfTheirArguments(nn.Module):
-    """The arguments that all losses have: whether processes share the batch, and which."""
+class _LossOfRows(nn.Module):
+    """A loss of two views, with the choice of the processes that share the batch."""
 
-    def __init__(self, gather_distributed: bool, group: Group) -> None:
+    def __init__(self, gather_distributed: bool, **options: Unpack[BatchOptions]) -> None:
         super().__init__()
-        self.gather_distributed = checked_gathering("gather_distributed", gather_distributed, group)
-        self.group = group if gather_distributed else wb.comm.LocalCommunicator()
+        self.gather_distributed = checked_gathering("gather_distributed", gather_distributed, options["group"])
+        self.group = group_of_batch(gather_distributed, options["group"])
+        self.options: BatchOptions = {**options, "group": self.group}
 
 
-class NTXentLoss(_OfTheirArguments):
+class NTXentLoss(_LossOfRows):
     """lightly's `NTXentLoss`: SimCLR's loss, or MoCo's with a memory bank.
 
     Without a bank, :class:`wholebatch.NTXentLoss`. With one, :func:`wholebatch.functional.moco_loss` of the normalized
@@ -54,29 +56,24 @@ class NTXentLoss(_OfTheirArguments):
         memory_bank_size: (rows, embedding size) of the bank, or 0: none. The bank starts with random rows, rank 0's on
             all processes, and is no part of the state dict, as there.
         gather_distributed: whether processes share the batch and the bank; True by default.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.nt_xent_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.nt_xent_loss`.
 
     Raises:
         ValueError: for a temperature that is not positive, another form of `memory_bank_size`, or a group beside
             `gather_distributed=False`.
     """
 
+    @with_options()
     def __init__(
         self,
         temperature: float = 0.5,
         memory_bank_size: int | Sequence[int] = 0,
         gather_distributed: bool = True,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(gather_distributed, group)
+        super().__init__(gather_distributed, **options)
         _check_temperature("temperature", temperature)
         self.temperature = temperature
-        self.options: dict[str, Any] = {"group": self.group, "memory": memory, "precision": precision}
-        self.exchange = exchange
         size = _bank_size(memory_bank_size)
         self.memory_bank = None if size is None else _MemoryBank(*size, self.group)
 
@@ -88,12 +85,11 @@ class NTXentLoss(_OfTheirArguments):
             out1: (b_r, d), the second view.
         """
         if self.memory_bank is None:
-            return wb.functional.nt_xent_loss(
-                out0, out1, temperature=self.temperature, exchange=self.exchange, **self.options
-            )
+            return wb.functional.nt_xent_loss(out0, out1, temperature=self.temperature, **self.options)
         queries, keys = normalize(out0, dim=1), normalize(out1, dim=1)
         negatives = self.memory_bank.rows().to(queries.dtype)
-        loss = wb.functional.moco_loss(queries, keys, negatives, logit_scale=1 / self.temperature, **self.options)
+        options: Any = {name: option for name, option in self.options.items() if name != "exchange"}
+        loss = wb.functional.moco_loss(queries, keys, negatives, logit_scale=1 / self.temperature, **options)
         if out0.requires_grad:
             self.memory_bank.enqueue(keys.detach())
         return loss
@@ -148,14 +144,14 @@ def _bank_size(size: Any) -> tuple[int, int] | None:
     return None if numbers[0] == 0 else (numbers[0], numbers[1])
 
 
-class DCLLoss(_OfTheirArguments):
+class DCLLoss(_LossOfRows):
     """lightly's `DCLLoss`, by :class:`wholebatch.DCLLoss`.
 
     Args:
         temperature: divides the cosines; positive.
         weight_fn: must be None.
         gather_distributed: whether processes share the batch; True by default.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.dcl_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.dcl_loss`.
 
     Raises:
         ValueError: for a `weight_fn`, a temperature that is not positive, or a group beside `gather_distributed=False`.
@@ -163,18 +159,15 @@ class DCLLoss(_OfTheirArguments):
 
     _sigma: float | None = None
 
+    @with_options()
     def __init__(
         self,
         temperature: float = 0.1,
         weight_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         gather_distributed: bool = True,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(gather_distributed, group)
+        super().__init__(gather_distributed, **options)
         _check_temperature("temperature", temperature)
         if weight_fn is not None:
             raise ValueError(
@@ -183,12 +176,6 @@ class DCLLoss(_OfTheirArguments):
                 "wholebatch.WholeBatch(lightly.loss.DCLLoss(weight_fn=...))"
             )
         self.temperature = temperature
-        self.options: dict[str, Any] = {
-            "group": self.group,
-            "exchange": exchange,
-            "memory": memory,
-            "precision": precision,
-        }
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         """Return the loss of the whole batch.
@@ -197,8 +184,7 @@ class DCLLoss(_OfTheirArguments):
             out0: (b_r, d), this process's rows of the first view; b_r may differ between processes and may be 0.
             out1: (b_r, d), the second view.
         """
-        sigma, options = self._sigma, self.options
-        return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, sigma=sigma, **options)
+        return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, sigma=self._sigma, **self.options)
 
 
 class DCLWLoss(DCLLoss):
@@ -208,30 +194,42 @@ class DCLWLoss(DCLLoss):
         temperature: divides the cosines; positive.
         sigma: divides them in the weights; positive.
         gather_distributed: whether processes share the batch; True by default.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.dcl_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.dcl_loss`.
 
     Raises:
         ValueError: for a temperature or a sigma that is not positive, or a group beside `gather_distributed=False`.
     """
 
+    @with_options()
     def __init__(
         self,
         temperature: float = 0.1,
         sigma: float = 0.5,
         gather_distributed: bool = True,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
-        super().__init__(temperature, None, gather_distributed, group=group, **settings)
+        super().__init__(temperature, None, gather_distributed, **options)
         _check_temperature("sigma", sigma)
         self._sigma = sigma
 
 
-class BarlowTwinsLoss(_OfTheirArguments):
+class _LossOfFeatures(_LossOfRows):
+    """A loss that compares features, of this library."""
+
+    loss: Callable[..., Tensor]
+
+    def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
+        """Return the loss of the whole batch.
+
+        Args:
+            z_a: (b_r, d), this process's rows of the first view; b_r may differ between processes.
+            z_b: (b_r, d), the second view.
+        """
+        found: Tensor = self.loss(z_a, z_b)
+        return found
+
+
+class BarlowTwinsLoss(_LossOfFeatures):
     """lightly's `BarlowTwinsLoss`, by :class:`wholebatch.BarlowTwinsLoss`.
 
     Features are standardized over the rows of all processes. lightly standardizes those of each process alone.
@@ -246,22 +244,12 @@ class BarlowTwinsLoss(_OfTheirArguments):
     """
 
     def __init__(self, lambda_param: float = 5e-3, gather_distributed: bool = True, *, group: Group = None) -> None:
-        super().__init__(gather_distributed, group)
+        super().__init__(gather_distributed, group=group)
         self.lambda_param = lambda_param
         self.loss = wb.BarlowTwinsLoss(redundancy=lambda_param, group=self.group)
 
-    def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
-        """Return the loss of the whole batch.
 
-        Args:
-            z_a: (b_r, d), this process's rows of the first view; b_r may differ between processes.
-            z_b: (b_r, d), the second view.
-        """
-        found: Tensor = self.loss(z_a, z_b)
-        return found
-
-
-class VICRegLoss(_OfTheirArguments):
+class VICRegLoss(_LossOfFeatures):
     """lightly's `VICRegLoss`, by :class:`wholebatch.VICRegLoss`.
 
     Args:
@@ -284,21 +272,11 @@ class VICRegLoss(_OfTheirArguments):
         *,
         group: Group = None,
     ) -> None:
-        super().__init__(gather_distributed, group)
+        super().__init__(gather_distributed, group=group)
         self.lambda_param, self.mu_param, self.nu_param, self.eps = lambda_param, mu_param, nu_param, eps
         self.loss = wb.VICRegLoss(
             invariance=lambda_param, variance=mu_param, covariance=nu_param, epsilon=eps, group=self.group
         )
-
-    def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
-        """Return the loss of the whole batch.
-
-        Args:
-            z_a: (b_r, d), this process's rows of the first view; b_r may differ between processes.
-            z_b: (b_r, d), the second view.
-        """
-        found: Tensor = self.loss(z_a, z_b)
-        return found
 
 
 def _check_temperature(name: str, value: Any) -> None:

@@ -16,16 +16,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
-from ..comm import Group
-from ..exchange import ExchangeName
-from ..sweep import Memory, Precision
+from ..contract import BatchOptions
+from ._checks import check_no_progress_bar, checked_gathering, checked_positive, checked_size, group_of_batch
 from ._framework import Framework
-from ._gathering import checked_gathering
-from ._numbers import checked_positive, checked_size
-from ._token_columns import joined
+from ._options import with_options
+from ._passages import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
 
@@ -43,13 +42,13 @@ class Contrastive(nn.Module):
         gather_across_devices: whether negatives come from all processes. PyLate's default is False; False gives its
             loss, the mean over processes of the losses of their own batches.
         temperature: divides scores, > 0.
-        group: processes that share the batch. Default: all.
-        exchange, memory, precision: as in :func:`wholebatch.functional.max_sim_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.max_sim_loss`.
 
     Raises:
         ValueError: for another `score_metric`, and a temperature that is not positive.
     """
 
+    @with_options()
     def __init__(
         self,
         model: Any,  # a ColBERT model, or what an engine makes of it
@@ -58,11 +57,7 @@ class Contrastive(nn.Module):
         size_average: bool = True,
         gather_across_devices: bool = True,
         temperature: float = 1.0,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__()
         if score_metric is not None and type(score_metric).__name__ != "ColBERTScores":
@@ -73,15 +68,14 @@ class Contrastive(nn.Module):
         self.model, self.temperature = model, checked_positive("temperature", temperature)
         self.size_average = size_average
         self.score_mini_batch_size = score_mini_batch_size
+        group = options.get("group")
         self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
-        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
-        self.group = group
+        self.options: BatchOptions = {**options, "group": group_of_batch(gather_across_devices, group)}
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""
         columns = [*sentence_features]
-        module = PYLATE.load("pylate.losses.contrastive")
-        masks_of = getattr(module, PYLATE.seam(module, "extract_skiplist_mask"))
+        masks_of = PYLATE.find("pylate.losses.contrastive", "extract_skiplist_mask")
         model = self.model if hasattr(self.model, "skiplist") else self.model.module
         masks = masks_of(sentence_features=columns, skiplist=model.skiplist)
         embeddings = [self.embed(features) for features in columns]
@@ -109,8 +103,7 @@ class Contrastive(nn.Module):
             query_mask=None if every_query_token else masks[0].bool(),
             document_mask=joined([_with_one_zero(mask) for _, mask in of_documents]),
             reduction="mean" if self.size_average else "sum",
-            group=self.group if self.gather_across_devices else wb.comm.LocalCommunicator(),
-            **self.settings,
+            **self.options,
         )
         return found
 
@@ -118,17 +111,17 @@ class Contrastive(nn.Module):
 class CachedContrastive(Contrastive):
     """PyLate's `CachedContrastive`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
+    The other arguments are those of :class:`Contrastive`.
+
     Args:
         mini_batch_size: rows that the model takes at once.
         show_progress_bar: must be False.
-        model, score_metric, score_mini_batch_size, size_average, gather_across_devices, temperature: as in
-            :class:`Contrastive`.
-        group, exchange, memory, precision: as there.
 
     Raises:
-        ValueError: as there; also for a size below 1, and `show_progress_bar=True`.
+        ValueError: for what :class:`Contrastive` refuses, a size below 1, and `show_progress_bar=True`.
     """
 
+    @with_options()
     def __init__(
         self,
         model: Any,  # a ColBERT model
@@ -139,26 +132,11 @@ class CachedContrastive(Contrastive):
         gather_across_devices: bool = True,
         show_progress_bar: bool = False,
         temperature: float = 1.0,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(
-            model,
-            score_metric,
-            score_mini_batch_size,
-            size_average,
-            gather_across_devices,
-            temperature,
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
-        )
-        if show_progress_bar:
-            raise ValueError("show_progress_bar must be False, got True: chunks have no progress bar")
+        settings = (score_mini_batch_size, size_average, gather_across_devices, temperature)
+        super().__init__(model, score_metric, *settings, **options)
+        check_no_progress_bar(show_progress_bar)
         self.mini_batch_size = checked_size("mini_batch_size", mini_batch_size, optional=False)
 
     def embed(self, features: dict[str, Tensor]) -> Tensor:

@@ -5,20 +5,16 @@
 runs a program whose `from grad_cache import GradCache` then gives the class of this module. In a program of your own,
 `import wholebatch.integrations.grad_cache.alias` does the same, before the first import of grad_cache.
 
-grad_cache          GradCache
-loss                SimpleContrastiveLoss, DistributedContrastiveLoss, ContrastiveLossWithQueryClosure
-functional          cached, cat_input_tensor, gather_input_tensor
-context_managers    RandContext
-lightning           PLGradCache
-cachex              the functions for JAX
-install             the alias; `alias` installs it when it is imported
+caching     GradCache, PLGradCache, RandContext
+loss        SimpleContrastiveLoss, DistributedContrastiveLoss, ContrastiveLossWithQueryClosure
+install     the alias and the command; `alias` installs it when it is imported
 """
 
-from .context_managers import RandContext
-from .functional import cached, cat_input_tensor, gather_input_tensor
-from .grad_cache import GradCache
+from ...gradcache import cached, cat_input_tensor, gather_input_tensor
+from .caching import GradCache, PLGradCache, RandContext
+from .install import USAGE as USAGE
 from .install import install
-from .lightning import PLGradCache
+from .install import start as start
 from .loss import ContrastiveLossWithQueryClosure, DistributedContrastiveLoss, SimpleContrastiveLoss
 
 __all__ = [

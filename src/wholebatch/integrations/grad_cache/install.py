@@ -1,26 +1,41 @@
-"""The alias: modules named `grad_cache`, `grad_cache.loss` and so on, with the names of this package."""
+"""The alias: modules named `grad_cache`, `grad_cache.loss` and so on, with names of this library."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from . import cachex, context_managers, functional, grad_cache, lightning, loss
+from .._command import program_of
 
 NAME = "grad_cache"
-_HERE = {
-    "": (grad_cache, ["GradCache"]),
-    "grad_cache": (grad_cache, grad_cache.__all__),
-    "context_managers": (context_managers, context_managers.__all__),
-    "functional": (functional, [*functional.__all__]),
-    "loss": (loss, loss.__all__),
-    "pytorch_lightning": (lightning, []),
-    "pytorch_lightning.pl_gradcache": (lightning, lightning.__all__),
-    **{name: (cachex, [*names]) for name, names in cachex.NAMES.items()},
-}  # their modules
+USAGE = """\
+usage: python -m wholebatch.integrations.grad_cache -m MODULE [ARGUMENTS]
+       python -m wholebatch.integrations.grad_cache SCRIPT.py [ARGUMENTS]
+
+Runs a program whose imports of grad_cache give wholebatch's gradient caching and losses.
+"""
+_CACHING, _JAX = "wholebatch.integrations.grad_cache.caching", "wholebatch.jax"
+_LOSSES = ("ContrastiveLossWithQueryClosure", "DistributedContrastiveLoss", "SimpleContrastiveLoss")
+_TREES = ("tree_chunk", "tree_unchunk")
+MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "": (_CACHING, ("GradCache",)),
+    "grad_cache": (_CACHING, ("GradCache", "RandContext")),
+    "context_managers": (_CACHING, ("RandContext",)),
+    "functional": ("wholebatch.gradcache", ("cached", "cat_input_tensor", "gather_input_tensor")),
+    "loss": ("wholebatch.integrations.grad_cache.loss", _LOSSES),
+    "pytorch_lightning": (_CACHING, ()),
+    "pytorch_lightning.pl_gradcache": (_CACHING, ("PLGradCache",)),
+    "cachex": (_JAX, ("cache_grad", "chunk_encode", "grad_cached", *_TREES, "unchunk_args")),
+    "cachex.functional": (_JAX, ("cache_grad", "chunk_encode", "grad_cached", "unchunk_args")),
+    "cachex.training": (_JAX, ("cache_grad", "cache_train_step", "chunk_encode", "unchunk_args")),
+    "cachex.tree_utils": (_JAX, _TREES),
+}
+"""Their modules: the module of this library that has their names, which is imported with the first of them."""
 
 
 def install() -> None:
@@ -43,7 +58,7 @@ def install() -> None:
             "program with python -m wholebatch.integrations.grad_cache",
             name=NAME,
         )
-    modules = {name: _Alias(name, *here) for name, here in _HERE.items()}
+    modules = {name: _Alias(name, *ours) for name, ours in MODULES.items()}
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
         if name:
@@ -51,22 +66,29 @@ def install() -> None:
         sys.modules[module.__name__] = module
 
 
+def start(argv: Sequence[str]) -> Callable[[], None]:
+    """Return the program of the command."""
+    install()
+    return program_of(argv)
+
+
 class _Alias(ModuleType):
     """A module of theirs, with names of a module of ours."""
 
-    def __init__(self, name: str, ours: ModuleType, names: Iterable[str]) -> None:
-        super().__init__(f"{NAME}.{name}".rstrip("."), f"An alias of {ours.__name__}.")
+    def __init__(self, name: str, ours: str, names: Sequence[str]) -> None:
+        super().__init__(f"{NAME}.{name}".rstrip("."), f"An alias of {ours}.")
         self.__all__ = [*names]
-        self.__file__ = ours.__file__
-        is_package = any(other.startswith(f"{name}.".lstrip(".")) for other in _HERE if other != name)
-        self.__spec__ = ModuleSpec(self.__name__, None, origin=ours.__file__, is_package=is_package)
+        spec = find_spec(ours)
+        self.__file__ = spec.origin if spec else None
+        is_package = any(other.startswith(f"{name}.".lstrip(".")) for other in MODULES if other != name)
+        self.__spec__ = ModuleSpec(self.__name__, None, origin=self.__file__, is_package=is_package)
         if is_package:
             self.__path__: list[str] = []  # no files: all modules are made here
         self._ours = ours
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__all__:
-            return getattr(self._ours, name)
+            return getattr(import_module(self._ours), name)
         raise AttributeError(
             f"{self.__name__} is an alias made by wholebatch, which has no {name}; it has {', '.join(self.__all__)}"
         )

@@ -22,8 +22,6 @@ from .._passages import passages_loss, refuse
 
 __all__ = ["ContrastiveLossWithQueryClosure", "DistributedContrastiveLoss", "SimpleContrastiveLoss"]
 
-_REDUCTIONS = ("mean", "sum", "none")
-
 
 class SimpleContrastiveLoss:
     """Their `SimpleContrastiveLoss`: the loss of these rows, on this process alone.
@@ -34,6 +32,9 @@ class SimpleContrastiveLoss:
     Raises:
         ValueError: if n is no integer, at least 0.
     """
+
+    _reductions: tuple[str, ...] = ("mean", "sum", "none")
+    _hint = ""
 
     def __init__(self, n_hard_negatives: int = 0) -> None:
         check_integer("n_hard_negatives", n_hard_negatives, minimum=0, maximum=2**31)
@@ -52,12 +53,22 @@ class SimpleContrastiveLoss:
         Raises:
             ValueError: if y has another number of rows, without a target, or for another reduction.
         """
-        group = wb.comm.LocalCommunicator()
-        _check_reduction(reduction, _REDUCTIONS, type(self).__name__, group)
-        if target is not None:
+        return self._loss(x, y, target, reduction, wb.comm.LocalCommunicator())
+
+    def _loss(self, x: Tensor, y: Tensor, target: Tensor | None, reduction: Any, group: Group) -> Tensor:
+        """Return L of the rows of a group."""
+        caller, choices = type(self).__name__, ", ".join(map(repr, self._reductions))
+        if reduction not in self._reductions:
+            refuse(f"reduction must be one of {choices}, got {reduction!r}{self._hint}", caller, group)
+        if target is None:
+            return passages_loss(x, y, self.target_per_qry, caller=caller, reduction=reduction, group=group)
+
+        def of_all(x: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(x @ y.T, target, reduction=reduction)
-        settings: Any = {"reduction": reduction, "group": group}
-        return passages_loss(x, y, self.target_per_qry, caller=type(self).__name__, **settings)
+
+        return (
+            of_all(x, y) if isinstance(group, wb.comm.LocalCommunicator) else wb.WholeBatch(of_all, group=group)(x, y)
+        )
 
 
 class DistributedContrastiveLoss(SimpleContrastiveLoss):
@@ -74,6 +85,9 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
     Raises:
         ValueError: if n is no integer, at least 0.
     """
+
+    _reductions = ("mean", "sum")
+    _hint = "; each rank has the losses of its rows only: use info_nce_loss"
 
     def __init__(self, n_hard_negatives: int = 0, *, group: Group = None) -> None:
         super().__init__(n_hard_negatives)
@@ -100,16 +114,7 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
         Raises:
             ValueError: on every rank, if y has another number of rows, without a target, or for another reduction.
         """
-        _check_reduction(reduction, _REDUCTIONS[:2], type(self).__name__, self.group)
-        if target is None:
-            settings: Any = {"reduction": reduction, "group": self.group}
-            loss = passages_loss(x, y, self.target_per_qry, caller=type(self).__name__, **settings)
-        else:
-
-            def of_all(x: Tensor, y: Tensor) -> Tensor:
-                return F.cross_entropy(x @ y.T, target, reduction=reduction)
-
-            loss = wb.WholeBatch(of_all, group=self.group)(x, y)
+        loss = self._loss(x, y, target, reduction, self.group)
         if loss.requires_grad and not self._checked:
             loss.register_hook(self._warn_of_a_factor)
         return loss
@@ -163,10 +168,3 @@ class ContrastiveLossWithQueryClosure(SimpleContrastiveLoss):
             raise ValueError(f"pass x and y, or y and query_closure=; got {len(reps)} tensors and {closure} closure")
         x = reps[0] if query_closure is None else query_closure()
         return super().__call__(x, reps[-1], target, reduction)
-
-
-def _check_reduction(reduction: str, allowed: tuple[str, ...], caller: str, group: Group) -> None:
-    if reduction not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        hint = "" if "none" in allowed else "; each rank has the losses of its rows only: use info_nce_loss"
-        refuse(f"reduction must be one of {choices}, got {reduction!r}{hint}", caller, group)

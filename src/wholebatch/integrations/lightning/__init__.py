@@ -10,7 +10,6 @@ leaves heads alone; the norm of a gradient that is clipped contains the parts of
 an overflow, or none; and a checkpoint holds all classes, as one process would write it, for any number of ranks.
 """
 
-from .fabric import fabric_ddp_strategy
-from .trainer import ddp_strategy
+from .strategies import ddp_strategy, fabric_ddp_strategy
 
 __all__ = ["ddp_strategy", "fabric_ddp_strategy"]

@@ -7,12 +7,12 @@ of your own, need no open_clip.
 
 losses       ClipLoss, SigLipLoss, CoCaLoss, DistillClipLoss
 factory      create_loss and create_task: their factories choose, their options decide
-trainer      runs open_clip_train.main with these factories
-chunked      gradient caching inside its loop
+trainer      runs open_clip_train.main with these factories, and with gradient caching inside its loop
 """
 
 from .factory import create_loss, create_task
 from .losses import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from .trainer import main
+from .trainer import start as start
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"]

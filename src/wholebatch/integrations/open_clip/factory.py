@@ -36,8 +36,7 @@ def create_loss(args: Any) -> nn.Module:  # Any: their namespace of options
         ValueError: for `--horovod`, and if the chosen loss has no counterpart here.
     """
     refuse(args)
-    module = load("open_clip")
-    return replaced(getattr(module, OPEN_CLIP.seam(module, "create_loss"))(args), args)
+    return replaced(_find("create_loss")(args), args)
 
 
 def create_task(args: Any, *positional: Any, **keywords: Any) -> nn.Module:  # Any: their options and models
@@ -48,8 +47,7 @@ def create_task(args: Any, *positional: Any, **keywords: Any) -> nn.Module:  # A
         ValueError: for `--horovod`, and if the task's loss has no counterpart here, such as GenLIP's.
     """
     refuse(args)
-    module = load("open_clip")
-    task: nn.Module = getattr(module, OPEN_CLIP.seam(module, "create_task"))(args, *positional, **keywords)
+    task: nn.Module = _find("create_task")(args, *positional, **keywords)
     task.loss = replaced(getattr(task, "loss", None), args)
     return task
 
@@ -59,6 +57,11 @@ def load(name: str) -> ModuleType:
     with suppress(ImportError):  # without torchvision, open_clip's own error says more
         declare_torchvision_operators()
     return OPEN_CLIP.load(name)
+
+
+def _find(name: str) -> Any:
+    module = load("open_clip")
+    return getattr(module, OPEN_CLIP.seam(module, name))
 
 
 def refuse(args: Any) -> None:  # Any: their namespace of options

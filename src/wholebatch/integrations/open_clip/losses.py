@@ -13,17 +13,18 @@ This module does not import open_clip.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ...comm import Group
-from ...exchange import ExchangeName
-from ...sweep import Memory, Precision
+from ...contract import BatchOptions
+from .._options import with_options
 
 _DIST_IMPLS = (None, "bidir", "shift", "reduce", "gather")
 
@@ -31,8 +32,8 @@ Losses = Tensor | dict[str, Tensor]
 LossPair = tuple[Tensor, Tensor] | dict[str, Tensor]
 
 
-class _OfTheirArguments(nn.Module):
-    """The arguments of the constructor that are checked, and the group."""
+class _LossOfFeatures(nn.Module):
+    """A loss of the features of all ranks, with open_clip's arguments, of which only some are used."""
 
     def __init__(self, rank: int, world_size: int, use_horovod: bool, group: Group) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class _OfTheirArguments(nn.Module):
         )
 
 
-class ClipLoss(_OfTheirArguments):
+class ClipLoss(_LossOfFeatures):
     """open_clip's `ClipLoss`, by :class:`wholebatch.CLIPLoss`.
 
     Features must be normalized, as those of open_clip's models are.
@@ -67,12 +68,13 @@ class ClipLoss(_OfTheirArguments):
         local_loss, gather_with_grad, cache_labels: accepted, and without effect.
         rank, world_size: those of the process group, or left out.
         use_horovod: must be False.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.clip_loss`.
 
     Raises:
         ValueError: for `use_horovod=True`; in a call, if `rank` and `world_size` are not those of the group.
     """
 
+    @with_options()
     def __init__(
         self,
         local_loss: bool = False,
@@ -81,18 +83,14 @@ class ClipLoss(_OfTheirArguments):
         rank: int = 0,
         world_size: int = 1,
         use_horovod: bool = False,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(rank, world_size, use_horovod, group)
+        super().__init__(rank, world_size, use_horovod, options["group"])
         self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
-        self._make_losses(group=group, exchange=exchange, memory=memory, precision=precision)
+        self._make_losses(options)
 
-    def _make_losses(self, **settings: Any) -> None:
-        self.contrastive = wb.CLIPLoss(**settings)
+    def _make_losses(self, options: BatchOptions) -> None:
+        self.contrastive = wb.CLIPLoss(**options)
 
     def forward(
         self,
@@ -108,19 +106,20 @@ class ClipLoss(_OfTheirArguments):
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class SigLipLoss(_OfTheirArguments):
+class SigLipLoss(_LossOfFeatures):
     """open_clip's `SigLipLoss`, by :class:`wholebatch.SigLIPLoss`.
 
     Args:
         cache_labels, dist_impl, chunk_size: accepted, and without effect: no method stores S or its labels.
         rank, world_size: those of the process group, or left out.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.clip_loss`.
 
     Raises:
         ValueError: for a `dist_impl` that open_clip does not have; in a call, if `rank` and `world_size` are not those
             of the group.
     """
 
+    @with_options()
     def __init__(
         self,
         cache_labels: bool = False,
@@ -128,17 +127,13 @@ class SigLipLoss(_OfTheirArguments):
         world_size: int = 1,
         dist_impl: str | None = None,
         chunk_size: int = 0,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(rank, world_size, False, group)
+        super().__init__(rank, world_size, False, options["group"])
         if dist_impl not in _DIST_IMPLS:
             raise ValueError(f"dist_impl must be one of {_DIST_IMPLS}, got {dist_impl!r}; it has no effect here")
         self.cache_labels, self.dist_impl, self.chunk_size = cache_labels, dist_impl, chunk_size
-        self.contrastive = wb.SigLIPLoss(group=group, exchange=exchange, memory=memory, precision=precision)
+        self.contrastive = wb.SigLIPLoss(**options)
 
     def forward(
         self,
@@ -162,11 +157,12 @@ class CoCaLoss(ClipLoss):
     the loss of one process.
 
     Args:
-        caption_loss_weight, clip_loss_weight, pad_id: as there; tokens `pad_id` do not count.
-        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as in :class:`ClipLoss`.
-        group, exchange, memory, precision: as there.
+        caption_loss_weight, clip_loss_weight: factors of the two losses.
+        pad_id: tokens that do not count.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as in :class:`ClipLoss`.
     """
 
+    @with_options()
     def __init__(
         self,
         caption_loss_weight: float,
@@ -178,24 +174,10 @@ class CoCaLoss(ClipLoss):
         rank: int = 0,
         world_size: int = 1,
         use_horovod: bool = False,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(
-            local_loss,
-            gather_with_grad,
-            cache_labels,
-            rank,
-            world_size,
-            use_horovod,
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
-        )
+        theirs = (local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod)
+        super().__init__(*theirs, **options)
         self.caption_loss_weight, self.clip_loss_weight, self.pad_id = caption_loss_weight, clip_loss_weight, pad_id
 
     def forward(  # type: ignore[override]  # open_clip's has other arguments than its base class's, too
@@ -229,13 +211,12 @@ class DistillClipLoss(ClipLoss):
     """open_clip's `DistillClipLoss`: CLIP's loss, and :class:`wholebatch.DistillationLoss` from a teacher's features.
 
     Args:
-        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as in :class:`ClipLoss`.
-        group, exchange, memory, precision: as there.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as in :class:`ClipLoss`.
     """
 
-    def _make_losses(self, **settings: Any) -> None:
-        super()._make_losses(**settings)
-        self.distillation = wb.DistillationLoss(**settings)
+    def _make_losses(self, options: BatchOptions) -> None:
+        super()._make_losses(options)
+        self.distillation = wb.DistillationLoss(**options)
 
     def forward(  # type: ignore[override]  # open_clip's has other arguments than its base class's, too
         self,

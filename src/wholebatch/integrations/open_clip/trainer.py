@@ -10,16 +10,31 @@ loss; the factory of its loss (`create_loss` in 3.3, `create_task` in 4); and wi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+import wholebatch as wb
 
 from ..._user_error import UserError
-from .chunked import ChunkedModel
+from .._framework import replaced
 from .factory import OPEN_CLIP, create_loss, create_task, load, refuse
+
+_SCALARS = ("logit_scale", "logit_bias")
+_USAGE = """\
+usage: python -m wholebatch.integrations.open_clip [--wholebatch-chunk-size N] OPTIONS OF OPEN_CLIP
+
+Runs open_clip's trainer with the loss of the whole batch. With --wholebatch-chunk-size N, the trainer encodes N rows at
+a time, and holds the activations of these only. The help of open_clip's trainer follows.
+"""
+
+
+def start(argv: Sequence[str]) -> int:
+    """Run the command: `main`, after a description of its own option where help is asked for."""
+    if {"-h", "--help"} & set(argv):
+        print(_USAGE)
+    return main(argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         train = getattr(module, OPEN_CLIP.seam(module, "train_one_epoch"))
         chunked = _with_chunked_task if factory == "create_task" else _with_chunked_model
         replacements["train_one_epoch"] = chunked(train, ours.chunk_size)
-    with _replaced(module, replacements):
+    with replaced(module, replacements):
         return 1 if module.main(theirs) else 0
 
 
@@ -63,17 +78,6 @@ def _rows(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of rows, at least 1, got {text!r}")
     return int(text)
-
-
-@contextmanager
-def _replaced(module: ModuleType, replacements: dict[str, Any]) -> Iterator[None]:
-    """Give a module other functions for a while."""
-    before = {name: getattr(module, name) for name in replacements}
-    try:
-        vars(module).update(replacements)
-        yield
-    finally:
-        vars(module).update(before)
 
 
 def _checked(parse: Callable[..., Any], chunk_size: int | None) -> Callable[..., Any]:
@@ -123,3 +127,35 @@ def _with_chunked_task(train: Callable[..., Any], chunk_size: int) -> Callable[.
             state.task.trainable_module = model  # evaluation and checkpoints use it
 
     return train_one_epoch
+
+
+class ChunkedModel(nn.Module):
+    """A model that returns a dictionary, called by :func:`wholebatch.gradcache.encode`.
+
+    Its parameters are those of the model. `module` is the model inside of DDP and of `torch.compile`: open_clip looks
+    there for the logarithm of the scale, which it limits.
+    """
+
+    def __init__(self, model: nn.Module, chunk_size: int) -> None:
+        super().__init__()
+        self.model, self.chunk_size = model, chunk_size
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the model without wrappers."""
+        inner: Any = self.model
+        while (below := getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)) is not None:
+            inner = below
+        return inner
+
+    def forward(self, *positional: Any, **keywords: Any) -> dict[str, Tensor]:
+        """Return the model's dictionary for the whole batch, with a graph that encodes it again."""
+        names: list[str] = []
+
+        def outputs(found: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            names[:] = found
+            # Under FSDP, open_clip's scalars have shape (1,). Shape () marks a number of the whole batch.
+            return tuple(x.reshape(()) if name in _SCALARS else x for name, x in found.items())
+
+        found = wb.gradcache.encode(self.model, (list(positional), keywords), self.chunk_size, get_rep_fn=outputs)
+        return dict(zip(names, found, strict=True))

@@ -6,66 +6,70 @@ regularizer, mined tuples or reference embeddings, the loss is their class on th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
-from ...comm import Group
-from ...exchange import ExchangeName
-from ...sweep import Memory, Precision
+from ...contract import BatchOptions
+from .._options import with_options
 from .._passages import refuse
-from .theirs import is_theirs, their_class
-from .whole_batch import checked_indices, on_device, on_whole_batch, warn_of_local_labels
+from .whole_batch import checked_indices, is_theirs, on_device, on_whole_batch, their_class, warn_of_local_labels
 
 __all__ = ["BatchLoss", "CircleLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss"]
+
+
+class Settings(BatchOptions, total=False):
+    """The arguments of all their losses, and the options of this library."""
+
+    distance: Any
+    reducer: Any
+    embedding_regularizer: Any
+    embedding_reg_weight: float
+    collect_stats: bool | None
+
+
+_with_settings = with_options(
+    distance=None, reducer=None, embedding_regularizer=None, embedding_reg_weight=1, collect_stats=None
+)
 
 
 class BatchLoss(nn.Module):
     """A loss of the rows of all processes: in tiles where these compute what theirs does, else by their class.
 
     Args:
-        distance, reducer, embedding_regularizer, embedding_reg_weight: theirs; None: the defaults of their class.
-        collect_stats: must not be True.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.sup_con_loss`.
+        own: the arguments that only this loss has.
+        settings: the others, as the package describes them.
     """
 
+    distance: Any  # theirs
+    reducer: Any  # theirs
     _in_tiles: str  # the name of the function in wholebatch.functional
-    _settings: tuple[str, ...]
     _reducer = "MeanReducer"
 
-    def __init__(
-        self,
-        settings: Mapping[str, Any],  # of any type
-        distance: Any,  # theirs
-        reducer: Any,  # theirs
-        embedding_regularizer: Any,  # theirs
-        embedding_reg_weight: float,
-        collect_stats: bool | None,
-        group: Group,
-        options: Mapping[str, Any],  # of any type
-    ) -> None:
+    def __init__(self, own: dict[str, Any], settings: Settings) -> None:  # of any type
         super().__init__()
-        if collect_stats:
+        theirs = Settings.__annotations__.keys() - BatchOptions.__annotations__.keys()
+        given: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
+        if given.pop("collect_stats"):
             raise ValueError(
-                f"collect_stats must be False, got {collect_stats!r}: statistics of a matrix of all pairs are not "
-                f"computed; pass their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
+                "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "
+                f"their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
             )
-        for name, value in settings.items():
+        for name, value in (own | given).items():
             setattr(self, name, value)
-        self._settings = tuple(settings)
-        self.distance, self.reducer = distance, reducer
-        self.embedding_regularizer, self.embedding_reg_weight = embedding_regularizer, embedding_reg_weight
-        self.group, self.options = group, dict(options)
+        self._own, self._given = tuple(own), tuple(given)
+        self.options: Any = {name: value for name, value in settings.items() if name not in theirs}
+        self.group = self.options["group"]
         self._called = False
 
     @property
     def settings(self) -> dict[str, Any]:  # of any type
         """The arguments that only this loss has."""
-        return {name: getattr(self, name) for name in self._settings}
+        return {name: getattr(self, name) for name in self._own}
 
     def forward(
         self,
@@ -105,7 +109,7 @@ class BatchLoss(nn.Module):
         if indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments():
             if labels is not None and self._in_tiles_by_labels(labels):
                 in_tiles = getattr(wb.functional, self._in_tiles)
-                found: Tensor = in_tiles(embeddings, labels, **self.settings, group=self.group, **self.options)
+                found: Tensor = in_tiles(embeddings, labels, **self.settings, **self.options)
                 return found
             if labels is None:
                 self._refuse_missing_labels()
@@ -120,15 +124,8 @@ class BatchLoss(nn.Module):
         Raises:
             FrameworkError: if pytorch-metric-learning is missing or too old.
         """
-        given = {
-            "distance": self.distance,
-            "reducer": self.reducer,
-            "embedding_regularizer": self.embedding_regularizer,
-        }
-        kwargs = {name: value for name, value in given.items() if value is not None}
-        found: nn.Module = their_class("losses", type(self).__name__)(
-            **self.settings, **kwargs, embedding_reg_weight=self.embedding_reg_weight
-        )
+        given = {name: value for name in self._given if (value := getattr(self, name)) is not None}
+        found: nn.Module = their_class("losses", type(self).__name__)(**self.settings, **given)
         return found
 
     def _in_tiles_by_arguments(self) -> bool:
@@ -177,10 +174,8 @@ class NTXentLoss(BatchLoss):
 
     Args:
         temperature: divides the cosines.
-        distance, reducer, embedding_regularizer, embedding_reg_weight: theirs; the tiles compute
-            their defaults, with another value their class computes the loss of the whole batch.
-        collect_stats: must not be True.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.sup_con_loss`.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.sup_con_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.
@@ -189,30 +184,9 @@ class NTXentLoss(BatchLoss):
 
     _in_tiles = "sup_con_loss"
 
-    def __init__(
-        self,
-        temperature: Tensor | float = 0.07,
-        *,
-        distance: Any = None,  # theirs
-        reducer: Any = None,  # theirs
-        embedding_regularizer: Any = None,  # theirs
-        embedding_reg_weight: float = 1,
-        collect_stats: bool | None = None,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
-    ) -> None:
-        super().__init__(
-            {"temperature": temperature},
-            distance,
-            reducer,
-            embedding_regularizer,
-            embedding_reg_weight,
-            collect_stats,
-            group,
-            {"exchange": exchange, "memory": memory, "precision": precision},
-        )
+    @_with_settings
+    def __init__(self, temperature: Tensor | float = 0.07, **settings: Unpack[Settings]) -> None:
+        super().__init__({"temperature": temperature}, settings)
 
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
         comm = wb.comm.select_communicator(self.group)
@@ -232,10 +206,8 @@ class SupConLoss(BatchLoss):
 
     Args:
         temperature: divides the cosines.
-        distance, reducer, embedding_regularizer, embedding_reg_weight: theirs; the tiles compute
-            their defaults, with another value their class computes the loss of the whole batch.
-        collect_stats: must not be True.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.sup_con_loss`.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.sup_con_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.
@@ -245,30 +217,9 @@ class SupConLoss(BatchLoss):
     _in_tiles = "sup_con_loss"
     _reducer = "AvgNonZeroReducer"
 
-    def __init__(
-        self,
-        temperature: Tensor | float = 0.1,
-        *,
-        distance: Any = None,  # theirs
-        reducer: Any = None,  # theirs
-        embedding_regularizer: Any = None,  # theirs
-        embedding_reg_weight: float = 1,
-        collect_stats: bool | None = None,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
-    ) -> None:
-        super().__init__(
-            {"temperature": temperature},
-            distance,
-            reducer,
-            embedding_regularizer,
-            embedding_reg_weight,
-            collect_stats,
-            group,
-            {"exchange": exchange, "memory": memory, "precision": precision},
-        )
+    @_with_settings
+    def __init__(self, temperature: Tensor | float = 0.1, **settings: Unpack[Settings]) -> None:
+        super().__init__({"temperature": temperature}, settings)
 
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
         comm = wb.comm.select_communicator(self.group)
@@ -286,11 +237,9 @@ class MultiSimilarityLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.multi_similarity_loss`.
 
     Args:
-        alpha, beta, base: as there.
-        distance, reducer, embedding_regularizer, embedding_reg_weight: theirs; the tiles compute
-            their defaults, with another value their class computes the loss of the whole batch.
-        collect_stats: must not be True.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.multi_similarity_loss`.
+        alpha, beta, base: of the formula.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.multi_similarity_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.
@@ -299,32 +248,9 @@ class MultiSimilarityLoss(BatchLoss):
 
     _in_tiles = "multi_similarity_loss"
 
-    def __init__(
-        self,
-        alpha: float = 2,
-        beta: float = 50,
-        base: float = 0.5,
-        *,
-        distance: Any = None,  # theirs
-        reducer: Any = None,  # theirs
-        embedding_regularizer: Any = None,  # theirs
-        embedding_reg_weight: float = 1,
-        collect_stats: bool | None = None,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
-    ) -> None:
-        super().__init__(
-            {"alpha": alpha, "beta": beta, "base": base},
-            distance,
-            reducer,
-            embedding_regularizer,
-            embedding_reg_weight,
-            collect_stats,
-            group,
-            {"exchange": exchange, "memory": memory, "precision": precision},
-        )
+    @_with_settings
+    def __init__(self, alpha: float = 2, beta: float = 50, base: float = 0.5, **settings: Unpack[Settings]) -> None:
+        super().__init__({"alpha": alpha, "beta": beta, "base": base}, settings)
 
 
 class CircleLoss(BatchLoss):
@@ -336,11 +262,9 @@ class CircleLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.circle_loss`.
 
     Args:
-        m, gamma: as there.
-        distance, reducer, embedding_regularizer, embedding_reg_weight: theirs; the tiles compute
-            their defaults, with another value their class computes the loss of the whole batch.
-        collect_stats: must not be True.
-        group, exchange, memory, precision: as in :func:`wholebatch.functional.circle_loss`.
+        m, gamma: of the formula.
+        settings: those of all losses of :mod:`wholebatch.integrations.pytorch_metric_learning`, which describes them;
+            group, exchange, memory, precision, as in :func:`wholebatch.functional.circle_loss`.
 
     Raises:
         ValueError: for `collect_stats=True`.
@@ -350,31 +274,9 @@ class CircleLoss(BatchLoss):
     _in_tiles = "circle_loss"
     _reducer = "AvgNonZeroReducer"
 
-    def __init__(
-        self,
-        m: float = 0.4,
-        gamma: float = 80,
-        *,
-        distance: Any = None,  # theirs
-        reducer: Any = None,  # theirs
-        embedding_regularizer: Any = None,  # theirs
-        embedding_reg_weight: float = 1,
-        collect_stats: bool | None = None,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
-    ) -> None:
-        super().__init__(
-            {"m": m, "gamma": gamma},
-            distance,
-            reducer,
-            embedding_regularizer,
-            embedding_reg_weight,
-            collect_stats,
-            group,
-            {"exchange": exchange, "memory": memory, "precision": precision},
-        )
+    @_with_settings
+    def __init__(self, m: float = 0.4, gamma: float = 80, **settings: Unpack[Settings]) -> None:
+        super().__init__({"m": m, "gamma": gamma}, settings)
 
 
 def _checked_labels(labels: Tensor) -> dict[str, Any]:

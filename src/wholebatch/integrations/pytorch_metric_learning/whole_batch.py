@@ -1,4 +1,4 @@
-"""One of their losses on the rows of all processes, by :class:`wholebatch.WholeBatch`."""
+"""Their classes, imported in the first call that needs them, on the rows of all processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,21 @@ from torch import Tensor
 import wholebatch as wb
 
 from ...comm import Group
+from .._framework import Framework
 
+METRIC_LEARNING = Framework("pytorch_metric_learning", ("2.9.0",), "pip install 'pytorch-metric-learning>=2.9'")
 _FEWEST = 4  # rows that make labels 0, 1, 2, ... suspicious
+
+
+def their_class(module: str, name: str) -> Any:
+    """Return `pytorch_metric_learning.<module>.<name>`, or raise FrameworkError if it is missing or too old."""
+    return METRIC_LEARNING.find(f"pytorch_metric_learning.{module}", name)
+
+
+def is_theirs(value: object, name: str) -> bool:
+    """Return whether a value is an instance of exactly that class of theirs, without an import of it."""
+    kind = type(value)
+    return kind.__name__ == name and kind.__module__.partition(".")[0] == "pytorch_metric_learning"
 
 
 class MinedIndices(tuple[Tensor, ...]):

@@ -17,30 +17,32 @@ import wholebatch as wb
 from ..._precision import accumulation_dtype
 from ...comm import Group
 from ...contract import prepared
-from .._numbers import checked_positive
+from .._checks import checked_positive
 from .citations import MARGIN_MSE, TIGHTLY_COUPLED
 from .embedding import BatchLoss
-from .theirs import SimilarityFunction, is_cosine_of_pairs, pairwise_dot_score
+from .theirs import SimilarityFunction, name_of_similarity, pairwise_dot_score
 
 
 class _ScoredColumns(BatchLoss):
     """A loss of queries and their columns, with a teacher's numbers for these as labels."""
 
     fewest_columns = 3
+    card = ("similarity_fct",)
     loss: wb.PairLoss
 
     def __init__(self, model: Any, similarity_fct: SimilarityFunction, group: Group) -> None:  # their model
-        super().__init__()
-        self.model, self.similarity_fct, self.group = model, similarity_fct, group
-        self.similarity = "cosine" if is_cosine_of_pairs(similarity_fct) else "dot"
+        super().__init__(model, group=group)
+        names, fix = (
+            ("pairwise_cos_sim", "pairwise_dot_score"),
+            "; for another function use WholeBatchLoss(model, their loss)",
+        )
+        self.similarity_fct = name_of_similarity(similarity_fct, names, fix)
+        self.similarity = "cosine" if self.similarity_fct == names[0] else "dot"
+        self.group = group
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Return the loss of embeddings, (b, d) for each column, and a teacher's numbers, of all processes."""
         return self.compare(embeddings, labels)
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        return {"similarity_fct": f"pairwise_{'cos_sim' if self.similarity == 'cosine' else 'dot_score'}"}
 
     def _own(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
         """Return the columns that belong to each query, (b, columns, d).
@@ -80,6 +82,8 @@ class DistillKLDivLoss(_ScoredColumns):
     Raises:
         ValueError: for a temperature that is not positive, and another similarity.
     """
+
+    citation = TIGHTLY_COUPLED
 
     def __init__(
         self,
@@ -121,11 +125,6 @@ class DistillKLDivLoss(_ScoredColumns):
         found = super().get_config_dict() | {"temperature": self.temperature}
         return found | {name: of for name in names[1:] if (of := getattr(self, name)) != self.temperature}
 
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        return TIGHTLY_COUPLED
-
 
 class MarginMSELoss(_ScoredColumns):
     """Their `MarginMSELoss`, by :func:`wholebatch.recipes.margin_mse`.
@@ -138,6 +137,8 @@ class MarginMSELoss(_ScoredColumns):
     Raises:
         ValueError: for another similarity.
     """
+
+    citation = MARGIN_MSE
 
     def __init__(
         self,
@@ -161,8 +162,3 @@ class MarginMSELoss(_ScoredColumns):
         own, margins = prepared(type(self).__name__, self.group, prepare)
         loss: Tensor = self.loss(embeddings[0], embeddings[1], own=own, own_data={"margin": margins})
         return loss
-
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        return MARGIN_MSE

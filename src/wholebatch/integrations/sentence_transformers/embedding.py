@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
-from .._numbers import checked_size
+from ...contract import BatchOptions
+from .._checks import check_no_progress_bar, checked_gathering, checked_positive, checked_size, group_of_batch
 from .theirs import Features, embed_columns, has_static_embedding
 
 
@@ -56,12 +58,9 @@ class Chunks:
         mini_batch_num_tokens: int | None,
         show_progress_bar: bool = False,
     ) -> None:
-        if show_progress_bar:
-            raise ValueError(
-                "show_progress_bar must be False, got True: chunks have no progress bar; the trainer's own shows steps"
-            )
-        for name, size in (("mini_batch_size", mini_batch_size), ("mini_batch_num_tokens", mini_batch_num_tokens)):
-            checked_size(name, size)
+        check_no_progress_bar(show_progress_bar)
+        checked_size("mini_batch_size", mini_batch_size)
+        checked_size("mini_batch_num_tokens", mini_batch_num_tokens)
         if has_static_embedding(model):
             raise ValueError(
                 "model must take parts of a batch, got one whose first module is a StaticEmbedding, without rows in "
@@ -89,12 +88,50 @@ def _embedding(outputs: Features) -> Tensor:
 class BatchLoss(nn.Module):
     """A loss of the columns of a batch: embed them, then compare them.
 
-    Subclasses set `model`, in cached forms `chunks`, and compute the loss in `compare`.
+    Subclasses set `chunks` in cached forms, and compute the loss in `compare`.
     """
 
+    citation = ""  # a BibTeX entry, for the model card
+    card: tuple[str, ...] = ()  # arguments for the model card, in its order
     chunks: Chunks | None = None
     fewest_columns = 2
-    model: Any  # their model, which the trainer replaces by the wrapped one
+    scale: float | wb.Scale  # of some losses
+
+    def __init__(
+        self,
+        model: Any,  # their model, which the trainer replaces by the wrapped one
+        gather_across_devices: bool = True,
+        **options: Unpack[BatchOptions],
+    ) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+        self.gather_across_devices = checked_gathering(
+            "gather_across_devices", gather_across_devices, options.get("group")
+        )
+
+    @property
+    def options_of_call(self) -> BatchOptions:
+        """Return the options of a call, with the processes whose rows are compared.
+
+        Raises:
+            ValueError: for a trained scale that the processes would train apart.
+        """
+        apart = not self.gather_across_devices and wb.comm.select_communicator(None).size > 1
+        if apart and isinstance(getattr(self, "scale", None), wb.Scale):
+            raise ValueError(
+                "scale must be a number with gather_across_devices=False on several processes, got a wb.Scale: it "
+                "belongs to the loss, which no engine synchronizes, so each process would train another one; leave "
+                "gather_across_devices at True"
+            )
+        return {**self.options, "group": group_of_batch(self.gather_across_devices, self.options.get("group"))}
+
+    def scale_value(self) -> Tensor | float:
+        """Return the present value of the scale, with a graph if it is trained."""
+        return self.scale() if isinstance(self.scale, wb.Scale) else self.scale
+
+    def scale_number(self) -> float:
+        """Return the present value of the scale."""
+        return float(self.scale().detach()) if isinstance(self.scale, wb.Scale) else float(self.scale)
 
     @property
     def uses_gradient_cache(self) -> bool:
@@ -111,7 +148,7 @@ class BatchLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
-        return {}
+        return {name: self.scale_number() if name == "scale" else getattr(self, name) for name in self.card}
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, (b, d) for each column."""
@@ -176,6 +213,13 @@ class CachedBatchLoss(BatchLoss):
         """Return the arguments, for the model card."""
         sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
         return super().get_config_dict() | sizes
+
+
+def checked_scale(scale: Any) -> Any:
+    """Return a positive number or a `wb.Scale`, or raise ValueError."""
+    if isinstance(scale, wb.Scale):
+        return scale
+    return checked_positive("scale", scale, fix="; to train it pass wb.Scale(20.0)")
 
 
 def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor], beside: Any) -> Tensor:

@@ -19,15 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
-from ...comm import Group
-from ...exchange import ExchangeName
-from ...sweep import Memory, Precision
-from .._gathering import checked_gathering
-from .._numbers import checked_positive
-from .arguments import checked_choice, group_of_batch
+from ...contract import BatchOptions
+from .._checks import checked_choice, checked_positive
+from .._options import with_options
 from .citations import GIST
 from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import Features, embed_columns, has_static_embedding, to_device
@@ -46,14 +44,20 @@ class GISTEmbedLoss(BatchLoss):
         margin_strategy, margin, contrast_anchors, contrast_positives: as theirs.
         gather_across_devices: whether negatives come from all processes. Theirs is False by default, and with True
             compares anchors among themselves on each process alone; here True compares all with all.
-        group: processes that share the batch. Default: all.
-        exchange, memory, precision: as in :func:`wholebatch.functional.info_nce_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.info_nce_loss`.
 
     Raises:
         ValueError: for values that theirs refuses.
         ImportError: if sentence-transformers is missing or too old.
     """
 
+    citation = GIST
+    card = (
+        *("guide", "temperature", "margin_strategy", "margin"),
+        *("contrast_anchors", "contrast_positives", "gather_across_devices"),
+    )
+
+    @with_options()
     def __init__(
         self,
         model: Any,  # their model
@@ -64,21 +68,16 @@ class GISTEmbedLoss(BatchLoss):
         contrast_anchors: bool = True,
         contrast_positives: bool = True,
         gather_across_devices: bool = True,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__()
-        self.model, self.guide = model, guide
+        super().__init__(model, gather_across_devices, **options)
+        self.guide = guide
         self.temperature = checked_positive("temperature", temperature)
         self.margin_strategy = checked_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
         if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < float("inf"):
             raise ValueError(f"margin must be a finite number, got {margin!r}")
         self.margin = margin
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
-        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
         self.tokenizer = _tokenizer("model", model)
         self.must_retokenize = (
             self.tokenizer.get_vocab() != _tokenizer("guide", guide).get_vocab()
@@ -89,8 +88,6 @@ class GISTEmbedLoss(BatchLoss):
                 "guide must have the tokenizer of a model that is based on a StaticEmbedding, got another: the rows of "
                 "such a model's input cannot be turned into text again"
             )
-        self.group = group
-        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
 
     def beside(self, columns: Sequence[Features], labels: Tensor | None) -> list[Tensor]:
         """Return the guide's embeddings of each column, normalized, in at least float32."""
@@ -128,38 +125,20 @@ class GISTEmbedLoss(BatchLoss):
             key_guides=torch.cat(
                 [pad(of_keys, (0, 1), value=_TINY), *(pad(x, (0, 1), value=beyond) for x in of_negatives)]
             ),
-            group=group_of_batch(self.gather_across_devices, self.group),
-            **self.settings,
+            **self.options_of_call,
         )
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        return {
-            "guide": self.guide,
-            "temperature": self.temperature,
-            "margin_strategy": self.margin_strategy,
-            "margin": self.margin,
-            "contrast_anchors": self.contrast_anchors,
-            "contrast_positives": self.contrast_positives,
-            "gather_across_devices": self.gather_across_devices,
-        }
-
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        return GIST
 
 
 class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
     """Their `CachedGISTEmbedLoss`: embeddings come from :func:`wholebatch.gradcache.encode`, the guide's as well.
 
+    The other arguments are those of :class:`GISTEmbedLoss`.
+
     Args:
         mini_batch_size, mini_batch_num_tokens, show_progress_bar: as in :class:`CachedMultipleNegativesRankingLoss`.
-        model, guide, temperature, margin_strategy, margin: as in :class:`GISTEmbedLoss`.
-        contrast_anchors, contrast_positives, gather_across_devices: as there.
-        group, exchange, memory, precision: as there.
     """
 
+    @with_options()
     def __init__(
         self,
         model: Any,  # their model
@@ -173,26 +152,10 @@ class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
         contrast_anchors: bool = True,
         contrast_positives: bool = True,
         gather_across_devices: bool = True,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(
-            model,
-            guide,
-            temperature,
-            margin_strategy,
-            margin,
-            contrast_anchors,
-            contrast_positives,
-            gather_across_devices,
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
-        )
+        settings = (margin_strategy, margin, contrast_anchors, contrast_positives, gather_across_devices)
+        super().__init__(model, guide, temperature, *settings, **options)
         self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
 
 

@@ -16,7 +16,6 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 
-from .arguments import group_of_batch
 from .citations import MATRYOSHKA
 from .embedding import BatchLoss, columns_of
 from .ranking import MultipleNegativesRankingLoss
@@ -36,6 +35,8 @@ class MatryoshkaLoss(nn.Module):
     Raises:
         ValueError: for a loss of another module, sizes and weights that do not fit, and n_dims_per_step of 0.
     """
+
+    citation = MATRYOSHKA
 
     def __init__(
         self,
@@ -83,8 +84,7 @@ class MatryoshkaLoss(nn.Module):
                 dims=[dim for dim, _ in parts],
                 dim_weights=[weight for _, weight in parts],
                 symmetric=loss.symmetric,
-                group=group_of_batch(loss.gather_across_devices, loss.group, loss.scale),
-                **loss.settings,
+                **loss.options_of_call,
             )
         of_parts = [
             weight * loss.compare([normalize(x[..., :dim], dim=-1) for x in embeddings], beside)
@@ -117,8 +117,3 @@ class MatryoshkaLoss(nn.Module):
             "matryoshka_weights": self.matryoshka_weights,
             "n_dims_per_step": self.n_dims_per_step,
         }
-
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        return MATRYOSHKA

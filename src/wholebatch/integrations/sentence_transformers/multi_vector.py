@@ -12,19 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
-from ...comm import Group
-from ...exchange import ExchangeName
-from ...sweep import Memory, Precision
-from .._gathering import checked_gathering
-from .._numbers import checked_size
-from .._token_columns import joined
-from .arguments import checked_scale, group_of_batch, scale_number, scale_value
+from ...contract import BatchOptions
+from .._checks import checked_size
+from .._options import with_options
+from .._passages import joined
 from .citations import COLBERT, GRADIENT_CACHING
-from .embedding import BatchLoss, CachedBatchLoss, columns_of
-from .theirs import Features, TokenSimilarity, embed_columns_padded, is_mean_of_tokens
+from .embedding import BatchLoss, CachedBatchLoss, checked_scale, columns_of
+from .theirs import Features, TokenSimilarity, embed_columns_padded, name_of_similarity
 
 TokensAndMask = tuple[Tensor, Tensor]  # embeddings (b, t, d), and where there is one, (b, t)
 
@@ -41,14 +39,17 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         score_mini_batch_size: without effect: scores are computed in tiles.
         gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
             loss, the mean over processes of the losses of their own batches.
-        group: processes that share the batch. Default: all.
-        exchange, memory, precision: as in :func:`wholebatch.functional.max_sim_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.max_sim_loss`.
 
     Raises:
         ValueError: for values that theirs refuses, and for another `similarity_fct`.
         ImportError: if sentence-transformers is needed, and missing or too old.
     """
 
+    citation = COLBERT
+    card = ("scale", "similarity_fct", "mini_batch_size", "score_mini_batch_size", "gather_across_devices")
+
+    @with_options()
     def __init__(
         self,
         model: Any,  # their MultiVectorEncoder, or what an engine makes of it
@@ -58,20 +59,20 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         mini_batch_size: int | None = None,
         score_mini_batch_size: int | None = None,
         gather_across_devices: bool = True,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.mean_of_tokens = is_mean_of_tokens(similarity_fct)
+        super().__init__(model, gather_across_devices, **options)
+        self.similarity_fct = "colbert_scores"
+        if similarity_fct is not None:
+            names, module = (
+                ("mean_colbert_scores", "colbert_scores"),
+                "sentence_transformers.multi_vector_encoder.scoring",
+            )
+            fix = "; for another function use their loss"
+            self.similarity_fct = name_of_similarity(similarity_fct, names, fix, module)
         self.scale = checked_scale(scale)
         self.mini_batch_size = checked_size("mini_batch_size", mini_batch_size)
         self.score_mini_batch_size = checked_size("score_mini_batch_size", score_mini_batch_size)
-        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
-        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
-        self.group = group
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""
@@ -97,32 +98,18 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         return wb.functional.max_sim_loss(
             embeddings[0],
             joined(embeddings[1:]),
-            logit_scale=scale_value(self.scale),
+            logit_scale=self.scale_value(),
             query_mask=masks[0],
             document_mask=joined(masks[1:]),
-            token_reduction="mean" if self.mean_of_tokens else "sum",
-            group=group_of_batch(self.gather_across_devices, self.group, self.scale),
-            **self.settings,
+            token_reduction="mean" if self.similarity_fct == "mean_colbert_scores" else "sum",
+            **self.options_of_call,
         )
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        return {
-            "scale": scale_number(self.scale),
-            "similarity_fct": "mean_colbert_scores" if self.mean_of_tokens else "colbert_scores",
-            "mini_batch_size": self.mini_batch_size,
-            "score_mini_batch_size": self.score_mini_batch_size,
-            "gather_across_devices": self.gather_across_devices,
-        }
-
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        return COLBERT
 
 
 class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVectorMultipleNegativesRankingLoss):
     """Their `CachedMultiVectorMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
+
+    The other arguments are those of :class:`MultiVectorMultipleNegativesRankingLoss`.
 
     Args:
         mini_batch_size: rows that the model takes at once.
@@ -130,14 +117,15 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
             :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
             tokens without padding, of rows in their order.
         show_progress_bar: must be False.
-        model, scale, similarity_fct, score_mini_batch_size, gather_across_devices: as in
-            :class:`MultiVectorMultipleNegativesRankingLoss`.
-        group, exchange, memory, precision: as there.
 
     Raises:
-        ValueError: as there; also for sizes below 1, and `show_progress_bar=True`.
+        ValueError: for what :class:`MultiVectorMultipleNegativesRankingLoss` refuses, sizes below 1, and
+            `show_progress_bar=True`.
     """
 
+    citation = GRADIENT_CACHING
+
+    @with_options()
     def __init__(
         self,
         model: Any,  # their model
@@ -149,10 +137,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
         score_mini_batch_size: int | None = None,
         gather_across_devices: bool = True,
         show_progress_bar: bool = False,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(
             model,
@@ -160,10 +145,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
             similarity_fct=similarity_fct,
             score_mini_batch_size=score_mini_batch_size,
             gather_across_devices=gather_across_devices,
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
+            **options,
         )
         self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
 
@@ -176,11 +158,6 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
             chunks = self.chunks.of(self.model, features, partial(_with_mask, width), task=features["task"])
             found.append((chunks[..., :-1], chunks[..., -1].detach() > 0.5))
         return found
-
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        return GRADIENT_CACHING
 
 
 def _with_mask(width: int, outputs: Features) -> Tensor:

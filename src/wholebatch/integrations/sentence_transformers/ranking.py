@@ -13,17 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ...comm import Group
-from ...exchange import ExchangeName
-from ...sweep import Memory, Precision
-from .._gathering import checked_gathering
-from .arguments import checked_choice, checked_scale, group_of_batch, scale_number, scale_value
+from ...contract import BatchOptions
+from .._checks import checked_choice
+from .._options import with_options
 from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
-from .embedding import BatchLoss, CachedBatchLoss
-from .theirs import SimilarityFunction, cos_sim, is_cosine
+from .embedding import BatchLoss, CachedBatchLoss, checked_scale
+from .theirs import SimilarityFunction, cos_sim, name_of_similarity
 
 Directions = tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
 PartitionMode = Literal["joint", "per_direction"]
@@ -37,6 +37,7 @@ _DIRECTIONS = {
 }
 _HARDNESS_MODES = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
 _SYMMETRIC: Directions = ("query_to_doc", "doc_to_query")
+_SEPARATE: PartitionMode = "per_direction"
 
 
 class MultipleNegativesRankingLoss(BatchLoss):
@@ -49,14 +50,19 @@ class MultipleNegativesRankingLoss(BatchLoss):
         gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
             loss, the mean over processes of the losses of their own batches.
         directions, partition_mode, hardness_mode, hardness_strength: as theirs.
-        group: processes that share the batch. Default: all.
-        exchange, memory, precision: as in :func:`wholebatch.functional.info_nce_loss`.
+        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.info_nce_loss`.
 
     Raises:
         ValueError: for values that theirs refuses, and for another `similarity_fct`.
         ImportError: if sentence-transformers is needed, and missing or too old.
     """
 
+    card = (
+        *("scale", "similarity_fct", "gather_across_devices"),
+        *("directions", "partition_mode", "hardness_mode", "hardness_strength"),
+    )
+
+    @with_options()
     def __init__(
         self,
         model: Any,  # their SentenceTransformer, or what an engine makes of it
@@ -67,23 +73,21 @@ class MultipleNegativesRankingLoss(BatchLoss):
         partition_mode: PartitionMode = "joint",
         hardness_mode: HardnessMode = None,
         hardness_strength: float = 0.0,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.cosine = is_cosine(similarity_fct)
+        super().__init__(model, gather_across_devices, **options)
+        fix = (
+            ": similarities are products of rows, in tiles across processes. For another function use "
+            "WholeBatchLoss(model, their loss), which computes theirs on every process"
+        )
+        self.similarity_fct = name_of_similarity(similarity_fct, ("cos_sim", "dot_score"), fix)
         self.scale = checked_scale(scale)
-        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
         self.directions = _checked_directions(directions)
         self.partition_mode = _checked_partition(partition_mode, self.directions)
         self.hardness_mode = checked_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
         self.hardness_strength = _checked_strength(hardness_strength)
-        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
-        self.group = group
+        if not isinstance(self, CachedBatchLoss):
+            self.citation = _citation(set(self.directions), self.partition_mode)
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """See `compute_loss_from_embeddings`."""
@@ -96,8 +100,8 @@ class MultipleNegativesRankingLoss(BatchLoss):
             embeddings: (b, d) for each column: anchors, positives, negatives if there are any.
             labels: without effect.
         """
-        queries, keys, *negatives = [normalize(x, dim=-1) if self.cosine else x for x in embeddings]
-        group = group_of_batch(self.gather_across_devices, self.group, self.scale)
+        cosine, options = self.similarity_fct == "cos_sim", self.options_of_call
+        queries, keys, *negatives = [normalize(x, dim=-1) if cosine else x for x in embeddings]
         return wb.functional.info_nce_loss(
             queries,
             keys,
@@ -106,14 +110,9 @@ class MultipleNegativesRankingLoss(BatchLoss):
             directions=[_DIRECTIONS[name] for name in self.directions],  # type: ignore[misc]
             partition=self.partition_mode,
             hardness=self._hardness("in_batch_negatives"),
-            group=group,
-            **self._apart(queries, negatives, group),
-            **self.settings,
+            **self._apart(queries, negatives, options.get("group")),
+            **options,
         )
-
-    def scale_value(self) -> Tensor | float:
-        """Return the scale, with a graph if it is trained."""
-        return scale_value(self.scale)
 
     @property
     def symmetric(self) -> bool | None:
@@ -148,66 +147,31 @@ class MultipleNegativesRankingLoss(BatchLoss):
     @property
     def temperature(self) -> float:
         """1 / scale."""
-        return 1.0 / scale_number(self.scale)
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        return {
-            "scale": scale_number(self.scale),
-            "similarity_fct": "cos_sim" if self.cosine else "dot_score",
-            "gather_across_devices": self.gather_across_devices,
-            "directions": self.directions,
-            "partition_mode": self.partition_mode,
-            "hardness_mode": self.hardness_mode,
-            "hardness_strength": self.hardness_strength,
-        }
-
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        if set(self.directions) == set(_DIRECTIONS) and self.partition_mode == "joint":
-            return GTE
-        if set(self.directions) == set(_SYMMETRIC) and self.partition_mode == "per_direction":
-            return SYMMETRIC
-        return INFO_NCE
+        return 1.0 / self.scale_number()
 
 
 class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
     """Their `MultipleNegativesSymmetricRankingLoss`: anchors to documents and positives to anchors, averaged.
 
-    Args:
-        model, scale, similarity_fct, gather_across_devices, group, exchange, memory, precision: as in
-            :class:`MultipleNegativesRankingLoss`.
+    Its arguments are the first ones of :class:`MultipleNegativesRankingLoss`, and the options.
     """
 
+    @with_options()
     def __init__(
         self,
         model: Any,  # their model
         scale: float | wb.Scale = 20.0,
         similarity_fct: SimilarityFunction = cos_sim,
         gather_across_devices: bool = True,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(
-            model,
-            scale,
-            similarity_fct,
-            gather_across_devices,
-            _SYMMETRIC,
-            "per_direction",
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
-        )
+        super().__init__(model, scale, similarity_fct, gather_across_devices, _SYMMETRIC, _SEPARATE, **options)
 
 
 class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRankingLoss):
     """Their `CachedMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
+
+    The other arguments are those of :class:`MultipleNegativesRankingLoss`.
 
     Args:
         mini_batch_size: rows that the model takes at once.
@@ -215,14 +179,15 @@ class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRanki
             :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
             tokens without padding, of rows in their order.
         show_progress_bar: must be False.
-        model, scale, similarity_fct, gather_across_devices: as in :class:`MultipleNegativesRankingLoss`.
-        directions, partition_mode, hardness_mode, hardness_strength: as there.
-        group, exchange, memory, precision: as there.
 
     Raises:
-        ValueError: as there; also for sizes below 1, `show_progress_bar=True`, and a model based on a StaticEmbedding.
+        ValueError: for what :class:`MultipleNegativesRankingLoss` refuses, sizes below 1, `show_progress_bar=True`, and
+            a model based on a StaticEmbedding.
     """
 
+    citation = GRADIENT_CACHING
+
+    @with_options()
     def __init__(
         self,
         model: Any,  # their model
@@ -236,43 +201,17 @@ class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRanki
         show_progress_bar: bool = False,
         hardness_mode: HardnessMode = None,
         hardness_strength: float = 0.0,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(
-            model,
-            scale,
-            similarity_fct,
-            gather_across_devices,
-            directions,
-            partition_mode,
-            hardness_mode,
-            hardness_strength,
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
-        )
+        settings = (directions, partition_mode, hardness_mode, hardness_strength)
+        super().__init__(model, scale, similarity_fct, gather_across_devices, *settings, **options)
         self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
-
-    @property
-    def citation(self) -> str:
-        """A BibTeX entry, for the model card."""
-        return GRADIENT_CACHING
 
 
 class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
-    """Their `CachedMultipleNegativesSymmetricRankingLoss`.
+    """Their `CachedMultipleNegativesSymmetricRankingLoss`, with arguments of `CachedMultipleNegativesRankingLoss`."""
 
-    Args:
-        model, scale, similarity_fct, gather_across_devices: as in :class:`CachedMultipleNegativesRankingLoss`.
-        mini_batch_size, mini_batch_num_tokens, show_progress_bar: as there.
-        group, exchange, memory, precision: as there.
-    """
-
+    @with_options()
     def __init__(
         self,
         model: Any,  # their model
@@ -282,27 +221,16 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         mini_batch_num_tokens: int | None = None,
         gather_across_devices: bool = True,
         show_progress_bar: bool = False,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
+        **options: Unpack[BatchOptions],
     ) -> None:
-        super().__init__(
-            model,
-            scale,
-            similarity_fct,
-            mini_batch_size,
-            mini_batch_num_tokens,
-            gather_across_devices,
-            _SYMMETRIC,
-            "per_direction",
-            show_progress_bar,
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
-        )
+        settings = (gather_across_devices, _SYMMETRIC, _SEPARATE, show_progress_bar)
+        super().__init__(model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, *settings, **options)
+
+
+def _citation(directions: set[str], partition_mode: PartitionMode) -> str:
+    if directions == set(_DIRECTIONS) and partition_mode == "joint":
+        return GTE
+    return SYMMETRIC if directions == set(_SYMMETRIC) and partition_mode == "per_direction" else INFO_NCE
 
 
 def _checked_directions(directions: Any) -> Directions:

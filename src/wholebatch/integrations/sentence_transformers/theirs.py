@@ -30,58 +30,20 @@ def pairwise_dot_score(a: Tensor, b: Tensor) -> Tensor:
     return torch.linalg.vecdot(a, b)
 
 
-def is_cosine_of_pairs(similarity_fct: SimilarityFunction) -> bool:
-    """Return True for cosines of paired rows, False for their products.
-
-    Raises:
-        ValueError: for any other function.
-    """
-    if similarity_fct is pairwise_dot_score:
-        return False
-    fix = "; for another function use WholeBatchLoss(model, their loss)"
-    return _is_first(similarity_fct, ("pairwise_cos_sim", "pairwise_dot_score"), fix)
-
-
-def is_cosine(similarity_fct: SimilarityFunction) -> bool:
-    """Return True for cosines, False for dot products.
-
-    Raises:
-        ValueError: for any other function.
-    """
-    if similarity_fct is cos_sim:
-        return True
-    fix = (
-        ": similarities are products of rows, in tiles across processes. For another function use "
-        "WholeBatchLoss(model, their loss), which computes theirs on every process"
-    )
-    return _is_first(similarity_fct, ("cos_sim", "dot_score"), fix)
-
-
-def is_mean_of_tokens(similarity_fct: TokenSimilarity | None) -> bool:
-    """Return True for `mean_colbert_scores`, False for `colbert_scores`, which is the default.
-
-    Raises:
-        ValueError: for any other function.
-    """
-    if similarity_fct is None:
-        return False
-    fix = "; for another function use their loss"
-    return _is_first(
-        similarity_fct,
-        ("mean_colbert_scores", "colbert_scores"),
-        fix,
-        "sentence_transformers.multi_vector_encoder.scoring",
-    )
-
-
-def _is_first(
+def name_of_similarity(
     similarity_fct: TokenSimilarity, names: tuple[str, str], fix: str, module: str = "sentence_transformers.util"
-) -> bool:
-    """Return True for the first of two functions of their module, False for the second; `fix` ends the error."""
-    loaded = SENTENCE_TRANSFORMERS.load(module)
+) -> str:
+    """Return the name of a function of their module, which must be one of two; `fix` ends the error.
+
+    Raises:
+        ValueError: for any other function.
+    """
+    for ours in (cos_sim, pairwise_dot_score):
+        if similarity_fct is ours and ours.__name__ in names:
+            return ours.__name__
     for name in names:
-        if similarity_fct is getattr(loaded, SENTENCE_TRANSFORMERS.seam(loaded, name)):
-            return name == names[0]
+        if similarity_fct is SENTENCE_TRANSFORMERS.find(module, name):
+            return name
     raise ValueError(
         f"similarity_fct must be {' or '.join(names)} of {module}, got "
         f"{getattr(similarity_fct, '__name__', similarity_fct)!r}{fix}"
@@ -90,9 +52,7 @@ def _is_first(
 
 def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
     """Return the embeddings of each column by their function, which joins columns of documents in one forward pass."""
-    module = SENTENCE_TRANSFORMERS.load("sentence_transformers.base.losses.merged_forward")
-    embed = getattr(module, SENTENCE_TRANSFORMERS.seam(module, "embed_columns"))
-    found: list[Tensor] = embed(model, columns)
+    found: list[Tensor] = _of_losses("merged_forward", "embed_columns")(model, columns)
     return found
 
 
@@ -100,19 +60,19 @@ def embed_columns_padded(
     model: Any, columns: Sequence[Features], rows: int | None, task: str
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the embeddings of each column's tokens and their masks by their function, which joins columns."""
-    module = SENTENCE_TRANSFORMERS.load("sentence_transformers.base.losses.merged_forward")
-    embed = getattr(module, SENTENCE_TRANSFORMERS.seam(module, "embed_columns_padded"))
-    return [*zip(*embed(model, columns, rows, task), strict=True)]
+    return [*zip(*_of_losses("merged_forward", "embed_columns_padded")(model, columns, rows, task), strict=True)]
 
 
 def has_static_embedding(model: Any) -> bool:
     """Return whether the model's first module is a table of tokens, whose input has no rows."""
-    module = SENTENCE_TRANSFORMERS.load("sentence_transformers.base.losses.gradcache")
-    return bool(getattr(module, SENTENCE_TRANSFORMERS.seam(module, "has_static_embedding_input"))(model))
+    return bool(_of_losses("gradcache", "has_static_embedding_input")(model))
 
 
 def to_device(features: Features, device: Any) -> Features:
     """Move the tensors of a column."""
-    util = SENTENCE_TRANSFORMERS.load("sentence_transformers.util")
-    found: Features = getattr(util, SENTENCE_TRANSFORMERS.seam(util, "batch_to_device"))(features, device)
+    found: Features = SENTENCE_TRANSFORMERS.find("sentence_transformers.util", "batch_to_device")(features, device)
     return found
+
+
+def _of_losses(module: str, name: str) -> Any:
+    return SENTENCE_TRANSFORMERS.find(f"sentence_transformers.base.losses.{module}", name)

@@ -43,7 +43,7 @@ class WholeBatchLoss(BatchLoss):
         *,
         group: Group = None,
     ) -> None:
-        super().__init__()
+        super().__init__(model, group=group)
         if isinstance(loss, type):
             raise ValueError(
                 f"loss must be an instance of a loss, got the class {loss.__name__}; pass {loss.__name__}(model)"
@@ -66,7 +66,7 @@ class WholeBatchLoss(BatchLoss):
             raise ValueError(
                 f"loss must have compute_loss_from_embeddings(embeddings, labels), got {name}; it runs the model itself"
             )
-        self.model, self.loss, self.group = model, loss, group
+        self.loss, self.group = loss, group
         if mini_batch_size is not None or mini_batch_num_tokens is not None:
             self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens

@@ -1,4 +1,10 @@
-"""Replace the loss of Tevatron's retriever trainers.
+r"""Tevatron's retriever training with the loss of the whole batch, with and without `--grad_cache`.
+
+    torchrun --nproc-per-node 8 -m wholebatch.integrations.tevatron \
+        -m tevatron.retriever.driver.train --model_name_or_path ... --grad_cache
+
+runs Tevatron's driver, trainer and model with its options; the loss is another, and so is `grad_cache`. In a program of
+your own call `install()` before a trainer is made. It replaces
 
     TevatronTrainer     while its compute_loss runs, EncoderModel.forward computes the loss of the whole batch in tiles
     GradCacheTrainer    gets the same loss of the cached representations
@@ -14,22 +20,49 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._framework import Framework
-from .._passages import passages_loss, refuse
-from ..grad_cache import install as install_grad_cache
+from ._command import program_of, run_command
+from ._framework import Framework, Switch
+from ._passages import passages_loss, refuse
+from .grad_cache import install as install_grad_cache
+
+__all__ = ["install"]
 
 TEVATRON = Framework("tevatron", ("0.0.1 of July 2026",), "pip install . in a checkout of github.com/texttron/tevatron")
+USAGE = """\
+usage: python -m wholebatch.integrations.tevatron -m tevatron.retriever.driver.train OPTIONS OF TEVATRON
+       python -m wholebatch.integrations.tevatron SCRIPT.py [ARGUMENTS]
 
-_MARK = "_wholebatch_replaced"
+Runs one of Tevatron's drivers, or a program that uses its trainers, with the loss of the whole batch.
+"""
+
 _log = logging.getLogger("wholebatch")
 _trainer: ContextVar[Any] = ContextVar("trainer whose compute_loss is running", default=None)
+
+
+def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+    trainer = TEVATRON.find("tevatron.retriever.trainer", "TevatronTrainer")
+    cached_trainer = TEVATRON.find("tevatron.retriever.gc_trainer", "GradCacheTrainer")
+    encoder, output = (
+        TEVATRON.find("tevatron.retriever.modeling.encoder", name) for name in ("EncoderModel", "EncoderOutput")
+    )
+    TEVATRON.seam(trainer, "compute_loss")
+    for name in ("forward", "encode_query", "encode_passage", "compute_similarity", "compute_loss"):
+        TEVATRON.seam(encoder, name)
+    return [
+        (trainer, {"compute_loss": _marking(trainer.compute_loss)}),
+        (encoder, {"forward": _forward(encoder.forward, encoder, output)}),
+        (cached_trainer, {"__init__": _init(cached_trainer.__init__, encoder)}),
+    ]
+
+
+_switch = Switch(_replacements)
 
 
 def install() -> None:
@@ -43,36 +76,19 @@ def install() -> None:
             another grad_cache has been imported before.
     """
     install_grad_cache()
-    trainers, cached, encoders = (
-        TEVATRON.load(f"tevatron.retriever.{name}") for name in ("trainer", "gc_trainer", "modeling.encoder")
-    )
-    trainer = getattr(trainers, TEVATRON.seam(trainers, "TevatronTrainer"))
-    cached_trainer = getattr(cached, TEVATRON.seam(cached, "GradCacheTrainer"))
-    encoder = getattr(encoders, TEVATRON.seam(encoders, "EncoderModel"))
-    output = getattr(encoders, TEVATRON.seam(encoders, "EncoderOutput"))
-    for cls, names in (
-        (trainer, ["compute_loss"]),
-        (encoder, ["forward", "encode_query", "encode_passage", "compute_similarity", "compute_loss"]),
-    ):
-        for name in names:
-            TEVATRON.seam(cls, name)
-    _replace(trainer, "compute_loss", _marking)
-    _replace(encoder, "forward", lambda theirs: _forward(theirs, encoder, output))
-    _replace(cached_trainer, "__init__", lambda theirs: _init(theirs, encoder))
+    _switch.enable()
 
 
-def _replace(cls: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method, once."""
-    theirs = getattr(cls, name)
-    if not hasattr(theirs, _MARK):
-        ours = functools.wraps(theirs)(make(theirs))
-        setattr(ours, _MARK, True)
-        setattr(cls, name, ours)
+def start(argv: Sequence[str]) -> Callable[[], None]:
+    """Return the program of the command."""
+    install()
+    return program_of(argv)
 
 
 def _marking(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Return TevatronTrainer.compute_loss, which of the model's output uses nothing but the loss."""
 
+    @functools.wraps(theirs)
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _trainer.set(self)
         try:
@@ -86,6 +102,7 @@ def _marking(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(theirs: Callable[..., Any], base: Any, output: Callable[..., Any]) -> Callable[..., Any]:
     """Return EncoderModel.forward."""
 
+    @functools.wraps(theirs)
     def forward(self: Any, query: Any = None, passage: Any = None) -> Any:
         trainer = _trainer.get()
         if trainer is None or not self.training or not query or not passage or not _has_their_loss(self, base):
@@ -99,7 +116,8 @@ def _forward(theirs: Callable[..., Any], base: Any, output: Callable[..., Any]) 
 def _init(theirs: Callable[..., Any], base: Any) -> Callable[..., Any]:
     """Return GradCacheTrainer.__init__, which makes the GradCache that each step calls."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    @functools.wraps(theirs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         theirs(self, *args, **kwargs)
         if not _has_their_loss(self.model, base):
             return
@@ -112,7 +130,7 @@ def _init(theirs: Callable[..., Any], base: Any) -> Callable[..., Any]:
 
         self.gc.loss_fn = loss_fn
 
-    return __init__
+    return init
 
 
 def _has_their_loss(model: Any, base: Any) -> bool:
@@ -148,3 +166,7 @@ def _explain(trainer: Any) -> None:
             f"--gradient_accumulation_steps {steps} with --grad_cache: the gradient is the mean over the steps, as "
             f"without --grad_cache; Tevatron alone adds them up, {steps} times as much."
         )
+
+
+if __name__ == "__main__":
+    run_command("tevatron")

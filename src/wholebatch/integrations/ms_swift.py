@@ -1,4 +1,10 @@
-"""InfoNCE over the rows of all processes, as ms-swift's trainers call it.
+r"""ms-swift's embedding training with a loss of the whole batch, by its `--external_plugins` option.
+
+    swift sft --task_type embedding --loss_type infonce \
+        --external_plugins "$(python -m wholebatch.integrations.ms_swift)" ...
+
+runs ms-swift's program, and `infonce` is the loss of this module, with the same environment variables. In a program of
+your own, call `enable()` once before a trainer is made, or pass an :class:`InfonceLoss` as `compute_loss_func`.
 
 Each process passes its sentences one after the other: a query q, its positive d, its hard negatives n. With S the
 products divided by the temperature, over the queries of all processes,
@@ -10,7 +16,12 @@ and on request S(q_i, q_j), S(d_i, d_j), S(d_i, n_j) in the same softmax, j != i
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +30,75 @@ from torch.nn.functional import cross_entropy
 
 import wholebatch as wb
 
-from ...comm import Group, select_communicator
-from ...losses._directions import Direction
-from ...sync import Sync
-from .options import VARIABLES, Options, read_options
+from .._user_error import UserError
+from ..comm import Group, select_communicator
+from ..losses._directions import Direction
+from ..sync import Sync
+from ._command import run_command
+from ._framework import Framework, FrameworkError, Switch
 
-_CALLER = "ms_swift.InfonceLoss"
+__all__ = ["InfonceLoss", "disable", "enable", "plugin_path"]
+
+MS_SWIFT = Framework("swift", ("4.6.0",), "pip install 'ms-swift>=4.6.0'")
+USAGE = """\
+usage: python -m wholebatch.integrations.ms_swift
+
+Prints the path of a plugin for ms-swift:
+
+    swift sft --task_type embedding --loss_type infonce \\
+        --external_plugins "$(python -m wholebatch.integrations.ms_swift)" ...
+"""
+_NAME = "infonce"
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+
+_log = logging.getLogger("swift")  # ms-swift's own, which prints in its first process
+
+
+class _Options(NamedTuple):
+    """The settings of one call, with ms-swift's defaults."""
+
+    temperature: float = 0.1
+    use_batch: bool = True
+    hard_negatives: int | None = None
+    mask_fake_negative: bool = False
+    fake_neg_margin: float = 0.1
+    include_qq: bool = False
+    include_dd: bool = False
+
+
+_VARIABLES = tuple(f"INFONCE_{name.upper()}" for name in _Options._fields)
+
+
+def _read_options() -> _Options:
+    """Read the environment variables, or raise ValueError if one of them has no valid value."""
+    found = _Options(*(_value(name, _Options._field_defaults[name[8:].lower()]) for name in _VARIABLES))
+    if not found.temperature > 0:
+        raise ValueError(f"INFONCE_TEMPERATURE must be positive, got {found.temperature}; ms-swift's default is 0.1")
+    return found
+
+
+def _value(name: str, default: float | bool | None) -> Any:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if isinstance(default, bool):
+        if text.lower() not in _TRUE + _FALSE:
+            raise ValueError(f"{name} must be True or False, got {text!r}")
+        return text.lower() in _TRUE
+    if default is None:
+        if not text.strip().isdecimal():
+            raise ValueError(
+                f"{name} must be a whole number, 0 or more, got {text!r}; leave it unset for all negatives"
+            )
+        return int(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {text!r}; ms-swift's default is {default}")
+    return number
 
 
 class InfonceLoss:
@@ -73,14 +147,14 @@ class InfonceLoss:
         """
         del num_items_in_batch, loss_scale, kwargs
         group, sync = self._ranks()
-        found: list[tuple[Options, _Batch]] = []
+        found: list[tuple[_Options, _Batch]] = []
 
         def state() -> dict[str, Any]:
-            options = read_options()
+            options = _read_options()
             found.append((options, _split(outputs, labels, options)))
-            return dict(zip(VARIABLES, options, strict=True))
+            return dict(zip(_VARIABLES, options, strict=True))
 
-        select_communicator(group).handshake(state, caller=_CALLER, must_match=VARIABLES)
+        select_communicator(group).handshake(state, caller="ms_swift.InfonceLoss", must_match=_VARIABLES)
         ((options, batch),) = found
         if not options.use_batch:
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
@@ -116,7 +190,7 @@ class _Batch(NamedTuple):
     owners: Tensor
 
 
-def _split(outputs: dict[str, Tensor], labels: Tensor, options: Options) -> _Batch:
+def _split(outputs: dict[str, Tensor], labels: Tensor, options: _Options) -> _Batch:
     if "last_hidden_state" not in outputs:
         raise ValueError(
             f"outputs must have last_hidden_state, got {', '.join(map(str, outputs)) or 'nothing'}; ms-swift's models "
@@ -156,7 +230,7 @@ def _as_many(negatives: Tensor, owners: Tensor, count: int, wanted: int) -> tupl
     return torch.cat(chosen) if chosen else negatives, everyone
 
 
-def _losses_of_own_negatives(batch: _Batch, options: Options) -> Tensor:
+def _losses_of_own_negatives(batch: _Batch, options: _Options) -> Tensor:
     """Return each query's cross-entropy among its positive and its own negatives, (b,)."""
     count = len(batch.queries)
     matched = (batch.queries * batch.positives).sum(1, keepdim=True)
@@ -167,10 +241,57 @@ def _losses_of_own_negatives(batch: _Batch, options: Options) -> Tensor:
     return cross_entropy(logits, torch.zeros(count, dtype=torch.long, device=own.device), reduction="none")
 
 
-def _directions(options: Options) -> tuple[Direction, ...]:
+def _directions(options: _Options) -> tuple[Direction, ...]:
     return _limited(options) + (("key_to_key",) if options.include_dd else ())
 
 
-def _limited(options: Options) -> tuple[Direction, ...]:
+def _limited(options: _Options) -> tuple[Direction, ...]:
     """Return the directions in which negatives count as false above the margin."""
     return ("query_to_key", "query_to_query") if options.include_qq else ("query_to_key",)
+
+
+def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+    losses = MS_SWIFT.find("swift.loss", "loss_map")
+    if _NAME not in losses:
+        raise FrameworkError(
+            f"swift.loss.loss_map has no {_NAME!r}, which this adapter replaces; it was tested with {MS_SWIFT.tested}: "
+            f"{MS_SWIFT.install}"
+        )
+    return [(losses, {_NAME: InfonceLoss})]
+
+
+_switch = Switch(_replacements)
+
+
+def enable() -> None:
+    """Use :class:`InfonceLoss` for `--loss_type infonce` in this process, in trainers that are made from now on.
+
+    A second call has no effect.
+
+    Raises:
+        ImportError: if ms-swift is missing, too old, or has no such loss.
+    """
+    if _switch.enable():
+        _log.info("--loss_type %s is computed by wholebatch, over the rows of all processes", _NAME)
+
+
+def disable() -> None:
+    """Use ms-swift's own loss again."""
+    _switch.disable()
+
+
+def plugin_path() -> str:
+    """Return the path of the file for ms-swift's `--external_plugins`, which calls :func:`enable`."""
+    return str(Path(__file__).parent / "ms_swift_plugin" / "wholebatch_infonce.py")
+
+
+def start(argv: Sequence[str]) -> int:
+    """Print the path of the plugin."""
+    if argv:
+        raise UserError(f"no arguments are accepted, got {' '.join(argv)!r}; pass them to swift sft")
+    print(plugin_path())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command("ms_swift")

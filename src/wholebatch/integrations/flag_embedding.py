@@ -1,7 +1,12 @@
-"""The loss of FlagEmbedding's models over the rows of all processes, with its exact gradient.
+r"""FlagEmbedding's trainers with a loss of the whole batch, where `--negatives_cross_device True` asks for it.
 
-With queries q_i of all processes, the g passages p_i1 ... p_ig of each, of which the first is its positive, and
-S = q . p / temperature,
+    torchrun --nproc-per-node 8 -m wholebatch.integrations.flag_embedding \
+        -m FlagEmbedding.finetune.embedder.encoder_only.base --negatives_cross_device True ...
+
+In a program of your own, call `enable()` once before training. FlagEmbedding lets each process compute the loss of all
+rows with the gradient of its own rows, and DDP then averages: the gradient is 1/W of the true one. Here it is the
+gradient that one process computes from the whole batch. With queries q_i of all processes, the g passages
+p_i1 ... p_ig of each, of which the first is its positive, and S = q . p / temperature,
 
     L = mean_i [ logsumexp_jk S(q_i, p_jk) - S(q_i, p_i1) ]
 
@@ -10,7 +15,9 @@ Distillation by `kl_div` adds the cross-entropy of the teacher's distribution ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +25,26 @@ from torch import Tensor
 
 import wholebatch as wb
 
-from ..._user_error import UserError
+from .._user_error import UserError
+from ._command import program_of, run_command
+from ._framework import Framework, Switch
+from ._passages import passages_loss
+
+__all__ = ["cross_device_loss", "disable", "enable", "main"]
+
+FLAG_EMBEDDING = Framework(
+    "FlagEmbedding", ("1.4.2",), "pip install 'FlagEmbedding[finetune]>=1.4.2' 'transformers<5.20'"
+)
+USAGE = """\
+usage: python -m wholebatch.integrations.flag_embedding -m MODULE OPTIONS OF FLAGEMBEDDING
+
+Runs a program of FlagEmbedding with the loss of the whole batch. MODULE is, for example,
+FlagEmbedding.finetune.embedder.encoder_only.base. Pass --negatives_cross_device True: without it, FlagEmbedding
+compares the rows of each process alone, and nothing changes.
+"""
+_METHOD = "_compute_cross_device_neg_loss"
+
+_log = logging.getLogger("wholebatch")
 
 Score = Callable[..., Tensor]
 
@@ -70,15 +96,10 @@ def cross_device_loss(
     passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
     if not _is_dot_product(model, compute_score_func) or (distilled and model.kd_loss_type == "m3_kd_loss"):
         return None, _of_theirs(model, q_reps, passages, teacher_targets, compute_score_func)
-    scale = 1 / model.temperature
-    loss = wb.functional.info_nce_loss(
-        q_reps,
-        passages[:, 0],
-        logit_scale=scale,
-        negatives=passages[:, 1:].flatten(0, 1) if passages.shape[1] > 1 else None,
-    )
+    temperature = model.temperature
+    loss = passages_loss(q_reps, p_reps, passages.shape[1], caller="FlagEmbedding", temperature=temperature)
     if distilled:
-        scores = scale * torch.einsum("bd,bgd->bg", q_reps, passages)
+        scores = torch.einsum("bd,bgd->bg", q_reps, passages) / temperature
         loss = loss + wb.WholeBatch(_distillation)(scores, teacher_targets)
     return None, loss
 
@@ -124,3 +145,63 @@ def _check(model: Any, q_reps: Tensor, p_reps: Tensor, *, distilled: bool, kwarg
             f"p_reps must have the same number of rows for each query, got {len(p_reps)} rows for {len(q_reps)} "
             "queries; pass train_group_size passages for each, and at least one query on each process"
         )
+
+
+def _replacements() -> list[tuple[Any, dict[str, Any]]]:
+    model = FLAG_EMBEDDING.find("FlagEmbedding.abc.finetune.embedder.AbsModeling", "AbsEmbedderModel")
+    return [(model, {FLAG_EMBEDDING.seam(model, _METHOD): cross_device_loss})]
+
+
+_switch = Switch(_replacements)
+
+
+def enable() -> None:
+    """Use :func:`cross_device_loss` in all models of FlagEmbedding in this process that have no such method themselves.
+
+    A second call has no effect.
+
+    Raises:
+        ImportError: if FlagEmbedding is missing, too old, or has no such method.
+    """
+    _switch.enable()
+
+
+def disable() -> None:
+    """Use FlagEmbedding's own loss again."""
+    _switch.disable()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a program of FlagEmbedding with the loss of the whole batch.
+
+    Args:
+        argv: `-m`, the program's module, and its options.
+
+    Returns:
+        0.
+
+    Raises:
+        ImportError: if FlagEmbedding is missing or too old.
+        ValueError: without `-m MODULE`.
+    """
+    if len(argv) < 2 or argv[0] != "-m" or not argv[1].startswith("FlagEmbedding."):
+        raise UserError(
+            f"the first arguments must be -m and a module of FlagEmbedding, got {' '.join(argv[:2])!r}; pass for "
+            "example -m FlagEmbedding.finetune.embedder.encoder_only.base"
+        )
+    enable()
+    if not any(text.split("=")[0] in ("--negatives_cross_device", "--negatives-cross-device") for text in argv):
+        _log.warning("without --negatives_cross_device True FlagEmbedding compares the rows of each process alone")
+    before = sys.argv
+    try:
+        program_of(argv)()
+    finally:
+        sys.argv = before
+        disable()
+    return 0
+
+
+start = main  # the command
+
+if __name__ == "__main__":
+    run_command("flag_embedding")

@@ -1,4 +1,4 @@
-"""Run a program as Python itself would: `-m MODULE arguments`, or `script.py arguments`."""
+"""The commands `python -m wholebatch.integrations.NAME`, also under torchrun, and the programs that they run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,36 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from .._user_error import UserError
+from ._framework import FrameworkError
 
 
-def target_of(argv: Sequence[str]) -> Callable[[], None]:
-    """Return a function that runs a module or a script as `__main__`, in this process.
+def run_command(name: str) -> NoReturn:
+    """Run an adapter's `start`, imported by the name that programs import, and exit with the number that it returns.
+
+    `start` gets the arguments. It may return a function, the program: its errors keep their tracebacks. A mistake of
+    the user before is one line. For --help the adapter's `USAGE` is printed, if it has one.
+    """
+    program = f"python -m wholebatch.integrations.{name}"
+    adapter = import_module(f"wholebatch.integrations.{name}")
+    if sys.argv[1:2] in (["-h"], ["--help"]) and hasattr(adapter, "USAGE"):
+        print(adapter.USAGE, end="")
+        sys.exit(0)
+    try:
+        run = adapter.start(sys.argv[1:])
+    except (FrameworkError, UserError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(run() if callable(run) else run)
+
+
+def program_of(argv: Sequence[str]) -> Callable[[], None]:
+    """Return a function that runs a module or a script as `__main__` in this process, as Python itself would.
 
     Args:
         argv: `-m`, a module, and its arguments; or the path of a script, and its arguments.
