@@ -734,7 +734,7 @@ def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data,
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "b.npy"))
     assert torch.equal(npy(tmp_path / "a.npy"), npy(tmp_path / "c.npy"))
     line = mistake(capsys, "embed", unfinished, data, "--weights", "final")
-    assert "it has checkpoint" in line
+    assert "it has best and checkpoint" in line
     shutil.copyfile(run / "model.safetensors", unfinished / "best.safetensors")
     capsys.readouterr()
     succeeds("embed", unfinished, data, "--out", tmp_path / "d.npy", "--weights", "best")

@@ -53,8 +53,8 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
         "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
-        "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py", "lock", "curves.png",
-        "look_alikes.png",
+        "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py",
+        "lock", "curves.png", "look_alikes.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"

@@ -60,8 +60,9 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     names = {path.name for path in run.iterdir()} - {"tensorboard"}  # where it is installed
     assert names == {
-        "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors",
-        "encoders", "README.md", "model.py", "report.json", "report.html", "lock", "curves.png", "retrieval.png",
+        "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "best.safetensors",
+        "model.safetensors", "encoders", "README.md", "model.py", "report.json", "report.html", "lock",
+        "curves.png", "retrieval.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 51))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
