@@ -27,7 +27,8 @@ NO_CALL = {
     **dict.fromkeys(("SparseAdamW", "SparseSGD"), "updates local rows"),
     **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts its own ranks"),
     **dict.fromkeys(
-        ("comm", "functional", "gradcache", "heads", "partition", "planning", "recipes", "reference"), "a module"
+        ("comm", "functional", "gradcache", "heads", "options", "partition", "planning", "recipes", "reference"),
+        "a module",
     ),
     **dict.fromkeys(("testing", "__version__"), "not called on ranks"),
     **dict.fromkeys(("heads.Margin", "heads.Targets", "heads.TopClasses"), "a type"),

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._graph import leaves_of
 from .._user_error import UserError
+from ..comm import select_communicator
 from ..gradcache.replicas import without_comparison
 from ..partition import Partition
 from .batch import num_rows, take, with_gradient
@@ -43,6 +44,7 @@ def run_trials(job: Job) -> list[Answer] | Mistake:
     torch.set_num_threads(1)
     recorded: Recording | None = None
     answers = []
+    select_communicator(None).handshake(dict, caller="audit")  # a group's first one compares versions, and no later one
     warnings.simplefilter("ignore")  # the user has seen them in training; here every rank and trial would repeat them
     try:
         for trial in job.trials:

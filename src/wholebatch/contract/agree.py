@@ -90,12 +90,12 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     checks, comm = checks or Checks(), select_communicator(options.group)
     transport, call = comm.transport, _Call(caller, options, inputs, checks, comm)
     key = call.form() if comm.size == 1 else None
-    read_earlier(transport, call.kind(key) if options.checks == "deferred" else None)
+    read_earlier(transport, call.kind(key) if options.deferred else None)
     if comm.size > 1:  # reading may end a difference between ranks, which is part of a form
         key = call.form()
     forms = forms_of(transport)
     form = forms.get(key)
-    if options.checks == "deferred" and form is not None and (facts := call.without_reading(form, key)) is not None:
+    if options.deferred and form is not None and (facts := call.without_reading(form, key)) is not None:
         return facts
     if capturing():
         raise RuntimeError(
@@ -141,7 +141,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
     number, assumption = number_call(transport, latest), None
-    if options.checks == "deferred" and key is not None and columns is not None:
+    if options.deferred and key is not None and columns is not None:
         assumption = call.assume(key, form, agreement, by_rank, columns)
     return call.facts(agreement, number, values, of_rows, assumption=assumption)
 
@@ -378,7 +378,7 @@ def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
 def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: Checks) -> dict[str, Any]:
     """Return this rank's facts, if its arguments are valid."""
     options.check()
-    if options.checks == "deferred" and (checks.settings is None or checks.derive is not None or checks.reads):
+    if options.deferred and (checks.settings is None or checks.derive is not None or checks.reads):
         why = checks.reads or "its settings or tensors ask for some"
         raise ValueError(
             f"checks='deferred' needs a loss for which the host reads no values: here {why}; pass checks='entry'"

@@ -107,6 +107,11 @@ class Options:
     precision: Precision = "auto"
     checks: Checking = "entry"
 
+    @property
+    def deferred(self) -> bool:
+        """Whether checks are deferred; also of options that nobody has checked."""
+        return isinstance(self.checks, str) and self.checks == "deferred"
+
     def check(self) -> None:
         """Raise ValueError unless each option exists; `group` is checked when the loss is called."""
         check_sync(self.sync)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
 from .._checks import check_temperature
+from .._settings import check_integer
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group
@@ -117,6 +118,8 @@ class LossModule(Settings):
         check_group(self.group)
         settings = self.settings
         Options(self.group, self.sync, **{name: settings[name] for name in _OPTIONS if name in settings}).check()
+        if settings.get("ignore_index") is not None:
+            check_integer("ignore_index", settings["ignore_index"], minimum=-(2**63), maximum=2**63 - 1)
         if "temperature" in settings:
             check_temperature("temperature", settings["temperature"])
 

@@ -353,7 +353,7 @@ def losses_and_weights(what: str, found: Any, rows: int, *, checks: bool = True)
             raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
     for weights in (of.detach().double() for of in parts[1:] if rows and checks):
         smallest, total = torch.stack([weights.amin(), weights.sum()]).tolist()
-        check_not_negative(f"the weights that {what} returns", weights, smallest, total)
+        check_not_negative(f"the weights that {what.partition(': ')[2] or what} returns", weights, smallest, total)
     return [*parts]
 
 

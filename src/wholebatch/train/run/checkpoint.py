@@ -31,7 +31,7 @@ from .data_facts import FILE as DATA
 from .data_facts import digest_of_data_facts
 from .extensions import FILE as EXTENSIONS
 from .extensions import digest_of_extensions
-from .resume import CONFIG, MOST_CONFIG_BYTES
+from .resume import CONFIG, digest_of_config
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -253,9 +253,8 @@ def _digests(folder: Path, step: int, of_metrics: str | None = None) -> dict[str
 
 def digests_of_run(folder: Path) -> dict[str, str | None]:
     """Return the digests of configuration and data, which tie weights to their run; None for a file that is missing."""
-    config = folder / CONFIG
     with _reading(folder):
-        of_config = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest() if config.exists() else None
+        of_config = digest_of_config(folder) if (folder / CONFIG).exists() else None
         return {"config": of_config, "data": digest_of_data_facts(folder)}
 
 

@@ -5,11 +5,14 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..._bounded_json import unsealed
 from ..._files import read_bounded
@@ -26,16 +29,25 @@ _FREE = (*_REPEATED, "run_folder", "config", "resume", "trust", "until_step", "a
 
 def read_config(path: Path) -> TrainConfig:
     """Return the configuration of the run in the folder `path`."""
+    return from_values(_values(path), path / CONFIG)
+
+
+def digest_of_config(path: Path) -> str:
+    """Return the digest of the options that decide the numbers of the run in the folder `path`."""
+    values = {name: value for name, value in _values(path).items() if name not in _FREE}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _values(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     try:
-        values = unsealed(read_bounded(file, MOST_CONFIG_BYTES), "it")
+        return unsealed(read_bounded(file, MOST_CONFIG_BYTES), "it")
     except FileNotFoundError as error:
         raise UserError(f"--resume {path}: that is no run folder, there is no {str(file)!r}") from error
     except OSError as error:
         raise UserError(f"--resume {path}: {str(file)!r} cannot be read: {error}") from error
     except ValueError as error:
         raise UserError(f"{file} is not the configuration of a run of this version: {error}") from error
-    return from_values(values, file)
 
 
 def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
