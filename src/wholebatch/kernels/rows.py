@@ -13,7 +13,7 @@ from .._normalize import EPS
 from . import launch
 from .launch import empty, laid_out, tiles
 
-_ROWS, _FEATURES, _ENTRIES = 16, 64, 1024  # of a block
+_ROWS, _FEATURES, _ENTRIES, _PAIRS = 16, 64, 1024, 512  # of a block
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 
@@ -93,8 +93,8 @@ def pair_losses(row_sums: Tensor, col_sums: Tensor | None, products: Tensor, num
     n = products.shape[0]
     losses = empty(products, n, dtype=torch.float64)
     launch.run(
-        tiles("rows").pair_losses, -(-n // _ENTRIES) or 1, row_sums, col_sums, products, numbers, losses,
-        n, BOTH=col_sums is not None, BLOCK=_ENTRIES, **_OPTIONS,
+        tiles("rows").pair_losses, -(-n // _PAIRS) or 1, row_sums, col_sums, products, numbers, losses,
+        n, BOTH=col_sums is not None, BLOCK=_PAIRS, **_OPTIONS,
     )  # fmt: skip
     return losses
 
@@ -116,12 +116,12 @@ def pair_weights(
         (n,), float32, likewise or None, (n,), float64, and the largest N |dS| of some of each side, (2, blocks).
     """
     n, sides = products.shape[0], 1 if col_sums is None else 2
-    blocks = -(-n // _ENTRIES) or 1
+    blocks = -(-n // _PAIRS) or 1
     row_weights, col_weights = empty(products, n), None if col_sums is None else empty(products, n)
     terms, largest = empty(products, n, dtype=torch.float64), empty(products, 2, blocks, dtype=torch.float64)
     launch.run(
         tiles("rows").pair_weights, blocks, grads, row_sums, col_sums, products, numbers, row_weights, col_weights,
-        terms, largest, n, grads.stride(0), size / sides, BOTH=col_sums is not None, BLOCK=_ENTRIES, **_OPTIONS,
+        terms, largest, n, grads.stride(0), size / sides, BOTH=col_sums is not None, BLOCK=_PAIRS, **_OPTIONS,
     )  # fmt: skip
     return row_weights, col_weights, terms, largest
 
