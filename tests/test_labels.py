@@ -99,6 +99,31 @@ def test_another_label_is_ignored_on_one_rank():
         assert all("ignore_index must be an integer" in message for message in found.values())
 
 
+WRONG = {  # what rank 1 passes with ignore_index=-1, and the error of all ranks
+    "weights": ({"weights": [1.0] * 3}, "weights must be a floating-point tensor"),
+    "a large number": ({"ignore_index": 2**70}, "ignore_index must be"),
+}
+
+
+def mistaken_body(name):
+    more = {"ignore_index": -1, "weights": torch.ones(3), **(WRONG[name][0] if dist.get_rank() else {})}
+    with pytest.raises(ValueError, match=WRONG[name][1]):
+        wb.functional.sup_con_loss(torch.eye(3), torch.tensor([0, 0, -1]), **more)
+    wb.functional.sup_con_loss(torch.eye(3), torch.tensor([0, 0, -1]), ignore_index=-1)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_beside_an_ignored_label_raises_on_all_ranks(name):
+    run_ranks(mistaken_body, 2, name, timeout_s=60)
+
+
+def test_labels_in_a_byte_are_not_taken_for_negative_ones():
+    x, labels = torch.eye(4), torch.tensor([255, 255, 1, 1], dtype=torch.uint8)
+    all_count = wb.functional.sup_con_loss(x, labels)
+    assert wb.functional.sup_con_loss(x, labels, ignore_index=-1) == all_count
+    assert wb.functional.sup_con_loss(x, labels, ignore_index=255) != all_count
+
+
 def test_a_module_leaves_rows_out():
     features, _ = rows_of(0)
     for module, name in ((wb.SupConLoss, LOSSES[0]), (wb.CircleLoss, LOSSES[3])):

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import wholebatch as wb
 from wholebatch import losses, pair_loss
+from wholebatch.contract import Options
 from wholebatch.heads import margins
 from wholebatch.integrations import (
     flag_embedding,
@@ -230,6 +232,17 @@ def test_functions_and_their_references_have_the_same_arguments():
         ours = list(inspect.signature(getattr(wb.functional, name)).parameters)
         reference = list(inspect.signature(getattr(wb.reference, name)).parameters)
         assert [p for p in ours if p in reference] == reference
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "max_sim"])
+def test_an_option_of_other_losses_is_refused(name):
+    function = getattr(wb.functional, name, None) or getattr(wb, name)
+    parameters = inspect.signature(function).parameters
+    required = {p.name: None for p in parameters.values() if p.default is p.empty}
+    for field in fields(Options):
+        if field.name not in parameters:
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{field.name}'"):
+                function(**required, **{field.name: field.default})
 
 
 def test_modules_have_their_functions_options():

@@ -29,15 +29,20 @@ def bound(
     `refuse` raises on all ranks, in a handshake; if it returns, the error is raised on this rank alone.
     """
     signature = inspect.signature(function)
+    names, takes_any = signature.parameters.keys(), any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:  # of this call, before the function ran, or of something inside the function
+        mistake = None
+        if not takes_any and not kwargs.keys() <= names:  # a function with `**options` would accept options of others
             mistake = mistake_of(signature, args, kwargs)
-            if mistake is None:
-                raise
+        if mistake is None:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:  # of this call, before the function ran, or of something inside the function
+                mistake = mistake_of(signature, args, kwargs)
+                if mistake is None:
+                    raise
         refuse(mistake, args, kwargs)
         raise mistake from None
 

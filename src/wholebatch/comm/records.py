@@ -153,9 +153,9 @@ def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], d
 
 
 def as_unread(words: Tensor, count: int) -> Tensor:
-    """Return records as those of a call that no rank reads, without the first `count` numbers."""
+    """Return records as those of a call that no rank reads, without its module and the first `count` numbers."""
     words = words.clone()
-    numbers_of_records(words, count).zero_()
+    words[:, _MODULE : _FIRST + count] = 0
     words[:, 0] = _UNREAD
     return words
 

@@ -132,7 +132,7 @@ def exact(x: float) -> float:
 def numbers_of(scale: float | Tensor, other: float | Tensor, device: torch.device) -> Tensor:
     """Return a scale and a shift, or a bias, in the form that kernels read, (2,), float32."""
     numbers = torch.empty(2, dtype=torch.float32, device=device)
-    if isinstance(scale, Tensor):
+    if isinstance(scale, Tensor) and scale.device == device:
         torch.mul(scale, LOG2_E, out=numbers[0])
     else:
         numbers[0].fill_(scale * LOG2_E)  # filled in there: a copy from the host would wait for a GPU

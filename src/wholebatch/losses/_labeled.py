@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._checks import check_integer, is_dense
 from .._normalize import UNIT, normalize_rows
-from ..contract import Checks, Facts, Inputs, Options, agree, reduce_losses
+from ..contract import Checks, Facts, Inputs, Options, agree, prepared, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
 from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal
@@ -46,16 +46,25 @@ def agree_labeled(
         scalars: the scalars of the loss, which must be positive.
     """
     features, labels, weights, ignored = rows
-    kept, fits = None, is_dense(features) and is_dense(labels) and features.shape[:1] == labels.shape
-    if isinstance(ignored, int) and fits and getattr(weights, "shape", labels.shape)[:1] == labels.shape:
-        kept = labels != ignored
-        features, labels, weights = features[kept], labels[kept], None if weights is None else weights[kept]
+
+    def kept_rows() -> Tensor | None:
+        """Return which rows stay; None if all do, or if the checks below refuse a tensor."""
+        if ignored is None:
+            return None
+        check_integer("ignore_index", ignored, minimum=-(2**63), maximum=2**63 - 1)
+        given = [x for x in (features, labels, weights) if x is not None]
+        if not all(map(is_dense, given)) or any(x.shape[:1] != labels.shape for x in given):
+            return None
+        return labels.to(torch.int64) != ignored  # torch takes -1 for 255 in uint8
+
+    kept = prepared(caller, options.group, kept_rows)
+    if kept is not None:
+        features, labels = features[kept.to(features.device)], labels[kept]
+        weights = None if weights is None else weights[kept.to(weights.device)]
     with_views = is_dense(features) and features.dim() == 3
     shape = features.shape[:-1] if with_views else None
 
     def check_views() -> Mapping[str, Any]:
-        if ignored is not None:
-            check_integer("ignore_index", ignored, minimum=-(2**63), maximum=2**63 - 1)
         if shape is not None:
             one, each = tuple(shape[:1]), tuple(shape)
             for name, x, allowed in (("labels", labels, (one,)), ("weights", weights, (one, each))):

@@ -175,7 +175,8 @@ def info_nce_loss(
         weights=weights,
     )
 
-    of_scale = exclude_above is not None or bool(hardness) or hard_negatives is not None
+    harder = isinstance(hardness, int | float) and hardness != 0  # others are refused by `check`
+    of_scale = exclude_above is not None or harder or hard_negatives is not None
 
     def check() -> dict[str, Any]:
         settings.check()
