@@ -111,7 +111,7 @@ def test_missing_packages_are_named_as_an_index_has_them():
 PROBLEM = """
 import torch
 import wholebatch as wb
-from beside import WIDTH
+from beside_a_problem import WIDTH
 
 def problem():
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def problem():
 def test_a_problem_is_named_by_its_file_as_elsewhere(tmp_path, capsys):
     file = tmp_path / "problem.py"
     file.write_text(PROBLEM)
-    (tmp_path / "beside.py").write_text("WIDTH = 4\n")
+    (tmp_path / "beside_a_problem.py").write_text("WIDTH = 4\n")
     before = [*sys.path]
     try:
         assert main(["audit", f"{file}:problem", "--ranks", "2"]) == 0
