@@ -19,13 +19,6 @@ from wholebatch.train.run.resume import command_line
 FEW = ["--steps", "2", "--no-audit", "--no-tensorboard", "--workers", "0"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("data"))

@@ -31,13 +31,6 @@ class Letters(torch.nn.Module):
 FEW = ["--steps", "2", "--no-audit", "--no-tensorboard", "--workers", "0"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("data"))

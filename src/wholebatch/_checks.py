@@ -235,6 +235,11 @@ def check_not_negative(name: str, weights: Tensor, minimum: float, total: float)
     return total
 
 
+def check_ignore_index(label: object) -> None:
+    """Raise ValueError unless a label whose rows are left out is an integer that labels may be."""
+    check_integer("ignore_index", label, minimum=-(2**63), maximum=2**63 - 1)
+
+
 def check_label(smallest: int) -> None:
     """Raise ValueError if the smallest label of a batch is negative: rows without a class would be one."""
     if smallest < 0:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
 from .._checks import check_choice, check_memory
@@ -123,6 +124,11 @@ class Options:
         check_choice("checks", self.checks, CHECKING)
 
 
+def defaults_of(keywords: type) -> dict[str, Any]:
+    """Return the default of each option that a TypedDict names, in the order of :class:`Options`."""
+    return {field.name: field.default for field in fields(Options) if field.name in keywords.__annotations__}
+
+
 def with_named_options(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function with the keywords of its `**options`, an unpacked TypedDict, by name."""
     signature = inspect.signature(function)
@@ -130,10 +136,18 @@ def with_named_options(function: Callable[..., Any]) -> inspect.Signature:
     last = parameters[-1] if parameters else None
     if last is None or last.kind is not last.VAR_KEYWORD or not str(last.annotation).startswith("Unpack["):
         return signature
-    kinds = function.__globals__[str(last.annotation)[len("Unpack[") : -1]].__annotations__
-    named = [
-        inspect.Parameter(field.name, last.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
-        for field in fields(Options)
-        if field.name in kinds
+    keywords = function.__globals__[str(last.annotation)[len("Unpack[") : -1]]
+    return naming(signature, defaults_of(keywords), keywords.__annotations__)
+
+
+def naming(
+    signature: inspect.Signature, defaults: Mapping[str, Any], types: Mapping[str, Any] = MappingProxyType({})
+) -> inspect.Signature:
+    """Return a signature with keywords that have these defaults and types in place of its last parameter."""
+    keywords = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types.get(name, inspect.Parameter.empty)
+        )
+        for name, default in defaults.items()
     ]
-    return signature.replace(parameters=[*parameters[:-1], *named])
+    return signature.replace(parameters=[*[*signature.parameters.values()][:-1], *keywords])

@@ -21,7 +21,7 @@ from .._checks import (
     check_dense,
     check_features,
     check_finite,
-    check_integer,
+    check_ignore_index,
     check_label_smoothing,
     check_positive_number,
     check_real,
@@ -76,7 +76,7 @@ class Logits:
         check_choice("margin_grad", self.margin_grad, GRADIENTS)
         check_choice("normalize", self.normalize, get_args(Normalize))
         check_label_smoothing(self.label_smoothing)
-        check_integer("ignore_index", self.ignore_index, minimum=-(2**63), maximum=2**63 - 1)
+        check_ignore_index(self.ignore_index)
         if cosine is not None and not -1.0 <= check_real("exclude_above", cosine) <= 1.0:
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
         name = type(margin).__name__

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from ..contract.options import BatchOptions, defaults_of, naming
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -27,13 +29,10 @@ def with_options(**others: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     >>> options_of("a loss", memory="flat")
     {'group': None, 'exchange': 'auto', 'memory': 'flat', 'precision': 'auto'}
     """
-    defaults = {**others, "group": None, **dict.fromkeys(("exchange", "memory", "precision"), "auto")}
+    defaults = {**others, **defaults_of(BatchOptions)}
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(function)
-        *named, _ = signature.parameters.values()
-        keywords = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in defaults.items()]
-        signature = signature.replace(parameters=[*named, *keywords])
+        signature = naming(inspect.signature(function), defaults)
 
         @functools.wraps(function)
         def complete(*args: Any, **kwargs: Any) -> _R:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_integer, is_dense
+from .._checks import check_ignore_index, is_dense
 from .._normalize import UNIT, normalize_rows
 from ..contract import Checks, Facts, Inputs, Options, agree, prepared, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
@@ -51,7 +51,7 @@ def agree_labeled(
         """Return which rows stay; None if all do, or if the checks below refuse a tensor."""
         if ignored is None:
             return None
-        check_integer("ignore_index", ignored, minimum=-(2**63), maximum=2**63 - 1)
+        check_ignore_index(ignored)
         given = [x for x in (features, labels, weights) if x is not None]
         if not all(map(is_dense, given)) or any(x.shape[:1] != labels.shape for x in given):
             return None

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from .._checks import check_temperature
-from .._settings import check_integer
+from .._checks import check_ignore_index, check_temperature
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group
@@ -119,7 +118,7 @@ class LossModule(Settings):
         settings = self.settings
         Options(self.group, self.sync, **{name: settings[name] for name in _OPTIONS if name in settings}).check()
         if settings.get("ignore_index") is not None:
-            check_integer("ignore_index", settings["ignore_index"], minimum=-(2**63), maximum=2**63 - 1)
+            check_ignore_index(settings["ignore_index"])
         if "temperature" in settings:
             check_temperature("temperature", settings["temperature"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -207,51 +207,42 @@ class Planned:
 
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
         """Return what `row_statistics` returns. Collective."""
-        plan, features, (_, scale) = self.plan, self.operands.features, self.scale
-        if self.operands.layout.symmetric:
-            if (outputs := self._by_views()) is not None:
-                return RowStatistics(*outputs), None
-        elif (outputs := self._by_diagonal()) is not None:
-            return _by_side(plan.rows, plan.cols, outputs)
+        plan, symmetric = self.plan, self.operands.layout.symmetric
+        if (outputs := self._in_few_launches()) is not None:
+            return (RowStatistics(*outputs), None) if symmetric else _by_side(plan.rows, plan.cols, outputs)
+        features = self.operands.features
         # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
         # that autograd finds the node when a gradient is differentiated again, and the node raises.
         anchor = torch.cat([feature[:0].flatten() for feature in features])
-        sides = _by_side(*self.fields, Softmax.apply(plan, anchor, scale, self._offsets, *features))
-        return (sides[1], None) if self.operands.layout.symmetric else sides
+        sides = _by_side(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
+        return (sides[1], None) if symmetric else sides
 
     def losses_in_kernels(self) -> Tensor | None:
         """Return the cross-entropies of pairs, (b,), by a node in kernels; None if none computes the call."""
-        self.plan.of_pairs = True
-        outputs = self._by_views() if self.operands.layout.symmetric else self._by_diagonal()
-        self.plan.of_pairs = outputs is not None
+        self.plan.of_pairs = True  # which the nodes in kernels alone read
+        outputs = self._in_few_launches()
         return None if outputs is None else outputs[0]
 
-    def _by_views(self) -> tuple[Tensor, ...] | None:
-        """Return the outputs of the node for two views; None if it does not compute the call."""
-        if (form := self._in_few_launches(two_views_in_kernels)) is None:
+    def _in_few_launches(self) -> tuple[Tensor, ...] | None:
+        """Return the outputs of the node in kernels for diagonal positives; None if none computes the call."""
+        if (form := self._form_in_kernels) is None:
             return None
-        of_rows, (z0, z1) = self.facts.of_rows, self.operands.features
-        outputs: tuple[Tensor, ...] = TwoViewsInKernels.apply(self.plan, form, of_rows, self.scale[1], z0, z1)
+        node: Any = TwoViewsInKernels if self.operands.layout.symmetric else SoftmaxInKernels
+        towers = self.plan.towers
+        x, y = (self.operands.features[at] for at in (*towers.stays, *towers.travels))
+        outputs: tuple[Tensor, ...] = node.apply(self.plan, form, self.facts.of_rows, self.scale[1], x, y)
         return outputs
 
-    def _by_diagonal(self) -> tuple[Tensor, ...] | None:
-        """Return the outputs of the node for one diagonal of positives; None if it does not compute the call."""
-        if (form := self._in_few_launches(in_kernels)) is None:
-            return None
-        x, y = (self.operands.features[at[0]] for at in (self.plan.towers.stays, self.plan.towers.travels))
-        outputs: tuple[Tensor, ...] = SoftmaxInKernels.apply(self.plan, form, self.facts.of_rows, self.scale[1], x, y)
-        return outputs
-
-    def _in_few_launches(
-        self, form_of: Callable[[Facts, SoftmaxPlan, Layout, torch.dtype], InKernels | None]
-    ) -> InKernels | None:
-        """Return what calls of this form share in a node for diagonal positives; None if it does not compute them."""
+    @cached_property
+    def _form_in_kernels(self) -> InKernels | None:
+        """The facts that calls of this form share in a node for diagonal positives; None if none computes them."""
         facts, plan, layout, features = self.facts, self.plan, self.operands.layout, self.operands.features
         if not plan.in_kernels or plan.shift is None or len(features) != 2:
             return None
         dtype, products = features[0].dtype, facts.products
         if not never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype)):
             return None
+        form_of = two_views_in_kernels if layout.symmetric else in_kernels
         counts = layout.rows.counts, layout.cols.counts
         name = "in kernels", *self._form, *counts, plan.differentiable, products.precision, products.units, dtype
         return facts.once(name, lambda: form_of(facts, plan, layout, dtype))

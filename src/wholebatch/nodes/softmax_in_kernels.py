@@ -120,8 +120,7 @@ class SoftmaxInKernels(torch.autograd.Function):
         if plan.canaries is not None and u is not None and v is not None:
             plan.canaries.note_products((x, u, None), (y, v, None))
         found: list[Tensor | None] = []
-        shares, factor = None, plan.scale / plan.size
-        factor = factor.float() if isinstance(factor, Tensor) else factor
+        shares, factor = None, plan.factor
         for product, own, other, wanted, dtype in ((u, x, y, want_x, ctx.dtypes[0]), (v, y, x, want_y, ctx.dtypes[1])):
             made = None
             if product is not None:

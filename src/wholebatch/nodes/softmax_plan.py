@@ -95,6 +95,12 @@ class SoftmaxPlan:
     of_pairs: bool = False
 
     @property
+    def factor(self) -> float | Tensor:
+        """The factor of dX and dY in the products with N dS, as kernels take it."""
+        factor = self.scale / self.size
+        return factor.float() if isinstance(factor, Tensor) else factor
+
+    @property
     def symmetric(self) -> bool:
         """Whether X is Y, so that a column of S has the statistics of the same row."""
         return self.route.exchange.symmetric

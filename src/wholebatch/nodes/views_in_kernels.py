@@ -121,7 +121,7 @@ class TwoViewsInKernels(torch.autograd.Function):
             if not tile.self_transposed:
                 multiply((slope.T,), (x[rows],), u[cols], add=not first)
         terms.mul_(of_pairs)
-        factor, found, shares = plan.scale / plan.size, [], []
+        factor, found, shares = plan.factor, [], []
         for own, other, at, want in ((z0, z1, slice(0, b), wanted[0]), (z1, z0, slice(b, 2 * b), wanted[1])):
             made, share = kernels.row_gradient(u[at], own, (other, terms, of_terms), norms[at], None, factor, own.dtype)
             found.append(made if want else None)

@@ -297,7 +297,7 @@ class Call:
         numbers = nested({**tower.numbers, **partners, INDEX: tower.index(self.facts)})[0]
         letter = "x" if what == "row_loss" else "y"
         found = function(fields("r", reduced), fields(letter, numbers), fields("p", self.parameters))
-        loss, *own_weights = losses_and_weights(f"{CALLER}: {what}", found, tower.rows.counts[self.facts.rank])
+        loss, *own_weights = losses_and_weights(what, found, tower.rows.counts[self.facts.rank], caller=f"{CALLER}: ")
         weights = self.facts.inputs["weights"]
         if weights is not None and tower is not self.x and self.rows.counts != self.cols.counts:
             raise ValueError(

@@ -342,18 +342,18 @@ def _check_loss(
     return [number for x in whole for number in x.tolist()]
 
 
-def losses_and_weights(what: str, found: Any, rows: int, *, checks: bool = True) -> list[Tensor]:
+def losses_and_weights(what: str, found: Any, rows: int, *, caller: str = "", checks: bool = True) -> list[Tensor]:
     """Return what a row loss has returned: losses, or losses and weights, checked."""
     parts: Sequence[Any] = found if isinstance(found, tuple) else (found,)
     if len(parts) not in (1, 2):
-        raise ValueError(f"{what} must return losses, or (losses, weights), got {len(parts)} values")
+        raise ValueError(f"{caller}{what} must return losses, or (losses, weights), got {len(parts)} values")
     for part in parts:
         if not isinstance(part, Tensor) or tuple(part.shape) != (rows,):
             got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
-            raise ValueError(f"{what} must return one number for each row, shape ({rows},), got {got}")
+            raise ValueError(f"{caller}{what} must return one number for each row, shape ({rows},), got {got}")
     for weights in (of.detach().double() for of in parts[1:] if rows and checks):
         smallest, total = torch.stack([weights.amin(), weights.sum()]).tolist()
-        check_not_negative(f"the weights that {what.partition(': ')[2] or what} returns", weights, smallest, total)
+        check_not_negative(f"the weights that {what} returns", weights, smallest, total)
     return [*parts]
 
 
