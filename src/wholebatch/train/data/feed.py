@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -93,9 +94,8 @@ def prepared(
         yield from map(prepare, keys)
         return
     loader = DataLoader(
-        _Prepared(prepare),
+        _Prepared(prepare, keys),
         batch_size=None,
-        sampler=keys,
         num_workers=workers,
         worker_init_fn=_begin_worker,
         collate_fn=_as_it_is,
@@ -171,12 +171,17 @@ class _Mistake:
 
 
 class _Prepared(Dataset[Any]):
-    def __init__(self, prepare: Callable[[Any], Any]) -> None:
-        self._prepare = prepare
+    """Its workers are sent indices of keys: a key that is a tensor would come by a connection that can break."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __init__(self, prepare: Callable[[Any], Any], keys: range | list[Any]) -> None:
+        self._prepare, self._keys = prepare, keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, index: int) -> Any:
         try:
-            return self._prepare(key)
+            return self._prepare(self._keys[index])
         except UserError as error:
             return _Mistake(str(error))
 
@@ -195,5 +200,12 @@ def _begin_worker(_: int) -> None:
     signal.set_wakeup_fd(-1)  # a fork has that of its rank
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    sys.excepthook = _without_the_end_of_the_rank
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     torch.set_num_threads(1)
+
+
+def _without_the_end_of_the_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error of a thread, unless it is that the rank, to which the thread sends batches, is gone."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
