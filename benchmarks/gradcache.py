@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch._base.third_party import declare_torchvision_operators, version
 from wholebatch._measure import rise_of_peak
-from wholebatch._third_party import declare_torchvision_operators, version
 from wholebatch.bench.records import keep, read
 
 RESULTS = Path(__file__).parent / "results" / "gradcache.json"

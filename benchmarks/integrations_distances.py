@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "tests" / "ecosystem"), str(ROOT / "tests"), str(ROOT
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from wholebatch._third_party import version  # noqa: E402
+from wholebatch._base.third_party import version  # noqa: E402
 from wholebatch.bench.records import keep  # noqa: E402
 from wholebatch.testing import run_ranks  # noqa: E402
 

@@ -23,7 +23,7 @@ import matplotlib  # noqa: E402
 import torch  # noqa: E402
 from open_clip_runs import Run, make_data, train  # noqa: E402
 
-from wholebatch._third_party import declare_torchvision_operators  # noqa: E402
+from wholebatch._base.third_party import declare_torchvision_operators  # noqa: E402
 from wholebatch.bench.records import about  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "integrations_open_clip.json"

@@ -52,7 +52,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader  # noqa: E402
 
 from wholebatch import _measure  # noqa: E402
-from wholebatch._third_party import version  # noqa: E402
+from wholebatch._base.third_party import version  # noqa: E402
 from wholebatch.bench.records import keep  # noqa: E402
 from wholebatch.testing import run_ranks  # noqa: E402
 

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "src")]
 
 import wholebatch as wb  # noqa: E402
 from wholebatch import _measure  # noqa: E402
-from wholebatch._third_party import declare_torchvision_operators  # noqa: E402
+from wholebatch._base.third_party import declare_torchvision_operators  # noqa: E402
 from wholebatch.bench.records import keep  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "late_interaction.json"

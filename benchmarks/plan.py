@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch._launch.processes import run_processes
 from wholebatch._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
-from wholebatch._processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here
 from wholebatch.planning.rates import Rates

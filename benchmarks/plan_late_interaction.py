@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wholebatch._processes import run_processes
+from wholebatch._launch.processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import rise_of_a_step
 from wholebatch.planning.late_interaction import TokenShapes

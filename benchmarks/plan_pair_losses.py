@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from wholebatch._processes import run_processes
+from wholebatch._launch.processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here, rise_of_a_step
 from wholebatch.planning.declared import count

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.bench.records import about
 
 RESULTS = Path(__file__).parent / "results" / "same_as_peers.json"

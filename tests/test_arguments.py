@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import wholebatch as wb
-from wholebatch import _settings as settings
+from wholebatch._base import settings
 from wholebatch.testing import run_ranks
 
 

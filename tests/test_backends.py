@@ -9,8 +9,8 @@ from strict_transport import RefusedError, accepted, strict
 from torch._subclasses import FakeTensorMode
 
 import wholebatch as wb
-from wholebatch._precision import tf32_is_allowed
-from wholebatch._processes import run_processes
+from wholebatch._base.precision import tf32_is_allowed
+from wholebatch._launch.processes import run_processes
 from wholebatch.comm import torch_distributed
 from wholebatch.comm.backends import Backends
 from wholebatch.comm.torch_distributed import TorchTransport

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch._declared_names import EXCHANGE_NAMES, LABELED_LOSSES, LOSS_NAMES, SWEPT_LOSSES
+from wholebatch._cli.declared_names import EXCHANGE_NAMES, LABELED_LOSSES, LOSS_NAMES, SWEPT_LOSSES
 from wholebatch.auditing import presets
 from wholebatch.bench import config as bench
 from wholebatch.bench.subjects import SUBJECTS

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from wholebatch import _cpus
-from wholebatch._cpus import cpus_of_a_rank, usable_cpus
+from wholebatch._launch import cpus
+from wholebatch._launch.cpus import cpus_of_a_rank, usable_cpus
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Return a function that makes a machine: the CPUs of the process's affinity, its groups, and their limits."""
-    monkeypatch.setattr(_cpus, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(_cpus, "_OF_PROCESS", tmp_path / "cgroup")
+    monkeypatch.setattr(cpus, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cpus, "_OF_PROCESS", tmp_path / "cgroup")
     for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_CPU_BIND_TYPE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 

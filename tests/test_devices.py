@@ -18,7 +18,7 @@ import torch.distributed as dist
 from card import register, to_card
 from device_cases import cases
 
-from wholebatch._processes import run_processes
+from wholebatch._launch.processes import run_processes
 
 
 def place(name):

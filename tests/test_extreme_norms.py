@@ -18,7 +18,7 @@ from loss_cases import LOSSES, gradients, rows_of, whole_batch
 
 import wholebatch as wb
 from wholebatch import reference
-from wholebatch._normalize import normalize_rows, project_, row_norms
+from wholebatch._base.normalize import normalize_rows, project_, row_norms
 from wholebatch.reference import _shared as parts_of_reference
 from wholebatch.testing import run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from faults import files
 
-from wholebatch import _tensor_file
-from wholebatch._files import read_into
+from wholebatch._base import tensor_file
+from wholebatch._base.files import read_into
 from wholebatch.heads import insightface
 
 
@@ -67,12 +67,12 @@ def test_a_number_that_is_read_without_its_digest_is_counted(base, tmp_path, mon
         entry = self.entries[name]
         x = torch.empty(entry.shape, dtype=entry.dtype)
         self._file.seek(self._first + entry.start)
-        read_into(self._file, _tensor_file.bytes_of(x))
+        read_into(self._file, tensor_file.bytes_of(x))
         return x
 
     outcome = outcome_of(base, tmp_path, "head", flip_a_number)
     assert outcome() == files.REFUSED
-    monkeypatch.setattr(_tensor_file.TensorFile, "read", read)
+    monkeypatch.setattr(tensor_file.TensorFile, "read", read)
     assert outcome() == files.DIFFERENT
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
 import readers
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.after import cli
 
 SLOW = ("folder", "state")  # seconds each

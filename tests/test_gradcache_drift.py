@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch._checksum import _weights
+from wholebatch._base.checksum import _weights
 from wholebatch.auditing.causes import NOT_REDUCED
 from wholebatch.gradcache.replicas import History, checksums
 from wholebatch.testing import run_ranks

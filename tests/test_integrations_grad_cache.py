@@ -182,7 +182,7 @@ def test_mistakes_of_the_command_are_one_line(argv, message):
 
 
 def test_an_error_of_the_program_keeps_its_traceback(tmp_path):
-    (tmp_path / "program.py").write_text("from wholebatch._user_error import UserError\nraise UserError('mine')")
+    (tmp_path / "program.py").write_text("from wholebatch._base.user_error import UserError\nraise UserError('mine')")
     found = run("-m", "wholebatch.integrations.grad_cache", str(tmp_path / "program.py"))
     assert found.returncode == 1
     assert "Traceback" in found.stderr

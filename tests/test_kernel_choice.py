@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch import kernels
-from wholebatch._bounded_json import sealed
+from wholebatch._base.bounded_json import sealed
 from wholebatch.kernels import choice, verdicts
 from wholebatch.nodes import kernel_check
 from wholebatch.nodes.rehearsals import SoftmaxRehearsal

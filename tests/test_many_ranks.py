@@ -11,7 +11,7 @@ import torch.distributed as dist
 from strict_transport import StrictBackends
 
 import wholebatch as wb
-from wholebatch._processes import run_processes
+from wholebatch._launch.processes import run_processes
 from wholebatch.comm import _c10d, torch_distributed
 
 ROWS, CHUNK = 4, 4  # a chunk of the gather for each rank, where there are chunks

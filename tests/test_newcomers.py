@@ -12,7 +12,7 @@ import pytest
 from glyph_files import SMALL, write_pairs
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import needs
+from wholebatch._base.user_error import needs
 from wholebatch.train.data.pictures.reading import open_picture
 from wholebatch.train.run.resume import command_line
 

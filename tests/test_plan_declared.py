@@ -12,8 +12,8 @@ from live_bytes import peak_of
 from torch.nn.functional import normalize, softplus
 
 import wholebatch as wb
-from wholebatch import _live_bytes
 from wholebatch.__main__ import main
+from wholebatch._base import live_bytes
 from wholebatch.bench.gate import check_declared
 from wholebatch.bench.subjects import Configuration
 from wholebatch.comm import LocalCommunicator
@@ -136,7 +136,7 @@ def test_live_bytes_are_those_that_the_profiler_sees():
         (x @ x).exp().tanh().sum().backward()
 
     step()
-    assert _live_bytes.count_bytes(step).held == pytest.approx(peak_of(step), rel=0.01)
+    assert live_bytes.count_bytes(step).held == pytest.approx(peak_of(step), rel=0.01)
 
 
 # Time and work.

@@ -10,7 +10,7 @@ from live_bytes import peak_of
 
 import wholebatch as wb
 from wholebatch.__main__ import main
-from wholebatch._processes import run_processes
+from wholebatch._launch.processes import run_processes
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange
 from wholebatch.nodes import route

@@ -12,8 +12,8 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch.__main__ import main
+from wholebatch._launch.processes import run_processes
 from wholebatch._measure import map_each_tensor, rise_of_peak
-from wholebatch._processes import run_processes
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange, select_exchange
 from wholebatch.losses.catalog import CATALOG

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import wholebatch as wb
-from wholebatch import _display
+from wholebatch._cli import display
 from wholebatch.auditing.causes import GATHER_WITHOUT_GRADIENT
 from wholebatch.auditing.compare import Comparison
 from wholebatch.auditing.display import print_report, print_summaries
@@ -76,7 +76,7 @@ TABLES = [audit, presets, plan, measured, bench_loss, bench_gather]
 @pytest.mark.parametrize("table", TABLES)
 def test_a_terminal_gets_whole_words_and_lines_that_fit(table, width, monkeypatch, capsys):
     narrow = partial(Console, force_terminal=True, width=width, color_system=None)
-    monkeypatch.setattr(_display, "Console", narrow)
+    monkeypatch.setattr(display, "Console", narrow)
     words = table()
     printed = capsys.readouterr().out
     assert set(words) <= set(printed.split())

@@ -12,10 +12,10 @@ import safetensors
 import safetensors.torch
 import torch
 
-from wholebatch import _tensor_file
-from wholebatch._bounded_json import ZEROS, parse_json, sealed, unsealed, with_digest
-from wholebatch._files import open_regular, read_bounded, replacing
-from wholebatch._tensor_file import TensorFile, write_tensors
+from wholebatch._base import tensor_file
+from wholebatch._base.bounded_json import ZEROS, parse_json, sealed, unsealed, with_digest
+from wholebatch._base.files import open_regular, read_bounded, replacing
+from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch.heads.described_pickle import StoredTensor
 from wholebatch.heads.torch_file import TorchFile
 
@@ -64,8 +64,8 @@ def test_a_tensor_is_read_without_the_others(tmp_path, monkeypatch):
         counts.append(len(memory))
         return read_into(file, memory)
 
-    read_into = _tensor_file.read_into
-    monkeypatch.setattr(_tensor_file, "read_into", counted)
+    read_into = tensor_file.read_into
+    monkeypatch.setattr(tensor_file, "read_into", counted)
     with TensorFile(tmp_path / "a") as file:
         file.read("7")
     assert counts[0] == 8

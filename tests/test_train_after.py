@@ -21,8 +21,8 @@ from glyph_files import SMALL, write_pairs
 from PIL import Image
 
 from wholebatch.__main__ import main
-from wholebatch._tensor_file import TensorFile, write_tensors
-from wholebatch._user_error import UserError
+from wholebatch._base.tensor_file import TensorFile, write_tensors
+from wholebatch._base.user_error import UserError
 from wholebatch.train.after.encode import Work, features_of
 from wholebatch.train.after.feature_files import FeatureFile
 from wholebatch.train.after.items import open_items

@@ -12,7 +12,7 @@ import pytest
 import torch
 from data_sets import FORMS, png
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.cache.files import CannotWriteError, alone, cache_folder, remove_lock
 from wholebatch.train.data.cache.table_file import checksum_of

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import wholebatch as wb
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.partition import Partition
 from wholebatch.train.after.encode import Work
 from wholebatch.train.config import ModelConfig, TrainConfig
@@ -467,12 +467,12 @@ def test_workers_start_in_other_ways_than_by_a_fork(many):
 
 
 def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeypatch):
-    monkeypatch.setattr("wholebatch._cpus.usable_cpus", lambda: 6)
+    monkeypatch.setattr("wholebatch._launch.cpus.usable_cpus", lambda: 6)
     automatic = replace(CONFIG, workers=-1)
     assert [workers_of_a_rank(automatic, many.sides, size) for size in (1, 2, 4, 8)] == [6, 3, 1, 1]
     assert workers_of_a_rank(automatic, {"query": Texts(["a"])}, 1) == 0, "texts are read at once"
     assert workers_of_a_rank(CONFIG, many.sides, 1) == 0
-    monkeypatch.setattr("wholebatch._cpus.usable_cpus", lambda: 128)
+    monkeypatch.setattr("wholebatch._launch.cpus.usable_cpus", lambda: 128)
     assert workers_of_a_rank(automatic, many.sides, 1) == 8
     assert [Work(1, workers, 32, "cpu", "auto", trust=False).workers_to_read() for workers in (-1, 0, 3)] == [4, 0, 3]
 

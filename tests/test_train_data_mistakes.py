@@ -20,7 +20,7 @@ from PIL import Image
 from train_runs import TRAIN, finish
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.config_json import from_values, to_json
 from wholebatch.train.data.load import load_data

@@ -12,7 +12,7 @@ import torch
 from data_sets import picture, write_pictures
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.after.items import Items, distinct
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.cache.picture_stamps import stamp_of_pictures

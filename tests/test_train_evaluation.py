@@ -13,7 +13,7 @@ import torch.distributed as dist
 from glyph_files import SMALL, write_pairs
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import loop
 from wholebatch.train.config import ModelConfig, TrainConfig

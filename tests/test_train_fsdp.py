@@ -11,7 +11,7 @@ from glyph_files import write_pairs
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.audited import audit_start
 from wholebatch.train.config import ModelConfig, TrainConfig

@@ -8,9 +8,9 @@ import pytest
 from glyph_files import SMALL, write_pairs
 
 from wholebatch.__main__ import main
-from wholebatch._bounded_json import sealed, unsealed
-from wholebatch._tensor_file import TensorFile, write_tensors
-from wholebatch._user_error import UserError
+from wholebatch._base.bounded_json import sealed, unsealed
+from wholebatch._base.tensor_file import TensorFile, write_tensors
+from wholebatch._base.user_error import UserError
 from wholebatch.train.encoders.saved import digest_of, open_dual_encoder
 from wholebatch.train.run.checkpoint import FILE as CHECKPOINT
 from wholebatch.train.run.checkpoint import digests_of_run

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
 from wholebatch.train.data.choices import images_for_validation
 from wholebatch.train.data.classes.labeled import LabeledImages

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from PIL import __version__ as pillow_version
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.data.pictures.reading import open_picture
 from wholebatch.train.data.sides import FilePictures
 from wholebatch.train.data.tables.open_table import open_table

@@ -19,8 +19,8 @@ from rich.console import Console
 from train_runs import metrics, options, recorded
 
 from wholebatch.__main__ import main
-from wholebatch._tensor_file import TensorFile
-from wholebatch._user_error import UserError
+from wholebatch._base.tensor_file import TensorFile
+from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.option_checks import check_options

@@ -7,8 +7,8 @@ import pytest
 import torch
 from compare import assert_same
 
-from wholebatch._tensor_file import TensorFile, write_tensors
-from wholebatch._user_error import UserError
+from wholebatch._base.tensor_file import TensorFile, write_tensors
+from wholebatch._base.user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.config_json import from_values, to_json
 from wholebatch.train.data.glyphs import glyph_pairs

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from train_runs import metrics, options
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train import launch
 from wholebatch.train.config import HeadConfig, ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data

@@ -15,7 +15,7 @@ from data_sets import TEXTS, picture, png, shard, write_pictures
 from glyph_files import SMALL
 
 from wholebatch.__main__ import main
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.pairs.of_table import table_pairs

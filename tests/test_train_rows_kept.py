@@ -8,7 +8,7 @@ import pytest
 import torch
 from data_sets import add, picture, png, write_pictures
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.pairs.of_table import table_pairs
 from wholebatch.train.data.tables.open_table import open_table

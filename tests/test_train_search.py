@@ -9,7 +9,7 @@ import pytest
 import torch
 from data_sets import write_pictures
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data, table_pairs
 from wholebatch.train.data.pairs.ids import pairs_of_ids

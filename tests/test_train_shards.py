@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from data_sets import add, png
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.train.data.tables import shards as module
 from wholebatch.train.data.tables.shards import shard_batches
 

@@ -19,8 +19,8 @@ from train_runs import TRAIN, metrics, options, recorded
 
 import wholebatch as wb
 from wholebatch.__main__ import main
-from wholebatch._launcher import launcher_size
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
+from wholebatch._launch.launcher import launcher_size
 from wholebatch.testing import run_ranks
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig

@@ -10,11 +10,11 @@ import torch
 from glyph_files import SMALL, write_pairs
 from train_runs import TRAIN, difference, options
 
-from wholebatch import _slurm
 from wholebatch.__main__ import main
-from wholebatch._launcher import launcher_size
-from wholebatch._slurm import first_host, use_variables_of_slurm
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
+from wholebatch._launch import slurm
+from wholebatch._launch.launcher import launcher_size
+from wholebatch._launch.slurm import first_host, use_variables_of_slurm
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.run.resume import resume_command
@@ -32,7 +32,7 @@ def variables(monkeypatch):
     for name in (*TORCHRUN, *(name for name in os.environ if name.startswith("SLURM_"))):
         monkeypatch.setenv(name, "")  # so that the value of before comes back
         monkeypatch.delenv(name)
-    monkeypatch.setattr(_slurm.shutil, "which", lambda program: None)
+    monkeypatch.setattr(slurm.shutil, "which", lambda program: None)
 
     def set_them(values):
         for name, value in values.items():
@@ -112,7 +112,7 @@ def test_scontrol_knows_the_hosts_best(variables, monkeypatch, tmp_path):
     program.write_text('#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && echo "from-$3" && echo other\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(_slurm.shutil, "which", lambda name: str(program))
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: str(program))
     assert first_host("a1,a2") == "from-a1,a2"
     program.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(UserError, match=r"`scontrol show hostnames a1` failed: .* set MASTER_ADDR"):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from wholebatch._autograd import no_autocast
+from wholebatch._base.autograd import no_autocast
 from wholebatch.testing import run_ranks
 
 GRADIENT = 1e-10

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wholebatch._third_party import version
+from wholebatch._base.third_party import version
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.cuda.is_available()

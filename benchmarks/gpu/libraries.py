@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch._third_party import version
+from wholebatch._base.third_party import version
 from wholebatch.bench.peers import PEERS, PairLoss
 
 from .device import DEVICE, GPU

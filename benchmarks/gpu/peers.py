@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wholebatch._third_party import version
+from wholebatch._base.third_party import version
 from wholebatch.bench.peers import PairLoss
 
 from .device import DEVICE, GPU, Row, captured, median_seconds, message, peak_bytes, relative

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
-from wholebatch._third_party import version
+from wholebatch._base.third_party import version
 
 from .device import GPU, ROOT, Row, SkippedError
 

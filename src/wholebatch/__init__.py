@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from . import jax as jax
     from ._torch_names import *  # noqa: F403
 else:  # a type checker sees the names themselves, and which there are not
-    from ._lazy import lazy_names
+    from ._base.lazy import lazy_names
 
     # `wholebatch.jax` is a submodule like others: it imports no torch, and the other names import no JAX.
     __getattr__, _list_names = lazy_names(__name__, "._torch_names", "__version__")

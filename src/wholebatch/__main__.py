@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from wholebatch._user_error import UserError, needs, printable
+from wholebatch._base.user_error import UserError, needs, printable
 
 
 class _Command(NamedTuple):

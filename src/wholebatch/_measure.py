@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ._cpus import cpus_of_a_rank
+from ._launch.cpus import cpus_of_a_rank
 from .comm import Communicator
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ._settings import check_count, check_flag, check_instance, check_integer, check_sequence, shown
+from ._base.settings import check_count, check_flag, check_instance, check_integer, check_sequence, shown
 
 __all__ = ["Diagonal", "Partition", "Ragged", "Tile", "tiles"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_positive_number
+from ._base.checks import check_positive_number
 
 _WHY = "it is a scale, such as 1 / 0.07, not its logarithm"
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._autograd import once_differentiable
-from ._precision import wide_dtype
-from ._settings import shown
+from ._base.autograd import once_differentiable
+from ._base.precision import wide_dtype
+from ._base.settings import shown
 from .comm import Communicator
 from .comm.inside import all_reduce
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import check_dense, is_dense
-from ._settings import shown
+from ._base.checks import check_dense, is_dense
+from ._base.settings import shown
 
 
 class Tokens(NamedTuple):

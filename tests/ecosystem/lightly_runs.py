@@ -13,7 +13,7 @@ from dual import Run, as_launched, free_port, weights
 from torch import nn
 
 import wholebatch as wb
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.testing import run_ranks
 
 ROWS, STEPS, WIDTH, BANK = 16, 20, 4, 48

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dual import as_launched, free_port
 from PIL import Image
 
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.testing import run_ranks
 
 TEXT = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}

@@ -12,7 +12,7 @@ from late_interaction import Batch, assert_other_loss, assert_same_loss, of_both
 from torch.nn.functional import cross_entropy
 
 import wholebatch as wb
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 
 declare_torchvision_operators()
 pytest.importorskip("colpali_engine")

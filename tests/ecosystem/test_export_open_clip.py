@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 
 declare_torchvision_operators()
 open_clip = pytest.importorskip("open_clip")

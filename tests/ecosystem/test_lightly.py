@@ -19,7 +19,7 @@ from dual import distance
 from lightly_runs import BANK, CASES, WIDTH, in_a_loop, in_lightning, loss_of, on_two, run_cases
 
 import wholebatch as wb
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.auditing import presets
 
 declare_torchvision_operators()

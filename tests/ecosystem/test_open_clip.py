@@ -25,7 +25,7 @@ import torch
 from open_clip_runs import CLIP, make_data, train
 
 import wholebatch as wb
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.auditing import presets
 
 declare_torchvision_operators()

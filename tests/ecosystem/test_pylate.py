@@ -26,7 +26,7 @@ from late_interaction import (
 from torch import nn
 
 import wholebatch as wb
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.auditing import presets
 from wholebatch.integrations import pylate as adapter
 

@@ -27,7 +27,7 @@ from tiny_models import save_both, save_image, save_text
 from tokenizers.normalizers import Sequence
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.after.seen import case_ignored_by
 from wholebatch.train.audited import audit_start

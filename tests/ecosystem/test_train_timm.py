@@ -22,13 +22,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 
 declare_torchvision_operators()
 import timm  # noqa: E402
 from timm.models import save_for_hf  # noqa: E402
 
-from wholebatch._user_error import UserError  # noqa: E402
+from wholebatch._base.user_error import UserError  # noqa: E402
 from wholebatch.testing import run_ranks  # noqa: E402
 from wholebatch.train.audited import audit_start  # noqa: E402
 from wholebatch.train.config import ModelConfig, TrainConfig  # noqa: E402

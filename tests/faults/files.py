@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from glyph_files import write_pairs
 
 import wholebatch as wb
-from wholebatch._bounded_json import sealed, unsealed
-from wholebatch._tensor_file import TensorFile, write_tensors
+from wholebatch._base.bounded_json import sealed, unsealed
+from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import ModelConfig, TrainConfig

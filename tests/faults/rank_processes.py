@@ -159,7 +159,7 @@ def _serve(rank: int, size: int, folder: str, timeout_s: float, connection: Any,
     sys.path[:] = path
     import torch.distributed as dist
 
-    from wholebatch._rank_process import use_loopback
+    from wholebatch._launch.rank_process import use_loopback
 
     use_loopback()
     init = {"init_method": Path(folder, "store").as_uri(), "rank": rank, "world_size": size}

@@ -47,8 +47,8 @@ from glyph_files import SMALL, write_pairs
 from PIL import Image
 
 from wholebatch.__main__ import main as command
-from wholebatch._bounded_json import sealed, unsealed
-from wholebatch._tensor_file import TensorFile, write_tensors
+from wholebatch._base.bounded_json import sealed, unsealed
+from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch.train.encoders.saved import digest_of
 from wholebatch.train.run.checkpoint import digests_of_run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._settings import shown
-from .._user_error import UserError
+from .._base.settings import shown
+from .._base.user_error import UserError
 
 _MOST_RANKS = 64
 _MOST_SECONDS = 1e9

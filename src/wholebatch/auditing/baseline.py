@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 from .compare import directions, grouped, norm
 from .differences import CLOSE
 from .runs import Baseline, FailureError, Measured, Runs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _trees
-from .._checks import is_dense, shown
-from .._user_error import UserError
+from .._base import trees
+from .._base.checks import is_dense, shown
+from .._base.user_error import UserError
 from ..partition import Partition
 
 
@@ -36,7 +36,7 @@ def num_rows(batch: Any) -> int:
 
 def leaves(batch: Any) -> dict[str, Any]:
     """Return the leaves by path; a list of texts or numbers is one leaf."""
-    return {path or "batch": leaf for path, leaf in _trees.leaves(batch, is_leaf=_has_rows)}
+    return {path or "batch": leaf for path, leaf in trees.leaves(batch, is_leaf=_has_rows)}
 
 
 def take(batch: Any, rows: Sequence[int], *, but: tuple[str, Sequence[int]] | None = None) -> Any:
@@ -52,7 +52,7 @@ def take(batch: Any, rows: Sequence[int], *, but: tuple[str, Sequence[int]] | No
             return x[torch.tensor(chosen, dtype=torch.int64)]
         return type(x)([x[row] for row in chosen])
 
-    return _trees.map_leaves(rows_of, batch, is_leaf=_has_rows)
+    return trees.map_leaves(rows_of, batch, is_leaf=_has_rows)
 
 
 def with_gradient(batch: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -66,7 +66,7 @@ def with_gradient(batch: Any) -> tuple[Any, dict[str, Tensor]]:
             found[name] = x = x.detach().clone().requires_grad_()
         return x
 
-    return _trees.map_leaves(leaf_of, batch, is_leaf=_has_rows), found
+    return trees.map_leaves(leaf_of, batch, is_leaf=_has_rows), found
 
 
 def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
@@ -75,7 +75,7 @@ def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
     def converted(x: Any) -> Any:
         return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return _trees.map_leaves(converted, batch, is_leaf=_has_rows)
+    return trees.map_leaves(converted, batch, is_leaf=_has_rows)
 
 
 def splits(rows: int, size: int, *, uneven: bool, empty: bool) -> list[tuple[int, ...]]:

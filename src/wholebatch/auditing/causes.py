@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import _not_reduced
+from .._base import not_reduced
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ UNIFORM_SCALING = Cause(
 )
 NOT_REDUCED = Cause(
     "not-reduced",
-    _not_reduced.TITLE,
-    f"{_not_reduced.FIX}; a step with engine='none' reduces all itself",
+    not_reduced.TITLE,
+    f"{not_reduced.FIX}; a step with engine='none' reduces all itself",
 )
 NOT_CHECKED = Cause(
     "not-checked",

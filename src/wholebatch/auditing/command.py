@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from .._processes import preload
-from .._user_error import UserError
+from .._base.user_error import UserError
+from .._launch.processes import preload
 from . import presets
 from .config import AuditConfig
 from .display import print_report, print_summaries

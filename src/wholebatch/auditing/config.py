@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .._launcher import launched_processes
-from .._user_error import UserError, option
+from .._base.user_error import UserError, option
+from .._launch.launcher import launched_processes
 from . import presets
 from .arguments import check_arguments, split_name
 

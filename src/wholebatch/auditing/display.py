@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._display import print_table, print_text
+from .._cli.display import print_table, print_text
 from .report import LEFT, Report, explanations, headline, table
 from .summary import Summary
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .._settings import shown
-from .._user_error import UserError
+from .._base.settings import shown
+from .._base.user_error import UserError
 from . import causes, multi_rank, one_process
 from .arguments import check_arguments
 from .baseline import first_run, make_baseline

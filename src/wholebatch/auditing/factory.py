@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .._processes import preload, start_server
-from .._user_error import UserError
+from .._base.user_error import UserError
+from .._launch.processes import preload, start_server
 from .arguments import split_name
 from .batch import to_dtype
 from .problem import Problem, modules

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
-from .._graph import leaves_of
-from .._user_error import UserError
+from .._base.graph import leaves_of
+from .._base.user_error import UserError
 from ..comm import select_communicator
 from ..gradcache.replicas import without_comparison
 from ..partition import Partition

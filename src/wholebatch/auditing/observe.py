@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._trees import tensors_of
+from .._base.trees import tensors_of
 from .problem import Problem, parameters
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any, TypeVar
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 from .compare import same
 from .runs import Baseline, FailureError, Measured, Runs
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._settings import shown
-from .._user_error import UserError
+from .._base.settings import shown
+from .._base.user_error import UserError
 from ..heads import PartialFC
 from .batch import num_rows
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .._text_table import format_rows
+from .._cli.text_table import format_rows
 from .causes import Cause
 from .compare import Comparison, number
 

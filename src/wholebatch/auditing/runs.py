@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._processes import RankError, RankTimeoutError, pickled, run_processes
-from .._user_error import UserError
+from .._base.user_error import UserError
+from .._launch.processes import RankError, RankTimeoutError, pickled, run_processes
 from .compare import Gradients
 from .factory import INSTALLED, Factory
 from .measure import run_trials

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
 
 from .config import GatherConfig, LossConfig
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from wholebatch._declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
-from wholebatch._launcher import LAUNCHED_SIZES, launcher_size
-from wholebatch._user_error import UserError, option
+from wholebatch._base.user_error import UserError, option
+from wholebatch._cli.declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
+from wholebatch._launch.launcher import LAUNCHED_SIZES, launcher_size
 
 from . import records
 

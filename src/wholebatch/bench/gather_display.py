@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from wholebatch._display import print_table as print_rows
+from wholebatch._cli.display import print_table as print_rows
 
 from .gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, Row
 

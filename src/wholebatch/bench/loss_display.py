@@ -8,8 +8,8 @@ from typing import Any
 
 import matplotlib
 
-from wholebatch._display import print_table as print_rows
-from wholebatch._display import print_text
+from wholebatch._cli.display import print_table as print_rows
+from wholebatch._cli.display import print_text
 
 from .measurement import Row
 

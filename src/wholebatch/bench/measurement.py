@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import normalize
 
 from wholebatch import kernels
+from wholebatch._base.precision import accumulation_dtype
 from wholebatch._measure import rise_of_peak, seconds_of
-from wholebatch._precision import accumulation_dtype
 from wholebatch.comm import Communicator
 from wholebatch.planning.subject import BIAS, SCALE
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wholebatch._third_party import declare_torchvision_operators
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.comm import Communicator
 
 PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # two towers, scale, bias

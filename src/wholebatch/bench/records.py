@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import wholebatch as wb
-from wholebatch._bounded_json import parse_json
-from wholebatch._files import read_bounded
-from wholebatch._machine import processor_name
-from wholebatch._user_error import UserError
+from wholebatch._base.bounded_json import parse_json
+from wholebatch._base.files import read_bounded
+from wholebatch._base.machine import processor_name
+from wholebatch._base.user_error import UserError
 
 _MOST_BYTES = 2**28
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import wholebatch as wb
-from wholebatch._launcher import MPI_SIZES, launcher_size
-from wholebatch._user_error import UserError
+from wholebatch._base.user_error import UserError
+from wholebatch._launch.launcher import MPI_SIZES, launcher_size
 from wholebatch.comm import Communicator
 from wholebatch.testing import RankError, run_ranks
 

@@ -10,10 +10,10 @@ from itertools import product
 import torch
 
 import wholebatch as wb
+from wholebatch._base.third_party import version
+from wholebatch._base.user_error import UserError
+from wholebatch._launch.processes import run_processes
 from wholebatch._measure import threads_of_a_rank
-from wholebatch._processes import run_processes
-from wholebatch._third_party import version
-from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
 from wholebatch.testing import RankError
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_dense, check_sequence, shown
+from .._base.checks import check_choice, check_dense, check_sequence, shown
 from ..partition import Partition
 
 SUMS = ("sum", "avg")

@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from .._checks import check_flag, check_integer, shown
+from .._base.checks import check_flag, check_integer, shown
 from . import autograd, compiled, maps
 from .arguments import OPS, SUMS, check_tensor, checked_op
 from .call import Call

@@ -15,8 +15,8 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .._graph_break import outside_graphs
-from .._precision import accumulation_dtype
+from .._base.graph_break import outside_graphs
+from .._base.precision import accumulation_dtype
 from . import _c10d
 from .binding import bound
 from .maps import Loss

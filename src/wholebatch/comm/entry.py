@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_instance, shown
+from .._base.checks import check_choice, check_flag, check_instance, shown
 from .arguments import check_tensor
 from .binding import CallError, complaint
 from .call import Call

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from .._checks import on_host
-from .._precision import wide_dtype
-from .._settings import check_callable, check_instance, check_sequence
-from .._tensor_file import bytes_of
+from .._base.checks import on_host
+from .._base.precision import wide_dtype
+from .._base.settings import check_callable, check_instance, check_sequence
+from .._base.tensor_file import bytes_of
 from .binding import CallError
 from .compiled import eager
 from .facts_by_rank import Facts, FactsByRank

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .._checks import check_integer
+from .._base.checks import check_integer
 from .arguments import check_tensor
 from .call import Call
 from .entry import CallEntry, Entry

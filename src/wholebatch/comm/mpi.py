@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._checks import check_positive_number
+from .._base.checks import check_positive_number
 from .communicator import Communicator
 from .maps import Loss
 from .mpi_transport import MPITransport

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._autograd import once_differentiable
-from .._precision import accumulation_dtype
+from .._base.autograd import once_differentiable
+from .._base.precision import accumulation_dtype
 from .autograd import ALWAYS, apply, is_differentiable
 from .call import Call
 from .maps import AllReduce, Loss, Map

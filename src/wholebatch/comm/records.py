@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tensor_file import bytes_of
+from .._base.tensor_file import bytes_of
 from .modules import calling
 from .statement import FACTS, KINDS
 

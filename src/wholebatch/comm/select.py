@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._launcher import LAUNCHED_SIZES, launched_processes
+from .._launch.launcher import LAUNCHED_SIZES, launched_processes
 from .communicator import Communicator
 from .local import alone, stay_alone
 from .mpi import MPICommunicator

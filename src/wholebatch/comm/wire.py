@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._precision import accumulation_dtype
+from .._base.precision import accumulation_dtype
 from .transport import Finish
 
 _CARRIERS = {

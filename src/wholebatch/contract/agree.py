@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import on_host
-from .._precision import accumulation_dtype, tf32_is_allowed
+from .._base.checks import on_host
+from .._base.precision import accumulation_dtype, tf32_is_allowed
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from .._autograd import device_types
+from .._base.autograd import device_types
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

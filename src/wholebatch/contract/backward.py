@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._precision import wide_dtype
+from .._base.precision import wide_dtype
 from ..comm import Communicator
 from ..comm.handshake import BACKWARD, NUMBER, Statement
 from ..comm.transport import Transport

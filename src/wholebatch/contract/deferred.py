@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._autograd import once_differentiable
-from .._normalize import LONGEST
-from .._precision import wide_dtype
-from .._settings import LARGEST
-from .._tensor_file import bytes_of
-from .._warnings import warn
+from .._base.autograd import once_differentiable
+from .._base.normalize import LONGEST
+from .._base.precision import wide_dtype
+from .._base.settings import LARGEST
+from .._base.tensor_file import bytes_of
+from .._base.warnings import warn
 from ..comm.records import as_unread, numbers_of_records
 from ..comm.transport import Transport
 from .backward import EARLIER, check_earlier

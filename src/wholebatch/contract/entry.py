@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from .._autograd import no_autocast
+from .._base.autograd import no_autocast
 from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from ..comm.modules import numbered

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._normalize import LONGEST
-from .._precision import accumulation_dtype, wide_dtype
+from .._base.normalize import LONGEST
+from .._base.precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.inside import all_gather

@@ -24,9 +24,9 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from .._graph_break import outside_graphs
-from .._precision import accumulation_dtype
-from .._trees import map_leaves
+from .._base.graph_break import outside_graphs
+from .._base.precision import accumulation_dtype
+from .._base.trees import map_leaves
 
 _REASON = (
     "wholebatch runs this outside the compiled graph. Losses go inside, unless they return anything but one tensor, "

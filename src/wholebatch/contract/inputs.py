@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import (
+from .._base.checks import (
     check_alike,
     check_data,
     check_features,
@@ -24,9 +24,9 @@ from .._checks import (
     check_weights,
     norm_bound,
 )
-from .._precision import wide_dtype
-from .._products import paired_products
-from .._settings import LARGEST, SMALLEST_DIVISOR
+from .._base.precision import wide_dtype
+from .._base.products import paired_products
+from .._base.settings import LARGEST, SMALLEST_DIVISOR
 from ..kernels import READABLE, RowNumbers, row_numbers
 from .forms import form_of_tensor
 

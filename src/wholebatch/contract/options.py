@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
-from .._checks import check_choice, check_memory
+from .._base.checks import check_choice, check_memory
 from ..comm import Group
 from ..exchange import EXCHANGES, ExchangeName
 from ..kernels import KERNELS, Kernel

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 
 
 class _Parser(argparse.ArgumentParser):

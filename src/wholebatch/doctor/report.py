@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import functional, kernels
-from .._text_table import format_rows
+from .._cli.text_table import format_rows
 from ..heads import ArcFace
 from ..kernels import choice, verdicts
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .._graph import leaves_of
+from .._base.graph import leaves_of
 from .engines.known import Synchronized
 
 Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
-from .._graph import leaves_of
+from .._base.graph import leaves_of
 from .agreement import agree_after
 from .engines.fsdp import keep_accumulated_of_fsdp1
 from .rollback import Gradients

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._trees import tensors_of
+from .._base.trees import tensors_of
 
 
 def devices_of(modules: Iterable[nn.Module], model_input: Any) -> tuple[torch.device, ...]:

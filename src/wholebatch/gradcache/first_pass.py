@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from .._graph import leaves_of
-from .._trees import tensors_of
+from .._base.graph import leaves_of
+from .._base.trees import tensors_of
 from .chunks import Chunk
 from .keep import Keeper
 from .observe import Observer

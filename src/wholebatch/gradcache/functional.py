@@ -20,8 +20,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_callable, check_integer
-from .._graph import leaves_of
+from .._base.checks import check_callable, check_integer
+from .._base.graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
 from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_count, check_flag, check_items, shown
-from .._graph import checked_loss
+from .._base.checks import check_count, check_flag, check_items, shown
+from .._base.graph import checked_loss
 from ..comm import Group
 from ..comm.modules import built, numbered
 from ..comm.select import check_group

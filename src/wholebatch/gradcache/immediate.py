@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from .._graph import leaves_of
+from .._base.graph import leaves_of
 from .agreement import agree_after
 from .deferred import with_second_passes
 from .rollback import Gradients

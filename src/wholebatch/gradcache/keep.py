@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._checks import shown
+from .._base.checks import shown
 from .._measure import free_memory
 
 KeepGraphs = int | float | Literal["auto"]

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import _not_reduced
-from .._checksum import checksum
-from .._sharded import is_sharded
+from .._base import not_reduced
+from .._base.checksum import checksum
+from .._base.sharded import is_sharded
 from .chunks import Encoder
 from .engines.ddp import parameters_of_ddp
 from .engines.known import control_of
@@ -108,12 +108,12 @@ def check_same(everyone: Sequence[Mapping[str, int]], *, steps: int) -> None:
             why = (
                 "they differ before the first step of this GradCache. Make models from the same seed on each rank, or "
                 "broadcast their parameters, as DistributedDataParallel does; if an optimizer has made steps before, "
-                f"its gradients were not reduced ({_not_reduced.FIX})"
+                f"its gradients were not reduced ({not_reduced.FIX})"
             )
         else:
             why = (
                 "an optimizer step has driven them apart, since its gradients were not reduced, or not alike (scaled "
-                f"by each rank's own norm?): {_not_reduced.TITLE}. {_not_reduced.FIX}; without an engine, reduce "
+                f"by each rank's own norm?): {not_reduced.TITLE}. {not_reduced.FIX}; without an engine, reduce "
                 "gradients of all ranks before the optimizer's step. Or a GradScaler has found an overflow on one rank "
                 "alone and skipped the step there: call wholebatch.heads.agree_on_overflow after scaler.unscale_"
             )

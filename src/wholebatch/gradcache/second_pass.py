@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._graph import leaves_of
+from .._base.graph import leaves_of
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
 from .enclosing import Enclosing

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import (
+from .._base.checks import (
     check_alike,
     check_count,
     check_dense,
@@ -22,7 +22,7 @@ from .._checks import (
     is_dense,
     on_host,
 )
-from .._normalize import known_norms
+from .._base.normalize import known_norms
 from ..comm import Group
 from ..contract import Checks, Facts, Inputs, Options, agree
 from ..partition import Partition

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
-from .._normalize import divisors, row_norms
-from .._precision import rows_at_a_time, wide_dtype
+from .._base.autograd import once_differentiable
+from .._base.normalize import divisors, row_norms
+from .._base.precision import rows_at_a_time, wide_dtype
 from .classes import NOT_HERE
 
 _SAME = 16  # times eps: unit vectors that are nearer to each other than this count as equal

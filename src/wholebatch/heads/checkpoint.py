@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._checks import check_ids, check_instance, checked_path
-from .._precision import accumulation_dtype
-from .._settings import shown
-from .._tensor_file import bytes_of, is_save_id, new_save_id
+from .._base.checks import check_ids, check_instance, checked_path
+from .._base.precision import accumulation_dtype
+from .._base.settings import shown
+from .._base.tensor_file import bytes_of, is_save_id, new_save_id
 from ..comm import Communicator, select_communicator
 from ..contract import bind_on_all_ranks
 from .classes import NOT_HERE, check_parts, rows_within

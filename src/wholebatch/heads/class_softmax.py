@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._normalize import row_norms
+from .._base.normalize import row_norms
 from ..comm import Communicator
 from ..contract import Options, reduce_losses
 from ..nodes.cross_entropy import one_positive

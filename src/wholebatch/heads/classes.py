@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checksum import checksum
+from .._base.checksum import checksum
 from ..comm import Communicator, Group, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..partition import Partition

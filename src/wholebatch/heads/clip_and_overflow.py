@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from .._checks import check_dense, check_instance, check_items, check_real, is_dtensor
-from .._precision import wide_dtype
-from .._sparse_rows import coalesced
+from .._base.checks import check_dense, check_instance, check_items, check_real, is_dtensor
+from .._base.precision import wide_dtype
+from .._base.sparse_rows import coalesced
 from ..comm import Group, select_communicator
 from ..contract import bind_on_all_ranks
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._settings import shown
+from .._base.settings import shown
 
 _STORAGES = {
     "torch DoubleStorage": torch.float64,

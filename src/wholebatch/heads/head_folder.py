@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .._bounded_json import Types, check_fields, is_digest, sealed, unsealed
-from .._files import read_bounded, replacing
-from .._settings import shown
-from .._tensor_file import TensorFile, is_save_id, write_tensors
+from .._base.bounded_json import Types, check_fields, is_digest, sealed, unsealed
+from .._base.files import read_bounded, replacing
+from .._base.settings import shown
+from .._base.tensor_file import TensorFile, is_save_id, write_tensors
 
 _INDEX = "index.json"
 _OLD_INDEX = ".metadata"  # of torch.distributed.checkpoint, a pickle

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._checks import check_instance, checked_path
-from .._settings import shown
+from .._base.checks import check_instance, checked_path
+from .._base.settings import shown
 from ..comm import select_communicator
 from ..contract import bind_on_all_ranks
 from .described_pickle import StoredTensor

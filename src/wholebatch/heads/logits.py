@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from .._checks import (
+from .._base.checks import (
     check_choice,
     check_dense,
     check_features,
@@ -28,7 +28,7 @@ from .._checks import (
     is_dense,
     shown,
 )
-from .._normalize import known_norms
+from .._base.normalize import known_norms
 from ..contract import Facts
 from .margins.interface import Margin, Targets, TransformsNegatives
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._normalize import UNIT, normalize_rows
+from .._base.normalize import UNIT, normalize_rows
 from ..comm import Communicator
 from ..contract import Facts
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics, statistics_fields

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from .._checks import (
+from .._base.checks import (
     check_callable,
     check_flag,
     check_fraction,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._checks import (
+from .._base.checks import (
     allocated,
     check_count,
     check_flag,
@@ -29,8 +29,8 @@ from .._checks import (
     check_integer,
     checked_device,
 )
-from .._precision import accumulation_dtype
-from .._sharded import mark_sharded
+from .._base.precision import accumulation_dtype
+from .._base.sharded import mark_sharded
 from ..comm import Group, LocalCommunicator, select_communicator
 from ..comm.binding import CallError, bound
 from ..comm.modules import built

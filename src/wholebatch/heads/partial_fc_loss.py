@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import is_dense
-from .._sharded import mark_sharded
+from .._base.checks import is_dense
+from .._base.sharded import mark_sharded
 from ..comm import Group
 from ..contract import Options, Reduction, entry
 from ..kernels import Kernel

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .._sparse_rows import coalesced
+from .._base.sparse_rows import coalesced
 
 
 def _numbers_at_a_time(device: torch.device) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
-from .._sparse_rows import sparse_rows
+from .._base.autograd import once_differentiable
+from .._base.sparse_rows import sparse_rows
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:

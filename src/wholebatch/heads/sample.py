@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_finite
-from .._precision import accumulation_dtype
+from .._base.checks import check_finite
+from .._base.precision import accumulation_dtype
 
 # The largest absolute value of an offset where label smoothing adds up all logits: their sum is finite.
 _LARGEST_IN_SUMS = {torch.float32: 2.0**100, torch.float64: 2.0**1000}

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_count, check_features, check_finite, has_feature_dtype
-from .._normalize import known_norms, normalize_rows
-from .._precision import accumulation_dtype
+from .._base.checks import check_alike, check_count, check_features, check_finite, has_feature_dtype
+from .._base.normalize import known_norms, normalize_rows
+from .._base.precision import accumulation_dtype
 from ..comm import Communicator
 from ..partition import Partition
 from .classes import check_parts

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._files import open_regular, read_into, size_of
-from .._settings import shown
-from .._tensor_file import bytes_of
+from .._base.files import open_regular, read_into, size_of
+from .._base.settings import shown
+from .._base.tensor_file import bytes_of
 from .described_pickle import StoredTensor, described
 
 _MOST_PICKLE_BYTES = 16 * 2**20

@@ -7,7 +7,7 @@ from typing import Any
 
 import wholebatch as wb
 
-from .._checks import check_flag
+from .._base.checks import check_flag
 from ..comm import Group
 
 

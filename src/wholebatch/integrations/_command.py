@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 from ._framework import FrameworkError
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import wholebatch as wb
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 from ._command import program_of, run_command
 from ._framework import Framework, Switch
 from ._passages import passages_loss

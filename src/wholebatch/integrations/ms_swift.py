@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 
 import wholebatch as wb
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 from ..comm import Group, select_communicator
 from ..losses._directions import Direction
 from ..sync import Sync

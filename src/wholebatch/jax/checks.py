@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
 
-from .._settings import LARGEST, SMALLEST_DIVISOR, check_choice, shown
+from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_choice, shown
 
 _ARRAYS: Any = (np.generic, np.ndarray, Array)
 

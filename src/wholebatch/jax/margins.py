@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._settings import LARGEST, shown
+from .._base.settings import LARGEST, shown
 from . import checks
 
 Fold = Literal["extend", "linear", "clip", "none"]

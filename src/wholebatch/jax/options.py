@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .._settings import shown
+from .._base.settings import shown
 from . import checks
 from .axis import Axis
 from .exchange import EXCHANGES, ExchangeName, select_exchange

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 
-from .._settings import shown
+from .._base.settings import shown
 from . import checks
 from .angles import angles_between
 from .axis import Axis, vary_alike

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from zlib import crc32
 
-from .._warnings import warn as warn_user
+from .._base.warnings import warn as warn_user
 
 _LOG = logging.getLogger("wholebatch")
 

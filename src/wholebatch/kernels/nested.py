@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from .._precision import vector
+from .._base.precision import vector
 from .launch import TileInputs, empty, layout, start
 
 

@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from .._normalize import EPS
+from .._base.normalize import EPS
 from . import launch
 from .launch import empty, laid_out, tiles
 

@@ -19,8 +19,8 @@ from uuid import uuid4
 import torch
 
 from .. import __version__
-from .._bounded_json import check_fields, sealed, unsealed
-from .._files import read_bounded
+from .._base.bounded_json import check_fields, sealed, unsealed
+from .._base.files import read_bounded
 from . import launch
 
 _MOST_BYTES = 65536

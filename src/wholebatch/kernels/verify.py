@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._normalize import EPS
+from .._base.normalize import EPS
 from . import launch, nested, rows, sigmoid, softmax, tokens, witness
 from .nested import NestedTile
 from .tokens import TokenTile

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, is_dense
-from .._settings import shown
+from .._base.checks import INTEGERS, is_dense
+from .._base.settings import shown
 from ..contract import Inputs
 from ..tokens import Packed, Tokens, packed
 

@@ -14,8 +14,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from .._checks import check_ids, is_dense
-from .._precision import wide_dtype
+from .._base.checks import check_ids, is_dense
+from .._base.precision import wide_dtype
 from ..contract import Facts
 from ..nodes import RowStatistics
 from ._directions import Ceiling

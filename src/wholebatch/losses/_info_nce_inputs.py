@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import check_alike, check_features, check_norm, norm_bound
+from .._base.checks import check_alike, check_features, check_norm, norm_bound
 from ..contract import Inputs
 from ._directions import check_reserved_ids, reserved_ids
 from ._hard_negatives import check_hard_negatives, rows_of

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_label_smoothing, check_number
+from .._base.checks import check_choice, check_flag, check_label_smoothing, check_number
 from ._directions import DIRECTIONS, Direction
 from ._pairs import EQUAL_IDS
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_ignore_index, is_dense
-from .._normalize import UNIT, normalize_rows
+from .._base.checks import check_ignore_index, is_dense
+from .._base.normalize import UNIT, normalize_rows
 from ..contract import Checks, Facts, Inputs, Options, agree, prepared, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
 from ..nodes.cross_entropy import how_many_equal

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_label_smoothing
-from .._settings import check_flag, shown
+from .._base.checks import check_choice, check_label_smoothing
+from .._base.settings import check_flag, shown
 from ..nodes import RowStatistics
 from ..nodes.cross_entropy import many_positives, one_positive
 from ..pair_loss import Count, LogSumExp, Max, Sum

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from .._checks import check_instance, check_scalar
+from .._base.checks import check_instance, check_scalar
 from ..comm.binding import missing_error
 from ..contract import raise_on_all_ranks
 from ..scale import Scale

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from .._checks import check_ignore_index, check_temperature
+from .._base.checks import check_ignore_index, check_temperature
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group

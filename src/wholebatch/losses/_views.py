@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._normalize import UNIT
+from .._base.normalize import UNIT
 from ..contract import Facts, Inputs
 from ..nodes import (
     Bounds,

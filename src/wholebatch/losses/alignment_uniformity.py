@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_number, check_positive_number, check_weight
-from .._normalize import UNIT, normalize_rows
-from .._precision import wide_dtype
+from .._base.checks import check_number, check_positive_number, check_weight
+from .._base.normalize import UNIT, normalize_rows
+from .._base.precision import wide_dtype
 from ..contract import Checks, Facts, KernelOptions, Options, agree, entry, finish
 from ..exchange import ExchangeName
 from ..kernels import Kernel

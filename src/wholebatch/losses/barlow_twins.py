@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_positive_number, check_weight
+from .._base.checks import check_positive_number, check_weight
 from ..contract import Checks, LossOptions, Options, agree, entry
 from ._declaration import Declaration
 from ._module import LossModule

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from .._declared_names import LOSS_NAMES
+from .._cli.declared_names import LOSS_NAMES
 from ._declaration import Declaration as Declaration
 from ._declaration import Sweep as Sweep
 

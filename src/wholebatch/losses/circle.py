@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_number, check_positive_number
+from .._base.checks import check_number, check_positive_number
 from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus

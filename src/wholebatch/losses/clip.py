@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_choice, check_label_smoothing
-from .._statistics_request import statistics_requested
+from .._base.checks import check_choice, check_label_smoothing
+from .._base.statistics_request import statistics_requested
 from ..contract import Checks, Facts, Inputs, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, pair_losses, row_statistics, statistics_fields
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_number, check_temperature
-from .._statistics_request import statistics_requested
+from .._base.checks import check_number, check_temperature
+from .._base.statistics_request import statistics_requested
 from ..comm.inside import all_reduce
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ._declaration import Declaration

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_number
+from .._base.checks import check_number
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import softplus
 from ._declaration import Declaration

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_alike, check_features, check_norm, norm_bound
+from .._base.checks import check_alike, check_features, check_norm, norm_bound
 from ..contract import Checks, Facts, Inputs, Options, ProductOptions, Reduction, agree, entry, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, choose_route, row_statistics, statistics_fields
 from ..nodes.soft_targets import SoftTargetPlan, SoftTargets

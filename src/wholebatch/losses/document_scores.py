@@ -7,8 +7,8 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .._checks import check_choice
-from .._settings import check_integer
+from .._base.checks import check_choice
+from .._base.settings import check_integer
 from ..comm import Group
 from ..contract import Checks, Facts, Options, agree, entry, prepared
 from ..exchange import ColumnData, ExchangeName

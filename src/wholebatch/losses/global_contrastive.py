@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import (
+from .._base.checks import (
     allocated,
     check_count,
     check_dense,
@@ -31,7 +31,7 @@ from .._checks import (
     check_number,
     norm_bound,
 )
-from .._precision import wide_dtype
+from .._base.precision import wide_dtype
 from ..comm import select_communicator
 from ..contract import Checks, Inputs, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields

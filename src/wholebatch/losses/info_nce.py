@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._products import paired_products
-from .._statistics_request import statistics_requested
+from .._base.products import paired_products
+from .._base.statistics_request import statistics_requested
 from ..contract import Checks, Facts, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import RowStatistics, statistics_fields
 from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus

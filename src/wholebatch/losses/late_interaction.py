@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._statistics_request import statistics_requested
+from .._base.statistics_request import statistics_requested
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, prepared, reduce_losses
 from ..tokens import Packed, Tokens
 from ._documents import Owners, packed_texts

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_flag, check_number, shown
-from .._normalize import UNIT, normalize_rows
-from .._precision import vector
+from .._base.checks import check_flag, check_number, shown
+from .._base.normalize import UNIT, normalize_rows
+from .._base.precision import vector
 from ..contract import (
     MIN_PAIR_PRODUCT,
     Checks,

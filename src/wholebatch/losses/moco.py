@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
-from .._precision import wide_dtype
-from .._statistics_request import statistics_requested
+from .._base.checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
+from .._base.precision import wide_dtype
+from .._base.statistics_request import statistics_requested
 from ..comm import Group, select_communicator
 from ..comm.modules import built
 from ..comm.select import check_group

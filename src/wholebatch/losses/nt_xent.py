@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._statistics_request import statistics_requested
+from .._base.statistics_request import statistics_requested
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ._declaration import Declaration, Sweep

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_choice
+from .._base.checks import check_choice
 from ..contract import (
     Checks,
     Inputs,

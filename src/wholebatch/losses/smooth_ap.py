@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_number, check_temperature
-from .._normalize import normalize_rows
+from .._base.checks import check_number, check_temperature
+from .._base.normalize import normalize_rows
 from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes import Layout, choose_route
 from ..nodes.ranks import PositiveRanks, RankingPlan

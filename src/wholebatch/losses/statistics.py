@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, ParamSpec, overload
 import torch
 from torch import Tensor
 
-from .._checks import check_callable
-from .._statistics_request import collecting, report
+from .._base.checks import check_callable
+from .._base.statistics_request import collecting, report
 from ..comm import Communicator
 from ..nodes.row_statistics import RowStatistics
 from ..pair_loss import PairLoss, TermStatistics

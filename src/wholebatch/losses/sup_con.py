@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._statistics_request import statistics_requested
+from .._base.statistics_request import statistics_requested
 from ..contract import Checks, KernelOptions, Options, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import many_positives

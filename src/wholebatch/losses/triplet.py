@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._autograd import no_autocast
-from .._checks import check_choice, check_flag, check_weight
-from .._normalize import normalize_rows
-from .._precision import wide_dtype
+from .._base.autograd import no_autocast
+from .._base.checks import check_choice, check_flag, check_weight
+from .._base.normalize import normalize_rows
+from .._base.precision import wide_dtype
 from ..contract import Checks, Options, Reduction, SweepOptions, entry
 from ..exchange import ColumnData
 from ..nodes import Layout, choose_route

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_positive_number, check_weight
+from .._base.checks import check_positive_number, check_weight
 from ..contract import Checks, LossOptions, Options, agree, entry
 from ..sync import shared_sum
 from ._declaration import Declaration

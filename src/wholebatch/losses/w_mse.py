@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import check_number
-from .._normalize import normalize_rows
+from .._base.checks import check_number
+from .._base.normalize import normalize_rows
 from ..contract import Checks, LossOptions, Options, agree, entry, finish
 from ..sync import total
 from ._declaration import Declaration

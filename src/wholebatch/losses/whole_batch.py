@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .._autograd import once_differentiable
-from .._checks import (
+from .._base.autograd import once_differentiable
+from .._base.checks import (
     check_callable,
     check_choice,
     check_dense,
@@ -31,7 +31,7 @@ from .._checks import (
     check_integer,
     on_host,
 )
-from .._graph import checked_loss, finite_value
+from .._base.graph import checked_loss, finite_value
 from ..comm import Communicator, Group, autograd, select_communicator
 from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
+from .._base.autograd import once_differentiable
 from ..comm import Communicator
 from ..partition import Partition
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import no_autocast, once_differentiable
-from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
-from .._precision import accumulation_dtype, wide_dtype
-from .._products import paired_products
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
+from .._base.precision import accumulation_dtype, wide_dtype
+from .._base.products import paired_products
 from ..contract import Facts
 from ..exchange import ColumnData
 from ..kernels import exact

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import no_autocast, once_differentiable
-from .._precision import accumulation_dtype, wide_dtype
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.precision import accumulation_dtype, wide_dtype
 from ..comm import LocalCommunicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.inside import reduce_scatter

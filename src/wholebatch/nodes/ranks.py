@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import no_autocast, once_differentiable
-from .._precision import wide_dtype
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.precision import wide_dtype
 from ..exchange import ColumnData
 from ..sweep import Block, Pairs, RankingSweep
 from .route import Route

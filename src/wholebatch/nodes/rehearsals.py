@@ -14,8 +14,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._normalize import inverse_norms
-from .._precision import accumulation_dtype, wide_dtype
+from .._base.normalize import inverse_norms
+from .._base.precision import accumulation_dtype, wide_dtype
 from ..contract import Facts
 from ..partition import Partition, Ragged, tiles
 from ..sweep import (

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._autograd import once_differentiable
-from .._graph import checked_loss, finite_value, leaves_of
+from .._base.autograd import once_differentiable
+from .._base.graph import checked_loss, finite_value, leaves_of
 from ..comm import Communicator
 from ..partition import Partition
 from ..sync import Sync, feature_factor, replicated_loss_factor

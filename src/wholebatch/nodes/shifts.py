@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._precision import accumulation_dtype, vector, wide_dtype
+from .._base.precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
 from ..comm.inside import all_reduce
 from ..exchange import ColumnData

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import no_autocast, once_differentiable
-from .._precision import accumulation_dtype, wide_dtype
-from .._products import inner
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.precision import accumulation_dtype, wide_dtype
+from .._base.products import inner
 from ..comm.inside import all_reduce
 from ..exchange import ColumnData
 from ..sweep import Block, KernelSigmoidSweep, Pairs, SigmoidSweep

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import no_autocast, once_differentiable
-from .._normalize import divisors
-from .._precision import accumulation_dtype
-from .._products import inner
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.normalize import divisors
+from .._base.precision import accumulation_dtype
+from .._base.products import inner
 from ..comm.inside import all_gather, all_reduce
 from ..exchange import ColumnData
 from ..logsumexp import log_sum_exp

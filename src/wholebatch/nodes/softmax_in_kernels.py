@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .._autograd import no_autocast, once_differentiable
+from .._base.autograd import no_autocast, once_differentiable
 from ..comm.inside import all_reduce, reduce_scatter
 from ..contract import Facts
 from ..logsumexp import log_sum_exp

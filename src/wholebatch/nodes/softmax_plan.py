@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._normalize import divisors
+from .._base.normalize import divisors
 from ..contract import Assumption, Canaries, Deferred
 from ..sweep import Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep
 from .route import Route

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._normalize import divisors, known_norms, project_
-from .._precision import accumulation_dtype
-from .._sparse_rows import sparse_rows
+from .._base.normalize import divisors, known_norms, project_
+from .._base.precision import accumulation_dtype
+from .._base.sparse_rows import sparse_rows
 
 Joined = tuple[Tensor | None, Tensor | None]  # of X's rows, and of Y's
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .._autograd import no_autocast, once_differentiable
-from .._normalize import EPS
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.normalize import EPS
 from ..contract import Facts
 from ..logsumexp import log_sum_exp
 from ..sweep import Block, Diagonals, in_memory

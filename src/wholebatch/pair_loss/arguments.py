@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import has_feature_dtype, is_dense
-from .._settings import check_number, shown
+from .._base.checks import has_feature_dtype, is_dense
+from .._base.settings import check_number, shown
 from ..contract import Inputs
 from ..tokens import Packed, Tokens, packed
 from .fields import INDEX, PARTNER, SEPARATOR

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._precision import wide_dtype
-from .._statistics_request import report, statistics_requested
+from .._base.precision import wide_dtype
+from .._base.statistics_request import report, statistics_requested
 from ..contract import Facts, finish
 from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks
 from ..nodes.rehearsals import tokens_in_kernels_or_not

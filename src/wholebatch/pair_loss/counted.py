@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._live_bytes import Counted, count_bytes
-from .._precision import accumulation_dtype
-from .._statistics_request import not_collecting
+from .._base.live_bytes import Counted, count_bytes
+from .._base.precision import accumulation_dtype
+from .._base.statistics_request import not_collecting
 from ..comm import LocalCommunicator
 from ..contract import Options, agree
 from .arguments import Arguments

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .._checks import check_callable
-from .._settings import shown
+from .._base.checks import check_callable
+from .._base.settings import shown
 from .arguments import Arguments
 from .compiled import Kernels
 from .first_use import Reads, first_use

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_not_negative
-from .._settings import shown
+from .._base.checks import check_not_negative
+from .._base.settings import shown
 from .affine import is_affine, may_be_affine
 from .entries import Entries, Values
 from .fields import INDEX, PARTNER, Fields, changed, fields

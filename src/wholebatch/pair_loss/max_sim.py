@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .._autograd import once_differentiable
+from .._base.autograd import once_differentiable
 from ..partition import Ragged
 from ..sweep.items import numbers_on
 

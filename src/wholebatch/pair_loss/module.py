@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._checks import check_flag, on_host
-from .._statistics_request import statistics_requested
+from .._base.checks import check_flag, on_host
+from .._base.statistics_request import statistics_requested
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import no_autocast, once_differentiable
-from .._precision import accumulation_dtype, wide_dtype
+from .._base.autograd import no_autocast, once_differentiable
+from .._base.precision import accumulation_dtype, wide_dtype
 from ..contract import Facts
 from ..exchange import ColumnData
 from ..nodes import Route, Vectors, token_driver

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._precision import wide_dtype
+from .._base.precision import wide_dtype
 from ..contract import Facts
 from ..nodes.fetch import fetch_rows
 from ..partition import Partition, Ragged

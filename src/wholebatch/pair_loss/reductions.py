@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .._checks import check_callable, check_choice, check_number
+from .._base.checks import check_callable, check_choice, check_number
 
 Score = Callable[..., Tensor]
 Mask = Callable[..., Tensor]

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
-from .._checks import check_choice
-from .._normalize import divisors, known_norms, project_
-from .._precision import accumulation_dtype, rows_at_a_time
-from .._settings import shown
+from .._base.autograd import once_differentiable
+from .._base.checks import check_choice
+from .._base.normalize import divisors, known_norms, project_
+from .._base.precision import accumulation_dtype, rows_at_a_time
+from .._base.settings import shown
 from ..sweep import Documents
 
 SIMILARITIES = ("dot", "cosine", "neg_squared_distance", "max_sim")

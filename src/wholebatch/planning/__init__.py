@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._names import *  # noqa: F403
 else:  # the command line parses its options without torch
-    from .._lazy import lazy_names
+    from .._base.lazy import lazy_names
 
     __getattr__, __dir__ = lazy_names(__name__, "._names")

@@ -15,9 +15,9 @@ from statistics import median
 
 import torch
 
-from .._checks import check_choice, check_floating_dtype, check_instance, check_sequence
+from .._base.checks import check_choice, check_floating_dtype, check_instance, check_sequence
+from .._base.precision import accumulation_dtype
 from .._measure import seconds_of
-from .._precision import accumulation_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
 from ..sweep import Memory

@@ -8,8 +8,8 @@ from statistics import median
 
 import torch
 
+from .._launch.processes import run_processes
 from .._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
-from .._processes import run_processes
 from ..comm import Communicator, select_communicator
 from ..sweep import Memory
 from .calibration import calibrate

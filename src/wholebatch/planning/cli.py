@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from .._user_error import UserError, option
+from .._base.user_error import UserError, option
 from .rates import Rates, check_rates
 from .sizes import DTYPES, LOSSES, Sizes
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .._precision import accumulation_dtype
-from .._processes import RankError
-from .._user_error import UserError
+from .._base.precision import accumulation_dtype
+from .._base.user_error import UserError
+from .._launch.processes import RankError
 from .check import Measured, check, rates_here
 from .declared import count, is_declared
 from .display import print_measured, print_plan

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .._live_bytes import Counted
-from .._settings import shown
-from .._user_error import UserError
+from .._base.live_bytes import Counted
+from .._base.settings import shown
+from .._base.user_error import UserError
 from ..pair_loss import PairLoss
 from ..pair_loss.arguments import Arguments
 from ..pair_loss.counted import SIDE, TILES, count_step, of_an_entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._display import print_table, print_text
+from .._cli.display import print_table, print_text
 from .check import Measured
 from .report import LEFT, Plan, headline, remarks, table
 from .units import amount, duration

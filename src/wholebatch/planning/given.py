@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 from ..losses.catalog import CATALOG
 from .cards import CARDS, card_named
 from .rates import MOVED_BY_CLIP, Rates

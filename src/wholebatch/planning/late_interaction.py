@@ -21,7 +21,7 @@ from math import ceil
 
 import torch
 
-from .._precision import accumulation_dtype
+from .._base.precision import accumulation_dtype
 from ..exchange import ExchangeUsed
 from ..exchange.select import automatic
 from ..losses.catalog import Declaration

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from .._base.precision import accumulation_dtype
+from .._base.settings import shown
+from .._base.user_error import UserError
 from .._measure import free_memory
-from .._precision import accumulation_dtype
-from .._settings import shown
-from .._user_error import UserError
 from .declared import Counts, DeclaredLoss, count, is_declared, name_of
 from .given import given
 from .late_interaction import TokenShapes

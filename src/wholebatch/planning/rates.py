@@ -19,9 +19,9 @@ from math import inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._bounded_json import parse_json
-from .._files import read_bounded
-from .._user_error import UserError
+from .._base.bounded_json import parse_json
+from .._base.files import read_bounded
+from .._base.user_error import UserError
 
 if TYPE_CHECKING:  # it imports torch
     from .costs import Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .._text_table import format_rows
+from .._cli.text_table import format_rows
 from ..sweep.memory import Memory
 from .rates import Rates
 from .sizes import WINNERS, LossName

@@ -7,7 +7,7 @@ from math import ceil
 
 import torch
 
-from .._precision import accumulation_dtype
+from .._base.precision import accumulation_dtype
 from ..exchange import ExchangeUsed as ExchangeUsed
 from ..exchange import num_entries
 from ..exchange.schedule import full, half

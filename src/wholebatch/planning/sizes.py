@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any, TypeGuard
 
-from .._declared_names import LABELED_LOSSES, SWEPT_LOSSES
-from .._settings import shown
-from .._user_error import UserError
+from .._base.settings import shown
+from .._base.user_error import UserError
+from .._cli.declared_names import LABELED_LOSSES, SWEPT_LOSSES
 from .cards import DEVICES
 
 PARTIAL_FC = "partial_fc"  # a head, with classes instead of a second tower

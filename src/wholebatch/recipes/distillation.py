@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._settings import check_divisor
+from .._base.settings import check_divisor
 from ..pair_loss import Count, LogSumExp, Mean, PairLoss
 from ..pair_loss.similarity import Similarity
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .._checks import check_choice
-from .._settings import check_flag, check_number
+from .._base.checks import check_choice
+from .._base.settings import check_flag, check_number
 from ..pair_loss import LogSumExp, PairLoss
 from .parts import against_negatives, other
 from .retrieval import Scale

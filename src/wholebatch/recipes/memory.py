@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import has_feature_dtype, is_dense
-from .._settings import check_divisor, check_integer, shown
+from .._base.checks import has_feature_dtype, is_dense
+from .._base.settings import check_divisor, check_integer, shown
 from ..pair_loss import Count, LogSumExp, Mean, PairLoss
 
 

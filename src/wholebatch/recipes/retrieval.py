@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._settings import check_number
+from .._base.settings import check_number
 from ..pair_loss import LogSumExp, PairLoss
 from .parts import against_negatives, other, relative
 

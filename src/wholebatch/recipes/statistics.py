@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._checks import has_feature_dtype, is_dense
-from .._settings import check_integer, shown
+from .._base.checks import has_feature_dtype, is_dense
+from .._base.settings import check_integer, shown
 from ..contract import Checks, Inputs, LossOptions, Options, agree, entry
 from ..losses._moments import of_all_ranks
 from ..sync import shared_sum

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import has_feature_dtype, is_dense
-from .._settings import check_flag, shown
+from .._base.checks import has_feature_dtype, is_dense
+from .._base.settings import check_flag, shown
 from ..contract import Options, entry, prepared
 from ..nodes.cross_entropy import softplus
 from ..pair_loss import LogSumExp, PairLoss

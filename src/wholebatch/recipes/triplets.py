@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._settings import check_weight
+from .._base.settings import check_weight
 from ..pair_loss import Max, Min, PairLoss
 
 

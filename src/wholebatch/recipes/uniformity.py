@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._settings import check_positive_number
+from .._base.settings import check_positive_number
 from ..pair_loss import Mean, PairLoss
 from .parts import other
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._checks import check_label
-from .._normalize import EPS, normalize_rows
+from .._base.checks import check_label
+from .._base.normalize import EPS, normalize_rows
 
 
 def check_shapes(

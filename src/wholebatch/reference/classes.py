@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._normalize import EPS, row_norms
+from .._base.normalize import EPS, row_norms
 from ..heads.margins import CurricularFace
 from ..heads.margins.interface import Margin, Regularizes, Targets, TransformsNegatives
 from ._shared import check_shapes, normalized, reduce

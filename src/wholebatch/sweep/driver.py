@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._precision import accumulation_dtype
+from .._base.precision import accumulation_dtype
 from ..partition import Tile, tiles
 from .pairs import Index
 from .products import Factor, Products, rows_of, transposed

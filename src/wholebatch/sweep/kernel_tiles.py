@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from .._precision import accumulation_dtype
+from .._base.precision import accumulation_dtype
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .launches import launches

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._precision import wide_dtype
+from .._base.precision import wide_dtype
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .pairs import Index, Pairs

@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._precision import accumulation_dtype, tf32_is_allowed
-from .._warnings import warn
+from .._base.precision import accumulation_dtype, tf32_is_allowed
+from .._base.warnings import warn
 
 Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16", "bfloat16x3"]
 PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "bfloat16x3")

@@ -40,7 +40,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .._precision import wide_dtype
+from .._base.precision import wide_dtype
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .memory import KeptTiles

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
-from .._user_error import UserError
+from .._base.user_error import UserError
 from .config import DEFAULTS, TrainConfig, for_glyphs
 from .data.glyphs import FACES, glyph_pairs
 from .data.load import Data

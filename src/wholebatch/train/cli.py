@@ -12,9 +12,9 @@ from pathlib import Path
 
 import tyro
 
-from .._launcher import launcher_size
-from .._slurm import use_variables_of_slurm
-from .._user_error import UserError, needs
+from .._base.user_error import UserError, needs
+from .._launch.launcher import launcher_size
+from .._launch.slurm import use_variables_of_slurm
 from .config import DEFAULTS, TrainConfig, files_of_encoders
 from .config_file import naming_file, with_file
 from .data.paths import check_path

@@ -12,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._declared_names import LOSS_NAMES
+from .._cli.declared_names import LOSS_NAMES
 from .encoder_options import Named, SideConfig, TextSideConfig
 
 LOSSES = (*LOSS_NAMES, "global_contrastive")

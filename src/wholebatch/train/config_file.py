@@ -20,10 +20,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .._bounded_json import DIGEST, parse_json
-from .._files import read_bounded
-from .._settings import shown
-from .._user_error import UserError, option
+from .._base.bounded_json import DIGEST, parse_json
+from .._base.files import read_bounded
+from .._base.settings import shown
+from .._base.user_error import UserError, option
 from .config import TrainConfig, value_of
 from .encoder_options import absolute
 

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._settings import shown
-from .._user_error import UserError
+from .._base.settings import shown
+from .._base.user_error import UserError
 from .config import PARTS, PATHS, HeadConfig, ModelConfig, TrainConfig
 from .encoder_options import SideConfig, TextSideConfig
 from .option_checks import check_options

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
-from .._user_error import UserError, needs, require
+from .._base.user_error import UserError, needs, require
 
 Pooling = Literal["auto", "cls", "mean", "last"]
 Tune = Literal["full", "frozen", "lora"]

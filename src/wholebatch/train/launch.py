@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._launcher import launcher_size
+from .._base.user_error import UserError
+from .._launch.launcher import launcher_size
+from .._launch.slurm import has_gpu_of_its_own
 from .._measure import threads_of_a_rank
-from .._slurm import has_gpu_of_its_own
-from .._user_error import UserError
 from .audited import audit_start
 from .config import TrainConfig
 from .data.feed import WorkerDiedError

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import kernels
-from .._user_error import UserError
+from .._base.user_error import UserError
 from .config import DEFAULTS, TrainConfig
 from .progress import Progress
 from .ranks.all_ranks import from_first_rank, on_all_ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
-from .._user_error import require
+from .._base.user_error import require
 from .config import LOSSES, PRECISIONS, Margin, TrainConfig, value_of
 from .encoder_options import check_encoder
 

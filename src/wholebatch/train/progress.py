@@ -16,7 +16,7 @@ from rich.text import Text
 
 from wholebatch.planning.units import amount, duration
 
-from .._user_error import printable
+from .._base.user_error import printable
 from .audited import Outcome
 from .config import TrainConfig
 from .run.resume import command_line, read_config

@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ..._third_party import version
-from ..._user_error import UserError
+from ..._base.third_party import version
+from ..._base.user_error import UserError
 
 if TYPE_CHECKING:  # it imports torch
     from ..problem import Problem

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from ..._third_party import declare_torchvision_operators
+from ..._base.third_party import declare_torchvision_operators
 from ..problem import Problem
 from .encoders import mlp, tokens
 

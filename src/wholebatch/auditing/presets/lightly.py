@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._third_party import declare_torchvision_operators
+from ..._base.third_party import declare_torchvision_operators
 from ...integrations import lightly as ours
 from ..problem import Problem
 from .encoders import two_views

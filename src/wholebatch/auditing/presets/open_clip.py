@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
-from ..._third_party import declare_torchvision_operators
+from ..._base.third_party import declare_torchvision_operators
 from ...integrations import open_clip as ours
 from ...integrations.open_clip.factory import InMicroSteps
 from ..problem import Problem

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 
-from ..._third_party import declare_torchvision_operators
+from ..._base.third_party import declare_torchvision_operators
 from ...integrations import pylate as ours
 from ..problem import Problem
 from .encoders import ROWS, mlp, tokens

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from ..._checks import check_instance
+from ..._base.checks import check_instance
 from .ddp import DDP
 from .deepspeed import DEEPSPEED, DEEPSPEED_3
 from .fsdp import FSDP1, FSDP2

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import _not_reduced
+from ..._base import not_reduced
 from .ddp import parameters_of_ddp
 from .fsdp import fsdp_classes, whole_parameters_of_fsdp
 from .known import Synchronized
@@ -69,7 +69,7 @@ def check_not_passed_by(
                 raise ValueError(
                     f"{name} must reach its parameters through the DistributedDataParallel that holds them, which "
                     f"reduces gradients only after its own forward pass, and reaches {of!r} without it: "
-                    f"{_not_reduced.TITLE}. {_not_reduced.FIX}. Give GradCache the wrapped model, or functions that "
+                    f"{not_reduced.TITLE}. {not_reduced.FIX}. Give GradCache the wrapped model, or functions that "
                     "call it (in a Hugging Face Trainer the model that compute_loss gets; in Lightning "
                     "self.trainer.strategy.model, or deferred=True); parameters that you reduce yourself go into "
                     "unchecked="

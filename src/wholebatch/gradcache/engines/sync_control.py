@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ..._checks import check_callable, check_choice, check_flag
+from ..._base.checks import check_callable, check_choice, check_flag
 
 _CALLABLE = ("matches", "hold", "coalesce", "remember", "check", "state", "awaits", "is_off", "resume", "hides")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._checks import shown
+from ..._base.checks import shown
 from .row_items import RowItems, counted
 from .token_budget import is_named
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._checks import check_count, check_dense, check_integer, check_items, shown
-from ..._trees import LEFT_OUT, leaves, map_leaves, tensors_of
+from ..._base.checks import check_count, check_dense, check_integer, check_items, shown
+from ..._base.trees import LEFT_OUT, leaves, map_leaves, tensors_of
 from .image_counts import INPUT, OF_ROWS, Kind, items_of, rows_in
 from .parts import CutPart, Part, cut_tensor, index_of, is_uncut, split_by_tokens
 from .row_items import RowItems

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._checks import check_sequence, shown
-from ..._trees import leaves, map_leaves, tensors_of
+from ..._base.checks import check_sequence, shown
+from ..._base.trees import leaves, map_leaves, tensors_of
 from .token_budget import TokenBudget, TokenChunk, is_named, mask_in
 from .trees import may_be_empty, without_rows
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..._checks import check_count, check_dense, check_flag, check_items, shown
-from ..._settings import shown_with_type
-from ..._trees import leaves
+from ..._base.checks import check_count, check_dense, check_flag, check_items, shown
+from ..._base.settings import shown_with_type
+from ..._base.trees import leaves
 
 Span = tuple[int, int]  # a row's tokens lie in columns start, ..., stop - 1; (0, 0) has none
 

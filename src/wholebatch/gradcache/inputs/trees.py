@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._checks import check_dense
-from ..._trees import leaves, map_leaves, tensors_of
+from ..._base.checks import check_dense
+from ..._base.trees import leaves, map_leaves, tensors_of
 from .call_form import takes_mapping
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..._checks import check_choice, check_number
+from ..._base.checks import check_choice, check_number
 from .interface import Targets, check_targets
 
 Fold = Literal["extend", "linear", "clip", "none"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..._checks import check_choice, check_fraction, check_positive_number, check_weight
+from ..._base.checks import check_choice, check_fraction, check_positive_number, check_weight
 from .angular import FOLDS, Fold, angular
 from .interface import Targets, check_targets
 

@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..._checks import check_instance
+from ..._base.checks import check_instance
 from ...sweep import LogitTransform
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..._checks import (
+from ..._base.checks import (
     check_choice,
     check_fraction,
     check_number,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
-from ..._checks import check_callable
+from ..._base.checks import check_callable
 from ...gradcache.grad_cache import ChunkSize
 from ...gradcache.immediate import Scaler
 from ...gradcache.replay import Replay

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 
-from ..._checks import check_integer
+from ..._base.checks import check_integer
 from ...comm import Group
 from .._passages import passages_loss, refuse
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._settings import shown
+from ..._base.settings import shown
 from ...heads.margins import CombinedMargin
 from ...heads.margins.interface import Margin, Targets
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._checks import check_choice, check_count, check_flag, check_fraction, check_integer
+from ..._base.checks import check_choice, check_count, check_flag, check_fraction, check_integer
 from ...comm import Group, select_communicator
 from ...contract import bind_on_all_ranks
 from ...heads.logits import GRADIENTS

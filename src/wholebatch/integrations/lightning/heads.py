@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import wholebatch as wb
 
-from ..._sparse_rows import coalesced
+from ..._base.sparse_rows import coalesced
 from ...comm import select_communicator
 from ...heads.all_classes import (
     Heads,

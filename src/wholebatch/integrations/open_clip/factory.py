@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._third_party import declare_torchvision_operators
-from ..._user_error import UserError
+from ..._base.third_party import declare_torchvision_operators
+from ..._base.user_error import UserError
 from .._framework import Framework
 from .losses import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 

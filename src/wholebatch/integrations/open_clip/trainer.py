@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from .._framework import replaced
 from .factory import OPEN_CLIP, create_loss, create_task, load, refuse
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import wholebatch as wb
 
-from ..._precision import accumulation_dtype
+from ..._base.precision import accumulation_dtype
 from ...comm import Group
 from ...contract import prepared
 from .._checks import checked_positive

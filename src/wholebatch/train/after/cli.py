@@ -7,8 +7,8 @@ from typing import Any
 
 import tyro
 
-from ..._launcher import launcher_size
-from ..._user_error import UserError
+from ..._base.user_error import UserError
+from ..._launch.launcher import launcher_size
 from .options import EmbedConfig, EvaluateConfig, ExportConfig, SearchConfig
 from .positions import check_positions
 

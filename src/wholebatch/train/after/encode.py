@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._base.user_error import UserError
 from ..._measure import threads_of_a_rank
-from ..._user_error import UserError
 from ..data.feed import WorkerDiedError, automatic_workers, prepared
 from ..data.sides import Chosen, FilePictures
 from ..encoders.inputs import to_device

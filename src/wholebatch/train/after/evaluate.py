@@ -13,8 +13,8 @@ from torch import Tensor
 
 import wholebatch as wb
 
-from ..._files import replacing
-from ..._user_error import UserError
+from ..._base.files import replacing
+from ..._base.user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from ..data.glyphs import glyph_pairs
 from ..data.pairs.of_table import table_pairs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from .export_open_clip import write_open_clip
 from .export_sentence_transformers import write_sentence_transformers
 from .open_run import open_run

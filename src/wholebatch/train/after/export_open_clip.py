@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._tensor_file import write_tensors
-from ..._user_error import UserError
+from ..._base.tensor_file import write_tensors
+from ..._base.user_error import UserError
 from ..encoders.dual import DualEncoder
 from ..encoders.hugging_face import quiet
 from ..encoders.libraries import needed

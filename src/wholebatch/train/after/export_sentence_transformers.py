@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..encoders.dual import DualEncoder
 from ..encoders.hugging_face import quiet
 from ..encoders.libraries import needed

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..._tensor_file import TensorFile, write_tensors
-from ..._user_error import UserError
+from ..._base.tensor_file import TensorFile, write_tensors
+from ..._base.user_error import UserError
 from .embed import Again, with_progress
 from .encode import Work, features_of
 from .feature_files import TILE, FeatureFile

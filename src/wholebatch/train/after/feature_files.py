@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._bounded_json import parse_json
-from ..._files import replacing
-from ..._tensor_file import TensorFile
-from ..._user_error import UserError
+from ..._base.bounded_json import parse_json
+from ..._base.files import replacing
+from ..._base.tensor_file import TensorFile
+from ..._base.user_error import UserError
 from ..data.sides import FilePictures, Texts
 from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
 from .items import Items

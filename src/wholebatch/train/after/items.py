@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..config import for_glyphs
 from ..data.cache.picture_stamps import stamp_of_pictures
 from ..data.glyphs import glyph_pairs

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..._bounded_json import parse_json
-from ..._tensor_file import TensorFile
-from ..._user_error import UserError
+from ..._base.bounded_json import parse_json
+from ..._base.tensor_file import TensorFile
+from ..._base.user_error import UserError
 from ..config import TrainConfig, files_of_encoders
 from ..data.sides import Kind
 from ..encoders.dual import DualEncoder

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..data.paths import check_path, near_miss
 from ..data.tables.folders import PICTURES
 from ..run.resume import CONFIG

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..._user_error import printable
+from ..._base.user_error import printable
 
 
 def say(line: str) -> None:

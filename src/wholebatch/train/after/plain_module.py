@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..._files import replacing
+from ..._base.files import replacing
 from ..encoders.saved import FOLDER
 from ..tasks.pair_search import PLURAL
 from .plain_encoders import PlainEncoder, plain_encoder
@@ -143,7 +143,7 @@ def classify(paths):
 
 
 def _names(run: Path) -> set[str]:
-    from ..._tensor_file import TensorFile
+    from ..._base.tensor_file import TensorFile
 
     with TensorFile(run / _WEIGHTS) as file:
         return set(file.entries)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 
 _POSITIONS = {
     "embed": ("run", "data"),

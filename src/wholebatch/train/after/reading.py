@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 
 Kinds = tuple[type[Exception], ...]
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..._files import replacing
+from ..._base.files import replacing
 from ..config import TrainConfig
 from ..run.resume import read_config
 from .plain_module import FILE as MODULE

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._files import replacing
-from ..._user_error import UserError
+from ..._base.files import replacing
+from ..._base.user_error import UserError
 from ..data.pictures.reading import open_picture
 from ..data.sides import Side
 from .encode import Work, features_of

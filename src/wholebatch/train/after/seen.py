@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..data.cache.kept_numbers import kept_numbers
 from ..data.load import load_data
 from ..data.pairs.pairs import Pairs

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._files import replacing
-from ..._user_error import UserError
+from ..._base.files import replacing
+from ..._base.user_error import UserError
 
 _PIXELS = 160  # of a side of a picture
 MOST_LINES, MOST_COLUMNS = 20, 12

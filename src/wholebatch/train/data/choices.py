@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..config import TrainConfig
 from ..encoders.small import FEWEST_WORDS
 from ..encoders.words import split_words

@@ -22,8 +22,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..._cpus import cpus_of_a_rank
-from ..._user_error import UserError
+from ..._base.user_error import UserError
+from ..._launch.cpus import cpus_of_a_rank
 from ..config import TrainConfig
 from .sides import Chosen, FilePictures, Side
 

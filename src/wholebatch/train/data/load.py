@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from .choices import images_for_validation, with_batch, with_loss, with_pictures, with_split_sizes, with_words
 from .classes.labeled import LabeledImages

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 
 _COMPRESSED = (".gz", ".tgz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
 _SHOWN = 200  # characters of a path in a message

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from .pictures.reading import open_picture
 from .tables.table import Table
 

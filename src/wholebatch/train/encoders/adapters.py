@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..encoder_options import SideConfig
 from .encoder import Encoder
 from .libraries import nearest, needed

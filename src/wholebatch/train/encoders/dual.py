@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..._precision import accumulation_dtype
+from ..._base.precision import accumulation_dtype
 from ..ranks.sharding import local_parts
 from .encoder import Encoder
 from .inputs import Inputs

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from .libraries import check_safe_weights, holds, needed
 
 

@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..._third_party import declare_torchvision_operators
-from ..._user_error import UserError, needs
+from ..._base.third_party import declare_torchvision_operators
+from ..._base.user_error import UserError, needs
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 SAFE = ("model.safetensors", "model.safetensors.index.json")

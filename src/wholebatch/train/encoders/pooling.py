@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..._bounded_json import parse_json
-from ..._files import read_bounded
-from ..._user_error import UserError
+from ..._base.bounded_json import parse_json
+from ..._base.files import read_bounded
+from ..._base.user_error import UserError
 
 Rule = Literal["cls", "mean", "last"]
 _MOST_BYTES = 2**20

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..._graph import leaves_of
-from ..._user_error import UserError
+from ..._base.graph import leaves_of
+from ..._base.user_error import UserError
 from .encoder import Encoder
 from .networks import as_float
 

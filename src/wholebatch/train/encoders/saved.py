@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..._bounded_json import parse_json
-from ..._files import open_regular, read_bounded
-from ..._settings import shown
-from ..._user_error import UserError
+from ..._base.bounded_json import parse_json
+from ..._base.files import open_regular, read_bounded
+from ..._base.settings import shown
+from ..._base.user_error import UserError
 from ..config import ModelConfig
 from ..config_json import options_of
 from .dual import DualEncoder

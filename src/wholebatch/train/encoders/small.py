@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..._user_error import require
+from ..._base.user_error import require
 from ..config import ModelConfig
 from .encoder import Encoder
 from .inputs import Inputs

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._bounded_json import parse_json
-from ..._files import read_bounded
-from ..._user_error import UserError
+from ..._base.bounded_json import parse_json
+from ..._base.files import read_bounded
+from ..._base.user_error import UserError
 from .libraries import check_is_no_path, check_safe_weights, holds, nearest, needed
 from .pretrained import FixedEncoder, Normalized
 

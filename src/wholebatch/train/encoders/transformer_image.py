@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..encoder_options import Pooling
 from .hugging_face import load_model, mistakes, quiet, without_other_tower
 from .inputs import Inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..encoder_options import SideConfig
 from .adapters import add_adapters
 from .encoder import Encoder

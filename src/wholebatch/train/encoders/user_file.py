@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from .inputs import Inputs, map_tensors
 from .libraries import nearest
 from .pretrained import FixedEncoder

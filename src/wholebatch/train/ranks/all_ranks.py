@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import wholebatch as wb
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from .waiting import WaitForFirstRank
 
 _R = TypeVar("_R")

@@ -5,8 +5,8 @@ This module imports no torch.
 
 from __future__ import annotations
 
-from ..._launcher import launcher_size
-from ..._user_error import UserError
+from ..._base.user_error import UserError
+from ..._launch.launcher import launcher_size
 from ..config import TrainConfig
 
 

@@ -24,7 +24,7 @@ from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..config import TrainConfig
 from ..run.resume import how_to_resume
 from .signals import FINISHING, STOP, Inbox, Patience, Stopped, inbox, name, show, show_cursor, signals_blocked

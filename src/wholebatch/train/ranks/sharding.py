@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..encoders.encoder import Encoder
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._bounded_json import Types, check_fields, parse_json
-from ..._files import read_bounded, sync_file
-from ..._settings import shown
-from ..._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
-from ..._user_error import UserError
+from ..._base.bounded_json import Types, check_fields, parse_json
+from ..._base.files import read_bounded, sync_file
+from ..._base.settings import shown
+from ..._base.tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
+from ..._base.user_error import UserError
 from ..ranks.sharding import as_in, optimizer_state_as_in, whole_state
 from .data_facts import FILE as DATA
 from .data_facts import digest_of_data_facts

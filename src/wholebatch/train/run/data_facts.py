@@ -9,9 +9,9 @@ import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..._bounded_json import check_fields, sealed, unsealed
-from ..._files import read_bounded, replacing
-from ..._user_error import UserError
+from ..._base.bounded_json import check_fields, sealed, unsealed
+from ..._base.files import read_bounded, replacing
+from ..._base.user_error import UserError
 
 FILE = "data.json"
 _MOST_BYTES = 2**20

@@ -10,9 +10,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from ..._bounded_json import check_fields, sealed, unsealed
-from ..._files import read_bounded, replacing
-from ..._user_error import UserError
+from ..._base.bounded_json import check_fields, sealed, unsealed
+from ..._base.files import read_bounded, replacing
+from ..._base.user_error import UserError
 from .schedule import Extension
 
 FILE = "extensions.json"

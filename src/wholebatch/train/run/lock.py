@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..ranks.signals import show
 from .resume import CONFIG
 

@@ -8,9 +8,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..._bounded_json import parse_json
-from ..._files import replacing
-from ..._user_error import UserError
+from ..._base.bounded_json import parse_json
+from ..._base.files import replacing
+from ..._base.user_error import UserError
 from .checkpoint import first_lines
 
 

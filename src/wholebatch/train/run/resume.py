@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..._bounded_json import unsealed
-from ..._files import read_bounded
-from ..._user_error import UserError, option
+from ..._base.bounded_json import unsealed
+from ..._base.files import read_bounded
+from ..._base.user_error import UserError, option
 from ..config import TrainConfig, differences, files_of_encoders
 from ..config_json import from_values
 

@@ -33,9 +33,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._bounded_json import parse_json, sealed
-from ..._files import read_bounded, replacing
-from ..._user_error import UserError
+from ..._base.bounded_json import parse_json, sealed
+from ..._base.files import read_bounded, replacing
+from ..._base.user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
 from ..config_json import to_json

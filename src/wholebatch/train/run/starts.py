@@ -17,10 +17,10 @@ import torch
 
 import wholebatch as wb
 
-from ..._bounded_json import Types, check_fields, parse_json
-from ..._files import read_bounded, replacing
-from ..._machine import processor_name
-from ..._user_error import UserError
+from ..._base.bounded_json import Types, check_fields, parse_json
+from ..._base.files import read_bounded, replacing
+from ..._base.machine import processor_name
+from ..._base.user_error import UserError
 
 FILE = "starts.json"
 _MOST_BYTES = 2**24

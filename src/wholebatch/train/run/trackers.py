@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..._files import read_bounded, replacing
-from ..._user_error import UserError
+from ..._base.files import read_bounded, replacing
+from ..._base.user_error import UserError
 from ..config import TrainConfig
 
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..config import TrainConfig
 from ..data.randomness import seeded
 from ..encoders.inputs import Inputs

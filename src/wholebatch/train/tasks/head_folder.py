@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import wholebatch as wb
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 
 
 def save_head(folder: Path, step: int, head: wb.PartialFC, optimizer: wb.SparseAdamW, *, rank: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..config import TrainConfig
 from ..data.classes.labeled import LabeledImages
 from ..data.load import Data

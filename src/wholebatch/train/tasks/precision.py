@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import wholebatch as wb
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

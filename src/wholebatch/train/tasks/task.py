@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from ..._user_error import UserError
+from ..._base.user_error import UserError
 from ..config import TrainConfig
 from ..encoders.encoder import Encoder
 from ..report.content import Evidence

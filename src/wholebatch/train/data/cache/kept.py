@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...._files import replacing
+from ...._base.files import replacing
 from ..sides import FilePictures
 from .files import alone, cache_folder
 from .names import name_beside_table, remove_file, remove_without_table, short_hash

@@ -13,7 +13,7 @@ from typing import Any
 
 from wholebatch.planning.units import amount
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from ..tables.table import need_pyarrow
 from .files import CannotWriteError, alone, cache_folder, written
 from .names import hash_of_paths, remove_file, remove_without_table, short_hash

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from ..pairs.pairs import Pairs
 from ..randomness import seeded
 from ..sides import Chosen, Side

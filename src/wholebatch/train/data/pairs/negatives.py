@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from ..pictures.equal import numbers_in_common
 from ..tables.listed import flattened
 from ..tables.plain_types import is_text

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from ...config import TrainConfig
 from ...encoders.words import identity
 from ..cache.kept_numbers import kept_numbers

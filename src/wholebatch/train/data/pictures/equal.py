@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from ..sides import FilePictures
 from ..tables.plain_types import is_bytes, is_text
 from ..tables.text_codes import text_codes

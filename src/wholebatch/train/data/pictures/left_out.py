@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...._files import replacing
-from ...._user_error import UserError
+from ...._base.files import replacing
+from ...._base.user_error import UserError
 from ..tables.table import Table
 
 FILE = "left_out.csv"

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...._bounded_json import check_fields, parse_json
-from ...._cpus import cpus_of_a_rank
-from ...._files import read_bounded
-from ...._user_error import UserError
+from ...._base.bounded_json import check_fields, parse_json
+from ...._base.files import read_bounded
+from ...._base.user_error import UserError
+from ...._launch.cpus import cpus_of_a_rank
 from ..cache.kept import kept
 from ..feed import WorkerDiedError, prepared
 from ..sides import FilePictures

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...._files import read_bounded
-from ...._user_error import UserError
+from ...._base.files import read_bounded
+from ...._base.user_error import UserError
 from .table import MEMBER, REASON, need_pyarrow
 
 PICTURES = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from .plain_types import is_bytes, is_text
 from .table import ROW, Table, need_pyarrow
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from wholebatch.planning.units import amount
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from ..cache.tables import cached, uncached
 from ..paths import check_path, expand_shards
 from .folders import folder_batches, folder_facts, is_saved_dataset

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...._user_error import UserError
+from ...._base.user_error import UserError
 from ..pictures.equal import numbers_of_texts
 from .plain_types import is_bytes, is_number, is_text
 from .table import REASON, Table

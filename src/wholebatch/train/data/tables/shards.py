@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...._cpus import cpus_of_a_rank
-from ...._user_error import UserError
+from ...._base.user_error import UserError
+from ...._launch.cpus import cpus_of_a_rank
 from ..feed import WorkerDiedError, prepared
 from .folders import OF_MACS, PICTURES, is_utf8
 from .table import MEMBER, need_pyarrow

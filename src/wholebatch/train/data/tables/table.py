@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...._user_error import UserError, needs
+from ...._base.user_error import UserError, needs
 
 if TYPE_CHECKING:
     import pyarrow

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...._settings import shown
-from ...._user_error import UserError
+from ...._base.settings import shown
+from ...._base.user_error import UserError
 from .roles import RECOGNIZED
 from .table import LINE, UNUSABLE, need_pyarrow
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeGuard
 
-from ._settings import shown
+from .settings import shown
 
 DIGEST = "sha256"
 ZEROS = "0" * 64

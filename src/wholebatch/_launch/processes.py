@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ._rank_process import GRACE_S, STACK_SIGNAL, run_rank, stack_file, to_cpu
-from ._settings import check_callable, check_instance, check_integer, check_positive_number, shown
+from .._base.settings import check_callable, check_instance, check_integer, check_positive_number, shown
+from .rank_process import GRACE_S, STACK_SIGNAL, run_rank, stack_file, to_cpu
 
 _T = TypeVar("_T")
-_PRELOADED = "WHOLEBATCH_PRELOAD"  # `wholebatch._preload` reads it
+_PRELOADED = "WHOLEBATCH_PRELOAD"  # `wholebatch._launch.preload` reads it
 _MOST_SECONDS = 1e9
 _MOST_RANKS = 1024  # processes of one call
 
@@ -161,10 +161,9 @@ def _context() -> Any:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(
-            # torch's optimizers and FSDP import torch._dynamo: once, here
-            ["torch", "torch._dynamo", "torch.nn.parallel", __name__, "wholebatch._torch_names", "wholebatch._preload"]
-        )
+        # torch's optimizers and FSDP import torch._dynamo: once, here
+        modules = "torch torch._dynamo torch.nn.parallel wholebatch._torch_names wholebatch._launch.preload"
+        context.set_forkserver_preload([*modules.split(), __name__])
     return context
 
 

@@ -13,7 +13,7 @@ _WITHOUT_A_STANDARD_CALL = {
 LOSS_NAMES: tuple[str, ...] = tuple(
     sorted(
         module.name
-        for module in iter_modules([str(Path(__file__).parent / "losses")])
+        for module in iter_modules([str(Path(__file__).parent.parent / "losses")])
         if not module.name.startswith("_") and module.name not in _WITHOUT_A_STANDARD_CALL
     )
 )

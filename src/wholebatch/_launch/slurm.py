@@ -8,8 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from ._launcher import environment_integer
-from ._user_error import UserError
+from .._base.user_error import UserError
+from .launcher import environment_integer
 
 _FIRST_PORT, _PORTS = 12_000, 20_000  # below the ports that Linux gives to clients
 _TIMEOUT_S = 30

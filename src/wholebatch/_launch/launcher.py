@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ._settings import between
-from ._user_error import UserError
+from .._base.settings import between
+from .._base.user_error import UserError
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables with the number of processes: of Open MPI; of MPICH and its relatives."""

@@ -34,7 +34,7 @@ def require(condition: object, name: str, expected: str, got: object) -> None:
     >>> require(0 >= 1, "steps", "at least 1", 0)
     Traceback (most recent call last):
         ...
-    wholebatch._user_error.UserError: --steps must be at least 1, got 0
+    wholebatch._base.user_error.UserError: --steps must be at least 1, got 0
     """
     if not condition:
         raise UserError(f"{option(name)} must be {expected}, got {got}")

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO, TypeGuard
 import torch
 from torch import Tensor
 
-from ._bounded_json import DIGEST, ZEROS, check_digest, is_digest, parse_json, with_digest
-from ._files import open_regular, read_into, replacing, size_of
-from ._settings import shown
+from .bounded_json import DIGEST, ZEROS, check_digest, is_digest, parse_json, with_digest
+from .files import open_regular, read_into, replacing, size_of
+from .settings import shown
 
 _DTYPES = {
     "F64": torch.float64,

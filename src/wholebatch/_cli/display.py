@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ._text_table import format_rows, wrapped
+from .text_table import format_rows, wrapped
 
 
 def print_table(

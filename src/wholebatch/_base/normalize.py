@@ -26,7 +26,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._precision import accumulation_dtype, rows_at_a_time
+from .precision import accumulation_dtype, rows_at_a_time
 
 EPS = 1e-12  # as in torch.nn.functional.normalize
 UNIT = 1.001  # bound of a norm after division and rounding

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._trees import map_leaves
+from .._base.trees import map_leaves
 
 GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
 STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank for its stack; does not exist on Windows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._graph_break import outside_graphs
+from .graph_break import outside_graphs
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._checks import is_dense
+from .checks import is_dense
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._precision import accumulation_dtype, rows_at_a_time, wide_dtype
+from .precision import accumulation_dtype, rows_at_a_time, wide_dtype
 
 
 def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tensor:

@@ -13,27 +13,27 @@ from typing import TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ._normalize import known_norms
-from ._precision import accumulation_dtype
-from ._settings import SMALLEST_DIVISOR, shown_with_type
-from ._settings import check_callable as check_callable
-from ._settings import check_choice as check_choice
-from ._settings import check_count as check_count
-from ._settings import check_flag as check_flag
-from ._settings import check_fraction as check_fraction
-from ._settings import check_instance as check_instance
-from ._settings import check_integer as check_integer
-from ._settings import check_items as check_items
-from ._settings import check_label_smoothing as check_label_smoothing
-from ._settings import check_memory as check_memory
-from ._settings import check_number as check_number
-from ._settings import check_positive_number as check_positive_number
-from ._settings import check_real as check_real
-from ._settings import check_sequence as check_sequence
-from ._settings import check_weight as check_weight
-from ._settings import checked_path as checked_path
-from ._settings import is_dtensor as is_dtensor
-from ._settings import shown as shown
+from .normalize import known_norms
+from .precision import accumulation_dtype
+from .settings import SMALLEST_DIVISOR, shown_with_type
+from .settings import check_callable as check_callable
+from .settings import check_choice as check_choice
+from .settings import check_count as check_count
+from .settings import check_flag as check_flag
+from .settings import check_fraction as check_fraction
+from .settings import check_instance as check_instance
+from .settings import check_integer as check_integer
+from .settings import check_items as check_items
+from .settings import check_label_smoothing as check_label_smoothing
+from .settings import check_memory as check_memory
+from .settings import check_number as check_number
+from .settings import check_positive_number as check_positive_number
+from .settings import check_real as check_real
+from .settings import check_sequence as check_sequence
+from .settings import check_weight as check_weight
+from .settings import checked_path as checked_path
+from .settings import is_dtensor as is_dtensor
+from .settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _K = TypeVar("_K")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._graph import leaves_of
+from .graph import leaves_of
 
 _MARK = "_wholebatch_sharded"
 

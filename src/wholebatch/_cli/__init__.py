@@ -1,0 +1,1 @@
+"""Shared by command lines: tables, and the names that they offer."""
