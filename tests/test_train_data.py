@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from multiprocessing import resource_sharer
 
 import numpy as np
 import pyarrow as pa
@@ -525,6 +526,21 @@ def test_workers_ignore_the_signals_of_their_rank():
         return [signal.getsignal(each) == signal.SIG_IGN for each in asked], torch.get_num_threads()
 
     assert [*prepared(dispositions, range(1), workers=1)] == [([True] * 3, 1)]
+
+
+def test_workers_are_sent_no_tensors():
+    """A thread of the sender hands tensors over: a worker whose rank is killed meanwhile would print a traceback."""
+    resource_sharer.stop()
+    assert [*prepared(torch.Tensor.tolist, [*torch.arange(6).split(2)], workers=1)] == [[0, 1], [2, 3], [4, 5]]
+    assert resource_sharer._resource_sharer._thread is None
+
+
+def test_a_worker_is_silent_about_the_end_of_its_rank(capfd):
+    def shown(kind):
+        sys.excepthook(kind, kind("planted"), None)
+
+    [*prepared(shown, [ConnectionResetError, EOFError, BrokenPipeError, ValueError], workers=1)]
+    assert capfd.readouterr().err.strip() == "ValueError: planted"
 
 
 # Mined negatives.
