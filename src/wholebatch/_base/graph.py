@@ -47,7 +47,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     found = {id(x): x for x in given if x.is_leaf and x.requires_grad}
     seen: set[Any] = set()
     todo = [x.grad_fn for x in given]
-    while todo:
+    while todo:  # without a call of Python for a node: a graph has thousands
         node = todo.pop()
         if node is None or node in seen:
             continue
@@ -55,5 +55,6 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found[id(leaf)] = leaf
-        todo += [parent for parent, _ in node.next_functions]
+        for parent, _ in node.next_functions:
+            todo.append(parent)
     return [*found.values()]

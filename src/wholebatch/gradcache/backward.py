@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base.graph import leaves_of
+from .._base.modules import parameters_in
 from .engines.known import Synchronized
 
 Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
@@ -40,7 +41,8 @@ def backward(
         (known if engine.hides else unsure).update({**awaited, **(reached or {}).get(key, {})})
     roots = [*pairs, *_zeros(_not_in_graph(pairs, known))]
     missing = _not_in_graph(roots, unsure)
-    waiting = [p for e in last_of if not e.control.collective for p in e.module.parameters() if p.requires_grad]
+    waits = [e.module for e in last_of if not e.control.collective]
+    waiting = [p for p in parameters_in(*waits) if p.requires_grad]
     with _arrivals([*{*missing, *waiting}]) as arrived:
         try:
             _run(roots)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._base.modules import parameters_in
 from .._base.trees import tensors_of
 
 
@@ -19,7 +20,7 @@ def devices_of(modules: Iterable[nn.Module], model_input: Any) -> tuple[torch.de
     >>> devices_of([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")], None)
     (device(type='cpu'),)
     """
-    of_modules = _without_meta(p for module in modules for p in module.parameters())
+    of_modules = _without_meta(parameters_in(*modules))
     return of_modules or _without_meta(tensors_of(model_input)) or (torch.device("cpu"),)
 
 

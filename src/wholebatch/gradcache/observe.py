@@ -1,7 +1,8 @@
 """Observe which modules a model calls, whether it has them from a closure, a global or an object's attribute.
 
-A hook on all modules records them. The outermost ones are the models of the call: a step tracks their buffers and the
-gradients of their parameters. Engines are held before their forward pass decides whether they synchronize.
+A hook on all modules records them, in the first chunk alone if that calls nothing outside of its model. The outermost
+ones are the models of the call: a step tracks their buffers and the gradients of their parameters. Engines are held
+before their forward pass decides whether they synchronize.
 
 Modules inside a compiled graph are not observed; the compiled module itself is, with all modules inside it.
 """
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from .._base.modules import modules_in, parameters_in
 from .engines.known import Synchronized, control_of, synchronized
 from .replay import Buffers
 
@@ -79,8 +81,8 @@ class Called:
         """Count a module as called."""
         if id(module) not in self._seen:
             self.modules.append(module)
-            self.versions |= {id(p): version_of(p) for p in module.parameters() if id(p) not in self.versions}
-            self._seen.update(id(inner) for inner in module.modules())
+            self.versions = versions_of(parameters_in(module)) | self.versions
+            self._seen.update(map(id, modules_in(module)))
             self._observer.buffers.add(module)
 
     def add_engines(self, engines: Iterable[Synchronized]) -> None:
@@ -101,7 +103,7 @@ class Called:
         if engine.control.check is not None:
             engine.control.check(module)
         self.engines.append(engine)
-        self._inside.update(id(inner) for inner in module.modules())
+        self._inside.update(map(id, modules_in(module)))
         self._stack.enter_context(engine.hold())
         if isinstance(module, DistributedDataParallel) and id(module) not in self._observer._broadcast:
             self._observer._broadcast.add(id(module))
@@ -128,6 +130,6 @@ def _compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def version_of(p: Tensor) -> int:
-    """Return how often a tensor has been changed in place."""
-    return 0 if p.is_inference() else p._version
+def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return how often each tensor has been changed in place, by its id."""
+    return {id(p): 0 if p.is_inference() else p._version for p in tensors}

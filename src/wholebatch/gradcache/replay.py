@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._base.modules import modules_in
+
 _State = list[tuple[Callable[[Any], None], Any]]
 _Place = tuple[nn.Module, str]
 
@@ -214,7 +216,7 @@ class Buffers:
 
 def _places(module: nn.Module) -> Iterator[_Place]:
     """Yield the places of the buffers of a module and its children, without sparse ones: no layer changes these."""
-    for owner in module.modules():
+    for owner in modules_in(module):
         for name, x in owner._buffers.items():
             if x is not None and is_lazy(x):
                 raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._base.graph import leaves_of
+from .._base.modules import parameters_in
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
 from .enclosing import Enclosing
@@ -54,12 +55,14 @@ def second_pass(
             error = _encode_again(chunk, done, release)
             if not chunk.found:
                 pairs += _zeros_for_engines(chunk, done, release)
-        about_to_change(leaves_of(chunk.found))  # an input may have a gradient, too
+        leaves = leaves_of(chunk.found)
+        error = error or chunk.foreign(leaves)
+        about_to_change(leaves)  # an input may have a gradient, too
         given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
         pairs += _roots(chunk, given, whole=bool(done))
         for engine in _enclosing(chunk):
-            leaves = leaves_of(chunk.found) or chunk.encoder.leaves
-            reached[id(engine.module)] |= {id(p): p for p in leaves if id(p) in engine.parameters}
+            of_engine = {id(p): p for p in leaves or chunk.encoder.leaves if id(p) in engine.parameters}
+            reached[id(engine.module)] |= of_engine
         held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
         free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
         mistakes = list[ValueError]()
@@ -98,7 +101,7 @@ def _zeros_for_engines(chunk: Chunk, done: set[int], release: Mapping[int, Synch
     with _held(last, done, release), torch.enable_grad():
         ddps: list[Any] = [e.module for e in last if e.control is DDP]  # which expect a forward pass before
         roots = [x for ddp in ddps for x in ddp._post_forward([p.sum() for _, p in parameters_of_ddp(ddp)])]
-    roots += [p for e in last if e.control is not DDP for p in e.module.parameters() if p.requires_grad]
+    roots += [p for p in parameters_in(*(e.module for e in last if e.control is not DDP)) if p.requires_grad]
     return [(x, torch.zeros_like(x)) for x in dict.fromkeys(roots)]
 
 

@@ -20,7 +20,7 @@ model's last chunk is kept, since between that forward pass and its backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._base.modules import parameters_in
 from ..comm import Communicator
 from .agreement import agree, end_together
 from .chunks import Chunk, Encoder, joined
@@ -144,9 +145,9 @@ class Step:
         """Whether no step was made before."""
         return not self._steps_before
 
-    def encoders(self) -> Iterator[Encoder]:
-        """Yield the encoders, in order."""
-        return (chunk.encoder for chunk in self.chunks if chunk.first)
+    def encoders(self) -> list[Encoder]:
+        """Return the encoders, in order."""
+        return [chunk.encoder for chunk in self.chunks if chunk.number == 0]
 
     def engines(self) -> list[Synchronized]:
         """Return the engines that the first pass has called."""
@@ -168,7 +169,7 @@ class Step:
         """Remember the gradients that the step is going to change."""
         known = [p for of in self.encoders() for p in of.parameters.values()]
         if not all(p.is_leaf for p in known):  # FSDP1, during its forward pass, has views in place of its parameters
-            known = [p for engine in self.engines() for p in engine.module.parameters()]
+            known = parameters_in(*(engine.module for engine in self.engines()))
         gradients.remember(known, self.engines())
 
     def begin(self, error: Exception | None) -> None:
@@ -198,7 +199,7 @@ class Step:
     def digest(self, sums: dict[str, int]) -> str:
         """Return one text for the checksums of parameters that all ranks hold, and put these into `sums`."""
         if self.comm.size > 1 and self.history.due():
-            sums |= checksums(replicated([*self.encoders()], self.loss_fn, self.of_loss, self.unchecked))
+            sums |= checksums(replicated(self.encoders(), self.loss_fn, self.of_loss, self.unchecked))
         return digest(sums)
 
     def compare(self, digests: Sequence[str], sums: dict[str, int]) -> None:
@@ -309,7 +310,7 @@ def _check_hooks(chunk: Chunk) -> None:
     see the other passes, they run in the last one only.
     """
     engines = [e for e in chunk.engines if e.control is not DDP or e.hides]
-    owned = {id(p) for engine in engines for p in engine.module.parameters()}
+    owned = {id(p) for p in parameters_in(*(engine.module for engine in engines))}
     for p in chunk.encoder.parameters.values():
         if id(p) not in owned and hooks_of_others(p):
             raise ValueError(

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from .._base.modules import parameters_in
 from .chunks import Encoder
 from .engines.known import Synchronized
-from .observe import version_of
+from .observe import versions_of
 
 
 class Versions:
@@ -26,17 +27,18 @@ class Versions:
         for encoder in encoders:
             stateful = [e for e in encoder.synchronized.values() if e.control.state is not None]
             self._states += [(encoder.name, engine, _state(engine)) for engine in stateful]
-            held: list[Tensor] = [p for module in encoder.called.values() for p in module.parameters()]
+            held = parameters_in(*encoder.called.values())
             if not any(engine.control.sharded for engine in encoder.synchronized.values()):
                 held += encoder.leaves  # of modules that were not observed; a shard's whole parameter comes and goes
-            before = encoder.versions
-            still = [p for p in held if before.get(id(p), version_of(p)) == version_of(p)]
-            self._then = {id(p): (encoder.name, p, version_of(p)) for p in still} | self._then
+            now = versions_of(held)
+            still = [p for p in held if encoder.versions.get(id(p), now[id(p)]) == now[id(p)]]
+            self._then = {id(p): (encoder.name, p, now[id(p)]) for p in still} | self._then
 
     def check(self) -> None:
         """Raise ValueError if one has changed since."""
-        for name, p, version in self._then.values():
-            if version_of(p) != version:
+        now = versions_of(p for _, p, _ in self._then.values())
+        for key, (name, p, version) in self._then.items():
+            if now[key] != version:
                 raise _changed(f"a parameter of {name}, of shape {tuple(p.shape)}, has")
         for name, engine, state in self._states:
             if _state(engine) != state:

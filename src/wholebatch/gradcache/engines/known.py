@@ -20,6 +20,7 @@ from .sync_control import SyncControl, no_sync
 _OTHERS = SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), no_sync)
 _CONTROLS = [DDP, FSDP2, FSDP1, DEEPSPEED_3, DEEPSPEED, _OTHERS]
 _BUILT_IN = tuple(_CONTROLS)
+_NO_ENGINES: set[type] = set()  # classes that have been seen, of modules that no built-in control matches
 
 
 def register_sync_control(control: SyncControl) -> None:
@@ -42,7 +43,12 @@ def is_registered(control: SyncControl) -> bool:
 
 def control_of(module: nn.Module) -> SyncControl | None:
     """Return the switch of the engine whose module this is."""
-    return next((control for control in _CONTROLS if control.matches(module)), None)
+    registered, kind = _CONTROLS[: -len(_BUILT_IN)], type(module)
+    for control in registered if kind in _NO_ENGINES else _CONTROLS:
+        if control.matches(module):
+            return control
+    _NO_ENGINES.add(kind)
+    return None
 
 
 class Synchronized:
@@ -70,12 +76,13 @@ class Synchronized:
 
 def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:
     """Return the outermost modules among these and their children that an engine synchronizes, each once."""
-    found = {id(one.module): one for module in modules for one in _outermost(module)}
-    return [*found.values()]
-
-
-def _outermost(module: nn.Module) -> list[Synchronized]:
-    control = control_of(module)
-    if control is not None:
-        return [Synchronized(module, control)]
-    return [found for child in module.children() for found in _outermost(child)]
+    found: dict[int, Synchronized | None] = {}
+    todo = [*modules][::-1]
+    while todo:
+        module = todo.pop()
+        if id(module) not in found:
+            control = control_of(module)
+            found[id(module)] = None if control is None else Synchronized(module, control)
+            if control is None:
+                todo += [inner for inner in reversed(module._modules.values()) if inner is not None]
+    return [engine for engine in found.values() if engine is not None]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..._base import not_reduced
+from ..._base.modules import modules_in, parameters_in
 from .ddp import parameters_of_ddp
 from .fsdp import fsdp_classes, whole_parameters_of_fsdp
 from .known import Synchronized
@@ -48,8 +49,8 @@ def check_not_passed_by(
     Raises:
         ValueError: if a DistributedDataParallel of several ranks, or FSDP, holds a parameter and was not called.
     """
-    inside_engines = {id(inner): inner for engine in engines for inner in engine.module.modules()}
-    outside = {id(p) for p in reached} - {id(p) for engine in engines for p in engine.module.parameters()}
+    inside_engines = {id(inner): inner for engine in engines for inner in modules_in(engine.module)}
+    outside = {id(p) for p in reached} - {id(p) for p in parameters_in(*(engine.module for engine in engines))}
     if outside:
         sharding = [inner for inner in inside_engines.values() if _is_fsdp(inner)]
         outside -= {id(p) for inner in sharding for p in whole_parameters_of_fsdp(inner)}
