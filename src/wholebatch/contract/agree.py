@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .._base.checks import on_host
 from .._base.precision import accumulation_dtype, tf32_is_allowed
+from .._base.statistics_request import statistics_requested
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
@@ -70,6 +71,7 @@ _MUST_MATCH = (
     "checks",
     "kernel",
     PRECISION,
+    "statistics",
 )
 _DERIVED = "derived"  # the fact that follows from the numbers of a rank
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
@@ -155,6 +157,7 @@ class _Call:
     inputs: Inputs
     checks: Checks
     comm: Communicator
+    statistics: bool = field(default_factory=statistics_requested)
 
     def form(self) -> Hashable | None:
         """Return the form of this rank's call; None if it has to state all facts."""
@@ -166,7 +169,7 @@ class _Call:
         key = (
             self.caller, options.sync, options.exchange, options.memory, options.memory.__class__, options.reduction,
             options.kernel, options.precision, options.checks, settings, tuple(map(type, settings)), self.inputs.form(),
-            torch.is_grad_enabled(), cuda, choice.switched_off(), EARLIER in differed(transport),
+            torch.is_grad_enabled(), cuda, choice.switched_off(), EARLIER in differed(transport), self.statistics,
         )  # fmt: skip
         try:
             hash(key)
@@ -202,7 +205,7 @@ class _Call:
         local: dict[str, Any] = {}
 
         def facts_of_this_rank() -> dict[str, Any]:
-            local.update(_local_facts(self.comm, self.options, self.inputs, self.checks))
+            local.update(_local_facts(self.comm, self.options, self.inputs, self.checks), statistics=self.statistics)
             return local
 
         by_rank = self.comm.handshake(facts_of_this_rank, caller=self.caller)
@@ -346,6 +349,7 @@ class _Call:
             call=number,
             options=self.options,
             comm=self.comm,
+            statistics=self.statistics,
             scalars={name: of_ranks[0] for name, of_ranks in values.scalars.items()},
             rows=agreement.rows,
             norms=norms,

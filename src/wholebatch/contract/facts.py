@@ -34,6 +34,7 @@ class Facts:
         call: the number of this call, the same on all ranks.
         options: the caller's.
         comm: the ranks.
+        statistics: whether the caller has requested statistics of the batch.
         scalars: the values of the scalars, the same on all ranks.
         rows: for each matrix of features, the rows that each rank holds.
         norms: for each matrix of features, the largest norm of a row on any rank.
@@ -60,6 +61,7 @@ class Facts:
     call: int
     options: Options
     comm: Communicator
+    statistics: bool
     scalars: dict[str, float]
     rows: Mapping[str, Partition]
     norms: dict[str, float]

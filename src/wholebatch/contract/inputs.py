@@ -279,6 +279,16 @@ class Checks:
     settings: tuple[Hashable, ...] | None = None
     reads: str = ""
 
+    @classmethod
+    def of(cls, check: Callable[..., object], *, reads: str = "", **settings: Any) -> Checks:
+        """Return the checks of settings that must be equal on all ranks; `check` takes them by their names."""
+
+        def facts() -> dict[str, Any]:
+            check(**settings)
+            return {"settings": settings}
+
+        return cls(facts, must_match=("settings",), settings=(*settings.values(),), reads=reads)
+
 
 def norm_of(name: str) -> str:
     return f"largest norm of {name}"

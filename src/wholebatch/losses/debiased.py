@@ -111,7 +111,7 @@ def _check(tau_plus: float, beta: float) -> dict[str, float]:
     return {"tau_plus": tau_plus, "beta": beta}
 
 
-class DebiasedLoss(KernelLoss):
+class DebiasedLoss(KernelLoss, check=_check):
     """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:
@@ -121,11 +121,6 @@ class DebiasedLoss(KernelLoss):
     temperature: Tensor | float = 0.5
     tau_plus: float = 0.1
     beta: float = 0.0
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.tau_plus, self.beta)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:

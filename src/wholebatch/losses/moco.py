@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from .._base.checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
 from .._base.precision import wide_dtype
-from .._base.statistics_request import statistics_requested
 from ..comm import Group, select_communicator
 from ..comm.modules import built
 from ..comm.select import check_group
@@ -88,7 +87,6 @@ def moco_loss(
     >>> wb.functional.moco_loss(x, x, -x, logit_scale=10.0)
     tensor(9.0798e-05)
     """
-    statistics = statistics_requested()
     facts = agree(
         "moco_loss",
         Options(group, sync, "gather", memory, reduction, kernel, precision, checks),
@@ -101,9 +99,9 @@ def moco_loss(
             any_scale=True,
         ),
         Checks(
-            check=lambda: {"length of the queue": len(queue), "statistics": statistics},
-            must_match=("length of the queue", "statistics"),
-            settings=(statistics,),
+            check=lambda: {"length of the queue": len(queue)},
+            must_match=("length of the queue",),
+            settings=(),
         ),
     ).widened()
     rows, scale, inputs = facts.rows["queries"], facts.scalars["logit_scale"], facts.inputs
@@ -118,12 +116,12 @@ def moco_loss(
         ),
         Selection(Pairs()),
         Bounds(facts.norms["queries"] * facts.norms["queue"], min_pair_product=facts.min_pair_product),
-        rows=statistics_fields(target=False, statistics=statistics),
+        rows=statistics_fields(target=False, statistics=facts.statistics),
     )
     assert side is not None
     similarities = torch.linalg.vecdot(inputs["queries"], inputs["keys"])
     target = inputs["logit_scale"] * similarities.to(wide_dtype(facts.device))
-    if statistics:
+    if facts.statistics:
         report_statistics(facts.comm, facts.factor_of("logit_scale"), [(side, target)])
     return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 

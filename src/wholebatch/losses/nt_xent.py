@@ -12,7 +12,6 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._base.statistics_request import statistics_requested
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ._declaration import Declaration, Sweep
@@ -69,16 +68,15 @@ def nt_xent_loss(
     >>> wb.functional.nt_xent_loss(z, z, temperature=0.5)
     tensor(0.4327)
     """
-    statistics = statistics_requested()
     facts = agree(
         "nt_xent_loss",
         Options(reduction=reduction, **options),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
-        Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
+        Checks(settings=()),
     )
-    if not statistics:
+    if not facts.statistics:
         return reduce_losses(facts, two_view_losses(facts), facts.rows["z0"].total)
-    side = two_views(facts, statistics=True)
+    side = two_views(facts)
     assert side.target is not None
     losses = one_positive(side, side.target)
     report_statistics(facts.comm, 1 / facts.factor_of("temperature"), [(side, side.target)])

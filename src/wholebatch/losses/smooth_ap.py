@@ -76,12 +76,7 @@ def smooth_ap_loss(
         "smooth_ap_loss",
         Options(reduction=reduction, **options),
         (features, labels, weights, ignore_index),
-        Checks(
-            check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
-            must_match=("temperature",),
-            settings=(temperature,),
-            reads=LISTED,
-        ),
+        Checks(lambda: _check(temperature), must_match=("temperature",), settings=(temperature,), reads=LISTED),
     )
     facts = data.facts
     route = choose_route(facts, Layout(data.rows, data.rows), keep=False)
@@ -96,16 +91,15 @@ def smooth_ap_loss(
     return data.reduce(losses, data.anchors, count > 0)
 
 
-class SmoothAPLoss(ProductLoss):
+def _check(temperature: float) -> dict[str, object]:
+    return {"temperature": check_temperature("temperature", check_number("temperature", temperature))}
+
+
+class SmoothAPLoss(ProductLoss, check=_check):
     """Smooth-AP over the global batch: the settings of :func:`wholebatch.functional.smooth_ap_loss`."""
 
     temperature: float = 0.01
     ignore_index: int | None = None
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        check_number("temperature", self.temperature)
 
     @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:

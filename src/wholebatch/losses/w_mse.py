@@ -102,15 +102,10 @@ def _check(epsilon: float) -> dict[str, object]:
     return {"epsilon": epsilon}
 
 
-class WMSELoss(LossModule):
+class WMSELoss(LossModule, check=_check):
     """W-MSE over the global batch: the settings of :func:`wholebatch.functional.w_mse_loss`."""
 
     epsilon: float = 0.0
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.epsilon)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
