@@ -80,12 +80,6 @@ _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engine
 def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None = None) -> Facts:
     """Return the facts on which the ranks agree. Collective: one handshake.
 
-    Args:
-        caller: the loss, for messages.
-        options: the caller's options.
-        inputs: its tensors and scalars.
-        checks: further checks of the loss.
-
     Raises:
         ValueError: on every rank, whichever rank made the mistake.
     """

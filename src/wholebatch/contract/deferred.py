@@ -246,12 +246,7 @@ class Assumption:
 
 
 class Deferred:
-    """A call whose numbers the host has not read.
-
-    Args:
-        assumption: of the call.
-        judged: this rank's numbers, (k,), or the records of all ranks, (W, n).
-        device: of the features.
+    """A call whose numbers the host has not read: `judged` has this rank's, (k,), or the records of all ranks, (W, n).
 
     Attributes:
         ok: whether all is as assumed, () on `device`.
@@ -319,9 +314,7 @@ def kept_by(transport: Transport) -> Kept:
 def read_earlier(transport: Transport, kind: Hashable | None) -> None:
     """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok.
 
-    Args:
-        transport: of the group.
-        kind: of the calls, so that no other loss of the same step is waited for; None: all calls.
+    Given a kind of calls, read theirs alone, so that no other loss of the same step is waited for.
     """
     kept: Kept | None = transport.kept.get(_KEPT)
     if kept is None or not kept.unread or capturing():
@@ -348,15 +341,7 @@ def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
 def bounds_of(
     inputs: Inputs, on_device: Sequence[str], scalars: Mapping[str, float], seen: Seen, *, alone: bool
 ) -> tuple[dict[str, float], dict[str, float], float, Limits] | None:
-    """Return what to assume of norms, of scalars and of matching pairs, and the limits; None: nothing.
-
-    Args:
-        inputs: of the call.
-        on_device: the names of its numbers on the device, in order.
-        scalars: of the call.
-        seen: the extremes of this call and those before.
-        alone: whether one process makes the call.
-    """
+    """Return what to assume of norms, of scalars and of matching pairs, and the limits of numbers; None: nothing."""
     scalars = {
         name: seen.scalars.get(name, number) if name in on_device else number for name, number in scalars.items()
     }

@@ -108,10 +108,8 @@ class Facts:
     def in_range(self, *norms: float) -> Facts:
         """Return facts with features in float64 if products of the longest rows would overflow in float32.
 
-        Rows that overflow in float16 are not rounded to it, unless the caller has named that precision.
-
-        Args:
-            norms: the largest norms, over all ranks, of other rows in the products.
+        Rows that overflow in float16 are not rounded to it, unless the caller has named that precision. `norms` are the
+        largest ones of other rows in the products, over all ranks.
 
         Raises:
             ValueError: for precision="float16" and rows that it cannot represent.

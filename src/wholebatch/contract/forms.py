@@ -49,11 +49,7 @@ class Agreement:
 
 @dataclass(eq=False)
 class Form:
-    """The form of a rank's call: its statement in the handshake, and what it agreed on with the forms of other ranks.
-
-    Args:
-        statement: of this rank.
-    """
+    """The form of a rank's call: its statement in the handshake, and its agreements with forms of other ranks."""
 
     statement: Statement
     _agreements: dict[bytes, Agreement] = field(default_factory=dict)

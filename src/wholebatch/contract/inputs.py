@@ -206,11 +206,7 @@ class Inputs:
         )
 
     def fused_numbers(self, *, read: bool) -> tuple[dict[str, Tensor | float], RowNumbers]:
-        """Return the same as `numbers`, by one kernel, and the numbers of each row.
-
-        Args:
-            read: whether the host reads the numbers now.
-        """
+        """Return the same as `numbers`, by one kernel, and the numbers of each row; the host reads now, or later."""
         x, y = self.given_features.values()
         of_rows = row_numbers(x, y, [x for x in self.given_scalars.values() if isinstance(x, Tensor)])
         extremes: Sequence[Any] = of_rows.extremes.tolist() if read else of_rows.extremes.unbind()

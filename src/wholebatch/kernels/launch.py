@@ -189,15 +189,7 @@ def processors(device: torch.device) -> int:
 
 
 def layout(kernel: str, tile: TileInputs, *, entries: int = 0, unit: int = 0, document: int = 0) -> Layout:
-    """Return the layout of a launch.
-
-    Args:
-        kernel: its name.
-        tile: the tile of S.
-        entries: numbers that are computed for an entry beside the exponential, and sums beside the first of a side.
-        unit: a divisor of the ends of the parts of the features, if there are parts.
-        document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
-    """
+    """Return the layout of a launch. Its numbers are those of `blocks.Form`."""
     x, positive, excluded, simulated = tile.x, tile.positive, tile.excluded, interpreted()
     form = Form(
         kernel,
@@ -270,16 +262,9 @@ def start(
     last: tuple[int, ...] = (),
     **flags: Any,
 ) -> None:
-    """Start a kernel on the blocks of a tile.
+    """Start a kernel on the blocks of a tile, with tensors, last numbers and constants of its own.
 
-    Args:
-        kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
-        tile: the tile of S.
-        of: the layout of the launch.
-        arguments: the kernel's own tensors.
-        units: the argument that describes the features; None: their number.
-        last: the kernel's own numbers.
-        flags: the kernel's own constants.
+    The argument `units` describes the features; None: their number.
     """
     x, y = laid_out(tile.x), laid_out(tile.y)
     blocks, aligned = of.blocks, of.aligned

@@ -67,10 +67,6 @@ class NestedWeights:
 def nested_sums(tile: NestedTile, *, cols: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sum up a tile of each S^l.
 
-    Args:
-        tile: the tile.
-        cols: whether columns are summed, too.
-
     Returns:
         sum_j E^l_ij over the negatives, (L, R); S^l of positives, (L, R); sum_i E^l_ij, (L, C), or None; all float64.
     """

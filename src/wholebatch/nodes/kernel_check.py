@@ -69,11 +69,7 @@ class Rehearsal(Protocol):
 def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable[[], Rehearsal]) -> bool:
     """Return whether kernels compute a call's tiles, the same on all ranks. Collective at the first call of a form.
 
-    Args:
-        facts: of the call.
-        form: what decides which kernels are started, the same on all ranks.
-        layout: of S.
-        rehearse: returns the sweep of the call, for the first call of a form.
+    The form, the same on all ranks, decides which kernels are started; its first call is rehearsed.
 
     Raises:
         ValueError: on every rank, for kernel="triton", if kernels failed on any of them.

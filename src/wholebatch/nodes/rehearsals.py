@@ -183,15 +183,7 @@ class SoftmaxRehearsal:
 
 @dataclass(frozen=True)
 class SigmoidRehearsal:
-    """The rehearsal of a loss that is a sum over the entries of S.
-
-    Args:
-        facts: of the call.
-        plan: of the call.
-        layout: of S.
-        weighted: whether the rows of dS have weights.
-        bias: whether the bias needs a gradient.
-    """
+    """The rehearsal of a loss that is a sum over the entries of S, perhaps with weights, or a gradient of the bias."""
 
     facts: Facts
     plan: SigmoidPlan
@@ -228,13 +220,7 @@ class SigmoidRehearsal:
 
 @dataclass(frozen=True)
 class NestedRehearsal:
-    """The rehearsal of several nested S.
-
-    Args:
-        facts: of the call.
-        plan: of the call.
-        layout: of S.
-    """
+    """The rehearsal of several nested S."""
 
     facts: Facts
     plan: NestedPlan
@@ -282,11 +268,6 @@ class MaxSimRehearsal:
 
     Every other item consists of small whole numbers. Their products are exact, and many are equal, so that the choice
     among equal tokens shows; the random ones show rounding.
-
-    Args:
-        facts: of the call.
-        route: of the call.
-        vectors: of rows and columns.
     """
 
     facts: Facts
@@ -353,10 +334,7 @@ class MaxSimRehearsal:
 def _as_long(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
     """Return twice the longest of these lengths, short ones, and further ones of these.
 
-    Args:
-        lengths: of the call's items.
-        vectors: how many there are at least, unless the call has fewer.
-        items: how many there are at least, unless the call has fewer.
+    There are at least so many vectors and items, unless the call has fewer.
     """
     longest = max(lengths)
     found = [longest, longest, *(short for short in _SHORT if short < longest)]

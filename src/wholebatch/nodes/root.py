@@ -55,15 +55,6 @@ def loss_at_root(
 
     Collective: a gather per input, a broadcast per buffer and a handshake; backward a scatter per differentiable input
     and a broadcast per parameter.
-
-    Args:
-        comm: the ranks.
-        root: the rank that computes.
-        sync: as for every loss.
-        compute: the loss.
-        rows: the local rows of each input.
-        partitions: the owners of the rows, for each input.
-        state: the tensors of the loss beside its rows.
     """
     with_grad, passed, owned = torch.is_grad_enabled(), state.passed, state.owned
     loss = _LossAtRoot.apply(

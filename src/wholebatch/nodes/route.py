@@ -218,15 +218,7 @@ def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
 
 
 def token_driver(route: Route, x: Tensor, vectors: Vectors, *, winners: bool, kept: Tensor | None) -> Driver:
-    """Return a driver of the local rows' vectors.
-
-    Args:
-        route: of `choose_token_route`.
-        x: (n, d), the vectors of the local rows.
-        vectors: of all rows and columns.
-        winners: whether a gradient follows.
-        kept: memory of winners, or None.
-    """
+    """Return a driver of the local rows' vectors, (n, d); with winners, which may be kept, where a gradient follows."""
     assert isinstance(route.budget, TokenBudget)
     kind = KernelMaxSimDriver if route.tokens_in_kernels else MaxSimDriver
     return kind(

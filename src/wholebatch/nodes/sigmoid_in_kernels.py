@@ -65,15 +65,7 @@ class _Gradients:
 
 
 def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y: Tensor) -> Tensor:
-    """Return a rank's share of L, or the l_i of its rows. Collective.
-
-    Args:
-        facts: of the call.
-        plan: of the call, in kernels if they may compute it.
-        layout: of S.
-        x: the features of rows.
-        y: those of columns.
-    """
+    """Return a rank's share of L, or the l_i of its rows. Collective. The plan is in kernels if they may compute it."""
     inputs, products = facts.inputs, facts.products
     plan = in_kernels_or_not(facts, plan, layout)
     weights = inputs["weights"]
@@ -160,15 +152,7 @@ def _sweep(
     weights: Tensor | None,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, _Gradients]:
-    """Return the local rows' l_i, and what the backward pass multiplies.
-
-    Args:
-        plan: of the call.
-        form: of the call.
-        rows: the local rows of X and of Y, and their products.
-        weights: of rows, or None.
-        needed: whether gradients of scale, bias, X and Y are needed.
-    """
+    """Return the local rows' l_i, and what the backward pass multiplies, from rows and their products."""
     want_bias, comm = needed[1], plan.route.comm
     x, y, products = rows
     by_row, unit = (form.factors, 1 / form.factor) if weights is None else _in_units(plan, form, weights)

@@ -43,12 +43,7 @@ class Members:
 
 
 def members(entries: Entries, cols: int, device: torch.device) -> Members | None:
-    """Return a set of entries in the form of :class:`Members`; None if no such form exists.
-
-    Args:
-        entries: the set.
-        cols: number of columns of the global batch.
-        device: of the features.
+    """Return a set of entries of so many columns in the form of :class:`Members`; None if no such form exists.
 
     >>> members(NamedRows(torch.tensor([2, -1, 1])), 3, torch.device("cpu")).named
     tensor([[ 2, -1,  1]], dtype=torch.int32)

@@ -209,12 +209,6 @@ def select_products(
     "auto" is float32 on every device but CUDA. There it is the half precision that the features have, or else the one
     that autocast rounds products to, or TF32 where the program allows it.
 
-    Args:
-        precision: the argument.
-        dtype: of the features.
-        device: of the features.
-        autocast: the dtype of autocast at the entry of the loss, for the features' device; None: it was off.
-
     Raises:
         ValueError: for a precision that the features or their device do not have.
     """

@@ -40,11 +40,6 @@ class KernelSoftmaxSweep(SoftmaxSweep):
 
     Either kernels compute both sums and gradients, or plain PyTorch does: both must use the same exponentials.
 
-    Args:
-        driver, selection: as there.
-        columns: the number of columns of the global batch.
-        kept: as there, for plain PyTorch.
-
     The shift of sums should be one that :func:`kernels.exact` returns.
     """
 

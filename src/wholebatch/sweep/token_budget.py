@@ -38,14 +38,6 @@ def at_once(
     Their gradients have no more numbers than the buffer of products. Their winners are as many as sort fast, and few
     beside a tile; parts are of nearly equal size.
 
-    Args:
-        tokens: of the tile's queries.
-        documents: of the tile.
-        longest: the most tokens of a document.
-        width: d.
-        products: entries of the buffer of products.
-        device: of the tokens.
-
     >>> at_once(5120, 160, 180, 128, 640**2, torch.device("cpu"))
     (2560, 16)
     """
