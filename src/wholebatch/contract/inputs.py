@@ -228,24 +228,18 @@ class Inputs:
                 return False
         return min(*columns.get(SMALLEST_WEIGHT, [0]), *columns.get(SMALLEST_LABEL, [0])) >= 0
 
-    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
-        """Return the facts about values, from the numbers that were read back.
+    def check_values(self, found: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers that were read back; norms that have overflowed are computed again.
 
         Raises:
             ValueError: for NaN or infinite features, a scalar that is not finite or not positive, negative weights.
         """
-        norms = {name: check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
+        norms = {norm_of(name): check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
         scalars = {name: self._check_scalar(name, found[name]) for name in self.compared}
         check_label(int(found.get(SMALLEST_LABEL, 0)))
-        weight = None
         if self.weights[0] is not None:
-            weight = check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
-        return {
-            "norms": norms,
-            "scalars": scalars,
-            "weight": weight,
-            MIN_PAIR_PRODUCT: found.get(MIN_PAIR_PRODUCT, float("-inf")),
-        }
+            check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
+        return {**found, **norms, **scalars}
 
     def _check_scalar(self, name: str, value: float) -> float:
         number = float(check_value(name, value))

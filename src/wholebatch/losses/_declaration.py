@@ -132,16 +132,9 @@ class Declaration:
         labels: Tensor | None = None,
         **settings: Any,  # of whatever type the function takes
     ) -> Tensor:
-        """Return the loss.
+        """Return the loss, by a module that has a function for each: `wholebatch.functional` or `wholebatch.reference`.
 
-        Args:
-            functions: `wholebatch.functional` or `wholebatch.reference`.
-            x: (b_r, d), features of the first tower or view.
-            y: (b_r, d), of the second; with labels these are further examples of the same labels, or None.
-            scale: the logit scale, or the inverse of the temperature.
-            bias: the logit bias, where the loss requires one.
-            labels: (b_r,), where the loss takes labels.
-            **settings: of the function.
+        With labels, y are further examples of the same labels, or None; the scale is the inverse of a temperature.
         """
         arguments: dict[str, object] = {**self.required_settings(x.shape[-1]), **settings}
         if self.scale_argument == "logit_scale":

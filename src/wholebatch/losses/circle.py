@@ -86,8 +86,7 @@ def circle_loss(
         **options: see :class:`wholebatch.options.ProductOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.circle_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.circle_loss` of the whole batch, at least in float32.
 
     Collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, the positives' sums once more, and one
     all-gather of labels. Work: 5 units of b_r B d multiply-adds per rank. Memory: that of

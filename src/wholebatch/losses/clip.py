@@ -69,8 +69,7 @@ def clip_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.clip_loss` of the whole batch, at least in float32.
 
     Collectives, none on one process (b, W: rows of this rank, number of ranks):
 

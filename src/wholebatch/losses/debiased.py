@@ -58,8 +58,7 @@ def debiased_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.debiased_loss` of the whole batch, at least in float32.
 
     An example without negatives has loss 0. Collectives, work and memory: those of
     :func:`wholebatch.functional.nt_xent_loss`; twice those with beta.

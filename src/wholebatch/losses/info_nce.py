@@ -121,8 +121,7 @@ def info_nce_loss(
             and negatives.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.info_nce_loss` of the whole batch, at least in float32.
 
     Collectives: for each sweep those of :func:`wholebatch.functional.clip_loss`, with the traveling tower as Y; with
     ids two all-gathers of them. Work: 4 units of b K d multiply-adds per rank for K keys and negatives in all; 3 where

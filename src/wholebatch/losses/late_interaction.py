@@ -90,8 +90,7 @@ def max_sim_loss(
             computes the maxima, plain PyTorch the rest.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.max_sim_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.max_sim_loss` of the whole batch, at least in float32.
 
     Of a document's tokens with equal products the first wins and has the gradient, as in `torch.max`; of copies of a
     token the first has it on any number of ranks, however their products are rounded.

@@ -90,8 +90,7 @@ def matryoshka_loss(
             lost in this error.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.matryoshka_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.matryoshka_loss` of the whole batch, at least in float32.
 
     Collectives: those of :func:`wholebatch.functional.clip_loss`. Work: 4 units of b_r B d multiply-adds per rank,
     whatever the number of parts, and an exponential per entry, part and pass. Memory beyond inputs and gradients: a

@@ -48,8 +48,7 @@ def nt_xent_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.nt_xent_loss` of the whole batch, at least in float32.
 
     Collectives: those of :func:`wholebatch.functional.clip_loss`, half a round with "ring". Work: 2 units of n_r N d
     multiply-adds per rank for this rank's n_r = 2 b_r rows of N = 2 B, half of a full sweep's 4; 1.5 where exp(S) is

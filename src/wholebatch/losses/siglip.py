@@ -67,8 +67,7 @@ def siglip_loss(
         **options: see :class:`wholebatch.options.KernelOptions`. Nothing is kept.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.siglip_loss` of the whole batch, at least in float32.
 
     The backward pass only multiplies. A second one through the same graph (`retain_graph=True`) sweeps again.
 

@@ -53,8 +53,7 @@ def smooth_ap_loss(
         **options: see :class:`wholebatch.options.ProductOptions`. Nothing is kept.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.smooth_ap_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.smooth_ap_loss` of the whole batch, at least in float32.
 
     Collectives: forward 1 handshake, 1 all-gather of labels, those of the exchange for Z, 1 all-reduce of a number;
     backward 1 handshake, and those of the exchange for dZ. Work: for rows with at most P positives, 5 units of b_r B d

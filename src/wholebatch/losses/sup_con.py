@@ -53,8 +53,7 @@ def sup_con_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.sup_con_loss` of the whole batch, at least in float32.
 
     Collectives: those of :func:`wholebatch.functional.nt_xent_loss`, and one all-gather of labels. Work: 2 units of
     b_r B d multiply-adds per rank. Memory: that of :func:`wholebatch.functional.nt_xent_loss`. Time and memory for

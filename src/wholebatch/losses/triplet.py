@@ -74,8 +74,7 @@ def triplet_loss(
         **options: see :class:`wholebatch.options.SweepOptions`. Nothing is kept.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.triplet_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.triplet_loss` of the whole batch, at least in float32.
 
     Collectives: forward 1 handshake, all-gathers of labels and of W numbers, those of the exchange for Z, 2
     all-to-alls, 2 all-reduces of a number; backward 1 handshake and 1 all-to-all. Work: 1 unit of b_r B d

@@ -49,8 +49,7 @@ def vicreg_loss(
         **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.vicreg_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.vicreg_loss` of the whole batch, at least in float32.
 
     Collectives: forward 1 handshake and 5 all-reduces, of d, d^2 and 1 numbers; backward the same. Work: O(b_r d^2).
     Memory: O(b_r d + d^2), not flat in d.
