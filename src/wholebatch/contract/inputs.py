@@ -38,45 +38,37 @@ SUM_OF_WEIGHTS, SMALLEST_WEIGHT, SMALLEST_LABEL = "sum of weights", "smallest we
 class Inputs:
     """The tensors and scalars of one call.
 
-    Args:
-        features: matrices with as many columns, of one dtype and device; the first has the rows of the batch.
-        scalars: numbers, or tensors of shape () or [1], that are equal on all ranks.
-        ids: integer vectors or None, each with the name of the features whose rows it numbers.
-        weights: of examples, or None, with the name of the features whose rows they weigh.
-        optional: names of features and scalars that may be None.
-        required: names of ids that may not be None.
-        labels: the name of ids that may not be negative.
-        positive: names of scalars that must be positive.
-        paired: names of two features with the same number of rows.
-        matching: names of two features whose rows i are positives of each other, for every i that both have.
-        normalized: whether norms bound no logits: the loss divides rows by them, or has no logits.
-        any_scale: whether a scale may rise to 102 between two calls with unit rows, without a sum that underflows: each
-            sum is that of a matching pair, too, or there are no sums.
-        data: vectors of any dtype, each with the name of the features whose rows have these numbers.
-        parameters: numbers, or tensors of any shape, that are equal on all ranks.
-        items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
-            are the rows of S.
-
     Attributes:
         given_features, given_scalars: those of the call: all but the optional ones that are None.
         given_ids: the ids of the call, each with the name of its features.
         first: the name and the value of the first features, to which all others are compared.
     """
 
+    # features: matrices with as many columns, of one dtype and device; the first has the rows of the batch
     features: Mapping[str, Tensor | None]
+    # scalars: numbers, or tensors of shape () or [1], that are equal on all ranks
     scalars: Mapping[str, Tensor | float | None] = field(default_factory=dict)
+    # ids: integer vectors or None, each with the name of the features whose rows it numbers
     ids: Mapping[str, tuple[Tensor | None, str]] = field(default_factory=dict)
+    # weights: of examples, or None, with the name of the features whose rows they weigh
     weights: tuple[Tensor | None, str] = (None, "")
-    optional: Sequence[str] = ()
-    required: Sequence[str] = ()
-    labels: str = ""
-    positive: Sequence[str] = ()
-    paired: tuple[str, str] | None = None
+    optional: Sequence[str] = ()  # names of features and scalars that may be None
+    required: Sequence[str] = ()  # names of ids that may not be None
+    labels: str = ""  # the name of ids that may not be negative
+    positive: Sequence[str] = ()  # names of scalars that must be positive
+    paired: tuple[str, str] | None = None  # names of two features with the same number of rows
+    # matching: names of two features whose rows i are positives of each other, for every i that both have
     matching: tuple[str, str] | None = None
-    normalized: bool = False
+    normalized: bool = False  # whether norms bound no logits: the loss divides rows by them, or has no logits
+    # any_scale: whether a scale may rise to 102 between two calls with unit rows, without a sum that underflows: each
+    # sum is that of a matching pair, too, or there are no sums
     any_scale: bool = False
+    # data: vectors of any dtype, each with the name of the features whose rows have these numbers
     data: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    # parameters: numbers, or tensors of any shape, that are equal on all ranks
     parameters: Mapping[str, Tensor | float] = field(default_factory=dict)
+    # items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
+    # are the rows of S
     items: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -248,26 +240,21 @@ class Inputs:
 
 @dataclass(eq=False)
 class Checks:
-    """The checks of one loss beside those of its :class:`Inputs`, on each rank.
+    """The checks of one loss beside those of its :class:`Inputs`, on each rank."""
 
-    Args:
-        check: a function that checks settings and further arguments, and returns facts about them.
-        read_back: a function that returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT
-            replaces that of `Inputs.matching`.
-        derive: a function that checks these numbers, and returns facts about them; None: there are none. It depends on
-            the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it
-            read tensors, for the message of an error.
-        must_match: names of the facts that must be equal on all ranks.
-        settings: all that `check` depends on beside the form of the inputs; None: it is called in each call.
-        reads: why the host has to read values in each call, for checks="deferred"; "": it does not.
-    """
-
+    # check: a function that checks settings and further arguments, and returns facts about them
     check: Callable[[], Mapping[str, Any]] = dict
+    # read_back: a function that returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT replaces
+    # that of `Inputs.matching`
     read_back: Callable[[], Mapping[str, Tensor]] = dict
+    # derive: a function that checks these numbers, and returns facts about them; None: there are none. It depends on
+    # the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it read
+    # tensors, for the message of an error
     derive: Callable[[Mapping[str, float]], Mapping[str, Any]] | None = None
-    must_match: Sequence[str] = ()
+    must_match: Sequence[str] = ()  # names of the facts that must be equal on all ranks
+    # settings: all that `check` depends on beside the form of the inputs; None: it is called in each call
     settings: tuple[Hashable, ...] | None = None
-    reads: str = ""
+    reads: str = ""  # why the host has to read values in each call, for checks="deferred"; "": it does not
 
     @classmethod
     def of(cls, check: Callable[..., object], *, reads: str = "", **settings: Any) -> Checks:

@@ -20,17 +20,12 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 
 @dataclass(eq=False)
 class RowNumbers:
-    """The numbers of the rows of two matrices.
+    """The numbers of the rows of two matrices."""
 
-    Args:
-        extremes: (3 + scalars,), float64: the largest norms of x and of y, the largest -x_i . y_i, and the scalars.
-        products: (min(n, m),), float32, x_i . y_i.
-        norms: (n + m,), float32, those of x and then those of y.
-    """
-
+    # extremes: (3 + scalars,), float64: the largest norms of x and of y, the largest -x_i . y_i, and the scalars
     extremes: Tensor
-    products: Tensor
-    norms: Tensor
+    products: Tensor  # (min(n, m),), float32, x_i . y_i
+    norms: Tensor  # (n + m,), float32, those of x and then those of y
 
 
 def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:

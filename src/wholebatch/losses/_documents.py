@@ -41,15 +41,10 @@ def inputs_of_texts(queries: Packed, documents: Packed) -> Inputs:
 
 @dataclass(frozen=True)
 class Owners:
-    """The owners of one rank's documents.
+    """The owners of one rank's documents."""
 
-    Args:
-        queries: (c,), for each document its query on this rank, or `NOBODY`.
-        positives: (b,), for each query its positive document on this rank.
-    """
-
-    queries: Tensor
-    positives: Tensor
+    queries: Tensor  # (c,), for each document its query on this rank, or `NOBODY`
+    positives: Tensor  # (b,), for each query its positive document on this rank
 
     @classmethod
     def of(cls, queries: int, documents: int, per_query: object) -> Owners:

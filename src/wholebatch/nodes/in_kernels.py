@@ -30,24 +30,16 @@ class TileOfS(NamedTuple):
 
 @dataclass(eq=False)
 class InKernels:
-    """The facts of a form that all of its calls share.
+    """The facts of a form that all of its calls share."""
 
-    Args:
-        sums, gradients: the tiles of S of one launch each.
-        entries: of the largest tile of dS, with rows that begin at multiples of 16 bytes.
-        pairs: the number of positive pairs, of the first local rows with the first local columns.
-        dtype: of factors in the product S.
-        of_gradients: of dS, and of the rows that it is multiplied with.
-        tf32: whether float32 is multiplied in TF32.
-    """
-
+    # sums, gradients: the tiles of S of one launch each
     sums: tuple[TileOfS, ...]
     gradients: tuple[TileOfS, ...]
-    entries: int
-    pairs: int
-    dtype: torch.dtype
-    of_gradients: torch.dtype
-    tf32: bool
+    entries: int  # of the largest tile of dS, with rows that begin at multiples of 16 bytes
+    pairs: int  # the number of positive pairs, of the first local rows with the first local columns
+    dtype: torch.dtype  # of factors in the product S
+    of_gradients: torch.dtype  # of dS, and of the rows that it is multiplied with
+    tf32: bool  # whether float32 is multiplied in TF32
 
     def inputs(
         self, launch: TileOfS, x: Tensor, y: Tensor, numbers: Tensor, inverse: Tensor | None = None

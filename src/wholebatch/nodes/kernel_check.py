@@ -39,17 +39,13 @@ _ALIKE = 1.1  # times slower
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a rehearsal.
+    """The size of a rehearsal."""
 
-    Args:
-        rows, cols: of S, at most.
-        side: of a tile, at most.
-        as_called: whether exponentials are kept as in the call, or in each way in which calls of the form keep them.
-    """
-
+    # rows, cols: of S, at most
     rows: int
     cols: int
-    side: int
+    side: int  # of a tile, at most
+    # as_called: whether exponentials are kept as in the call, or in each way in which calls of the form keep them
     as_called: bool = False
 
 

@@ -73,24 +73,15 @@ class _Rows:
 
 @dataclass(frozen=True)
 class SoftmaxRehearsal:
-    """The rehearsal of a softmax.
-
-    Args:
-        facts: of the call.
-        plan: of the call.
-        layout: of S.
-        dtype: of X's and Y's rows when a sweep gets them.
-        keeps: whether exponentials may be kept on any rank.
-        offsets: whether the rows' offsets need a gradient.
-        timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the sweep's does.
-    """
+    """The rehearsal of a softmax."""
 
     facts: Facts
     plan: SoftmaxPlan
-    layout: Layout
-    dtype: torch.dtype
-    keeps: bool
-    offsets: bool
+    layout: Layout  # of S
+    dtype: torch.dtype  # of X's and Y's rows when a sweep gets them
+    keeps: bool  # whether exponentials may be kept on any rank
+    offsets: bool  # whether the rows' offsets need a gradient
+    # timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the sweep's does
     timed: Callable[[int, bool], Callable[[], None] | None] | None = None
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:

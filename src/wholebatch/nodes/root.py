@@ -29,17 +29,11 @@ Compute = Callable[[Sequence[Tensor], Mapping[int, Tensor]], Any]
 
 @dataclass(frozen=True)
 class LossState:
-    """The tensors of a loss beside its rows.
+    """The tensors of a loss beside its rows."""
 
-    Args:
-        passed: parameters that the loss receives; it computes with copies of them.
-        owned: parameters that it owns.
-        buffers: its buffers.
-    """
-
-    passed: Sequence[Tensor]
-    owned: Sequence[Tensor]
-    buffers: Sequence[Tensor]
+    passed: Sequence[Tensor]  # parameters that the loss receives; it computes with copies of them
+    owned: Sequence[Tensor]  # parameters that it owns
+    buffers: Sequence[Tensor]  # its buffers
 
 
 def loss_at_root(

@@ -29,39 +29,25 @@ from .sigmoid import Sigmoid, SigmoidPlan
 
 @dataclass(eq=False)
 class _Form:
-    """The facts of a form that all of its calls share.
+    """The facts of a form that all of its calls share."""
 
-    Args:
-        tiles: of S.
-        in_units: whether dS is written to float16, in units.
-        factor: by which the kernel multiplies dS if the caller gave no weights.
-        factors: this number for each row, (b,), if it is not 1.
-    """
-
-    tiles: InKernels
-    in_units: bool
-    factor: float
-    factors: Tensor | None
+    tiles: InKernels  # of S
+    in_units: bool  # whether dS is written to float16, in units
+    factor: float  # by which the kernel multiplies dS if the caller gave no weights
+    factors: Tensor | None  # this number for each row, (b,), if it is not 1
 
 
 @dataclass(eq=False)
 class _Gradients:
-    """G Y and G^T X of the negatives' G = dL/dS, the positives' -G_ii, and the sum of all G, each in units.
+    """G Y and G^T X of the negatives' G = dL/dS, the positives' -G_ii, and the sum of all G, each in units."""
 
-    Args:
-        u, v: the products.
-        terms: -G_ii / factor.
-        bias: the sum of the local rows of G, or None.
-        unit: the unit of u, v and bias.
-        factor: of terms.
-    """
-
+    # u, v: the products
     u: Tensor | None
     v: Tensor | None
-    terms: Tensor
-    bias: Tensor | None
-    unit: Tensor | float
-    factor: float
+    terms: Tensor  # -G_ii / factor
+    bias: Tensor | None  # the sum of the local rows of G, or None
+    unit: Tensor | float  # the unit of u, v and bias
+    factor: float  # of terms
 
 
 def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y: Tensor) -> Tensor:

@@ -16,13 +16,9 @@ _AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are com
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """The memory that a sweep over tokens may allocate; `kept` counts bytes of winners and of S.
+    """The memory that a sweep over tokens may allocate; `kept` counts bytes of winners and of S."""
 
-    Args:
-        products: entries of the buffer of products.
-    """
-
-    products: int
+    products: int  # entries of the buffer of products
 
 
 def pads(device: torch.device) -> bool:
