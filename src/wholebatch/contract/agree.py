@@ -392,6 +392,8 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     products = select_products(options.precision, first.dtype, first.device, autocast_around(first.device))
     loss_facts = checks.check()
     inputs.check_rest()
+    expected = options.kernel == "auto" and (first.device.type == "cuda" or interpreted())  # on other devices by nobody
+    why_not = missing(first.device) if expected else ""
     return {
         CALL: latest_call(),  # this, the next and the numbers change from call to call, so they come first
         _CHOICES: choice.digest(comm.transport.group_name),
@@ -410,16 +412,11 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "checks": options.checks,
         "kernel": options.kernel,
         PRECISION: products.precision,
-        _NO_KERNELS: _why_not(first.device) if options.kernel == "auto" else "",
+        _NO_KERNELS: why_not or "",
         _CHOOSES: chooses(first.device),
         **loss_facts,
         **gradient_facts([*inputs.differentiable.values()]),
     }
-
-
-def _why_not(device: torch.device) -> str:
-    """Return why kernels cannot run on a GPU; "" if they can, and for a device on which nobody expects them."""
-    return (missing(device) or "") if device.type == "cuda" or interpreted() else ""
 
 
 def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank) -> bool:

@@ -211,9 +211,8 @@ def info_nce_loss(
         if hard_negative_ids is not None:
             excluded = hard_negative_ids.to(facts.device) == retrieval.local_query_ids[:, None]
         below = ceiling if "query_to_key" in settings.limited else None
-        of_hard = hard_negative_statistics(
-            facts, hard_negatives.shape, settings.hardness_of_hard_negatives, below, excluded
-        )
+        hardness_of_hard = hardness if hard_negative_hardness is None else hard_negative_hardness
+        of_hard = hard_negative_statistics(facts, hard_negatives.shape, hardness_of_hard, below, excluded)
         found["query_to_key"] = combined(found["query_to_key"], of_hard)
     target = found[settings.main].target
     assert target is not None

@@ -228,8 +228,6 @@ class MatryoshkaLoss(TakesLogitScale, KernelLoss, check=_check):
         return matryoshka_loss(queries, keys, ids=ids, weights=weights, **settings)
 
 
-def _nested_sizes(embedding_size: int) -> dict[str, Any]:
-    return {"dims": sorted({max(1, embedding_size // part) for part in (8, 4, 2, 1)})}
-
-
-DECLARATION = Declaration(matryoshka_loss, MatryoshkaLoss, settings=_nested_sizes)
+DECLARATION = Declaration(
+    matryoshka_loss, MatryoshkaLoss, settings=lambda size: {"dims": sorted({max(1, size // n) for n in (8, 4, 2, 1)})}
+)
