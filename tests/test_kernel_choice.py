@@ -191,6 +191,25 @@ def test_the_slowest_rank_decides(tmp_path):
         assert found == [([], 1, 2, [(in_kernels, False)])] * 2
 
 
+def choices_on_a_ring(name):
+    """Return the choices of a rank for a loss, forward and backward: whether kernels compute it, or why not."""
+    with pytest.MonkeyPatch.context() as patch:
+        Rehearsed(patch)
+        x = normalize(torch.randn(12, 16), dim=1).requires_grad_()
+        loss = {
+            "siglip": lambda **more: wb.functional.siglip_loss(x, x, 10.0, -5.0, **more),
+            "matryoshka": lambda **more: wb.functional.matryoshka_loss(x, x, logit_scale=9.0, dims=(8, 16), **more),
+            "nt_xent": lambda **more: wb.functional.nt_xent_loss(x, x, **more),
+        }[name]
+        loss(exchange="ring").backward()
+        return [(of.in_kernels, of.why) for of in choice.choices()]
+
+
+@pytest.mark.parametrize("name", ["siglip", "matryoshka", "nt_xent"])
+def test_both_ways_are_timed_on_a_ring_whose_blocks_are_smaller_than_what_is_rehearsed(name):
+    assert run_ranks(choices_on_a_ring, 3, name, timeout_s=240) == [[(True, "")]] * 3
+
+
 def test_a_second_run_of_ranks_starts_at_once(tmp_path):
     first = run_ranks(ranks_together, 3, str(tmp_path), [KERNELS] * 3)
     assert first == [([], 1, 2, [(True, False)])] * 3

@@ -151,3 +151,19 @@ def test_statistics_are_in_the_units_of_similarities():
     (_, plain), (_, harder) = (info_nce(x, y, hardness=a, **options) for a in (0.0, 7.0))
     for name in ("accuracy", "positive_similarity", "hardest_negative_similarity"):
         assert_same(getattr(harder, name), getattr(plain, name), relative=1e-12, what=name)
+
+
+def statistics_on_one_rank(call):
+    """Return the error of each rank if rank 1 alone asks for statistics."""
+    x = torch.eye(3)
+    loss = partial(getattr(wb.functional, f"{call}_loss"), x, x, 1.0, *[-1.0] * (call == "siglip"))
+    loss()  # what later calls of the form look up
+    with pytest.raises(ValueError, match="_loss: ") as refused:
+        (with_statistics(loss) if torch.distributed.get_rank() else loss)()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("call", ["clip", "siglip"])
+def test_statistics_on_one_rank_raise_on_all_whether_or_not_the_loss_has_them(call):
+    expected = f"{call}_loss: statistics must be the same on all ranks, got rank 0: False; rank 1: True"
+    assert run_ranks(statistics_on_one_rank, 2, call, timeout_s=120) == [expected] * 2

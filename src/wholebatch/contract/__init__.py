@@ -28,7 +28,6 @@ from .forms import KERNELS
 from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import (
-    REDUCTIONS,
     BatchOptions,
     Checking,
     KernelOptions,
@@ -39,41 +38,3 @@ from .options import (
     SweepOptions,
 )
 from .reduction import finish, reduce_losses, reduce_total
-
-__all__ = [
-    "CALL",
-    "KERNELS",
-    "MIN_PAIR_PRODUCT",
-    "REDUCTIONS",
-    "Assumption",
-    "BatchOptions",
-    "Canaries",
-    "Checking",
-    "Checks",
-    "Deferred",
-    "Facts",
-    "Inputs",
-    "KernelOptions",
-    "LossOptions",
-    "Options",
-    "ProductOptions",
-    "Reduction",
-    "SweepOptions",
-    "agree",
-    "bind_on_all_ranks",
-    "canaries_of",
-    "check_earlier",
-    "check_inference",
-    "differed",
-    "entry",
-    "finish",
-    "gradient_facts",
-    "join",
-    "latest_call",
-    "number_call",
-    "prepared",
-    "raise_on_all_ranks",
-    "reduce_losses",
-    "reduce_total",
-    "together",
-]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .._base.checks import on_host
 from .._base.precision import accumulation_dtype, tf32_is_allowed
+from .._base.statistics_request import statistics_requested
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD, Statement, different_facts, on_all_ranks
@@ -70,6 +71,7 @@ _MUST_MATCH = (
     "checks",
     "kernel",
     PRECISION,
+    "statistics",
 )
 _DERIVED = "derived"  # the fact that follows from the numbers of a rank
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
@@ -77,12 +79,6 @@ _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engine
 
 def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None = None) -> Facts:
     """Return the facts on which the ranks agree. Collective: one handshake.
-
-    Args:
-        caller: the loss, for messages.
-        options: the caller's options.
-        inputs: its tensors and scalars.
-        checks: further checks of the loss.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake.
@@ -121,28 +117,35 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     if agreement is None:
         canaries_of(transport).check(columns)
         mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
-    values = None if mistake is not None else _values_of_all(columns, comm.rank, inputs, checks)
-    if values is None:
+    derived = None if mistake is not None else _values_of_all(columns, comm.rank, inputs, checks)
+    if derived is None:
         found = _numbers(comm, inputs, checks)
         checked = comm.handshake(lambda: _check_values(comm, found, inputs, checks), caller=caller)
         if mistake is not None:
             raise on_all_ranks(mistake, transport)
-        values = _Values.of(checked, inputs)
+        columns, derived = checked.columns_of_mapping(NUMBERS), _by_name(checked.column(_DERIVED))
+    assert columns is not None
     check_earlier(transport, {})
     if agreement is None:
         agreement = call.agreement(by_rank)
         if key is not None and form.agree(by_rank, agreement):
             keep(forms, key, form)
     if comm.size > 1:
-        for name, of_ranks in values.scalars.items():
-            _check_equal(caller, name, of_ranks)
-    if values.weights is not None and not any(values.weights):
+        for name in inputs.compared:
+            _check_equal(caller, name, columns[name])
+    if not any(columns.get(SUM_OF_WEIGHTS, (1.0,))):
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
     number, assumption = number_call(transport, latest), None
-    if options.deferred and key is not None and columns is not None:
+    if options.deferred and key is not None:
         assumption = call.assume(key, form, agreement, by_rank, columns)
+    values = _Values(
+        {name: max(columns[norm_of(name)]) for name in inputs.given_features},
+        {name: columns[name][0] for name in inputs.compared},
+        min(columns.get(MIN_PAIR_PRODUCT, _UNKNOWN)),
+        derived,
+    )
     return call.facts(agreement, number, values, of_rows, assumption=assumption)
 
 
@@ -155,6 +158,7 @@ class _Call:
     inputs: Inputs
     checks: Checks
     comm: Communicator
+    statistics: bool = field(default_factory=statistics_requested)
 
     def form(self) -> Hashable | None:
         """Return the form of this rank's call; None if it has to state all facts."""
@@ -166,7 +170,7 @@ class _Call:
         key = (
             self.caller, options.sync, options.exchange, options.memory, options.memory.__class__, options.reduction,
             options.kernel, options.precision, options.checks, settings, tuple(map(type, settings)), self.inputs.form(),
-            torch.is_grad_enabled(), cuda, choice.switched_off(), EARLIER in differed(transport),
+            torch.is_grad_enabled(), cuda, choice.switched_off(), EARLIER in differed(transport), self.statistics,
         )  # fmt: skip
         try:
             hash(key)
@@ -202,7 +206,7 @@ class _Call:
         local: dict[str, Any] = {}
 
         def facts_of_this_rank() -> dict[str, Any]:
-            local.update(_local_facts(self.comm, self.options, self.inputs, self.checks))
+            local.update(_local_facts(self.comm, self.options, self.inputs, self.checks), statistics=self.statistics)
             return local
 
         by_rank = self.comm.handshake(facts_of_this_rank, caller=self.caller)
@@ -263,9 +267,7 @@ class _Call:
 
     def _as_assumed(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
-        norms = {name: [norm] for name, norm in assumption.norms.items()}
-        scalars = {name: [number] for name, number in assumption.scalars.items()}
-        values = _Values(norms, scalars, None, [assumption.least], {})
+        values = _Values(assumption.norms, assumption.scalars, assumption.least, {})
         return self.facts(assumption.agreement, number_next_call(self.comm.transport), values, of_rows, deferred)
 
     def kind(self, key: Hashable) -> Hashable:
@@ -340,16 +342,16 @@ class _Call:
         if deferred is not None:
             entered = deferred.admit(entered)
         dtype = accumulation_dtype(first.dtype)
-        norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
         facts = Facts(
             caller=self.caller,
             call=number,
             options=self.options,
             comm=self.comm,
-            scalars={name: of_ranks[0] for name, of_ranks in values.scalars.items()},
+            statistics=self.statistics,
+            scalars=values.scalars,
             rows=agreement.rows,
-            norms=norms,
-            min_pair_product=min(values.min_pair_products),
+            norms=values.norms,
+            min_pair_product=values.least,
             inputs=entered,
             vectors=self.inputs.given_ids,
             by_rank=agreement.by_rank.plus(values.derived) if values.derived else agreement.by_rank,
@@ -390,6 +392,8 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     products = select_products(options.precision, first.dtype, first.device, autocast_around(first.device))
     loss_facts = checks.check()
     inputs.check_rest()
+    expected = options.kernel == "auto" and (first.device.type == "cuda" or interpreted())  # on other devices by nobody
+    why_not = missing(first.device) if expected else ""
     return {
         CALL: latest_call(),  # this, the next and the numbers change from call to call, so they come first
         _CHOICES: choice.digest(comm.transport.group_name),
@@ -408,16 +412,11 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "checks": options.checks,
         "kernel": options.kernel,
         PRECISION: products.precision,
-        _NO_KERNELS: _why_not(first.device) if options.kernel == "auto" else "",
+        _NO_KERNELS: why_not or "",
         _CHOOSES: chooses(first.device),
         **loss_facts,
         **gradient_facts([*inputs.differentiable.values()]),
     }
-
-
-def _why_not(device: torch.device) -> str:
-    """Return why kernels cannot run on a GPU; "" if they can, and for a device on which nobody expects them."""
-    return (missing(device) or "") if device.type == "cuda" or interpreted() else ""
 
 
 def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank) -> bool:
@@ -447,39 +446,28 @@ def _further_numbers(comm: Communicator, checks: Checks) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Values:
-    """The facts that follow from numbers: lists of one value for each rank, by name."""
+    """The facts that follow from the numbers of all ranks: `least` product of a pair; those that a loss derives."""
 
-    norms: Mapping[str, Sequence[float]]
-    scalars: Mapping[str, Sequence[float]]
-    weights: Sequence[float] | None
-    min_pair_products: Sequence[float]
+    norms: dict[str, float]
+    scalars: dict[str, float]
+    least: float
     derived: Mapping[str, Sequence[Any]]
-
-    @classmethod
-    def of(cls, checked: FactsByRank, inputs: Inputs) -> _Values:
-        """Return the facts that each rank has checked itself."""
-        return cls(
-            {name: checked.column("norms", name) for name in inputs.given_features},
-            {name: checked.column("scalars", name) for name in inputs.compared},
-            checked.column("weight") if inputs.weights[0] is not None else None,
-            checked.column(MIN_PAIR_PRODUCT),
-            _by_name(checked.column(_DERIVED)),
-        )
 
 
 def _check_values(
     comm: Communicator, numbers: Mapping[str, Tensor | float], inputs: Inputs, checks: Checks
 ) -> dict[str, Any]:
-    """Return the facts that follow from this rank's numbers, or raise ValueError for a value that is wrong."""
+    """Return this rank's numbers, and facts that follow from them, or raise ValueError for a value that is wrong."""
     found = on_host(numbers)
     check_earlier(comm.transport, found)
-    return {**inputs.check_values(found), _DERIVED: checks.derive(found) if checks.derive is not None else {}}
+    found.pop(EARLIER, None)
+    return {NUMBERS: inputs.check_values(found), _DERIVED: checks.derive(found) if checks.derive is not None else {}}
 
 
 def _values_of_all(
     columns: Mapping[str, Sequence[float]] | None, rank: int, inputs: Inputs, checks: Checks
-) -> _Values | None:
-    """Return the facts that follow from all ranks' numbers; None, on every rank, if a number may be wrong."""
+) -> dict[str, list[Any]] | None:
+    """Return the facts that a loss derives from all ranks' numbers; None, on every rank, if one may be wrong."""
     if columns is None or any(columns.get(EARLIER, ())):
         return None
     for name, column in columns.items():
@@ -487,22 +475,15 @@ def _values_of_all(
             return None
     if not inputs.accepts(columns):
         return None
-    derived: list[Mapping[str, Any]] = []
-    weights = columns.get(SUM_OF_WEIGHTS)
-    if checks.derive is not None:
-        derived = [{}] * len(columns[norm_of(inputs.first[0])])
-        try:
-            for at in sorted(range(len(derived)), key=lambda at: at == rank):  # this rank's last: it may keep numbers
-                derived[at] = checks.derive({name: column[at] for name, column in columns.items()})
-        except (ValueError, IndexError):  # raised again, with this rank's values in its message, by `_check_values`
-            return None
-    return _Values(
-        {name: columns[norm_of(name)] for name in inputs.given_features},
-        {name: columns[name] for name in inputs.compared},
-        weights,
-        columns.get(MIN_PAIR_PRODUCT, _UNKNOWN),
-        _by_name(derived) if derived else {},
-    )
+    if checks.derive is None:
+        return {}
+    derived: list[Mapping[str, Any]] = [{}] * len(columns[norm_of(inputs.first[0])])
+    try:
+        for at in sorted(range(len(derived)), key=lambda at: at == rank):  # this rank's last: it may keep numbers
+            derived[at] = checks.derive({name: column[at] for name, column in columns.items()})
+    except (ValueError, IndexError):  # raised again, with this rank's values in its message, by `_check_values`
+        return None
+    return _by_name(derived)
 
 
 _UNKNOWN = (-math.inf,)  # smallest products

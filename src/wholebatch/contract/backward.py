@@ -69,14 +69,9 @@ def number_next_call(transport: Transport) -> int:
 
 
 def together(loss: Tensor, comm: Communicator, caller: str, call: int, *, one_loss: bool = True) -> Tensor:
-    """Return the loss, whose backward pass begins with a comparison between the ranks.
+    """Return the loss, whose backward pass begins with a comparison between the ranks, before other collectives.
 
-    Args:
-        loss: L, or the losses of this rank's rows. All collectives of the backward pass come after this node.
-        comm: the ranks.
-        caller: the loss, for messages.
-        call: the number of its call, the same on all ranks.
-        one_loss: whether L is the same scalar on all ranks, so that dF/dL has to be the same.
+    With `one_loss`, L is the same scalar on all ranks, so that dF/dL has to be the same, too.
     """
     if comm.size == 1 or not loss.requires_grad:
         return loss

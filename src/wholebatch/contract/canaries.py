@@ -55,12 +55,7 @@ class Canaries:
 
     @torch.no_grad()
     def note_products(self, of_rows: Products, of_columns: Products) -> None:
-        """Note <X, U> and <Y, V> of this rank, whose sums over the ranks are equal.
-
-        Args:
-            of_rows: X and U, (b, d), and the divisors of X's rows, (b, 1), or None.
-            of_columns: Y and V, likewise.
-        """
+        """Note <X, U> and <Y, V> of this rank, whose sums over the ranks are equal."""
         by_rows, size = _inner(*of_rows)
         for name, number in ((_BY_ROWS, by_rows), (_BY_COLUMNS, _inner(*of_columns)[0]), (_SIZE, size)):
             self._numbers[name] = self._numbers[name] + number if name in self._numbers else number
@@ -77,8 +72,7 @@ class Canaries:
     def check(self, of_ranks: Mapping[str, Sequence[float]] | None) -> None:
         """Raise RuntimeError, on all ranks, if numbers that a handshake has read contradict each other.
 
-        Args:
-            of_ranks: each number of all ranks; None if ranks noted different ones, which says nothing.
+        None stands for different numbers on different ranks, which say nothing.
         """
         self._numbers.clear()
         if of_ranks is None:

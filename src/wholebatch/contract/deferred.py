@@ -53,21 +53,14 @@ _KEPT = "deferred checks"  # the name under which a group keeps them
 
 @dataclass(eq=False)
 class Seen:
-    """The extremes of calls of a form: two losses in a step may have one form, and other numbers.
+    """The extremes of calls of a form: two losses in a step may have one form, and other numbers."""
 
-    Args:
-        norms: the largest, by the name of the features.
-        scalars: those of the largest logits, by name; NaN if scales of both signs were seen.
-        least: the smallest product of a matching pair.
-        shortest: the smallest of the largest norms.
-        underflowed: whether a sum underflowed, which a call has to read.
-    """
-
-    norms: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)  # the largest, by the name of the features
+    # scalars: those of the largest logits, by name; NaN if scales of both signs were seen
     scalars: dict[str, float] = field(default_factory=dict)
-    least: float = math.inf
-    shortest: float = math.inf
-    underflowed: bool = False
+    least: float = math.inf  # the smallest product of a matching pair
+    shortest: float = math.inf  # the smallest of the largest norms
+    underflowed: bool = False  # whether a sum underflowed, which a call has to read
 
     def add(self, of: Assumption | Inputs, columns: Mapping[str, Sequence[float]]) -> None:
         """Add the numbers of a call of all ranks."""
@@ -96,41 +89,26 @@ def capturing() -> bool:
 class Assumption:
     """Facts that calls like an earlier one assume.
 
-    Args:
-        caller: the loss.
-        kind: what these calls have in common.
-        form: of this rank's call.
-        agreement: of the ranks.
-        host: the scalars that are numbers on the host.
-        norms: upper bounds of norms, by the name of the features.
-        scalars: the scalars; for those on the device, the bound that makes logits largest.
-        least: lower bound of the product of a matching pair.
-        limits: of the numbers on the device.
-        device: where numbers are judged.
-        records: (W, n), those of all ranks in calls like this one, with 0 for numbers on the device and the number of
-            the call; None on one process.
-        positive: the names of scalars that must be positive.
-        seen: of calls like this one.
-        unread: those of the group whose numbers the host has not read.
-
     Attributes:
         bounds: the limits, (2, k).
     """
 
-    caller: str
-    kind: Hashable
-    form: Form
-    agreement: Agreement
-    host: Mapping[str, float]
-    norms: dict[str, float]
-    scalars: dict[str, float]
-    least: float
-    limits: Limits
-    device: torch.device
+    caller: str  # the loss
+    kind: Hashable  # what these calls have in common
+    form: Form  # of this rank's call
+    agreement: Agreement  # of the ranks
+    host: Mapping[str, float]  # the scalars that are numbers on the host
+    norms: dict[str, float]  # upper bounds of norms, by the name of the features
+    scalars: dict[str, float]  # the scalars; for those on the device, the bound that makes logits largest
+    least: float  # lower bound of the product of a matching pair
+    limits: Limits  # of the numbers on the device
+    device: torch.device  # where numbers are judged
+    # records: (W, n), those of all ranks in calls like this one, with 0 for numbers on the device and the number of the
+    # call; None on one process
     records: Tensor | None
-    positive: Sequence[str]
-    seen: Seen
-    unread: list[Assumption]
+    positive: Sequence[str]  # the names of scalars that must be positive
+    seen: Seen  # of calls like this one
+    unread: list[Assumption]  # those of the group whose numbers the host has not read
 
     @torch.inference_mode(False)  # of whichever mode the first call is
     def __post_init__(self) -> None:
@@ -246,12 +224,7 @@ class Assumption:
 
 
 class Deferred:
-    """A call whose numbers the host has not read.
-
-    Args:
-        assumption: of the call.
-        judged: this rank's numbers, (k,), or the records of all ranks, (W, n).
-        device: of the features.
+    """A call whose numbers the host has not read: `judged` has this rank's, (k,), or the records of all ranks, (W, n).
 
     Attributes:
         ok: whether all is as assumed, () on `device`.
@@ -295,16 +268,11 @@ class Deferred:
 
 @dataclass(eq=False)
 class Kept:
-    """Facts that a group keeps of its calls with deferred checks.
+    """Facts that a group keeps of its calls with deferred checks."""
 
-    Args:
-        assumptions: what its calls may assume, by their kind.
-        seen: the extremes of its calls, by their kind.
-        unread: the assumptions whose calls have left numbers that the host has not read.
-    """
-
-    assumptions: dict[Hashable, Assumption] = field(default_factory=dict)
-    seen: dict[Hashable, Seen] = field(default_factory=dict)
+    assumptions: dict[Hashable, Assumption] = field(default_factory=dict)  # what its calls may assume, by their kind
+    seen: dict[Hashable, Seen] = field(default_factory=dict)  # the extremes of its calls, by their kind
+    # unread: the assumptions whose calls have left numbers that the host has not read
     unread: list[Assumption] = field(default_factory=list)
 
 
@@ -319,9 +287,7 @@ def kept_by(transport: Transport) -> Kept:
 def read_earlier(transport: Transport, kind: Hashable | None) -> None:
     """Read the numbers that earlier calls of a group have left; ValueError, on all ranks, if one was not ok.
 
-    Args:
-        transport: of the group.
-        kind: of the calls, so that no other loss of the same step is waited for; None: all calls.
+    Given a kind of calls, read theirs alone, so that no other loss of the same step is waited for.
     """
     kept: Kept | None = transport.kept.get(_KEPT)
     if kept is None or not kept.unread or capturing():
@@ -348,15 +314,7 @@ def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
 def bounds_of(
     inputs: Inputs, on_device: Sequence[str], scalars: Mapping[str, float], seen: Seen, *, alone: bool
 ) -> tuple[dict[str, float], dict[str, float], float, Limits] | None:
-    """Return what to assume of norms, of scalars and of matching pairs, and the limits; None: nothing.
-
-    Args:
-        inputs: of the call.
-        on_device: the names of its numbers on the device, in order.
-        scalars: of the call.
-        seen: the extremes of this call and those before.
-        alone: whether one process makes the call.
-    """
+    """Return what to assume of norms, of scalars and of matching pairs, and the limits of numbers; None: nothing."""
     scalars = {
         name: seen.scalars.get(name, number) if name in on_device else number for name, number in scalars.items()
     }

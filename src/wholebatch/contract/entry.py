@@ -64,11 +64,7 @@ def prepared(caller: str, group: Group, prepare: Callable[[], _R]) -> _R:
     try:
         return prepare()
     except Exception as error:  # whatever it is, the other ranks must not wait
-        mistake = error
-
-    def state() -> dict[str, Any]:
-        raise mistake
-
+        state = complaint(error)
     select_communicator(group).handshake(state, caller=caller)
     raise AssertionError("a handshake with an error raises")
 

@@ -27,58 +27,37 @@ _SHORTEST_HALF = 2.0**-4  # of the longest row: numbers below 2^-14 lose bits in
 
 @dataclass(eq=False)
 class Facts:
-    """The result of the handshake at the entry of a loss.
+    """The result of the handshake at the entry of a loss."""
 
-    Args:
-        caller: the loss, for messages.
-        call: the number of this call, the same on all ranks.
-        options: the caller's.
-        comm: the ranks.
-        scalars: the values of the scalars, the same on all ranks.
-        rows: for each matrix of features, the rows that each rank holds.
-        norms: for each matrix of features, the largest norm of a row on any rank.
-        min_pair_product: the smallest product of two rows that match, on any rank.
-        inputs: scalars, features and weights for the autograd nodes. An input that requires a gradient on any rank
-            requires one on this rank, too; the factor of `sync` is applied to it.
-        vectors: ids, each with the name of the features that they number.
-        by_rank: the facts that each rank sent.
-        embedding_size: columns of the features.
-        given_dtype: dtype of the features that the caller passed.
-        features_dtype: dtype of the features in `inputs`.
-        products: the precision of products with these features.
-        dtype: dtype in which sums are computed.
-        device: of the features.
-        kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank.
-        needs_grad: whether one of the inputs needs a gradient, on any rank.
-        plans: what layers above have made for calls of this form, by name.
-        of_rows: the numbers of each row of two features, if kernels have computed them.
-        deferred: the call, if the host has not read its numbers: norms, scalars and products are then bounds.
-        assumption: of later calls, if this one has read its numbers.
-    """
-
-    caller: str
-    call: int
-    options: Options
+    caller: str  # the loss, for messages
+    call: int  # the number of this call, the same on all ranks
+    options: Options  # the caller's
     comm: Communicator
-    scalars: dict[str, float]
-    rows: Mapping[str, Partition]
-    norms: dict[str, float]
-    min_pair_product: float
+    statistics: bool  # whether the caller has requested statistics of the batch
+    scalars: dict[str, float]  # the values of the scalars, the same on all ranks
+    rows: Mapping[str, Partition]  # for each matrix of features, the rows that each rank holds
+    norms: dict[str, float]  # for each matrix of features, the largest norm of a row on any rank
+    min_pair_product: float  # the smallest product of two rows that match, on any rank
+    # inputs: scalars, features and weights for the autograd nodes. An input that requires a gradient on any rank
+    # requires one on this rank, too; the factor of `sync` is applied to it
     inputs: dict[str, Any]
-    vectors: dict[str, tuple[Tensor, str]]
-    by_rank: FactsByRank
-    embedding_size: int
-    given_dtype: torch.dtype
-    features_dtype: torch.dtype
-    products: Products
-    dtype: torch.dtype
-    device: torch.device
+    vectors: dict[str, tuple[Tensor, str]]  # ids, each with the name of the features that they number
+    by_rank: FactsByRank  # the facts that each rank sent
+    embedding_size: int  # columns of the features
+    given_dtype: torch.dtype  # dtype of the features that the caller passed
+    features_dtype: torch.dtype  # dtype of the features in `inputs`
+    products: Products  # the precision of products with these features
+    dtype: torch.dtype  # dtype in which sums are computed
+    device: torch.device  # of the features
+    # kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank
     kernels: bool = False
-    needs_grad: bool = False
+    needs_grad: bool = False  # whether one of the inputs needs a gradient, on any rank
+    # plans: what layers above have made for calls of this form, by name
     plans: dict[Hashable, Any] = field(default_factory=dict)
-    of_rows: RowNumbers | None = None
+    of_rows: RowNumbers | None = None  # the numbers of each row of two features, if kernels have computed them
+    # deferred: the call, if the host has not read its numbers: norms, scalars and products are then bounds
     deferred: Deferred | None = None
-    assumption: Assumption | None = None
+    assumption: Assumption | None = None  # of later calls, if this one has read its numbers
 
     @property
     def differentiable(self) -> bool:
@@ -106,10 +85,8 @@ class Facts:
     def in_range(self, *norms: float) -> Facts:
         """Return facts with features in float64 if products of the longest rows would overflow in float32.
 
-        Rows that overflow in float16 are not rounded to it, unless the caller has named that precision.
-
-        Args:
-            norms: the largest norms, over all ranks, of other rows in the products.
+        Rows that overflow in float16 are not rounded to it, unless the caller has named that precision. `norms` are the
+        largest ones of other rows in the products, over all ranks.
 
         Raises:
             ValueError: for precision="float16" and rows that it cannot represent.

@@ -28,32 +28,20 @@ _MOST = 512  # forms of a group: a program whose batches all differ in size must
 
 @dataclass(eq=False)
 class Agreement:
-    """Facts on which the ranks agree in every call of their forms.
+    """Facts on which the ranks agree in every call of their forms."""
 
-    Args:
-        by_rank: the facts of all ranks, with the numbers of the first call.
-        rows: for each matrix of features, the rows that each rank holds.
-        needs_grad: for each differentiable argument, whether it needs a gradient on any rank.
-        products: the precision of products.
-        kernels: whether kernels may compute tiles.
-        plans: what layers above have made for calls of this form, by name.
-    """
-
-    by_rank: FactsByRank
-    rows: Mapping[str, Partition]
-    needs_grad: Sequence[bool]
-    products: Products
-    kernels: bool
+    by_rank: FactsByRank  # the facts of all ranks, with the numbers of the first call
+    rows: Mapping[str, Partition]  # for each matrix of features, the rows that each rank holds
+    needs_grad: Sequence[bool]  # for each differentiable argument, whether it needs a gradient on any rank
+    products: Products  # the precision of products
+    kernels: bool  # whether kernels may compute tiles
+    # plans: what layers above have made for calls of this form, by name
     plans: dict[Hashable, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Form:
-    """The form of a rank's call: its statement in the handshake, and what it agreed on with the forms of other ranks.
-
-    Args:
-        statement: of this rank.
-    """
+    """The form of a rank's call: its statement in the handshake, and its agreements with forms of other ranks."""
 
     statement: Statement
     _agreements: dict[bytes, Agreement] = field(default_factory=dict)

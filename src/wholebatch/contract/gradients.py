@@ -69,12 +69,6 @@ def enter(given: dict[str, Any], inputs: Inputs, comm: Communicator, options: Op
 
     Scalars and weights are widened to float64: a loss is computed from statistics in float64, and the gradient by a
     weight is a small difference of two terms, from the sum and from the divisor of the mean.
-
-    Args:
-        given: the arguments that may need a gradient, by name.
-        inputs: of the call.
-        comm: the ranks.
-        options: of the call.
     """
     names = [*inputs.scalars, *inputs.parameters]
     for name in (*names, "weights"):

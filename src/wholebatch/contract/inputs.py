@@ -38,45 +38,37 @@ SUM_OF_WEIGHTS, SMALLEST_WEIGHT, SMALLEST_LABEL = "sum of weights", "smallest we
 class Inputs:
     """The tensors and scalars of one call.
 
-    Args:
-        features: matrices with as many columns, of one dtype and device; the first has the rows of the batch.
-        scalars: numbers, or tensors of shape () or [1], that are equal on all ranks.
-        ids: integer vectors or None, each with the name of the features whose rows it numbers.
-        weights: of examples, or None, with the name of the features whose rows they weigh.
-        optional: names of features and scalars that may be None.
-        required: names of ids that may not be None.
-        labels: the name of ids that may not be negative.
-        positive: names of scalars that must be positive.
-        paired: names of two features with the same number of rows.
-        matching: names of two features whose rows i are positives of each other, for every i that both have.
-        normalized: whether norms bound no logits: the loss divides rows by them, or has no logits.
-        any_scale: whether a scale may rise to 102 between two calls with unit rows, without a sum that underflows: each
-            sum is that of a matching pair, too, or there are no sums.
-        data: vectors of any dtype, each with the name of the features whose rows have these numbers.
-        parameters: numbers, or tensors of any shape, that are equal on all ranks.
-        items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
-            are the rows of S.
-
     Attributes:
         given_features, given_scalars: those of the call: all but the optional ones that are None.
         given_ids: the ids of the call, each with the name of its features.
         first: the name and the value of the first features, to which all others are compared.
     """
 
+    # features: matrices with as many columns, of one dtype and device; the first has the rows of the batch
     features: Mapping[str, Tensor | None]
+    # scalars: numbers, or tensors of shape () or [1], that are equal on all ranks
     scalars: Mapping[str, Tensor | float | None] = field(default_factory=dict)
+    # ids: integer vectors or None, each with the name of the features whose rows it numbers
     ids: Mapping[str, tuple[Tensor | None, str]] = field(default_factory=dict)
+    # weights: of examples, or None, with the name of the features whose rows they weigh
     weights: tuple[Tensor | None, str] = (None, "")
-    optional: Sequence[str] = ()
-    required: Sequence[str] = ()
-    labels: str = ""
-    positive: Sequence[str] = ()
-    paired: tuple[str, str] | None = None
+    optional: Sequence[str] = ()  # names of features and scalars that may be None
+    required: Sequence[str] = ()  # names of ids that may not be None
+    labels: str = ""  # the name of ids that may not be negative
+    positive: Sequence[str] = ()  # names of scalars that must be positive
+    paired: tuple[str, str] | None = None  # names of two features with the same number of rows
+    # matching: names of two features whose rows i are positives of each other, for every i that both have
     matching: tuple[str, str] | None = None
-    normalized: bool = False
+    normalized: bool = False  # whether norms bound no logits: the loss divides rows by them, or has no logits
+    # any_scale: whether a scale may rise to 102 between two calls with unit rows, without a sum that underflows: each
+    # sum is that of a matching pair, too, or there are no sums
     any_scale: bool = False
+    # data: vectors of any dtype, each with the name of the features whose rows have these numbers
     data: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    # parameters: numbers, or tensors of any shape, that are equal on all ranks
     parameters: Mapping[str, Tensor | float] = field(default_factory=dict)
+    # items: for features whose rows are vectors of items, such as the tokens of documents, the number of items: these
+    # are the rows of S
     items: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -206,11 +198,7 @@ class Inputs:
         )
 
     def fused_numbers(self, *, read: bool) -> tuple[dict[str, Tensor | float], RowNumbers]:
-        """Return the same as `numbers`, by one kernel, and the numbers of each row.
-
-        Args:
-            read: whether the host reads the numbers now.
-        """
+        """Return the same as `numbers`, by one kernel, and the numbers of each row; the host reads now, or later."""
         x, y = self.given_features.values()
         of_rows = row_numbers(x, y, [x for x in self.given_scalars.values() if isinstance(x, Tensor)])
         extremes: Sequence[Any] = of_rows.extremes.tolist() if read else of_rows.extremes.unbind()
@@ -232,24 +220,18 @@ class Inputs:
                 return False
         return min(*columns.get(SMALLEST_WEIGHT, [0]), *columns.get(SMALLEST_LABEL, [0])) >= 0
 
-    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
-        """Return the facts about values, from the numbers that were read back.
+    def check_values(self, found: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers that were read back; norms that have overflowed are computed again.
 
         Raises:
             ValueError: for NaN or infinite features, a scalar that is not finite or not positive, negative weights.
         """
-        norms = {name: check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
+        norms = {norm_of(name): check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
         scalars = {name: self._check_scalar(name, found[name]) for name in self.compared}
         check_label(int(found.get(SMALLEST_LABEL, 0)))
-        weight = None
         if self.weights[0] is not None:
-            weight = check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
-        return {
-            "norms": norms,
-            "scalars": scalars,
-            "weight": weight,
-            MIN_PAIR_PRODUCT: found.get(MIN_PAIR_PRODUCT, float("-inf")),
-        }
+            check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
+        return {**found, **norms, **scalars}
 
     def _check_scalar(self, name: str, value: float) -> float:
         number = float(check_value(name, value))
@@ -258,26 +240,31 @@ class Inputs:
 
 @dataclass(eq=False)
 class Checks:
-    """The checks of one loss beside those of its :class:`Inputs`, on each rank.
+    """The checks of one loss beside those of its :class:`Inputs`, on each rank."""
 
-    Args:
-        check: a function that checks settings and further arguments, and returns facts about them.
-        read_back: a function that returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT
-            replaces that of `Inputs.matching`.
-        derive: a function that checks these numbers, and returns facts about them; None: there are none. It depends on
-            the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it
-            read tensors, for the message of an error.
-        must_match: names of the facts that must be equal on all ranks.
-        settings: all that `check` depends on beside the form of the inputs; None: it is called in each call.
-        reads: why the host has to read values in each call, for checks="deferred"; "": it does not.
-    """
-
+    # check: a function that checks settings and further arguments, and returns facts about them
     check: Callable[[], Mapping[str, Any]] = dict
+    # read_back: a function that returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT replaces
+    # that of `Inputs.matching`
     read_back: Callable[[], Mapping[str, Tensor]] = dict
+    # derive: a function that checks these numbers, and returns facts about them; None: there are none. It depends on
+    # the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it read
+    # tensors, for the message of an error
     derive: Callable[[Mapping[str, float]], Mapping[str, Any]] | None = None
-    must_match: Sequence[str] = ()
+    must_match: Sequence[str] = ()  # names of the facts that must be equal on all ranks
+    # settings: all that `check` depends on beside the form of the inputs; None: it is called in each call
     settings: tuple[Hashable, ...] | None = None
-    reads: str = ""
+    reads: str = ""  # why the host has to read values in each call, for checks="deferred"; "": it does not
+
+    @classmethod
+    def of(cls, check: Callable[..., object], *, reads: str = "", **settings: Any) -> Checks:
+        """Return the checks of settings that must be equal on all ranks; `check` takes them by their names."""
+
+        def facts() -> dict[str, Any]:
+            check(**settings)
+            return {"settings": settings}
+
+        return cls(facts, must_match=("settings",), settings=(*settings.values(),), reads=reads)
 
 
 def norm_of(name: str) -> str:

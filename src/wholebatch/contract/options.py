@@ -136,7 +136,7 @@ def with_named_options(function: Callable[..., Any]) -> inspect.Signature:
     last = parameters[-1] if parameters else None
     if last is None or last.kind is not last.VAR_KEYWORD or not str(last.annotation).startswith("Unpack["):
         return signature
-    keywords = function.__globals__[str(last.annotation)[len("Unpack[") : -1]]
+    keywords = inspect.unwrap(function).__globals__[str(last.annotation)[len("Unpack[") : -1]]
     return naming(signature, defaults_of(keywords), keywords.__annotations__)
 
 

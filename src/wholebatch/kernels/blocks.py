@@ -22,51 +22,33 @@ _HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = (9, 0), (10, 0), (12, 0)
 
 @dataclass(frozen=True)
 class Blocks:
-    """The block of a tile that one program of a kernel computes.
+    """The block of a tile that one program of a kernel computes."""
 
-    Args:
-        rows, cols: rows and columns of S.
-        depth: features per step.
-        group: blocks of rows that are computed together, for the cache.
-        warps, stages: Triton's num_warps and num_stages.
-        parts: 1 or 2 parts of the columns, side by side, which are written to dS one after the other.
-    """
-
+    # rows, cols: rows and columns of S
     rows: int
     cols: int
-    depth: int
-    group: int
+    depth: int  # features per step
+    group: int  # blocks of rows that are computed together, for the cache
+    # warps, stages: Triton's num_warps and num_stages
     warps: int
     stages: int
-    parts: int = 1
+    parts: int = 1  # 1 or 2 parts of the columns, side by side, which are written to dS one after the other
 
 
 class Form(NamedTuple):
-    """The facts of a launch that decide how many registers and how much shared memory a program takes.
-
-    Args:
-        kernel: its name.
-        capability: the compute capability.
-        dtype: of the features; float32 is multiplied in parts, three times.
-        features: their number.
-        many_rows: whether the tile has 32768 rows or more.
-        named: the most rows that a column names in a set.
-        ids: whether entries with equal ids are in a set.
-        entries: numbers that are computed for an entry beside the exponential, and sums beside the first of a side.
-        unit: a divisor of the ends of the parts of the features, if there are parts; else 0.
-        document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
-    """
+    """The facts of a launch that decide how many registers and how much shared memory a program takes."""
 
     kernel: str
-    capability: tuple[int, int]
-    dtype: torch.dtype
-    features: int
-    many_rows: bool = False
-    named: int = 1
-    ids: bool = False
+    capability: tuple[int, int]  # the compute capability
+    dtype: torch.dtype  # of the features; float32 is multiplied in parts, three times
+    features: int  # their number
+    many_rows: bool = False  # whether the tile has 32768 rows or more
+    named: int = 1  # the most rows that a column names in a set
+    ids: bool = False  # whether entries with equal ids are in a set
+    # entries: numbers that are computed for an entry beside the exponential, and sums beside the first of a side
     entries: int = 0
-    unit: int = 0
-    document: int = 0
+    unit: int = 0  # a divisor of the ends of the parts of the features, if there are parts; else 0
+    document: int = 0  # the tokens of the longest document, of whose products there are maxima; 0: there are none
 
     @property
     def boxes(self) -> bool:

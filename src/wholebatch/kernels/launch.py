@@ -32,19 +32,14 @@ _ONCE = 2**30  # more than any tile has blocks: a program computes one
 
 @dataclass(eq=False)
 class Entries:
-    """A set of a tile's entries, in the form that kernels take.
+    """A set of a tile's entries, in the form that kernels take."""
 
-    Args:
-        named: (k, C), int32, up to k rows of this rank that each column names; -1: none. None: no column names any.
-        ids: 0: no ids; 1: entries with equal ids are added; 2: the set is entries with equal ids, without named ones.
-        rows: (R,) ids, int32, not negative, or None.
-        cols: (C,) ids, int32, not negative, or None.
-    """
-
+    # named: (k, C), int32, up to k rows of this rank that each column names; -1: none. None: no column names any
     named: Tensor | None = None
+    # ids: 0: no ids; 1: entries with equal ids are added; 2: the set is entries with equal ids, without named ones
     ids: int = 0
-    rows: Tensor | None = None
-    cols: Tensor | None = None
+    rows: Tensor | None = None  # (R,) ids, int32, not negative, or None
+    cols: Tensor | None = None  # (C,) ids, int32, not negative, or None
 
     @cached_property
     def shape(self) -> tuple[int, int]:
@@ -54,45 +49,28 @@ class Entries:
 
 @dataclass(eq=False)
 class RowTerms:
-    """Scales and offsets of rows: S_ij = scale_i scale x_i . y_j + offset_i.
+    """Scales and offsets of rows: S_ij = scale_i scale x_i . y_j + offset_i."""
 
-    Args:
-        scales: (R,), float32.
-        offsets: (R,), float32, or None.
-    """
-
-    scales: Tensor
-    offsets: Tensor | None
+    scales: Tensor  # (R,), float32
+    offsets: Tensor | None  # (R,), float32, or None
 
 
 @dataclass(eq=False)
 class TileInputs:
-    """A tile of S: its features, its positives, and its candidates.
+    """A tile of S: its features, its positives, and its candidates."""
 
-    Args:
-        x: (R, d).
-        y: (C, d).
-        numbers: (2,), float32, the scale of S and the shift of its exponentials, or its bias, times log2(e), on the
-            device; see :func:`numbers_of`. None where a kernel reads neither.
-        positive: the positive entries.
-        excluded: the entries that are no candidates, unless they are positive.
-        candidates: 0: the negatives, 1: negatives and positives, 2: positives alone.
-        first_row: the tile's first row, among the rows that columns name.
-        row_terms: scales and offsets of rows, or None.
-        col_scales: (C,), float32, further factors of S_ij; None: 1. They require `row_terms`.
-        allows_tf32: whether float32 is multiplied in TF32.
-    """
-
-    x: Tensor
-    y: Tensor
+    x: Tensor  # (R, d)
+    y: Tensor  # (C, d)
+    # numbers: (2,), float32, the scale of S and the shift of its exponentials, or its bias, times log2(e), on the
+    # device; see :func:`numbers_of`. None where a kernel reads neither
     numbers: Tensor | None
-    positive: Entries
-    excluded: Entries
-    candidates: int
-    first_row: int
-    row_terms: RowTerms | None = None
-    col_scales: Tensor | None = None
-    allows_tf32: bool = False
+    positive: Entries  # the positive entries
+    excluded: Entries  # the entries that are no candidates, unless they are positive
+    candidates: int  # 0: the negatives, 1: negatives and positives, 2: positives alone
+    first_row: int  # the tile's first row, among the rows that columns name
+    row_terms: RowTerms | None = None  # scales and offsets of rows, or None
+    col_scales: Tensor | None = None  # (C,), float32, further factors of S_ij; None: 1. They require `row_terms`
+    allows_tf32: bool = False  # whether float32 is multiplied in TF32
 
 
 class Box(NamedTuple):
@@ -103,21 +81,13 @@ class Box(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The facts of a launch that follow from its form.
+    """The facts of a launch that follow from its form."""
 
-    Args:
-        blocks: the block of a program.
-        aligned: a divisor of the number of features, and of strides, in units of which the kernel takes them.
-        boxes: whether X and Y are read by tensor descriptors.
-        programs: the most programs at a time; None: one for each block.
-        constants: the kernel's constants.
-    """
-
-    blocks: Blocks
-    aligned: int
-    boxes: bool
-    programs: int | None
-    constants: dict[str, Any]
+    blocks: Blocks  # the block of a program
+    aligned: int  # a divisor of the number of features, and of strides, in units of which the kernel takes them
+    boxes: bool  # whether X and Y are read by tensor descriptors
+    programs: int | None  # the most programs at a time; None: one for each block
+    constants: dict[str, Any]  # the kernel's constants
 
 
 def exact(x: float) -> float:
@@ -189,15 +159,7 @@ def processors(device: torch.device) -> int:
 
 
 def layout(kernel: str, tile: TileInputs, *, entries: int = 0, unit: int = 0, document: int = 0) -> Layout:
-    """Return the layout of a launch.
-
-    Args:
-        kernel: its name.
-        tile: the tile of S.
-        entries: numbers that are computed for an entry beside the exponential, and sums beside the first of a side.
-        unit: a divisor of the ends of the parts of the features, if there are parts.
-        document: the tokens of the longest document, of whose products there are maxima; 0: there are none.
-    """
+    """Return the layout of a launch. Its numbers are those of `blocks.Form`."""
     x, positive, excluded, simulated = tile.x, tile.positive, tile.excluded, interpreted()
     form = Form(
         kernel,
@@ -270,16 +232,9 @@ def start(
     last: tuple[int, ...] = (),
     **flags: Any,
 ) -> None:
-    """Start a kernel on the blocks of a tile.
+    """Start a kernel on the blocks of a tile, with tensors, last numbers and constants of its own.
 
-    Args:
-        kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
-        tile: the tile of S.
-        of: the layout of the launch.
-        arguments: the kernel's own tensors.
-        units: the argument that describes the features; None: their number.
-        last: the kernel's own numbers.
-        flags: the kernel's own constants.
+    The argument `units` describes the features; None: their number.
     """
     x, y = laid_out(tile.x), laid_out(tile.y)
     blocks, aligned = of.blocks, of.aligned

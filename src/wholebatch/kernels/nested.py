@@ -15,15 +15,10 @@ from .launch import TileInputs, empty, layout, start
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of the parts of the features.
+    """The ends of the parts of the features."""
 
-    Args:
-        at: m_l / unit, (L,), int32.
-        unit: a power of two that divides all m_l; 8 or more is fast, and 64 faster.
-    """
-
-    at: Tensor
-    unit: int
+    at: Tensor  # m_l / unit, (L,), int32
+    unit: int  # a power of two that divides all m_l; 8 or more is fast, and 64 faster
 
     @classmethod
     def of(cls, dims: Sequence[int], device: torch.device) -> Ends:
@@ -34,42 +29,25 @@ class Ends:
 
 @dataclass(frozen=True)
 class NestedTile:
-    """A tile of all S^l at once.
+    """A tile of all S^l at once."""
 
-    Args:
-        features: the tile of whole features; its scale is in `row_scales`.
-        ends: the ends of the parts.
-        row_scales: r^l, (L, R), float32, contiguous.
-        col_scales: q^l, (L, C), float32, contiguous.
-    """
-
-    features: TileInputs
-    ends: Ends
-    row_scales: Tensor
-    col_scales: Tensor
+    features: TileInputs  # the tile of whole features; its scale is in `row_scales`
+    ends: Ends  # the ends of the parts
+    row_scales: Tensor  # r^l, (L, R), float32, contiguous
+    col_scales: Tensor  # q^l, (L, C), float32, contiguous
 
 
 @dataclass(frozen=True)
 class NestedWeights:
-    """The weights of a tile's entries in dS^l, float32, contiguous.
+    """The weights of a tile's entries in dS^l, float32, contiguous."""
 
-    Args:
-        rows: weights of each row's exponentials, (L, R).
-        targets: weights of each row's positives, (L, R).
-        cols: weights of each column's exponentials, (L, C); None: 0.
-    """
-
-    rows: Tensor
-    targets: Tensor
-    cols: Tensor | None
+    rows: Tensor  # weights of each row's exponentials, (L, R)
+    targets: Tensor  # weights of each row's positives, (L, R)
+    cols: Tensor | None  # weights of each column's exponentials, (L, C); None: 0
 
 
 def nested_sums(tile: NestedTile, *, cols: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sum up a tile of each S^l.
-
-    Args:
-        tile: the tile.
-        cols: whether columns are summed, too.
 
     Returns:
         sum_j E^l_ij over the negatives, (L, R); S^l of positives, (L, R); sum_i E^l_ij, (L, C), or None; all float64.

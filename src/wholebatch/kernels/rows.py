@@ -20,27 +20,16 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of rows
 
 @dataclass(eq=False)
 class RowNumbers:
-    """The numbers of the rows of two matrices.
+    """The numbers of the rows of two matrices."""
 
-    Args:
-        extremes: (3 + scalars,), float64: the largest norms of x and of y, the largest -x_i . y_i, and the scalars.
-        products: (min(n, m),), float32, x_i . y_i.
-        norms: (n + m,), float32, those of x and then those of y.
-    """
-
+    # extremes: (3 + scalars,), float64: the largest norms of x and of y, the largest -x_i . y_i, and the scalars
     extremes: Tensor
-    products: Tensor
-    norms: Tensor
+    products: Tensor  # (min(n, m),), float32, x_i . y_i
+    norms: Tensor  # (n + m,), float32, those of x and then those of y
 
 
 def row_numbers(x: Tensor, y: Tensor, scalars: Sequence[Tensor]) -> RowNumbers:
-    """Return the numbers of rows in one pass.
-
-    Args:
-        x: (n, d).
-        y: (m, d).
-        scalars: up to two tensors of one number, which join the extremes.
-    """
+    """Return the numbers of the rows of x, (n, d), and y, (m, d), in one pass; up to two scalars join the extremes."""
     x, y = laid_out(x.detach()), laid_out(y.detach())
     (n, d), m = x.shape, y.shape[0]
     aligned = gcd(16, d)
@@ -62,10 +51,7 @@ def side_weights(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return N a_i / R_i of rows and of columns, float32, and the largest N |a_i| of some of each side, (2, blocks).
 
-    Args:
-        rows: a_i and R_i, (n,), float64; None: there is no such side.
-        cols: likewise.
-        size: N.
+    A side is a_i and R_i, (n,), float64; None: there is no such side.
     """
     first = rows or cols
     assert first is not None

@@ -31,11 +31,7 @@ def tile_sigmoid(
 def sigmoid_sums(rows: int, tile: TileInputs, *, weighted: bool, totals: bool) -> Tensor:
     """Return memory for sums over blocks of columns: of losses, and with `totals` of dS, (1 or 2, blocks, rows).
 
-    Args:
-        rows: of all tiles.
-        tile: a tile that is as wide as any.
-        weighted: whether rows have weights.
-        totals: as above.
+    There are `rows` in all tiles; no tile is wider than this one.
     """
     of = _layout(tile, weighted=weighted, totals=totals)
     return empty(tile.x, 1 + totals, -(-tile.y.shape[0] // of.blocks.cols), rows)

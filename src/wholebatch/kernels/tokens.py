@@ -12,17 +12,13 @@ from .launch import TileInputs, laid_out, layout
 
 @dataclass(frozen=True)
 class TokenTile:
-    """Tokens of queries, and of documents.
+    """Tokens of queries, and of documents."""
 
-    Args:
-        features: tokens of queries, (R, d), and of documents, (C, d); of its other fields only the precision is read.
-        starts: (documents + 1,), int32, contiguous: document j has the tokens from starts[j] up to starts[j + 1], >= 1.
-        longest: about the most tokens of a document, which decides the size of a block.
-    """
-
+    # features: tokens of queries, (R, d), and of documents, (C, d); of its other fields only the precision is read
     features: TileInputs
+    # starts: (documents + 1,), int32, contiguous: document j has the tokens from starts[j] up to starts[j + 1], >= 1
     starts: Tensor
-    longest: int
+    longest: int  # about the most tokens of a document, which decides the size of a block
 
 
 def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> None:

@@ -28,34 +28,25 @@ _PASSED = {"logit_scale", "logit_bias"}  # required parameters that a call passe
 
 @dataclass(frozen=True)
 class Sweep:
-    """The sweep of a loss over the similarity matrix S: the facts from which its work is counted.
+    """The sweep of a loss over the similarity matrix S: the facts from which its work is counted."""
 
-    Args:
-        one_pass: the forward pass computes the gradient, too, so that S is computed once and no part of it is kept.
-        weights_of_rows_only: in the backward pass only rows of S have weights, and a CPU uses one tile instead of two.
-    """
-
+    # one_pass: the forward pass computes the gradient, too, so that S is computed once and no part of it is kept
     one_pass: bool = False
+    # weights_of_rows_only: in the backward pass only rows of S have weights, and a CPU uses one tile instead of two
     weights_of_rows_only: bool = False
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A loss of the library, and how it is called.
+    """A loss of the library, and how it is called."""
 
-    Args:
-        function: in `wholebatch.functional`; the reference implementation has the same name.
-        module: with the function's settings.
-        sweep: how it goes over S; None: the planner and the benchmarks do not offer it.
-        settings: required settings, given the embedding size; None: there are none.
-        scale: "learned": a trainer may learn logit scale or temperature. "fixed": the loss would gain by scaling alone,
-            so that they must be fixed. "none": the loss has neither, or its temperature does not divide similarities.
-    """
-
-    function: Callable[..., Tensor]
-    module: Callable[..., nn.Module]
-    sweep: Sweep | None = None
+    function: Callable[..., Tensor]  # in `wholebatch.functional`; the reference implementation has the same name
+    module: Callable[..., nn.Module]  # with the function's settings
+    sweep: Sweep | None = None  # how it goes over S; None: the planner and the benchmarks do not offer it
+    # settings: required settings, given the embedding size; None: there are none
     settings: Callable[[int], Mapping[str, Any]] | None = None
+    # scale: "learned": a trainer may learn logit scale or temperature. "fixed": the loss would gain by scaling alone,
+    # so that they must be fixed. "none": the loss has neither, or its temperature does not divide similarities
     scale: Literal["learned", "fixed", "none"] = "learned"
 
     def __post_init__(self) -> None:
@@ -132,16 +123,9 @@ class Declaration:
         labels: Tensor | None = None,
         **settings: Any,  # of whatever type the function takes
     ) -> Tensor:
-        """Return the loss.
+        """Return the loss, by a module that has a function for each: `wholebatch.functional` or `wholebatch.reference`.
 
-        Args:
-            functions: `wholebatch.functional` or `wholebatch.reference`.
-            x: (b_r, d), features of the first tower or view.
-            y: (b_r, d), of the second; with labels these are further examples of the same labels, or None.
-            scale: the logit scale, or the inverse of the temperature.
-            bias: the logit bias, where the loss requires one.
-            labels: (b_r,), where the loss takes labels.
-            **settings: of the function.
+        With labels, y are further examples of the same labels, or None; the scale is the inverse of a temperature.
         """
         arguments: dict[str, object] = {**self.required_settings(x.shape[-1]), **settings}
         if self.scale_argument == "logit_scale":

@@ -87,11 +87,8 @@ class Retrieval:
     ) -> dict[Direction, RowStatistics]:
         """Return the statistics of this rank's queries in each direction. Collective.
 
-        Args:
-            directions: the directions that take part.
-            hardness: added to the scale of negatives in query_to_key, without gradient.
-            ceiling: negatives above it are left out.
-            limited: the directions in which they are.
+        The hardness is added to the scale of negatives in query_to_key, without gradient; in limited directions,
+        negatives above the ceiling are left out.
         """
         ceilings = {name: ceiling if name in limited else None for name in DIRECTIONS}
         found: dict[Direction, RowStatistics] = {}

@@ -41,24 +41,16 @@ def inputs_of_texts(queries: Packed, documents: Packed) -> Inputs:
 
 @dataclass(frozen=True)
 class Owners:
-    """The owners of one rank's documents.
+    """The owners of one rank's documents."""
 
-    Args:
-        queries: (c,), for each document its query on this rank, or `NOBODY`.
-        positives: (b,), for each query its positive document on this rank.
-    """
-
-    queries: Tensor
-    positives: Tensor
+    queries: Tensor  # (c,), for each document its query on this rank, or `NOBODY`
+    positives: Tensor  # (b,), for each query its positive document on this rank
 
     @classmethod
     def of(cls, queries: int, documents: int, per_query: object) -> Owners:
-        """Return the owners.
+        """Return the owners of so many documents, on this rank, of queries.
 
-        Args:
-            queries: how many there are on this rank.
-            documents: how many there are.
-            per_query: (queries,) integers, the number of documents of each query, or one number for all.
+        The number of documents of each query is one for all, (queries,) integers, or None for 1.
 
         Raises:
             ValueError: for numbers that are none, below 1, or larger together than there are documents.

@@ -9,7 +9,6 @@ A = log(exp A + exp A'), and likewise for the other fields.
 from __future__ import annotations
 
 import math
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ._directions import Ceiling
 
 def rows_of(hard_negatives: Tensor | None) -> Tensor | None:
     """Return (b, h, d) as (b h, d), and other shapes as they are: the check refuses them."""
-    return hard_negatives.flatten(0, 1) if _is_cube(hard_negatives) else hard_negatives
+    return hard_negatives.flatten(0, 1) if is_dense(hard_negatives) and hard_negatives.dim() == 3 else hard_negatives
 
 
 def check_hard_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_ids: Tensor | None) -> None:
@@ -43,10 +42,6 @@ def check_hard_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_
         )
     flat = hard_negative_ids.flatten() if is_dense(hard_negative_ids) else hard_negative_ids
     check_ids("hard_negative_ids", flat, "hard_negatives", math.prod(shape))
-
-
-def _is_cube(x: object) -> TypeGuard[Tensor]:
-    return is_dense(x) and x.dim() == 3
 
 
 def hard_negative_statistics(

@@ -42,11 +42,6 @@ class InfoNCESettings:
         return tuple(self.directions) == ("query_to_key",) and changed == (0, 0, 0, None)
 
     @property
-    def hardness_of_hard_negatives(self) -> float:
-        """The hardness of the negatives that count for one query alone."""
-        return self.hardness if self.hard_negative_hardness is None else self.hard_negative_hardness
-
-    @property
     def limited(self) -> tuple[Direction, ...]:
         """The directions in which `exclude_above` leaves out negatives."""
         if self.exclude_above is None:

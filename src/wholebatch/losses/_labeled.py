@@ -166,16 +166,7 @@ class Labeled:
         transform: LogitTransform | None = None,
         bound: float = UNIT**2,
     ) -> RowStatistics:
-        """Return the statistics of this rank's normalized rows.
-
-        Args:
-            scale: of S.
-            over: which entries are candidates.
-            fields: from :func:`wholebatch.nodes.statistics_fields`.
-            floor: (b,), the smallest logit of each row that counts. With a floor, all of S is computed instead of half.
-            transform: of the logits, entry by entry.
-            bound: no similarity is larger.
-        """
+        """Return the statistics of this rank's normalized rows; with a floor, all of S is computed instead of half."""
         z, symmetric = self.facts.inputs["features"], floor is None
         side, _ = row_statistics(
             self.facts,

@@ -65,11 +65,14 @@ class LateInteractionBatch:
         """Return the reductions of each direction, (b,) each by the names of terms."""
         of_queries, of_documents = (sum(of_ranks) for of_ranks in zip(*facts.of_ranks("tokens"), strict=True))
         documents_stay = of_queries < of_documents
-        query_data, document_data = self._query_data(facts), self._document_data(facts)
+        lengths, first = self.queries.lengths, facts.rows["queries"].offsets[facts.rank]
+        query = torch.where(self.owners.queries == NOBODY, NOBODY, self.owners.queries + first).to(facts.device)
+        document_data = {"query": query, "positive": self.owners.is_positive.to(facts.device)}
+        query_data = {"tokens": torch.tensor(lengths, dtype=facts.dtype, device=facts.device)} if self.mean else {}
         if self.has_ids:
             query_data["id"], document_data["id"] = self._ids(facts)
         towers = {
-            "queries": Tower(facts.inputs["queries"], self.queries.lengths, query_data),
+            "queries": Tower(facts.inputs["queries"], lengths, query_data),
             "documents": Tower(facts.inputs["documents"], self.documents.lengths, document_data),
         }
         found = reductions(
@@ -83,16 +86,6 @@ class LateInteractionBatch:
         positives = self.owners.positives.to(facts.device)
         of_positives = {name: x[positives] for name, x in found["documents"].items()}
         return [found["queries"] if name == "query_to_document" else of_positives for name in directions]
-
-    def _query_data(self, facts: Facts) -> dict[str, Tensor]:
-        if not self.mean:
-            return {}
-        return {"tokens": torch.tensor(self.queries.lengths, dtype=facts.dtype, device=facts.device)}
-
-    def _document_data(self, facts: Facts) -> dict[str, Tensor]:
-        first = facts.rows["queries"].offsets[facts.rank]
-        query = torch.where(self.owners.queries == NOBODY, NOBODY, self.owners.queries + first).to(facts.device)
-        return {"query": query, "positive": self.owners.is_positive.to(facts.device)}
 
     def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
         """Return the ids of queries and of documents; NO_ID where there is none."""

@@ -48,12 +48,7 @@ class LateInteractionSettings:
             raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {shown(self.directions)}")
 
     def terms(self, *, ids: bool, statistics: bool) -> Callable[[bool], dict[str, Term]]:
-        """Return a function that makes the terms, given whether documents are rows.
-
-        Args:
-            ids: whether queries and documents have ids.
-            statistics: whether the statistics of the batch are asked for.
-        """
+        """Return a function that makes the terms, given whether documents are rows."""
         several = ids and self.equal_ids == "positive"
 
         def matched(q: Any, d: Any) -> Tensor:

@@ -38,10 +38,6 @@ class TakesLogitScale(LossModule):
     def _settings_of_call(self, *, optional: Sequence[str] = (), **given: Any) -> dict[str, Any]:
         """Return the settings and the arguments of a call, with the constructor's defaults where a call gives None.
 
-        Args:
-            optional: names of arguments that neither needs to give.
-            **given: the arguments, None for those that the call leaves out.
-
         Raises:
             TypeError: on all ranks, if a required argument is given by neither.
         """

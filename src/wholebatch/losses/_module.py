@@ -12,7 +12,7 @@ checkers know their types and defaults (`typing.dataclass_transform`). `forward`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,15 @@ _REQUIRED = inspect.Parameter.empty
 
 @dataclass_transform(kw_only_default=True, eq_default=False)
 class Settings(nn.Module):
-    """A module whose annotated class attributes are the keyword arguments of its constructor."""
+    """A module whose annotated class attributes are the keyword arguments of its constructor.
 
-    def __init_subclass__(cls) -> None:
+    A subclass may name a function that checks some of them, by their names: `class CircleLoss(SweepLoss, check=...)`.
+    """
+
+    def __init_subclass__(cls, check: Callable[..., object] | None = None) -> None:
         super().__init_subclass__()
+        if check is not None:
+            cls._further_check = staticmethod(check)
         declared: dict[str, Any] = {}
         for base in reversed(cls.__mro__[1:]):
             declared |= vars(base).get("_declared", {})
@@ -64,6 +69,7 @@ class Settings(nn.Module):
                 setattr(self, name, value)
         self.check()
 
+    _further_check: Any = staticmethod(lambda: None)
     if TYPE_CHECKING:
         _declared: Any  # a dict of defaults by name
 
@@ -98,6 +104,8 @@ class Settings(nn.Module):
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid, as far as can be known before a call."""
+        names = inspect.signature(self._further_check).parameters
+        self._further_check(**{name: value for name, value in self.settings.items() if name in names})
 
     def extra_repr(self) -> str:
         shown = {name: value for name, value in self.settings.items() if name != "group"}
@@ -121,6 +129,7 @@ class LossModule(Settings):
             check_ignore_index(settings["ignore_index"])
         if "temperature" in settings:
             check_temperature("temperature", settings["temperature"])
+        super().check()
 
 
 class SweepLoss(LossModule):

@@ -14,13 +14,7 @@ EQUAL_IDS = ("positive", "excluded")
 
 
 def pairs_of_rows(local: slice, ids: Tensor | None, equal_ids: EqualIdsAre) -> Pairs:
-    """Return the pairs (i, i) as positives, and other pairs of equal ids as positives or as excluded.
-
-    Args:
-        local: the positions of this rank's rows among all rows.
-        ids: the ids of all ranks' rows, or None.
-        equal_ids: "positive" or "excluded".
-    """
+    """Return this rank's pairs (i, i) as positives, and other pairs of equal ids as positives or as excluded."""
     matching = Diagonals(Diagonal(0, local.start, local.stop - local.start))
     if ids is None:
         return Pairs(matching)

@@ -51,20 +51,13 @@ def two_view_features(z0: Tensor, z1: Tensor) -> Inputs:
     return Inputs(features={"z0": z0, "z1": z1}, paired=("z0", "z1"), normalized=True)
 
 
-def two_views(
-    facts: Facts, *, statistics: bool = False, add_positive: bool = True, sharper: float = 1.0, narrow: bool = False
-) -> RowStatistics:
+def two_views(facts: Facts, *, add_positive: bool = True, sharper: float = 1.0, narrow: bool = False) -> RowStatistics:
     """Return the statistics of this rank's rows of Z, z0's first: T of the one positive, and A over the negatives.
 
-    Args:
-        facts: of the inputs of `two_views_inputs`. Examples with equal ids are not negatives.
-        statistics: whether statistics of the batch were requested.
-        add_positive: whether the loss adds the positive's exponential to the negatives'.
-        sharper: multiplies S.
-        narrow: as in :class:`wholebatch.nodes.Operands`.
+    Examples with equal ids are not negatives. S is multiplied by `sharper`.
     """
     call = _call(facts, add_positive=add_positive, sharper=sharper, narrow=narrow)
-    side, _ = row_statistics(*call, rows=statistics_fields(statistics=statistics))
+    side, _ = row_statistics(*call, rows=statistics_fields(statistics=facts.statistics))
     assert side is not None
     return side
 

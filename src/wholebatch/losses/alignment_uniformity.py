@@ -11,7 +11,6 @@ One sweep over half of S = 2 t X X^T gives A_i = logsumexp_{j != i} S_ij, and U 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ def alignment_uniformity_loss(
         "alignment_uniformity_loss",
         Options(**options),
         two_view_features(z0, z1),
-        Checks(check=lambda: _check(alpha, t, uniformity), must_match=("settings",), settings=(alpha, t, uniformity)),
+        Checks.of(_check, alpha=alpha, t=t, uniformity=uniformity),
     ).widened()
     x, y = (normalize_rows(facts.inputs[name]) for name in ("z0", "z1"))
     distances = torch.linalg.vector_norm(x - y, dim=1).to(wide_dtype(facts.device)) ** alpha
@@ -120,15 +119,14 @@ def _log_potential(facts: Facts, name: str, t: float) -> Tensor:
     return potential - twice - math.log(rows.total * (rows.total - 1))
 
 
-def _check(alpha: float, t: float, uniformity: float) -> dict[str, Any]:
+def _check(alpha: float, t: float, uniformity: float) -> None:
     if check_number("alpha", alpha) < 1:
         raise ValueError(f"alpha must be at least 1, got {alpha}; below that the gradient is infinite at distance 0")
     check_positive_number("t", t, "it multiplies squared distances")
     check_weight("uniformity", uniformity, "it weighs the second term; 0 leaves it out")
-    return {"settings": {"alpha": alpha, "t": t, "uniformity": uniformity}}
 
 
-class AlignmentUniformityLoss(LossModule):
+class AlignmentUniformityLoss(LossModule, check=_check):
     """The distance of two views and the uniformity of each over the global batch."""
 
     alpha: float = 2.0
@@ -138,11 +136,6 @@ class AlignmentUniformityLoss(LossModule):
     memory: Memory = "auto"
     kernel: Kernel = "auto"
     precision: Precision = "auto"
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.alpha, self.t, self.uniformity)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:

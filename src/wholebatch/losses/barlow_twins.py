@@ -41,8 +41,7 @@ def barlow_twins_loss(
         **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.barlow_twins_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.barlow_twins_loss` of the whole batch, at least in float32.
 
     Collectives: forward 1 handshake and 5 all-reduces, of d and d^2 numbers; backward the same. Work: O(b_r d^2).
     Memory: O(b_r d + d^2), not flat in d.
@@ -63,7 +62,7 @@ def barlow_twins_loss(
         "barlow_twins_loss",
         Options(**options),
         two_view_features(z0, z1),
-        Checks(check=lambda: _check(redundancy, epsilon), must_match=("settings",), settings=(redundancy, epsilon)),
+        Checks.of(_check, redundancy=redundancy, epsilon=epsilon),
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
@@ -78,22 +77,16 @@ def barlow_twins_loss(
     return of_all_ranks(facts, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
 
 
-def _check(redundancy: float, epsilon: float) -> dict[str, object]:
+def _check(redundancy: float, epsilon: float) -> None:
     check_weight("redundancy", redundancy, "it is the weight of the entries off the diagonal; 0 leaves them out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
-    return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
 
 
-class BarlowTwinsLoss(LossModule):
+class BarlowTwinsLoss(LossModule, check=_check):
     """Barlow Twins over the global batch: the settings of :func:`wholebatch.functional.barlow_twins_loss`."""
 
     redundancy: float = 5e-3
     epsilon: float = 1e-5
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.redundancy, self.epsilon)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:

@@ -86,8 +86,7 @@ def circle_loss(
         **options: see :class:`wholebatch.options.ProductOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.circle_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.circle_loss` of the whole batch, at least in float32.
 
     Collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, the positives' sums once more, and one
     all-gather of labels. Work: 5 units of b_r B d multiply-adds per rank. Memory: that of
@@ -108,7 +107,7 @@ def circle_loss(
         "circle_loss",
         Options(reduction=reduction, **options),
         (features, labels, weights, ignore_index),
-        Checks(check=lambda: _check(m, gamma), must_match=("settings",), settings=(m, gamma), reads=LISTED),
+        Checks.of(_check, reads=LISTED, m=m, gamma=gamma),
     ).widened()
     unit, fields = (1.0, 1.0), statistics_fields(target=False)
     of_negatives = data.statistics(unit, "negatives", fields, transform=_Negatives(gamma, m), bound=math.inf).logsumexp
@@ -119,24 +118,18 @@ def circle_loss(
     return data.reduce(losses, data.anchors_with_negatives, has_both)
 
 
-def _check(m: float, gamma: float) -> dict[str, object]:
+def _check(m: float, gamma: float) -> None:
     check_positive_number("gamma", gamma, "it multiplies similarities")
     if not -1 <= check_number("m", m) <= 1:
         raise ValueError(f"m must lie in [-1, 1], got {m}; positives should lie above 1 - m, negatives below m")
-    return {"settings": {"m": m, "gamma": gamma}}
 
 
-class CircleLoss(ProductLoss):
+class CircleLoss(ProductLoss, check=_check):
     """Circle loss over the global batch: the settings of :func:`wholebatch.functional.circle_loss`."""
 
     m: float = 0.4
     gamma: float = 80.0
     ignore_index: int | None = None
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.m, self.gamma)
 
     @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._base.checks import check_choice, check_label_smoothing
-from .._base.statistics_request import statistics_requested
 from ..contract import Checks, Facts, Inputs, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import Bounds, Layout, Operands, Towers, pair_losses, row_statistics, statistics_fields
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
@@ -70,8 +69,7 @@ def clip_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.clip_loss` of the whole batch, at least in float32.
 
     Collectives, none on one process (b, W: rows of this rank, number of ranks):
 
@@ -110,7 +108,6 @@ def clip_loss(
     >>> wb.functional.clip_loss(x, y, logit_scale=10.0)
     tensor(9.0796e-05, dtype=torch.float64, grad_fn=<DivBackward0>)
     """
-    statistics = statistics_requested()
     facts = agree(
         "clip_loss",
         Options(reduction=reduction, **options),
@@ -125,16 +122,18 @@ def clip_loss(
             any_scale=True,
         ),
         Checks(
-            check=lambda: {**_check(label_smoothing, equal_ids), "statistics": statistics},
-            must_match=("label_smoothing", "equal_ids", "statistics"),
-            settings=(label_smoothing, equal_ids, statistics),
+            check=lambda: _check(label_smoothing, equal_ids),
+            must_match=("label_smoothing", "equal_ids"),
+            settings=(label_smoothing, equal_ids),
         ),
     )
     rows = facts.rows["image_features"]
     local = facts.once("local rows", lambda: rows.rows(facts.rank))
     all_ids = None if ids is None else facts.all_ids("ids")
     several = all_ids is not None and equal_ids == "positive"
-    fields = facts.once("fields", lambda: statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics))
+    fields = facts.once(
+        "fields", lambda: statistics_fields(mean_logit=label_smoothing > 0, statistics=facts.statistics)
+    )
 
     def select() -> Selection:
         return Selection(pairs_of_rows(local, all_ids, equal_ids), over="all" if several else "negatives")
@@ -173,7 +172,7 @@ def clip_loss(
         losses = [one_positive(side, target, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
         targets = [target, target]
     loss = reduce_losses(facts, (losses[0] + losses[1]) / 2, rows.total)
-    if statistics:
+    if facts.statistics:
         sides = zip((of_images, of_texts), targets, strict=True)
         report_statistics(facts.comm, facts.factor_of("logit_scale"), list(sides))
     return _with_bias(loss, facts)
@@ -191,7 +190,7 @@ def _check(label_smoothing: float, equal_ids: EqualIdsAre) -> dict[str, Any]:
     return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids}
 
 
-class CLIPLoss(TakesLogitBias, KernelLoss):
+class CLIPLoss(TakesLogitBias, KernelLoss, check=_check):
     """Symmetric cross-entropy over the global batch: the settings of :func:`wholebatch.functional.clip_loss`.
 
     `logit_scale` may enter `forward`, so that it can stay inside the model that the engine wraps, or be a default of
@@ -205,11 +204,6 @@ class CLIPLoss(TakesLogitBias, KernelLoss):
 
     label_smoothing: float = 0.0
     equal_ids: EqualIdsAre = "positive"
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.label_smoothing, self.equal_ids)
 
     @entry
     def forward(

@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._base.checks import check_number, check_temperature
-from .._base.statistics_request import statistics_requested
 from ..comm.inside import all_reduce
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ._declaration import Declaration
@@ -54,8 +53,7 @@ def dcl_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.dcl_loss` of the whole batch, at least in float32.
 
     An example without negatives has loss 0. Collectives, work and memory: those of
     :func:`wholebatch.functional.nt_xent_loss`; with sigma two more all-reduces of a number.
@@ -73,19 +71,14 @@ def dcl_loss(
     >>> wb.functional.dcl_loss(z, z, temperature=0.5)
     tensor(-0.6137)
     """
-    statistics = statistics_requested()
     facts = agree(
         "dcl_loss",
         Options(reduction=reduction, **options),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
-        Checks(
-            check=lambda: {**_check(sigma), "statistics": statistics},
-            must_match=("sigma", "statistics"),
-            settings=(sigma, statistics),
-        ),
+        Checks(check=lambda: _check(sigma), must_match=("sigma",), settings=(sigma,)),
     )
     count = facts.rows["z0"].total
-    side = two_views(facts, statistics=statistics, add_positive=False)
+    side = two_views(facts, add_positive=False)
     assert side.target is not None
     target = side.target
     if sigma is not None:
@@ -95,12 +88,8 @@ def dcl_loss(
         similar = ((cosines - largest) / sigma).exp()
         target = target * (2 - count * similar / all_reduce(facts.comm, similar.sum())).repeat(2)
     losses = torch.where(side.logsumexp.isneginf(), 0.0, side.logsumexp - target)
-    if statistics:
-        report_statistics(
-            facts.comm,
-            1 / facts.factor_of("temperature"),
-            [(side, side.target)],
-        )
+    if facts.statistics:
+        report_statistics(facts.comm, 1 / facts.factor_of("temperature"), [(side, side.target)])
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), count)
 
 
@@ -108,7 +97,7 @@ def _check(sigma: float | None) -> dict[str, float | None]:
     return {"sigma": None if sigma is None else check_temperature("sigma", check_number("sigma", sigma))}
 
 
-class DCLLoss(KernelLoss):
+class DCLLoss(KernelLoss, check=_check):
     """Decoupled contrastive loss over the global batch: the settings of :func:`wholebatch.functional.dcl_loss`.
 
     Args:
@@ -117,11 +106,6 @@ class DCLLoss(KernelLoss):
 
     temperature: Tensor | float = 0.1
     sigma: float | None = None
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.sigma)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:

@@ -58,8 +58,7 @@ def debiased_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.debiased_loss` of the whole batch, at least in float32.
 
     An example without negatives has loss 0. Collectives, work and memory: those of
     :func:`wholebatch.functional.nt_xent_loss`; twice those with beta.
@@ -111,7 +110,7 @@ def _check(tau_plus: float, beta: float) -> dict[str, float]:
     return {"tau_plus": tau_plus, "beta": beta}
 
 
-class DebiasedLoss(KernelLoss):
+class DebiasedLoss(KernelLoss, check=_check):
     """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:
@@ -121,11 +120,6 @@ class DebiasedLoss(KernelLoss):
     temperature: Tensor | float = 0.5
     tau_plus: float = 0.1
     beta: float = 0.0
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.tau_plus, self.beta)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:

@@ -64,8 +64,7 @@ def distillation_loss(
         **options: see :class:`wholebatch.options.ProductOptions`. Nothing is kept.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.distillation_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.distillation_loss` of the whole batch, at least in float32.
 
     Collectives: those of three forward passes and a backward pass of :func:`wholebatch.functional.clip_loss`.
     Work: 8 units of b_r B d multiply-adds per rank if d' = d: 3 for the teacher, 5 for the student. Memory beyond

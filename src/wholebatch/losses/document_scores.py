@@ -6,15 +6,15 @@ from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .._base.checks import check_choice
 from .._base.settings import check_integer
-from ..comm import Group
-from ..contract import Checks, Facts, Options, agree, entry, prepared
-from ..exchange import ColumnData, ExchangeName
+from ..contract import BatchOptions, Checks, Facts, Options, agree, entry, prepared
+from ..exchange import ColumnData
 from ..nodes import Route, Vectors, choose_token_route, items_of_ranks, token_driver
 from ..partition import tiles
-from ..sweep import Block, Memory, Precision
+from ..sweep import Block
 from ..tokens import Tokens
 from ._documents import inputs_of_texts, packed_texts
 from ._late_interaction_terms import TOKEN_REDUCTIONS, TokenReduction
@@ -46,10 +46,7 @@ def max_sim(
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
     token_reduction: TokenReduction = "sum",
-    group: Group = None,
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[BatchOptions],
 ) -> Tensor: ...
 @overload
 def max_sim(
@@ -62,10 +59,7 @@ def max_sim(
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
     token_reduction: TokenReduction = "sum",
-    group: Group = None,
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[BatchOptions],
 ) -> TopDocuments: ...
 @entry
 @torch.no_grad()
@@ -79,10 +73,7 @@ def max_sim(
     query_offsets: Tensor | None = None,
     document_offsets: Tensor | None = None,
     token_reduction: TokenReduction = "sum",
-    group: Group = None,
-    exchange: ExchangeName = "auto",
-    memory: Memory = "auto",
-    precision: Precision = "auto",
+    **options: Unpack[BatchOptions],
 ) -> Tensor | TopDocuments:
     """Return the late interaction of this rank's queries with the documents of all ranks, without a gradient.
 
@@ -99,10 +90,7 @@ def max_sim(
         query_offsets: (b_r + 1,) integers, where each query's tokens start, as there.
         document_offsets: (c_r + 1,), likewise.
         token_reduction: "sum", or "mean": divided by the number of the query's tokens.
-        group: ranks that share the documents, as in :func:`wholebatch.functional.clip_loss`.
-        exchange: how documents travel, as there.
-        memory: "flat", "auto" or bytes, as there.
-        precision: of products, as there.
+        **options: group, exchange, memory and precision, see :class:`wholebatch.options.ProductOptions`.
 
     Returns:
         (b_r, C) scores of the documents of all ranks, rank 0's first, or with `k` a :class:`TopDocuments`. Their
@@ -133,10 +121,10 @@ def max_sim(
             check_integer("k", k, minimum=1, of="documents of each query")
         return {}
 
-    of_queries, of_documents = prepared("max_sim", group, lambda: packed_texts(*texts))
+    of_queries, of_documents = prepared("max_sim", options.get("group"), lambda: packed_texts(*texts))
     facts = agree(
         "max_sim",
-        Options(group, None, exchange, memory, precision=precision),
+        Options(sync=None, **options),
         inputs_of_texts(of_queries, of_documents),
         Checks(check),
     )

@@ -195,7 +195,7 @@ def _known(averages: Tensor) -> Tensor:
     return averages.masked_fill(averages.isneginf(), 0.0)
 
 
-class GlobalContrastiveLoss(KernelLoss):
+class GlobalContrastiveLoss(KernelLoss, check=_check):
     """Global contrastive loss that keeps the averages of all examples of the data set, the same on all ranks.
 
     Args:
@@ -234,11 +234,6 @@ class GlobalContrastiveLoss(KernelLoss):
         self.text_log_averages: Tensor
         for name in ("image_log_averages", "text_log_averages"):
             self.register_buffer(name, allocated("examples", (examples,), dtype=dtype).fill_(-torch.inf))
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.gamma, self.epsilon)
 
     @entry
     def forward(

@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .._base.products import paired_products
-from .._base.statistics_request import statistics_requested
 from ..contract import Checks, Facts, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes import RowStatistics, statistics_fields
 from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus
@@ -122,8 +121,7 @@ def info_nce_loss(
             and negatives.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.info_nce_loss` of the whole batch, at least in float32.
 
     Collectives: for each sweep those of :func:`wholebatch.functional.clip_loss`, with the traveling tower as Y; with
     ids two all-gathers of them. Work: 4 units of b K d multiply-adds per rank for K keys and negatives in all; 3 where
@@ -148,7 +146,6 @@ def info_nce_loss(
     >>> wb.functional.info_nce_loss(q, q, logit_scale=10.0, negatives=n)
     tensor(0.0002)
     """
-    statistics = statistics_requested()
     settings = InfoNCESettings(
         equal_ids=equal_ids,
         directions=as_tuple(directions),
@@ -180,7 +177,7 @@ def info_nce_loss(
 
     def check() -> dict[str, Any]:
         settings.check()
-        return {"guides": tensors.check(settings), "settings": repr(settings), "statistics": statistics}
+        return {"guides": tensors.check(settings), "settings": repr(settings)}
 
     facts = agree(
         "info_nce_loss",
@@ -190,8 +187,8 @@ def info_nce_loss(
             check,
             tensors.read_back,
             tensors.check_values if tensors.has_values else None,
-            must_match=("settings", "guides", "statistics"),
-            settings=(*vars(settings).values(), statistics) if tensors.is_simple else None,
+            must_match=("settings", "guides"),
+            settings=(*vars(settings).values(),) if tensors.is_simple else None,
             reads="exclude_above, hardness and hard_negatives need the scale" * of_scale,
         ),
     )
@@ -203,9 +200,9 @@ def info_nce_loss(
         )
     ceiling = _ceiling(facts, tensors, settings)
     facts = facts.widened() if len(settings.directions) > 1 or hard_negatives is not None else facts
-    row_fields = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
+    row_fields = statistics_fields(mean_logit=label_smoothing > 0, statistics=facts.statistics)
     retrieval = Retrieval(facts, equal_ids, row_fields)
-    plain = settings.are_plain and not (statistics or retrieval.several or hard_negatives is not None)
+    plain = settings.are_plain and not (facts.statistics or retrieval.several or hard_negatives is not None)
     if plain and (losses := retrieval.pair_losses()) is not None:
         return reduce_losses(facts, losses, facts.rows["queries"].total)
     found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling, limited=settings.limited)
@@ -214,9 +211,8 @@ def info_nce_loss(
         if hard_negative_ids is not None:
             excluded = hard_negative_ids.to(facts.device) == retrieval.local_query_ids[:, None]
         below = ceiling if "query_to_key" in settings.limited else None
-        of_hard = hard_negative_statistics(
-            facts, hard_negatives.shape, settings.hardness_of_hard_negatives, below, excluded
-        )
+        hardness_of_hard = hardness if hard_negative_hardness is None else hard_negative_hardness
+        of_hard = hard_negative_statistics(facts, hard_negatives.shape, hardness_of_hard, below, excluded)
         found["query_to_key"] = combined(found["query_to_key"], of_hard)
     target = found[settings.main].target
     assert target is not None
@@ -225,7 +221,7 @@ def info_nce_loss(
         target = target / retrieval.positives(settings.main)
     else:
         losses = _one_positive(settings, found, target - facts.inputs["logit_scale"] * margin if margin else target)
-    if statistics:
+    if facts.statistics:
         report_statistics(facts.comm, facts.factor_of("logit_scale"), [(found[settings.main], target)])
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._base.statistics_request import statistics_requested
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, prepared, reduce_losses
 from ..tokens import Packed, Tokens
 from ._documents import Owners, packed_texts
@@ -91,8 +90,7 @@ def max_sim_loss(
             computes the maxima, plain PyTorch the rest.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.max_sim_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.max_sim_loss` of the whole batch, at least in float32.
 
     Of a document's tokens with equal products the first wins and has the gradient, as in `torch.max`; of copies of a
     token the first has it on any number of ranks, however their products are rounded.
@@ -119,7 +117,6 @@ def max_sim_loss(
     >>> wb.functional.max_sim_loss(texts, texts, logit_scale=10.0)
     tensor(2.0612e-09)
     """
-    statistics = statistics_requested()
     settings = LateInteractionSettings(
         share_hard_negatives, equal_ids, as_tuple(directions), token_reduction, label_smoothing
     )
@@ -136,7 +133,7 @@ def max_sim_loss(
 
     def check() -> dict[str, Any]:
         settings.check()
-        return {"settings": repr(settings), "statistics": statistics, "tokens": batch.tokens}
+        return {"settings": repr(settings), "tokens": batch.tokens}
 
     facts = agree(
         "max_sim_loss",
@@ -146,14 +143,14 @@ def max_sim_loss(
             check,
             batch.read_back,
             batch.check_values,
-            must_match=("settings", "statistics"),
+            must_match=("settings",),
             reads="the numbers of tokens of all items are",
         ),
     )
-    terms = settings.terms(ids=batch.has_ids, statistics=statistics)
+    terms = settings.terms(ids=batch.has_ids, statistics=facts.statistics)
     sides = [Side.of(reduced) for reduced in batch.reduced(facts.widened(), settings.directions, terms)]
     losses = torch.stack([side.losses(label_smoothing) for side in sides]).mean(0)
-    if statistics:
+    if facts.statistics:
         report_statistics(facts.comm, facts.scalars["logit_scale"], [(x.statistics, x.target) for x in sides])
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 

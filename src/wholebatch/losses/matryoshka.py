@@ -90,8 +90,7 @@ def matryoshka_loss(
             lost in this error.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.matryoshka_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.matryoshka_loss` of the whole batch, at least in float32.
 
     Collectives: those of :func:`wholebatch.functional.clip_loss`. Work: 4 units of b_r B d multiply-adds per rank,
     whatever the number of parts, and an exponential per entry, part and pass. Memory beyond inputs and gradients: a
@@ -112,8 +111,7 @@ def matryoshka_loss(
     """
 
     def check() -> dict[str, Any]:
-        check_dims(dims, dim_weights, queries.shape[1] if queries.dim() == 2 else None)
-        _check_flags(symmetric, normalize)
+        _check(dims, dim_weights, symmetric, normalize, queries.shape[1] if queries.dim() == 2 else None)
         settings = {"dims": list(dims), "dim_weights": dim_weights and list(dim_weights)}
         return {"settings": settings | {"symmetric": symmetric, "normalize": normalize}}
 
@@ -154,8 +152,16 @@ def matryoshka_loss(
     return reduce_losses(facts, losses @ of_parts, rows.total)
 
 
-def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: int | None) -> None:
+def _check(
+    dims: Sequence[int],
+    dim_weights: Sequence[float] | None,
+    symmetric: bool,
+    normalize: bool,
+    width: int | None = None,
+) -> None:
     """Raise ValueError unless dims increase from 1 to `width`, with as many weights, none negative and not all 0."""
+    check_flag("symmetric", symmetric)
+    check_flag("normalize", normalize)
     listed = list(dims) if isinstance(dims, Sequence) else dims
     if not isinstance(listed, list) or not listed or not all(type(m) is int for m in listed):
         raise ValueError(f"dims must be a sequence of integers, such as (64, 128, 256), got {shown(dims)}")
@@ -172,11 +178,6 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
             raise ValueError(f"dim_weights must not be negative, got {weight}; leave the part out of dims")
     if not any(dim_weights):
         raise ValueError(f"dim_weights must not all be 0, got {shown(dim_weights)}; no loss would be left")
-
-
-def _check_flags(symmetric: object, normalize: object) -> None:
-    check_flag("symmetric", symmetric)
-    check_flag("normalize", normalize)
 
 
 def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +201,7 @@ def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> 
     return lse_rows, targets, lse_cols
 
 
-class MatryoshkaLoss(TakesLogitScale, KernelLoss):
+class MatryoshkaLoss(TakesLogitScale, KernelLoss, check=_check):
     """Matryoshka over the global batch: the settings of :func:`wholebatch.functional.matryoshka_loss`.
 
     Args:
@@ -211,12 +212,6 @@ class MatryoshkaLoss(TakesLogitScale, KernelLoss):
     dim_weights: Sequence[float] | None = None
     symmetric: bool = True
     normalize: bool = True
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        check_dims(self.dims, self.dim_weights, None)
-        _check_flags(self.symmetric, self.normalize)
 
     @entry
     def forward(
@@ -233,8 +228,6 @@ class MatryoshkaLoss(TakesLogitScale, KernelLoss):
         return matryoshka_loss(queries, keys, ids=ids, weights=weights, **settings)
 
 
-def _nested_sizes(embedding_size: int) -> dict[str, Any]:
-    return {"dims": sorted({max(1, embedding_size // part) for part in (8, 4, 2, 1)})}
-
-
-DECLARATION = Declaration(matryoshka_loss, MatryoshkaLoss, settings=_nested_sizes)
+DECLARATION = Declaration(
+    matryoshka_loss, MatryoshkaLoss, settings=lambda size: {"dims": sorted({max(1, size // n) for n in (8, 4, 2, 1)})}
+)

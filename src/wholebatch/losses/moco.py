@@ -13,23 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .._base.checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
 from .._base.precision import wide_dtype
-from .._base.statistics_request import statistics_requested
 from ..comm import Group, select_communicator
 from ..comm.modules import built
 from ..comm.select import check_group
-from ..contract import Checking, Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, Inputs, LossOptions, Options, Reduction, agree, entry, reduce_losses
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..nodes.cross_entropy import softplus
 from ..partition import Partition
 from ..sweep import Memory, Pairs, Precision, Selection
-from ..sync import Sync
 from ._logit_scale import TakesLogitScale
 from ._module import LossModule
 from .statistics import report_statistics
+
+
+class _Options(LossOptions, total=False):
+    memory: Memory
+    kernel: Kernel
+    precision: Precision
 
 
 @entry
@@ -41,12 +46,7 @@ def moco_loss(
     logit_scale: Tensor | float,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    group: Group = None,
-    sync: Sync = "mean",
-    memory: Memory = "auto",
-    kernel: Kernel = "auto",
-    precision: Precision = "auto",
-    checks: Checking = "entry",
+    **options: Unpack[_Options],
 ) -> Tensor:
     r"""Return the cross-entropy of each query's key among that key and those of a queue, with its exact gradient.
 
@@ -61,17 +61,11 @@ def moco_loss(
             on all ranks.
         weights: (b_r,), one for each query, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's queries; see :func:`wholebatch.functional.clip_loss`.
-        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there. A queue that needs a gradient is a replicated parameter: under "mean" the
-            average of the ranks' gradients is its gradient.
-        memory: "flat", "auto" or bytes, as there.
-        kernel: "torch", "triton" or "auto", as there.
-        precision: of products, as there.
-        checks: "entry" or "deferred", as there.
+        **options: see :class:`wholebatch.options.KernelOptions`; there is no exchange. A queue that needs a gradient is
+            a replicated parameter: under `sync="mean"` the average of the ranks' gradients is its gradient.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.moco_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.moco_loss` of the whole batch, at least in float32.
 
     Collectives: 1 handshake in each pass, and all-reduces of one number. Work: 3 units of b_r n d multiply-adds per
     rank, 2 where exp(S) is kept. Memory beyond inputs and gradients: two tiles and O(b_r).
@@ -88,10 +82,9 @@ def moco_loss(
     >>> wb.functional.moco_loss(x, x, -x, logit_scale=10.0)
     tensor(9.0798e-05)
     """
-    statistics = statistics_requested()
     facts = agree(
         "moco_loss",
-        Options(group, sync, "gather", memory, reduction, kernel, precision, checks),
+        Options(exchange="gather", reduction=reduction, **options),
         Inputs(
             features={"queries": queries, "keys": keys, "queue": queue},
             scalars={"logit_scale": logit_scale},
@@ -101,9 +94,9 @@ def moco_loss(
             any_scale=True,
         ),
         Checks(
-            check=lambda: {"length of the queue": len(queue), "statistics": statistics},
-            must_match=("length of the queue", "statistics"),
-            settings=(statistics,),
+            check=lambda: {"length of the queue": len(queue)},
+            must_match=("length of the queue",),
+            settings=(),
         ),
     ).widened()
     rows, scale, inputs = facts.rows["queries"], facts.scalars["logit_scale"], facts.inputs
@@ -118,12 +111,12 @@ def moco_loss(
         ),
         Selection(Pairs()),
         Bounds(facts.norms["queries"] * facts.norms["queue"], min_pair_product=facts.min_pair_product),
-        rows=statistics_fields(target=False, statistics=statistics),
+        rows=statistics_fields(target=False, statistics=facts.statistics),
     )
     assert side is not None
     similarities = torch.linalg.vecdot(inputs["queries"], inputs["keys"])
     target = inputs["logit_scale"] * similarities.to(wide_dtype(facts.device))
-    if statistics:
+    if facts.statistics:
         report_statistics(facts.comm, facts.factor_of("logit_scale"), [(side, target)])
     return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 

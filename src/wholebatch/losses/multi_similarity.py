@@ -83,12 +83,7 @@ def multi_similarity_loss(
         "multi_similarity_loss",
         Options(reduction=reduction, **options),
         (features, labels, weights, ignore_index),
-        Checks(
-            check=lambda: _check(alpha, beta, base, epsilon),
-            must_match=("settings",),
-            settings=(alpha, beta, base, epsilon),
-            reads=LISTED,
-        ),
+        Checks.of(_check, reads=LISTED, alpha=alpha, beta=beta, base=base, epsilon=epsilon),
     ).widened()
     positive_floor = negative_floor = None
     if epsilon is not None:
@@ -106,17 +101,16 @@ def multi_similarity_loss(
     return data.reduce(losses, data.rows.total)
 
 
-def _check(alpha: float, beta: float, base: float, epsilon: float | None) -> dict[str, object]:
+def _check(alpha: float, beta: float, base: float, epsilon: float | None) -> None:
     for name, value in (("alpha", alpha), ("beta", beta)):
         if check_number(name, value) <= 0:
             raise ValueError(f"{name} must be positive, got {value}; it multiplies similarities")
     check_number("base", base)
     if epsilon is not None:
         check_number("epsilon", epsilon)
-    return {"settings": {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon}}
 
 
-class MultiSimilarityLoss(ProductLoss):
+class MultiSimilarityLoss(ProductLoss, check=_check):
     """Multi-similarity over the global batch: the settings of :func:`wholebatch.functional.multi_similarity_loss`."""
 
     alpha: float = 2.0
@@ -124,11 +118,6 @@ class MultiSimilarityLoss(ProductLoss):
     base: float = 0.5
     epsilon: float | None = None
     ignore_index: int | None = None
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.alpha, self.beta, self.base, self.epsilon)
 
     @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:

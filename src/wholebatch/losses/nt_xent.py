@@ -12,7 +12,6 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._base.statistics_request import statistics_requested
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ._declaration import Declaration, Sweep
@@ -49,8 +48,7 @@ def nt_xent_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.nt_xent_loss` of the whole batch, at least in float32.
 
     Collectives: those of :func:`wholebatch.functional.clip_loss`, half a round with "ring". Work: 2 units of n_r N d
     multiply-adds per rank for this rank's n_r = 2 b_r rows of N = 2 B, half of a full sweep's 4; 1.5 where exp(S) is
@@ -69,16 +67,15 @@ def nt_xent_loss(
     >>> wb.functional.nt_xent_loss(z, z, temperature=0.5)
     tensor(0.4327)
     """
-    statistics = statistics_requested()
     facts = agree(
         "nt_xent_loss",
         Options(reduction=reduction, **options),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
-        Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
+        Checks(settings=()),
     )
-    if not statistics:
+    if not facts.statistics:
         return reduce_losses(facts, two_view_losses(facts), facts.rows["z0"].total)
-    side = two_views(facts, statistics=True)
+    side = two_views(facts)
     assert side.target is not None
     losses = one_positive(side, side.target)
     report_statistics(facts.comm, 1 / facts.factor_of("temperature"), [(side, side.target)])

@@ -67,8 +67,7 @@ def siglip_loss(
         **options: see :class:`wholebatch.options.KernelOptions`. Nothing is kept.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.siglip_loss` of the whole batch, at least in float32.
 
     The backward pass only multiplies. A second one through the same graph (`retain_graph=True`) sweeps again.
 
@@ -99,11 +98,7 @@ def siglip_loss(
             paired=("image_features", "text_features"),
             any_scale=True,
         ),
-        Checks(
-            check=lambda: {"equal_ids": check_choice("equal_ids", equal_ids, EQUAL_IDS)},
-            must_match=("equal_ids",),
-            settings=(equal_ids,),
-        ),
+        Checks(check=lambda: _check(equal_ids), must_match=("equal_ids",), settings=(equal_ids,)),
     )
     facts = facts.in_units()
     rows, inputs, per_row = facts.rows["image_features"], facts.inputs, reduction == "none"
@@ -125,7 +120,11 @@ def siglip_loss(
     return (reduce_losses if per_row else reduce_total)(facts, loss, rows.total)
 
 
-class SigLIPLoss(TakesLogitBias, KernelLoss):
+def _check(equal_ids: str) -> dict[str, str]:
+    return {"equal_ids": check_choice("equal_ids", equal_ids, EQUAL_IDS)}
+
+
+class SigLIPLoss(TakesLogitBias, KernelLoss, check=_check):
     """SigLIP over the global batch: the settings of :func:`wholebatch.functional.siglip_loss`.
 
     `logit_scale` and `logit_bias` may enter `forward`, so that they can stay inside the model that the engine wraps, or
@@ -137,11 +136,6 @@ class SigLIPLoss(TakesLogitBias, KernelLoss):
     """
 
     equal_ids: EqualIdsAre = "positive"
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
 
     @entry
     def forward(

@@ -53,8 +53,7 @@ def smooth_ap_loss(
         **options: see :class:`wholebatch.options.ProductOptions`. Nothing is kept.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.smooth_ap_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.smooth_ap_loss` of the whole batch, at least in float32.
 
     Collectives: forward 1 handshake, 1 all-gather of labels, those of the exchange for Z, 1 all-reduce of a number;
     backward 1 handshake, and those of the exchange for dZ. Work: for rows with at most P positives, 5 units of b_r B d
@@ -76,12 +75,7 @@ def smooth_ap_loss(
         "smooth_ap_loss",
         Options(reduction=reduction, **options),
         (features, labels, weights, ignore_index),
-        Checks(
-            check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
-            must_match=("temperature",),
-            settings=(temperature,),
-            reads=LISTED,
-        ),
+        Checks(lambda: _check(temperature), must_match=("temperature",), settings=(temperature,), reads=LISTED),
     )
     facts = data.facts
     route = choose_route(facts, Layout(data.rows, data.rows), keep=False)
@@ -96,16 +90,15 @@ def smooth_ap_loss(
     return data.reduce(losses, data.anchors, count > 0)
 
 
-class SmoothAPLoss(ProductLoss):
+def _check(temperature: float) -> dict[str, object]:
+    return {"temperature": check_temperature("temperature", check_number("temperature", temperature))}
+
+
+class SmoothAPLoss(ProductLoss, check=_check):
     """Smooth-AP over the global batch: the settings of :func:`wholebatch.functional.smooth_ap_loss`."""
 
     temperature: float = 0.01
     ignore_index: int | None = None
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        check_number("temperature", self.temperature)
 
     @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:

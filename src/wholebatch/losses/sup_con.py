@@ -12,7 +12,6 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .._base.statistics_request import statistics_requested
 from ..contract import Checks, KernelOptions, Options, Reduction, entry
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import many_positives
@@ -54,8 +53,7 @@ def sup_con_loss(
         **options: see :class:`wholebatch.options.KernelOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.sup_con_loss` of the whole batch, at least in float32.
 
     Collectives: those of :func:`wholebatch.functional.nt_xent_loss`, and one all-gather of labels. Work: 2 units of
     b_r B d multiply-adds per rank. Memory: that of :func:`wholebatch.functional.nt_xent_loss`. Time and memory for
@@ -74,20 +72,20 @@ def sup_con_loss(
     >>> wb.functional.sup_con_loss(torch.eye(3), torch.tensor([0, 0, 1]), temperature=0.5)
     tensor(0.6931)
     """
-    statistics = statistics_requested()
     data = agree_labeled(
         "sup_con_loss",
         Options(reduction=reduction, **options),
         (features, labels, weights, ignore_index),
-        Checks(lambda: {"statistics": statistics}, must_match=("statistics",), settings=(statistics,)),
+        Checks(settings=()),
         scalars={"temperature": temperature},
     )
-    scale, given = 1 / data.facts.scalars["temperature"], 1 / data.facts.inputs["temperature"]
-    side = data.statistics((scale, given), "all", statistics_fields(statistics=statistics))
+    facts = data.facts
+    scale, given = 1 / facts.scalars["temperature"], 1 / facts.inputs["temperature"]
+    side = data.statistics((scale, given), "all", statistics_fields(statistics=facts.statistics))
     losses = many_positives(side, data.positives)
-    if statistics:
+    if facts.statistics:
         assert side.target is not None
-        report_statistics(data.facts.comm, data.facts.factor(scale, given), [(side, side.target / data.positives)])
+        report_statistics(facts.comm, facts.factor(scale, given), [(side, side.target / data.positives)])
     return data.reduce(losses, data.anchors, data.positives > 0)
 
 

@@ -74,8 +74,7 @@ def triplet_loss(
         **options: see :class:`wholebatch.options.SweepOptions`. Nothing is kept.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.triplet_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.triplet_loss` of the whole batch, at least in float32.
 
     Collectives: forward 1 handshake, all-gathers of labels and of W numbers, those of the exchange for Z, 2
     all-to-alls, 2 all-reduces of a number; backward 1 handshake and 1 all-to-all. Work: 1 unit of b_r B d
@@ -98,12 +97,7 @@ def triplet_loss(
         "triplet_loss",
         Options(reduction=reduction, **options),
         (features, labels, weights, ignore_index),
-        Checks(
-            check=lambda: _check(margin, smooth, distance, normalize),
-            must_match=("settings",),
-            settings=(margin, smooth, distance, normalize),
-            reads=LISTED,
-        ),
+        Checks.of(_check, reads=LISTED, margin=margin, smooth=smooth, distance=distance, normalize=normalize),
     )
     facts = data.facts
     normalized = normalize or distance == "cosine"
@@ -182,15 +176,14 @@ def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
     return (x - y).square().sum(1) if distance == "squared" else torch.linalg.vector_norm(x - y, dim=1)
 
 
-def _check(margin: float, smooth: bool, distance: str, normalize: bool) -> dict[str, object]:
+def _check(margin: float, smooth: bool, distance: str, normalize: bool) -> None:
     check_choice("distance", distance, DISTANCES)
     check_weight("margin", margin, "negatives should be farther than positives by this distance")
     check_flag("smooth", smooth)
     check_flag("normalize", normalize)
-    return {"settings": {"margin": margin, "smooth": smooth, "distance": distance, "normalize": normalize}}
 
 
-class TripletLoss(SweepLoss):
+class TripletLoss(SweepLoss, check=_check):
     """Batch-hard triplet loss over the global batch: the settings of :func:`wholebatch.functional.triplet_loss`."""
 
     margin: float = 0.2
@@ -198,11 +191,6 @@ class TripletLoss(SweepLoss):
     distance: str = "euclidean"
     normalize: bool = True
     ignore_index: int | None = None
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.margin, self.smooth, self.distance, self.normalize)
 
     @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:

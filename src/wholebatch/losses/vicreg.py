@@ -49,8 +49,7 @@ def vicreg_loss(
         **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.vicreg_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.vicreg_loss` of the whole batch, at least in float32.
 
     Collectives: forward 1 handshake and 5 all-reduces, of d, d^2 and 1 numbers; backward the same. Work: O(b_r d^2).
     Memory: O(b_r d + d^2), not flat in d.
@@ -71,11 +70,7 @@ def vicreg_loss(
         "vicreg_loss",
         Options(**options),
         two_view_features(z0, z1),
-        Checks(
-            check=lambda: _check(invariance, variance, covariance, epsilon),
-            must_match=("settings",),
-            settings=(invariance, variance, covariance, epsilon),
-        ),
+        Checks.of(_check, invariance=invariance, variance=variance, covariance=covariance, epsilon=epsilon),
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
@@ -92,25 +87,19 @@ def vicreg_loss(
     return of_all_ranks(facts, loss)
 
 
-def _check(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
+def _check(invariance: float, variance: float, covariance: float, epsilon: float) -> None:
     for name, value in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
         check_weight(name, value, "it is the weight of a term of the loss; 0 leaves the term out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
-    return {"settings": {"invariance": invariance, "variance": variance, "covariance": covariance, "epsilon": epsilon}}
 
 
-class VICRegLoss(LossModule):
+class VICRegLoss(LossModule, check=_check):
     """VICReg over the global batch: the settings of :func:`wholebatch.functional.vicreg_loss`."""
 
     invariance: float = 25.0
     variance: float = 25.0
     covariance: float = 1.0
     epsilon: float = 1e-4
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.invariance, self.variance, self.covariance, self.epsilon)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:

@@ -44,8 +44,7 @@ def w_mse_loss(
         **options: see :class:`wholebatch.options.LossOptions`.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.w_mse_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, the same on every rank: `wholebatch.reference.w_mse_loss` of the whole batch, at least in float32.
 
     The paper whitens random parts of the batch; this loss whitens the whole batch. Collectives: forward 1 handshake and
     5 all-reduces, of d, d^2 and 1 numbers; backward 1 handshake and 4. Work: O(b_r d^2 + d^3). Memory:
@@ -102,15 +101,10 @@ def _check(epsilon: float) -> dict[str, object]:
     return {"epsilon": epsilon}
 
 
-class WMSELoss(LossModule):
+class WMSELoss(LossModule, check=_check):
     """W-MSE over the global batch: the settings of :func:`wholebatch.functional.w_mse_loss`."""
 
     epsilon: float = 0.0
-
-    def check(self) -> None:
-        """Raise ValueError unless the settings are valid."""
-        super().check()
-        _check(self.epsilon)
 
     @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:

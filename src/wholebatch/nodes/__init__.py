@@ -22,22 +22,3 @@ from .route import Layout, Route, Vectors, choose_route, choose_token_route, ite
 from .row_statistics import Operands, RowStatistics, Scale, row_statistics, statistics_fields
 from .softmax_plan import Bounds
 from .towers import Towers
-
-__all__ = [
-    "Bounds",
-    "Layout",
-    "Operands",
-    "Route",
-    "RowStatistics",
-    "Scale",
-    "Towers",
-    "Vectors",
-    "choose_route",
-    "choose_token_route",
-    "items_of_ranks",
-    "pair_losses",
-    "row_statistics",
-    "statistics_fields",
-    "token_driver",
-    "view_losses",
-]

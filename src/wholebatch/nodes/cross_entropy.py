@@ -40,10 +40,7 @@ def mean_logit(sides: Sequence[RowStatistics], target: Tensor, copies: int = 1) 
 def many_positives(side: RowStatistics, positives: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy of each row's positives among all candidates, (n,); 0 where it has none.
 
-    Args:
-        side: statistics over all candidates.
-        positives: (n,), the number of positives of each row.
-        label_smoothing: weight of the mean over all candidates.
+    The statistics are those over all candidates; the label smoothing is the weight of their mean.
     """
     assert side.target is not None
     mean = side.target / positives.clamp(min=1)

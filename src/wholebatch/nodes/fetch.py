@@ -15,12 +15,6 @@ from ..partition import Partition
 def fetch_rows(comm: Communicator, x: Tensor, rows: Partition, index: Tensor) -> Tensor:
     """Return X[index], where X is the concatenation of all ranks' rows; the gradient is reduced to their owners.
 
-    Args:
-        comm: the ranks.
-        x: this rank's rows, (n_r, d).
-        rows: the rows that each rank holds.
-        index: (k,), indices among all rows; k may differ between ranks.
-
     Returns:
         (k, d). Collective: 1 all-gather of W numbers, 2 all-to-alls; 1 in backward.
     """

@@ -30,37 +30,21 @@ class TileOfS(NamedTuple):
 
 @dataclass(eq=False)
 class InKernels:
-    """The facts of a form that all of its calls share.
+    """The facts of a form that all of its calls share."""
 
-    Args:
-        sums, gradients: the tiles of S of one launch each.
-        entries: of the largest tile of dS, with rows that begin at multiples of 16 bytes.
-        pairs: the number of positive pairs, of the first local rows with the first local columns.
-        dtype: of factors in the product S.
-        of_gradients: of dS, and of the rows that it is multiplied with.
-        tf32: whether float32 is multiplied in TF32.
-    """
-
+    # sums, gradients: the tiles of S of one launch each
     sums: tuple[TileOfS, ...]
     gradients: tuple[TileOfS, ...]
-    entries: int
-    pairs: int
-    dtype: torch.dtype
-    of_gradients: torch.dtype
-    tf32: bool
+    entries: int  # of the largest tile of dS, with rows that begin at multiples of 16 bytes
+    pairs: int  # the number of positive pairs, of the first local rows with the first local columns
+    dtype: torch.dtype  # of factors in the product S
+    of_gradients: torch.dtype  # of dS, and of the rows that it is multiplied with
+    tf32: bool  # whether float32 is multiplied in TF32
 
     def inputs(
         self, launch: TileOfS, x: Tensor, y: Tensor, numbers: Tensor, inverse: Tensor | None = None
     ) -> kernels.TileInputs:
-        """Return a tile as kernels take it.
-
-        Args:
-            launch: the tile.
-            x: the local rows.
-            y: the rows of all ranks.
-            numbers: of S.
-            inverse: (n,), a factor for each row of x, which is y, by which S_ij is multiplied; None: there is none.
-        """
+        """Return a tile as kernels take it; where y is x, S_ij is multiplied by the inverse norms of both rows."""
         tile, positive, excluded = launch
         rows, cols = tile.rows, tile.cols
         terms, of_cols = (None, None) if inverse is None else (kernels.RowTerms(inverse[rows], None), inverse[cols])
@@ -69,14 +53,7 @@ class InKernels:
         )
 
     def products_of(self, x: Tensor, y: Tensor, of_rows: kernels.RowNumbers | None, given: torch.dtype) -> Tensor:
-        """Return x_i . y_i of the positive pairs, float32.
-
-        Args:
-            x: the local rows, as they are multiplied.
-            y: likewise.
-            of_rows: the numbers of the rows that the caller gave, or None.
-            given: the dtype of these.
-        """
+        """Return x_i . y_i of the positive pairs, float32, from the numbers of rows if these have its dtype."""
         if of_rows is None or given != self.dtype:
             of_rows = kernels.row_numbers(x, y, ())
         return of_rows.products[: self.pairs]
@@ -91,12 +68,7 @@ class InKernels:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return dS Y of the local rows, and dS^T X of all columns, without the pairs' terms; None where not needed.
 
-        Args:
-            route: of the call.
-            x: the local rows.
-            y: the rows of all ranks.
-            needed: whether the first is needed, and the second.
-            write: writes a tile of dS.
+        A function writes each tile of dS.
         """
         multiply, dtype = route.products.multiply, self.of_gradients
         u = x.new_empty(x.shape, dtype=torch.float32) if needed[0] else None
@@ -117,15 +89,7 @@ class InKernels:
 
 
 def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype: torch.dtype) -> InKernels | None:
-    """Return what calls of this form share; None, on all ranks, if their pairs, products or exchange are others.
-
-    Args:
-        facts: of a call.
-        route: of a call.
-        pairs: of a call.
-        layout: of S.
-        dtype: of the features.
-    """
+    """Return what calls of this form share; None, on all ranks, if their pairs, products or exchange are others."""
     positive, products, exchange = pairs.positive, route.products, route.exchange
     factors = products.dtype_in_kernels(dtype)
     if factors is None or factors not in kernels.READABLE or not exchange.one_transfer or pairs.excluded is not NONE:
@@ -140,16 +104,7 @@ def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype
 
 
 def shared(facts: Facts, route: Route, pairs: Pairs, block: Block, factors: torch.dtype, count: int) -> InKernels:
-    """Return what calls of a form share.
-
-    Args:
-        facts: of a call.
-        route: of a call.
-        pairs: of a call.
-        block: S.
-        factors: the dtype of factors in the product S.
-        count: the number of positive pairs.
-    """
+    """Return what calls of a form share, with factors of a dtype in S, and so many positive pairs."""
     positive, excluded = (members(of, block.cols.stop, facts.device) for of in (pairs.positive, pairs.excluded))
     assert positive is not None
     assert excluded is not None

@@ -39,17 +39,13 @@ _ALIKE = 1.1  # times slower
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a rehearsal.
+    """The size of a rehearsal."""
 
-    Args:
-        rows, cols: of S, at most.
-        side: of a tile, at most.
-        as_called: whether exponentials are kept as in the call, or in each way in which calls of the form keep them.
-    """
-
+    # rows, cols: of S, at most
     rows: int
     cols: int
-    side: int
+    side: int  # of a tile, at most
+    # as_called: whether exponentials are kept as in the call, or in each way in which calls of the form keep them
     as_called: bool = False
 
 
@@ -69,11 +65,7 @@ class Rehearsal(Protocol):
 def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable[[], Rehearsal]) -> bool:
     """Return whether kernels compute a call's tiles, the same on all ranks. Collective at the first call of a form.
 
-    Args:
-        facts: of the call.
-        form: what decides which kernels are started, the same on all ranks.
-        layout: of S.
-        rehearse: returns the sweep of the call, for the first call of a form.
+    The form, the same on all ranks, decides which kernels are started; its first call is rehearsed.
 
     Raises:
         ValueError: on every rank, for kernel="triton", if kernels failed on any of them.

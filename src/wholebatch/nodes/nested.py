@@ -70,15 +70,9 @@ def norm_ratio(x: Tensor, dims: Sequence[int]) -> Tensor:
 def nested_statistics(
     facts: Facts, towers: tuple[Tensor, Tensor], inverse: Sequence[Tensor], parts: Parts
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return A of rows, T, and A of columns, (b, parts) each, computed in one sweep.
+    """Return A of rows, T, and A of columns, (b, parts) each, computed in one sweep over "queries" and "keys".
 
     Return None if one shift underflows, or if products of long rows overflow before they are divided by norms.
-
-    Args:
-        facts: of a loss on "queries" and "keys", whose ranks know `NORM_RATIO`.
-        towers: this rank's queries and keys.
-        inverse: the factors of their parts.
-        parts: the nested matrices.
     """
     rows, scale = facts.rows["queries"], facts.scalars["logit_scale"]
     bound = abs(scale) * parts.bound

@@ -13,41 +13,25 @@ from .route import Route
 
 @dataclass(frozen=True)
 class Parts:
-    """The nested matrices of one call.
+    """The nested matrices of one call."""
 
-    Args:
-        dims: m_l, the number of leading features of each part, increasing.
-        pairs: the positives and the excluded entries, the same for all parts.
-        bound: upper bound of the similarities of all parts.
-        symmetric: whether columns have statistics as well.
-        normalize: whether each part of a row is divided by its norm.
-    """
-
-    dims: tuple[int, ...]
-    pairs: Pairs
-    bound: float
-    symmetric: bool
-    normalize: bool
+    dims: tuple[int, ...]  # m_l, the number of leading features of each part, increasing
+    pairs: Pairs  # the positives and the excluded entries, the same for all parts
+    bound: float  # upper bound of the similarities of all parts
+    symmetric: bool  # whether columns have statistics as well
+    normalize: bool  # whether each part of a row is divided by its norm
 
 
 @dataclass(frozen=True)
 class NestedPlan:
-    """The facts that the forward and the backward pass of one call share.
+    """The facts that the forward and the backward pass of one call share."""
 
-    Args:
-        route: the exchange of Y's rows, and the memory of tiles.
-        parts: the nested matrices.
-        scale: of S.
-        shift: of exponentials.
-        size: N, the size of the batch.
-        kernel_dtype: of the features as they were given, where kernels compute the tiles; None: plain PyTorch does.
-    """
-
-    route: Route
-    parts: Parts
-    scale: float
-    shift: float
-    size: int
+    route: Route  # the exchange of Y's rows, and the memory of tiles
+    parts: Parts  # the nested matrices
+    scale: float  # of S
+    shift: float  # of exponentials
+    size: int  # N, the size of the batch
+    # kernel_dtype: of the features as they were given, where kernels compute the tiles; None: plain PyTorch does
     kernel_dtype: torch.dtype | None
 
     def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:

@@ -48,13 +48,7 @@ def pair_losses(
 ) -> Tensor:
     """Return the cross-entropy of each local row's pair, (b,), in float64. Collective, as `row_statistics`.
 
-    Args:
-        facts: of the call, and so the next, as for `row_statistics`.
-        scale: of S.
-        operands: X and Y.
-        selection: the positives and the candidates.
-        bounds: of similarities.
-        both: whether it is the mean of a pair's cross-entropies in its row and in its column.
+    With `both` it is the mean of a pair's cross-entropies in its row and in its column.
     """
     cols = _COLS if both else ()
     return _losses(Planned(facts, scale, operands, selection, bounds, _ROWS, cols, timed=_step))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 from typing import TypeAlias
 
@@ -20,10 +21,7 @@ from ..contract import Facts
 from ..partition import Partition, Ragged, tiles
 from ..sweep import (
     Block,
-    Driver,
-    KeptTiles,
     KernelMaxSimDriver,
-    KernelSoftmaxSweep,
     MaxSimDriver,
     SoftmaxSweep,
     Sums,
@@ -35,7 +33,7 @@ from .kernel_check import Sizes, random_numbers, random_rows, use_kernels
 from .nested_plan import NestedPlan
 from .route import Layout, Route, Vectors, choose_route
 from .sigmoid import SigmoidPlan
-from .softmax_plan import SoftmaxPlan
+from .softmax_plan import Data, SoftmaxPlan
 
 _SHIFT, _BIAS = 3.0, -4.0
 _SHORT = (1, 2, 3, 5, 8, 13)  # documents in which every token wins for some query
@@ -70,27 +68,24 @@ class _Rows:
         x, y = (random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((rows, cols)))
         return cls(slice(0, rows), slice(first, first + cols), x, x if layout.symmetric else y)
 
+    def within(self, route: Route, sizes: Sizes) -> Route:
+        """Return a route for one block of these rows and columns, in tiles of the sizes' side, or of its own."""
+        exchange = route.exchange.over(route.comm)
+        exchange.largest_block = len(self.x), len(self.y)
+        return replace(route, exchange=exchange, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
+
 
 @dataclass(frozen=True)
 class SoftmaxRehearsal:
-    """The rehearsal of a softmax.
-
-    Args:
-        facts: of the call.
-        plan: of the call.
-        layout: of S.
-        dtype: of X's and Y's rows when a sweep gets them.
-        keeps: whether exponentials may be kept on any rank.
-        offsets: whether the rows' offsets need a gradient.
-        timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the sweep's does.
-    """
+    """The rehearsal of a softmax."""
 
     facts: Facts
     plan: SoftmaxPlan
-    layout: Layout
-    dtype: torch.dtype
-    keeps: bool
-    offsets: bool
+    layout: Layout  # of S
+    dtype: torch.dtype  # of X's and Y's rows when a sweep gets them
+    keeps: bool  # whether exponentials may be kept on any rank
+    offsets: bool  # whether the rows' offsets need a gradient
+    # timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the sweep's does
     timed: Callable[[int, bool], Callable[[], None] | None] | None = None
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
@@ -111,14 +106,6 @@ class SoftmaxRehearsal:
         if plan.towers.normalize_per_tile or plan.towers.travel_norms is not None:
             col_norms = random_numbers(layout.cols.total, device, 3)[:, None].to(accumulation_dtype(self.dtype))
             y = (y * col_norms[of.cols]).to(y.dtype)
-        driver = Driver(
-            x,
-            moderate_scale(self.facts.embedding_size),
-            side=min(sizes.side, plan.route.budget.side),
-            norms=norms,
-            col_norms=col_norms,
-            products=plan.route.products,
-        )
         block = Block(y, of.cols, of.rows, triangle=layout.symmetric)
         buffers: list[Tensor | None] = [None]
         if plan.keep if sizes.as_called else self.keeps:
@@ -128,11 +115,9 @@ class SoftmaxRehearsal:
                 buffers, entries = [], min(entries, budget.kept)
             buffers.append(x.new_empty(entries, dtype=kept_dtype))
 
-        def sweep(kept: Tensor | None) -> SoftmaxSweep:
-            memory = None if kept is None else KeptTiles(kept)
-            if in_kernels:
-                return KernelSoftmaxSweep(driver, plan.selection, plan.route.exchange.columns.total, kept=memory)
-            return SoftmaxSweep(driver, plan.selection, kept=memory)
+        route = of.within(plan.route, sizes)
+        made = replace(plan, route=route, scale=moderate_scale(self.facts.embedding_size), in_kernels=in_kernels)
+        sweep = partial(made.sweep, Data(x, y, norms, col_norms))
 
         def run() -> None:
             for kept in buffers:
@@ -183,15 +168,7 @@ class SoftmaxRehearsal:
 
 @dataclass(frozen=True)
 class SigmoidRehearsal:
-    """The rehearsal of a loss that is a sum over the entries of S.
-
-    Args:
-        facts: of the call.
-        plan: of the call.
-        layout: of S.
-        weighted: whether the rows of dS have weights.
-        bias: whether the bias needs a gradient.
-    """
+    """The rehearsal of a loss that is a sum over the entries of S, perhaps with weights, or a gradient of the bias."""
 
     facts: Facts
     plan: SigmoidPlan
@@ -208,7 +185,7 @@ class SigmoidRehearsal:
             return lambda: None
         plan = replace(
             self.plan,
-            route=_smaller(self.plan.route, sizes),
+            route=of.within(self.plan.route, sizes),
             scale=moderate_scale(facts.embedding_size),
             bias=_BIAS,
             in_kernels=in_kernels,
@@ -228,13 +205,7 @@ class SigmoidRehearsal:
 
 @dataclass(frozen=True)
 class NestedRehearsal:
-    """The rehearsal of several nested S.
-
-    Args:
-        facts: of the call.
-        plan: of the call.
-        layout: of S.
-    """
+    """The rehearsal of several nested S."""
 
     facts: Facts
     plan: NestedPlan
@@ -250,7 +221,7 @@ class NestedRehearsal:
         accumulate, wide = accumulation_dtype(given), wide_dtype(facts.device)
         inverse = [inverse_norms(z, parts.dims, accumulate) for z in (of.x, of.y)]
         plan = replace(
-            self.plan, route=_smaller(self.plan.route, sizes), scale=moderate_scale(facts.embedding_size), shift=_SHIFT
+            self.plan, route=of.within(self.plan.route, sizes), scale=moderate_scale(facts.embedding_size), shift=_SHIFT
         )
         if not in_kernels:
             plan = replace(plan, kernel_dtype=None)
@@ -282,11 +253,6 @@ class MaxSimRehearsal:
 
     Every other item consists of small whole numbers. Their products are exact, and many are equal, so that the choice
     among equal tokens shows; the random ones show rounding.
-
-    Args:
-        facts: of the call.
-        route: of the call.
-        vectors: of rows and columns.
     """
 
     facts: Facts
@@ -353,10 +319,7 @@ class MaxSimRehearsal:
 def _as_long(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
     """Return twice the longest of these lengths, short ones, and further ones of these.
 
-    Args:
-        lengths: of the call's items.
-        vectors: how many there are at least, unless the call has fewer.
-        items: how many there are at least, unless the call has fewer.
+    There are at least so many vectors and items, unless the call has fewer.
     """
     longest = max(lengths)
     found = [longest, longest, *(short for short in _SHORT if short < longest)]
@@ -377,11 +340,6 @@ def tokens_in_kernels_or_not(facts: Facts, route: Route, vectors: Vectors) -> Ro
     rehearsal = MaxSimRehearsal(facts, route, vectors)
     in_kernels = use_kernels(facts, form, rehearsal.layout, lambda: rehearsal)
     return replace(route, tokens_in_kernels=in_kernels)
-
-
-def _smaller(route: Route, sizes: Sizes) -> Route:
-    """Return a route whose tiles have the sizes' side, or its own if that is shorter."""
-    return replace(route, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
 
 
 def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:

@@ -29,17 +29,11 @@ Compute = Callable[[Sequence[Tensor], Mapping[int, Tensor]], Any]
 
 @dataclass(frozen=True)
 class LossState:
-    """The tensors of a loss beside its rows.
+    """The tensors of a loss beside its rows."""
 
-    Args:
-        passed: parameters that the loss receives; it computes with copies of them.
-        owned: parameters that it owns.
-        buffers: its buffers.
-    """
-
-    passed: Sequence[Tensor]
-    owned: Sequence[Tensor]
-    buffers: Sequence[Tensor]
+    passed: Sequence[Tensor]  # parameters that the loss receives; it computes with copies of them
+    owned: Sequence[Tensor]  # parameters that it owns
+    buffers: Sequence[Tensor]  # its buffers
 
 
 def loss_at_root(
@@ -55,15 +49,6 @@ def loss_at_root(
 
     Collective: a gather per input, a broadcast per buffer and a handshake; backward a scatter per differentiable input
     and a broadcast per parameter.
-
-    Args:
-        comm: the ranks.
-        root: the rank that computes.
-        sync: as for every loss.
-        compute: the loss.
-        rows: the local rows of each input.
-        partitions: the owners of the rows, for each input.
-        state: the tensors of the loss beside its rows.
     """
     with_grad, passed, owned = torch.is_grad_enabled(), state.passed, state.owned
     loss = _LossAtRoot.apply(

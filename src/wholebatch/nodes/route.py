@@ -39,39 +39,25 @@ _NOBODY: Any = None  # the ranks of a route that no call has yet
 
 @dataclass(frozen=True)
 class Layout:
-    """The owners of the rows and the columns of S.
+    """The owners of the rows and the columns of S."""
 
-    Args:
-        rows: the rows of X that each rank holds.
-        cols: the rows of Y that each rank holds.
-        symmetric: whether Y is X, so that half of S suffices.
-        replicated: whether every rank holds all of Y. Then `cols` has one part, nothing is communicated, and a column's
-            statistics are sums over this rank's rows only.
-    """
-
-    rows: Partition
-    cols: Partition
-    symmetric: bool = False
+    rows: Partition  # the rows of X that each rank holds
+    cols: Partition  # the rows of Y that each rank holds
+    symmetric: bool = False  # whether Y is X, so that half of S suffices
+    # replicated: whether every rank holds all of Y. Then `cols` has one part, nothing is communicated, and a column's
+    # statistics are sums over this rank's rows only
     replicated: bool = False
 
 
 @dataclass(eq=False)
 class Route:
-    """The ranks, the exchange between them, and the memory that this rank's sweep may allocate.
-
-    Args:
-        comm: the ranks.
-        exchange: between them.
-        budget: the memory.
-        products: their precision.
-        tokens_in_kernels: of late interaction, whether kernels compute the tiles.
-    """
+    """The ranks, the exchange between them, and the memory that this rank's sweep may allocate."""
 
     comm: Communicator
-    exchange: Exchange
-    budget: Budget
-    products: Products
-    tokens_in_kernels: bool = False
+    exchange: Exchange  # between them
+    budget: Budget  # the memory
+    products: Products  # their precision
+    tokens_in_kernels: bool = False  # of late interaction, whether kernels compute the tiles
 
     def over(self, comm: Communicator) -> Route:
         """Return the route of another call of the same form."""
@@ -159,16 +145,11 @@ def unit_of_gradients(largest: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Vectors:
-    """The vectors that the rows and columns of S consist of, in late interaction.
+    """The vectors that the rows and columns of S consist of, in late interaction."""
 
-    Args:
-        rows: the rows of all ranks.
-        cols: the columns of all ranks.
-        documents: what documents are in S: each query vector takes its best match among a document's.
-    """
-
-    rows: Ragged
-    cols: Ragged
+    rows: Ragged  # the rows of all ranks
+    cols: Ragged  # the columns of all ranks
+    # documents: what documents are in S: each query vector takes its best match among a document's
     documents: Documents = "columns"
 
     @property
@@ -218,15 +199,7 @@ def choose_token_route(facts: Facts, vectors: Vectors) -> Route:
 
 
 def token_driver(route: Route, x: Tensor, vectors: Vectors, *, winners: bool, kept: Tensor | None) -> Driver:
-    """Return a driver of the local rows' vectors.
-
-    Args:
-        route: of `choose_token_route`.
-        x: (n, d), the vectors of the local rows.
-        vectors: of all rows and columns.
-        winners: whether a gradient follows.
-        kept: memory of winners, or None.
-    """
+    """Return a driver of the local rows' vectors, (n, d); with winners, which may be kept, where a gradient follows."""
     assert isinstance(route.budget, TokenBudget)
     kind = KernelMaxSimDriver if route.tokens_in_kernels else MaxSimDriver
     return kind(

@@ -34,22 +34,14 @@ Scale = tuple[float, Any]  # the factor of S as a number or its bound, and as a 
 
 @dataclass(eq=False)
 class RowStatistics:
-    """The statistics of this rank's rows or columns: each (n,), in float64; None for fields not requested.
+    """The statistics of this rank's rows or columns: each (n,), in float64; None for fields not requested."""
 
-    Args:
-        logsumexp: A, over the candidates.
-        target: T, the sum of the positives' logits.
-        logits: M, the sum of the candidates' logits.
-        count: the number of candidates.
-        largest: the largest logit of a negative.
-        effective: the effective number of negatives, (sum E)^2 / sum E^2 over them: n if n negatives weigh the same.
-    """
-
-    logsumexp: Tensor
-    target: Tensor | None = None
-    logits: Tensor | None = None
-    count: Tensor | None = None
-    largest: Tensor | None = None
+    logsumexp: Tensor  # A, over the candidates
+    target: Tensor | None = None  # T, the sum of the positives' logits
+    logits: Tensor | None = None  # M, the sum of the candidates' logits
+    count: Tensor | None = None  # the number of candidates
+    largest: Tensor | None = None  # the largest logit of a negative
+    # effective: the effective number of negatives, (sum E)^2 / sum E^2 over them: n if n negatives weigh the same
     effective: Tensor | None = None
 
     def first(self, rows: int) -> RowStatistics:
@@ -75,21 +67,14 @@ def statistics_fields(*, target: bool = True, mean_logit: bool = False, statisti
 
 @dataclass(eq=False)
 class Operands:
-    """X and Y of one call.
+    """X and Y of one call."""
 
-    Args:
-        features: the features that `towers` joins.
-        towers: the features of X, the features of Y, and their normalization.
-        layout: the owners of the rows of X and Y.
-        guide: the guide's features of this rank's rows of Y, if the selection has a guide.
-        narrow: whether the features were widened (`facts.widened()`) and are multiplied in the narrower dtype that they
-            had before, which loses nothing.
-    """
-
-    features: Sequence[Tensor]
-    towers: Towers
-    layout: Layout
-    guide: Tensor | None = None
+    features: Sequence[Tensor]  # the features that `towers` joins
+    towers: Towers  # the features of X, the features of Y, and their normalization
+    layout: Layout  # the owners of the rows of X and Y
+    guide: Tensor | None = None  # the guide's features of this rank's rows of Y, if the selection has a guide
+    # narrow: whether the features were widened (`facts.widened()`) and are multiplied in the narrower dtype that they
+    # had before, which loses nothing
     narrow: bool = False
 
 

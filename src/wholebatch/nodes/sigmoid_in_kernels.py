@@ -29,51 +29,29 @@ from .sigmoid import Sigmoid, SigmoidPlan
 
 @dataclass(eq=False)
 class _Form:
-    """The facts of a form that all of its calls share.
+    """The facts of a form that all of its calls share."""
 
-    Args:
-        tiles: of S.
-        in_units: whether dS is written to float16, in units.
-        factor: by which the kernel multiplies dS if the caller gave no weights.
-        factors: this number for each row, (b,), if it is not 1.
-    """
-
-    tiles: InKernels
-    in_units: bool
-    factor: float
-    factors: Tensor | None
+    tiles: InKernels  # of S
+    in_units: bool  # whether dS is written to float16, in units
+    factor: float  # by which the kernel multiplies dS if the caller gave no weights
+    factors: Tensor | None  # this number for each row, (b,), if it is not 1
 
 
 @dataclass(eq=False)
 class _Gradients:
-    """G Y and G^T X of the negatives' G = dL/dS, the positives' -G_ii, and the sum of all G, each in units.
+    """G Y and G^T X of the negatives' G = dL/dS, the positives' -G_ii, and the sum of all G, each in units."""
 
-    Args:
-        u, v: the products.
-        terms: -G_ii / factor.
-        bias: the sum of the local rows of G, or None.
-        unit: the unit of u, v and bias.
-        factor: of terms.
-    """
-
+    # u, v: the products
     u: Tensor | None
     v: Tensor | None
-    terms: Tensor
-    bias: Tensor | None
-    unit: Tensor | float
-    factor: float
+    terms: Tensor  # -G_ii / factor
+    bias: Tensor | None  # the sum of the local rows of G, or None
+    unit: Tensor | float  # the unit of u, v and bias
+    factor: float  # of terms
 
 
 def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y: Tensor) -> Tensor:
-    """Return a rank's share of L, or the l_i of its rows. Collective.
-
-    Args:
-        facts: of the call.
-        plan: of the call, in kernels if they may compute it.
-        layout: of S.
-        x: the features of rows.
-        y: those of columns.
-    """
+    """Return a rank's share of L, or the l_i of its rows. Collective. The plan is in kernels if they may compute it."""
     inputs, products = facts.inputs, facts.products
     plan = in_kernels_or_not(facts, plan, layout)
     weights = inputs["weights"]
@@ -160,15 +138,7 @@ def _sweep(
     weights: Tensor | None,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, _Gradients]:
-    """Return the local rows' l_i, and what the backward pass multiplies.
-
-    Args:
-        plan: of the call.
-        form: of the call.
-        rows: the local rows of X and of Y, and their products.
-        weights: of rows, or None.
-        needed: whether gradients of scale, bias, X and Y are needed.
-    """
+    """Return the local rows' l_i, and what the backward pass multiplies, from rows and their products."""
     want_bias, comm = needed[1], plan.route.comm
     x, y, products = rows
     by_row, unit = (form.factors, 1 / form.factor) if weights is None else _in_units(plan, form, weights)

@@ -177,14 +177,6 @@ def _products(
     """Return U, and V reduced to the owners of its rows; add the offsets' gradient, times N, to `of_offsets`.
 
     For a symmetric S, U is None, and V is the sum G of both.
-
-    Args:
-        plan: of the call.
-        data: of the forward pass.
-        kept: the kept entries of exp(S), or None.
-        sides: the weights of rows and of columns.
-        needed: whether U is needed, and V.
-        of_offsets: (b,), or None.
     """
     (rows, cols), (want_x, want_y) = sides, needed
     x, dtype = data.x, accumulation_dtype(data.x.dtype)

@@ -29,14 +29,7 @@ _UNCHANGED = (None,) * 7
 
 
 def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
-    """Return what calls of this form share if this node computes them, else None: the same on all ranks.
-
-    Args:
-        facts: of a call.
-        plan: of a call, which computes S otherwise.
-        layout: of S.
-        dtype: of the features.
-    """
+    """Return what calls of this form share if this node computes them, else None: the same on all ranks."""
     of, towers = plan.selection, plan.towers
     changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, towers.stay_norms, towers.travel_norms)
     if changed != _UNCHANGED or of.over != "negatives" or of.best_of > 1:

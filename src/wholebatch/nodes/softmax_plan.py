@@ -19,80 +19,51 @@ class Bounds:
     """Bounds of similarities that are known before any similarity is computed.
 
     From them the node decides whether one shift serves all logits.
-
-    Args:
-        similarity: upper bound of the absolute value of a similarity.
-        min_pair_product: lower bound of the similarity of a positive pair. None if it is unknown, or if a sum in the
-            loss contains no positive pair.
-        add_positive: f, if the loss adds exp(f T_i) to a row's sum; 0 if it adds nothing. A sum that is far smaller
-            than this term need not be exact.
-        offset: upper bound of the absolute value of the selection's offsets.
     """
 
-    similarity: float
+    similarity: float  # upper bound of the absolute value of a similarity
+    # min_pair_product: lower bound of the similarity of a positive pair. None if it is unknown, or if a sum in the loss
+    # contains no positive pair
     min_pair_product: float | None = None
+    # add_positive: f, if the loss adds exp(f T_i) to a row's sum; 0 if it adds nothing. A sum that is far smaller than
+    # this term need not be exact
     add_positive: float = 0.0
-    offset: float = 0.0
+    offset: float = 0.0  # upper bound of the absolute value of the selection's offsets
 
 
 @dataclass(eq=False)
 class LogitBounds:
-    """Bounds of logits that are known before any logit is computed.
+    """Bounds of logits that are known before any logit is computed."""
 
-    Args:
-        largest: upper bound of the absolute value of a logit.
-        min_pair: lower bound of the logit of a positive pair, as `min_pair_product` of :class:`Bounds`; None: unknown.
-        add_positive: as in :class:`Bounds`.
-        terms: upper bound of the number of candidates of a row or column.
-    """
-
-    largest: float
+    largest: float  # upper bound of the absolute value of a logit
+    # min_pair: lower bound of the logit of a positive pair, as `min_pair_product` of :class:`Bounds`; None: unknown
     min_pair: float | None
-    add_positive: float
-    terms: int
+    add_positive: float  # as in :class:`Bounds`
+    terms: int  # upper bound of the number of candidates of a row or column
 
 
 @dataclass(eq=False)
 class SoftmaxPlan:
-    """The facts that the forward and the backward pass of one call share.
+    """The facts that the forward and the backward pass of one call share."""
 
-    Args:
-        route: the exchange of Y's rows, and the memory of tiles.
-        towers: the rule by which features become X and Y.
-        selection: the positives and the candidates.
-        guide: this rank's rows of the guide's features of Y, if the selection has a guide.
-        scale: of S; on the device if the host has not read it.
-        bounds: of logits.
-        shift: one for all logits; None: their bound is too large for that.
-        size: N, the size of the batch.
-        rows: the fields of rows that the loss needs (see `sweep.softmax`), "sum" first; empty for none.
-        cols: the fields of columns, likewise. A symmetric S has no fields of rows: its columns are its rows.
-        differentiable: whether a backward pass may follow.
-        in_kernels: whether Triton kernels compute the tiles that they support.
-        dtype: the dtype in which features are multiplied; None: that of the features.
-        canaries: of the group, if kernels compute the tiles.
-        deferred: the call, if the host has not read its numbers.
-        assumption: of later calls, else.
-        of_pairs: whether the node in kernels returns the losses of pairs instead of their statistics.
-    """
-
-    route: Route
-    towers: Towers
-    selection: Selection
-    guide: Tensor | None
-    scale: float | Tensor
-    bounds: LogitBounds
-    shift: float | None
-    size: int
-    rows: tuple[str, ...]
+    route: Route  # the exchange of Y's rows, and the memory of tiles
+    towers: Towers  # the rule by which features become X and Y
+    selection: Selection  # the positives and the candidates
+    guide: Tensor | None  # this rank's rows of the guide's features of Y, if the selection has a guide
+    scale: float | Tensor  # of S; on the device if the host has not read it
+    bounds: LogitBounds  # of logits
+    shift: float | None  # one for all logits; None: their bound is too large for that
+    size: int  # N, the size of the batch
+    rows: tuple[str, ...]  # the fields of rows that the loss needs (see `sweep.softmax`), "sum" first; empty for none
+    # cols: the fields of columns, likewise. A symmetric S has no fields of rows: its columns are its rows
     cols: tuple[str, ...]
-    differentiable: bool
-    in_kernels: bool
-    dtype: torch.dtype | None
-    canaries: Canaries | None = None
-    deferred: Deferred | None = None
-    assumption: Assumption | None = None
-    of_pairs: bool = False
+    differentiable: bool  # whether a backward pass may follow
+    in_kernels: bool  # whether Triton kernels compute the tiles that they support
+    dtype: torch.dtype | None  # the dtype in which features are multiplied; None: that of the features
+    canaries: Canaries | None = None  # of the group, if kernels compute the tiles
+    deferred: Deferred | None = None  # the call, if the host has not read its numbers
+    assumption: Assumption | None = None  # of later calls, else
+    of_pairs: bool = False  # whether the node in kernels returns the losses of pairs instead of their statistics
 
     @property
     def factor(self) -> float | Tensor:
@@ -140,21 +111,13 @@ class SoftmaxPlan:
 
 @dataclass(eq=False)
 class Data:
-    """The tensors from which passes over S start.
+    """The tensors from which passes over S start."""
 
-    Args:
-        x: the local rows of X, or the feature that contains them.
-        fetched: the rows of Y that `Exchange.fetch` returned.
-        norms: (b, 1), divisors of X's rows, or None.
-        col_norms: (B, 1), divisors of Y's rows, for all columns, or None.
-        index: (b,), the places of X's rows in `x`; None: all of them.
-    """
-
-    x: Tensor
-    fetched: Tensor
-    norms: Tensor | None
-    col_norms: Tensor | None
-    index: Tensor | None = None
+    x: Tensor  # the local rows of X, or the feature that contains them
+    fetched: Tensor  # the rows of Y that `Exchange.fetch` returned
+    norms: Tensor | None  # (b, 1), divisors of X's rows, or None
+    col_norms: Tensor | None  # (B, 1), divisors of Y's rows, for all columns, or None
+    index: Tensor | None = None  # (b,), the places of X's rows in `x`; None: all of them
 
     @property
     def count(self) -> int:

@@ -17,25 +17,18 @@ Joined = tuple[Tensor | None, Tensor | None]  # of X's rows, and of Y's
 
 @dataclass(frozen=True)
 class Towers:
-    """The features that are joined into X and Y, and the norms by which their rows are divided.
+    """The features that are joined into X and Y, and the norms by which their rows are divided."""
 
-    Args:
-        stays: the indices of the features that are concatenated into X.
-        travels: the indices of those that are concatenated into Y; empty: Y is X.
-        normalize: whether the rows of X and Y are divided by their norms; Y must be X.
-        normalize_per_tile: with `normalize`, X holds the rows as given, and the sweep divides a tile's rows at a time.
-        stay_norms: (b, 1), norms of X's rows, by which the sweep divides a tile's rows at a time; None: no division.
-        stay_rows: (b,), ascending, the rows of the one feature in `stays` that are X's rows, read tile by tile; the
-            feature's gradient is sparse. None: all of its rows.
-        travel_norms: (B, 1), likewise for Y, all of whose rows this rank holds.
-    """
-
-    stays: tuple[int, ...]
-    travels: tuple[int, ...] = ()
-    normalize: bool = False
+    stays: tuple[int, ...]  # the indices of the features that are concatenated into X
+    travels: tuple[int, ...] = ()  # the indices of those that are concatenated into Y; empty: Y is X
+    normalize: bool = False  # whether the rows of X and Y are divided by their norms; Y must be X
+    # normalize_per_tile: with `normalize`, X holds the rows as given, and the sweep divides a tile's rows at a time
     normalize_per_tile: bool = False
+    # stay_norms: (b, 1), norms of X's rows, by which the sweep divides a tile's rows at a time; None: no division
     stay_norms: Tensor | None = None
-    travel_norms: Tensor | None = None
+    travel_norms: Tensor | None = None  # (B, 1), likewise for Y, all of whose rows this rank holds
+    # stay_rows: (b,), ascending, the rows of the one feature in `stays` that are X's rows, read tile by tile; the
+    # feature's gradient is sparse. None: all of its rows
     stay_rows: Tensor | None = None
 
     def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._base.precision import wide_dtype
-from .._base.statistics_request import report, statistics_requested
+from .._base.statistics_request import report
 from ..contract import Facts, finish
 from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route, items_of_ranks
 from ..nodes.rehearsals import tokens_in_kernels_or_not
@@ -81,7 +81,7 @@ class Call:
         """Return L. With statistics, if the caller has requested them: one more all-reduce."""
         sides = []
         of_rows, of_cols = self.reduced()
-        if statistics_requested():
+        if self.facts.statistics:
             report(self._statistics(of_rows, of_cols))
         for what, function, of_side, tower, partners in (
             ("row_loss", self.declared.row_loss, of_rows, self.x, self.partners[0]),

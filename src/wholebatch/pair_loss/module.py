@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._base.checks import check_flag, on_host
-from .._base.statistics_request import statistics_requested
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group
@@ -167,7 +166,7 @@ class PairLoss(nn.Module):
         call = prepared(
             CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
         )
-        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, _DTYPES, "statistics"))
+        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, _DTYPES))
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
         check_same_values(CALLER, facts.of_ranks(_VALUES))
         self.declaration.values = ""
@@ -240,7 +239,6 @@ class PairLoss(nn.Module):
             _READS: self.declaration.reads.names,
             _NOT_COMPILED: self._not_compiled,
             _TILES: self._tiles_of(call),
-            "statistics": statistics_requested(),
             _DTYPES: call.signature[0],
         }
 

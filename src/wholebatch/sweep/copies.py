@@ -25,10 +25,6 @@ def first_copies(x: Tensor, items: Items) -> Tensor | None:
     Vectors are sorted by a hash of their bits, and those with the same hash are compared. The host waits for no GPU, so
     there the index is always returned.
 
-    Args:
-        x: (n, d), float32 or float64, one item's vectors after the other's.
-        items: the items.
-
     >>> from wholebatch.partition import Partition, Ragged
     >>> items = Items(Ragged(Partition((2,)), (3, 1)), torch.tensor([0, 3, 4]))
     >>> first_copies(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), items)

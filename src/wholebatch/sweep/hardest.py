@@ -20,10 +20,6 @@ NOBODY = -1
 class HardestSweep:
     """Make one pass over the blocks of S.
 
-    Args:
-        driver: of the rows.
-        pairs: positive and excluded entries.
-
     Attributes:
         negatives: (b,), the column of each row's largest negative so far; NOBODY for a row without negatives.
         positives: (b,), the column of each row's smallest positive so far; NOBODY for a row without positives.

@@ -15,15 +15,10 @@ from ..partition import Partition, Ragged
 
 @dataclass(frozen=True)
 class Items:
-    """The rows, or the columns, of a tile, which consist of several vectors each.
+    """The rows, or the columns, of a tile, which consist of several vectors each."""
 
-    Args:
-        ragged: the items alone.
-        starts: (items + 1,), where the vectors of each start, on the device.
-    """
-
-    ragged: Ragged
-    starts: Tensor
+    ragged: Ragged  # the items alone
+    starts: Tensor  # (items + 1,), where the vectors of each start, on the device
 
     @classmethod
     def of(cls, items: Ragged, starts: Tensor, at: slice) -> Items:

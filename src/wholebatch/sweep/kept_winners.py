@@ -7,11 +7,7 @@ from torch import Tensor
 
 
 class KeptWinners:
-    """Entries of S and winners of the first tiles of a sweep, as many as fit into one buffer.
-
-    Args:
-        buffer: of bytes.
-    """
+    """Entries of S and winners of the first tiles of a sweep, as many as fit into one buffer of bytes."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer

@@ -39,24 +39,16 @@ _EIGHT = 8  # columns of dS: 16 bytes, at a multiple of which its rows begin
 
 @dataclass(eq=False)
 class NamedPairs:
-    """Positive pairs of a block that lie on a diagonal.
+    """Positive pairs of a block that lie on a diagonal."""
 
-    Args:
-        rows: their rows, among the local ones.
-        cols: their columns, among those of the block.
-        x, y: their rows of X and of Y, in the dtype of the factors.
-        scale: of S, (), float64, as kernels represent it.
-        scales: the factors that their rows and columns have beside it; None: 1.
-        offsets: of their rows; None: 0.
-    """
-
-    rows: slice
-    cols: slice
+    rows: slice  # their rows, among the local ones
+    cols: slice  # their columns, among those of the block
+    # x, y: their rows of X and of Y, in the dtype of the factors
     x: Tensor
     y: Tensor
-    scale: Tensor
-    scales: Tensor | None
-    offsets: Tensor | None
+    scale: Tensor  # of S, (), float64, as kernels represent it
+    scales: Tensor | None  # the factors that their rows and columns have beside it; None: 1
+    offsets: Tensor | None  # of their rows; None: 0
 
     def logits(self) -> Tensor:
         """Return S_ij, (k,), float64, from products in float32, without the driver's bias."""
@@ -79,26 +71,17 @@ class NamedPairs:
 
 @dataclass(eq=False)
 class KernelTiles:
-    """The tiles of a driver's rows with one block of columns after another.
+    """The tiles of a driver's rows with one block of columns after another."""
 
-    Args:
-        driver: of the rows; the caller adds its bias.
-        positive, excluded: sets of entries.
-        candidates: code of the candidates, as in :class:`kernels.TileInputs`.
-        row_terms: scales and offsets of the rows, or None.
-        bytes_of_an_entry: all tiles' bytes for an entry of S, here and in plain PyTorch.
-        dtype: of the factors, and of dS.
-        diagonals: the positive pairs that do not enter a kernel; None: all do.
-    """
-
-    driver: Driver
+    driver: Driver  # of the rows; the caller adds its bias
+    # positive, excluded: sets of entries
     positive: Members
     excluded: Members
-    candidates: int
-    row_terms: kernels.RowTerms | None
-    bytes_of_an_entry: tuple[int, int]
-    dtype: torch.dtype
-    diagonals: Diagonals | None
+    candidates: int  # code of the candidates, as in :class:`kernels.TileInputs`
+    row_terms: kernels.RowTerms | None  # scales and offsets of the rows, or None
+    bytes_of_an_entry: tuple[int, int]  # all tiles' bytes for an entry of S, here and in plain PyTorch
+    dtype: torch.dtype  # of the factors, and of dS
+    diagonals: Diagonals | None  # the positive pairs that do not enter a kernel; None: all do
     col_scales: Tensor | None = None
     numbers: Tensor | None = field(default=None, init=False)  # as in `kernels.TileInputs`
     scale: Tensor = field(init=False)  # as kernels represent it, (), float64; and their shift or bias

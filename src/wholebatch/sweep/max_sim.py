@@ -170,7 +170,8 @@ class MaxSimDriver(Driver):
             right = tuple(factor[at] if padded is None else factor[padded.flatten()] for factor in of)
             found = self._product_memory(len(left[0]), len(right[0]))
             self.precision.multiply(left, transposed(right), found)
-            shapes = _shapes(documents.ragged.lengths[some]) if padded is None else [padded.shape]
+            lengths = groupby(documents.ragged.lengths[some])  # of documents that follow each other
+            shapes = [(len([*run]), length) for length, run in lengths] if padded is None else [padded.shape]
             best, place = maxima(found, shapes, places=winners is not None, integers=integers)
             if winners is not None and place is not None:
                 winners[part, some] = place if padded is None else torch.minimum(place, documents.lengths[some] - 1)
@@ -250,8 +251,3 @@ def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:
     starts = torch.searchsorted(found, torch.arange(len(into), device=found.device))
     of_x = order.div(index.shape[1], rounding_mode="floor")
     into += embedding_bag(of_x, x, starts, per_sample_weights=weights.flatten()[order], mode="sum")
-
-
-def _shapes(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return how many documents follow each other with the same length, and that length."""
-    return [(len([*run]), length) for length, run in groupby(lengths)]

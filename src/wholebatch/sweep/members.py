@@ -19,17 +19,13 @@ _NAMES = 4  # the most named rows of a column that a kernel takes
 
 @dataclass(frozen=True)
 class Members:
-    """A set of entries, in local rows and columns of the global batch.
+    """A set of entries, in local rows and columns of the global batch."""
 
-    Args:
-        named: (k, B), int32, the rows that each column names, -1 where it names none; None without.
-        ids: the set consists of: NO_IDS: the named entries; OR_EQUAL_IDS: the named entries and those with equal ids;
-            EQUAL_IDS_BUT: the entries with equal ids, without the named ones.
-        rows, cols: ids, int32; None without.
-    """
-
-    named: Tensor | None = None
+    named: Tensor | None = None  # (k, B), int32, the rows that each column names, -1 where it names none; None without
+    # ids: the set consists of: NO_IDS: the named entries; OR_EQUAL_IDS: the named entries and those with equal ids;
+    # EQUAL_IDS_BUT: the entries with equal ids, without the named ones
     ids: int = NO_IDS
+    # rows, cols: ids, int32; None without
     rows: Tensor | None = None
     cols: Tensor | None = None
 
@@ -43,12 +39,7 @@ class Members:
 
 
 def members(entries: Entries, cols: int, device: torch.device) -> Members | None:
-    """Return a set of entries in the form of :class:`Members`; None if no such form exists.
-
-    Args:
-        entries: the set.
-        cols: number of columns of the global batch.
-        device: of the features.
+    """Return a set of entries of so many columns in the form of :class:`Members`; None if no such form exists.
 
     >>> members(NamedRows(torch.tensor([2, -1, 1])), 3, torch.device("cpu")).named
     tensor([[ 2, -1,  1]], dtype=torch.int32)

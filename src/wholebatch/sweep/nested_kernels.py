@@ -22,10 +22,7 @@ from .pairs import Pairs
 class KernelNestedSweep(NestedSweep):
     """:class:`NestedSweep` in kernels; cases that kernels do not support use plain PyTorch.
 
-    Args:
-        driver, pairs, dims, inverse_norms, scale, shift: as there.
-        columns: the number of columns of the global batch.
-        dtype: the dtype of the features before they were widened.
+    Of `columns` there are so many in the global batch; `dtype` is that of the features before they were widened.
     """
 
     def __init__(

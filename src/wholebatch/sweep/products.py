@@ -41,18 +41,14 @@ _TENSOR_CORES = (8, 0)  # the first compute capability with TF32
 
 @dataclass(frozen=True)
 class Products:
-    """The precision of the products of one call, which all ranks share.
+    """The precision of the products of one call, which all ranks share."""
 
-    Args:
-        precision: as above; "float32" stands for float64 where features are float64.
-        named: whether the caller asked for it. Then "float32" and "tf32" hold whatever the program allows CUDA.
-        units: whether dS / unit is multiplied instead of dS, with a unit such that it fits into float16. Then dS of
-            "bfloat16" is in float16, 8 times more exact, and so are its factors, rows of bfloat16: float16 holds these
-            exactly if they are neither long nor tiny.
-    """
-
-    precision: str = "float32"
+    precision: str = "float32"  # as above; "float32" stands for float64 where features are float64
+    # named: whether the caller asked for it. Then "float32" and "tf32" hold whatever the program allows CUDA
     named: bool = False
+    # units: whether dS / unit is multiplied instead of dS, with a unit such that it fits into float16. Then dS of
+    # "bfloat16" is in float16, 8 times more exact, and so are its factors, rows of bfloat16: float16 holds these
+    # exactly if they are neither long nor tiny
     units: bool = False
 
     @cached_property
@@ -208,12 +204,6 @@ def select_products(
 
     "auto" is float32 on every device but CUDA. There it is the half precision that the features have, or else the one
     that autocast rounds products to, or TF32 where the program allows it.
-
-    Args:
-        precision: the argument.
-        dtype: of the features.
-        device: of the features.
-        autocast: the dtype of autocast at the entry of the loss, for the features' device; None: it was off.
 
     Raises:
         ValueError: for a precision that the features or their device do not have.

@@ -26,26 +26,19 @@ class LogitTransform(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice of entries that a pass sums over, and the form of their logits.
+    """The choice of entries that a pass sums over, and the form of their logits."""
 
-    Args:
-        pairs: positive and excluded entries.
-        over: the candidates.
-        floor: (b,); an entry with a logit up to the floor of its row is no candidate. None: no limit.
-        ceiling: (b,); an entry with a logit above the ceiling of its row is no candidate. None: no limit.
-        guide: (b, g), the features of X's rows by another model. `ceiling` then limits the products of these with the
-            guide features of Y's rows, which each row of Y has after its own features.
-        transform: replaces the logits.
-        offsets: (b,), added to a row's logits after the transform.
-        best_of: the size of groups of consecutive rows; in each group, a column's only candidate is the row with the
-            largest logit.
-    """
-
-    pairs: Pairs
-    over: Over = "negatives"
+    pairs: Pairs  # positive and excluded entries
+    over: Over = "negatives"  # the candidates
+    # floor: (b,); an entry with a logit up to the floor of its row is no candidate. None: no limit
     floor: Tensor | None = None
+    # ceiling: (b,); an entry with a logit above the ceiling of its row is no candidate. None: no limit
     ceiling: Tensor | None = None
+    # guide: (b, g), the features of X's rows by another model. `ceiling` then limits the products of these with the
+    # guide features of Y's rows, which each row of Y has after its own features
     guide: Tensor | None = None
-    transform: LogitTransform | None = None
-    offsets: Tensor | None = None
+    transform: LogitTransform | None = None  # replaces the logits
+    offsets: Tensor | None = None  # (b,), added to a row's logits after the transform
+    # best_of: the size of groups of consecutive rows; in each group, a column's only candidate is the row with the
+    # largest logit
     best_of: int = 1

@@ -40,11 +40,6 @@ class KernelSoftmaxSweep(SoftmaxSweep):
 
     Either kernels compute both sums and gradients, or plain PyTorch does: both must use the same exponentials.
 
-    Args:
-        driver, selection: as there.
-        columns: the number of columns of the global batch.
-        kept: as there, for plain PyTorch.
-
     The shift of sums should be one that :func:`kernels.exact` returns.
     """
 
@@ -74,7 +69,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             names = () if tile.self_transposed else col_names
             by_row, by_col = kernels.tile_sums(inputs, rows=row_names, cols=names)
             if "sum" in by_row and "sum" in by_col:
-                self._note(by_row["sum"], by_col["sum"], tile.shape[0] * tile.shape[1])
+                new = relative_difference(by_row["sum"].sum(), by_col["sum"].sum(), tile.shape[0] * tile.shape[1])
+                self.difference = new if self.difference is None else torch.maximum(self.difference, new)
             for fields, at, found in ((of_rows, tile.rows, by_row), (of_cols, relative(tile.cols, block), by_col)):
                 for name, new in found.items():
                     fields[name][at].add_(new)
@@ -144,10 +140,6 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         assert self._tiles is not None
         alone = self._tiles.diagonals is not None and self.selection.over == "positives"
         return iter(()) if alone else tiles(block)
-
-    def _note(self, by_rows: Tensor, by_cols: Tensor, entries: int) -> None:
-        difference = relative_difference(by_rows.sum(), by_cols.sum(), entries)
-        self.difference = difference if self.difference is None else torch.maximum(self.difference, difference)
 
     def _normed(self, block: Block, u: Tensor | None, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the products whose rows are multiplied by norms afterward, and these norms."""

@@ -16,13 +16,9 @@ _AT_ONCE, _AT_ONCE_ON_A_GPU = 2**15, 2**20  # winners of which gradients are com
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """The memory that a sweep over tokens may allocate; `kept` counts bytes of winners and of S.
+    """The memory that a sweep over tokens may allocate; `kept` counts bytes of winners and of S."""
 
-    Args:
-        products: entries of the buffer of products.
-    """
-
-    products: int
+    products: int  # entries of the buffer of products
 
 
 def pads(device: torch.device) -> bool:
@@ -37,14 +33,6 @@ def at_once(
 
     Their gradients have no more numbers than the buffer of products. Their winners are as many as sort fast, and few
     beside a tile; parts are of nearly equal size.
-
-    Args:
-        tokens: of the tile's queries.
-        documents: of the tile.
-        longest: the most tokens of a document.
-        width: d.
-        products: entries of the buffer of products.
-        device: of the tokens.
 
     >>> at_once(5120, 160, 180, 128, 640**2, torch.device("cpu"))
     (2560, 16)
