@@ -13,8 +13,7 @@ distillation DistillKLDivLoss, MarginMSELoss: a teacher's scores
 multi_vector MultiVectorMultipleNegativesRankingLoss and its cached form: late interaction
 matryoshka   MatryoshkaLoss: one of these losses for several embedding sizes
 whole_batch  WholeBatchLoss: any of their losses that has `compute_loss_from_embeddings`
-embedding    columns of a batch to embeddings, all at once or in chunks
-theirs       the names of sentence-transformers that are used, and its versions
+embedding    columns of a batch to embeddings, all at once or in chunks; the names of theirs that are used
 """
 
 from .distillation import DistillKLDivLoss, MarginMSELoss

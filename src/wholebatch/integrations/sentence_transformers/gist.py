@@ -23,12 +23,19 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ..._base.settings import check_choice, check_divisor, check_number
 from ...contract import BatchOptions
-from .._checks import checked_choice, checked_positive
 from .._options import with_options
 from .citations import GIST
-from .embedding import BatchLoss, CachedBatchLoss
-from .theirs import Features, embed_columns, has_static_embedding, to_device
+from .embedding import (
+    SENTENCE_TRANSFORMERS,
+    BatchLoss,
+    CachedBatchLoss,
+    Features,
+    embed_columns,
+    has_static_embedding,
+    in_chunks,
+)
 
 MarginStrategy = Literal["absolute", "relative"]
 _TINY = 2.0**-30  # its square is below the rounding of a cosine, in float64 too
@@ -71,12 +78,10 @@ class GISTEmbedLoss(BatchLoss):
         **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__(model, gather_across_devices, **options)
-        self.guide = guide
-        self.temperature = checked_positive("temperature", temperature)
-        self.margin_strategy = checked_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < float("inf"):
-            raise ValueError(f"margin must be a finite number, got {margin!r}")
-        self.margin = margin
+        check_divisor("temperature", temperature)
+        check_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
+        check_number("margin", margin)
+        self.guide, self.temperature, self.margin_strategy, self.margin = guide, temperature, margin_strategy, margin
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
         self.tokenizer = _tokenizer("model", model)
         self.must_retokenize = (
@@ -104,7 +109,9 @@ class GISTEmbedLoss(BatchLoss):
             ends = features["cu_seq_lens_q"].tolist()
             rows = [rows[0, start:end] for start, end in pairwise(ends)]
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        return to_device(self.guide.preprocess(texts), self.guide.device)
+        to_device = SENTENCE_TRANSFORMERS.find("sentence_transformers.util", "batch_to_device")
+        found: Features = to_device(self.guide.preprocess(texts), self.guide.device)
+        return found
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, and the guide's beside them."""
@@ -132,31 +139,14 @@ class GISTEmbedLoss(BatchLoss):
 class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
     """Their `CachedGISTEmbedLoss`: embeddings come from :func:`wholebatch.gradcache.encode`, the guide's as well.
 
-    The other arguments are those of :class:`GISTEmbedLoss`.
-
-    Args:
-        mini_batch_size, mini_batch_num_tokens, show_progress_bar: as in :class:`CachedMultipleNegativesRankingLoss`.
+    Beside the arguments of :class:`GISTEmbedLoss` it takes those of :class:`CachedMultipleNegativesRankingLoss`.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        guide: Any,  # their model
-        temperature: float = 0.01,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        show_progress_bar: bool = False,
-        margin_strategy: MarginStrategy = "absolute",
-        margin: float = 0.0,
-        contrast_anchors: bool = True,
-        contrast_positives: bool = True,
-        gather_across_devices: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        settings = (margin_strategy, margin, contrast_anchors, contrast_positives, gather_across_devices)
-        super().__init__(model, guide, temperature, *settings, **options)
-        self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+    __init__ = in_chunks(
+        GISTEmbedLoss,
+        "model guide temperature mini_batch_size mini_batch_num_tokens show_progress_bar margin_strategy margin "
+        "contrast_anchors contrast_positives gather_across_devices",
+    )
 
 
 def _tokenizer(name: str, model: Any) -> Any:

@@ -17,9 +17,8 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 
 from .citations import MATRYOSHKA
-from .embedding import BatchLoss, columns_of
+from .embedding import BatchLoss, Features, columns_of
 from .ranking import MultipleNegativesRankingLoss
-from .theirs import Features
 
 
 class MatryoshkaLoss(nn.Module):
@@ -31,9 +30,6 @@ class MatryoshkaLoss(nn.Module):
         matryoshka_dims: sizes of the parts, each once, at most the size of the embeddings.
         matryoshka_weights: one for each size, >= 0; default 1.
         n_dims_per_step: number of sizes that a step draws, or -1 for all. All processes draw the same ones.
-
-    Raises:
-        ValueError: for a loss of another module, sizes and weights that do not fit, and n_dims_per_step of 0.
     """
 
     citation = MATRYOSHKA
@@ -111,9 +107,5 @@ class MatryoshkaLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
-        return {
-            "loss": type(self.loss).__name__,
-            "matryoshka_dims": self.matryoshka_dims,
-            "matryoshka_weights": self.matryoshka_weights,
-            "n_dims_per_step": self.n_dims_per_step,
-        }
+        names = ("matryoshka_dims", "matryoshka_weights", "n_dims_per_step")
+        return {"loss": type(self.loss).__name__, **{name: getattr(self, name) for name in names}}

@@ -17,13 +17,20 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ..._base.settings import check_choice, check_weight
 from ...comm import Group
 from ...contract import BatchOptions
-from .._checks import checked_choice
-from .._options import with_options
+from .._options import with_arguments, with_options
 from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
-from .embedding import BatchLoss, CachedBatchLoss, checked_scale
-from .theirs import SimilarityFunction, cos_sim, name_of_similarity
+from .embedding import (
+    BatchLoss,
+    CachedBatchLoss,
+    SimilarityFunction,
+    checked_scale,
+    cos_sim,
+    in_chunks,
+    name_of_similarity,
+)
 
 Directions = tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
 PartitionMode = Literal["joint", "per_direction"]
@@ -35,9 +42,8 @@ _DIRECTIONS = {
     "doc_to_query": "key_to_query",
     "doc_to_doc": "key_to_key",
 }
-_HARDNESS_MODES = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+_HARDNESS_MODES = ("in_batch_negatives", "hard_negatives", "all_negatives")
 _SYMMETRIC: Directions = ("query_to_doc", "doc_to_query")
-_SEPARATE: PartitionMode = "per_direction"
 
 
 class MultipleNegativesRankingLoss(BatchLoss):
@@ -82,12 +88,19 @@ class MultipleNegativesRankingLoss(BatchLoss):
         )
         self.similarity_fct = name_of_similarity(similarity_fct, ("cos_sim", "dot_score"), fix)
         self.scale = checked_scale(scale)
-        self.directions = _checked_directions(directions)
-        self.partition_mode = _checked_partition(partition_mode, self.directions)
-        self.hardness_mode = checked_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
-        self.hardness_strength = _checked_strength(hardness_strength)
+        self.directions = _checked_directions(directions, partition_mode)
+        self.partition_mode, self.hardness_mode, self.hardness_strength = (
+            partition_mode,
+            hardness_mode,
+            hardness_strength,
+        )
+        if hardness_mode is not None:
+            check_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
+        check_weight("hardness_strength", hardness_strength, "0 turns it off")
         if not isinstance(self, CachedBatchLoss):
-            self.citation = _citation(set(self.directions), self.partition_mode)
+            of_all = set(self.directions) == set(_DIRECTIONS) and partition_mode == "joint"
+            both_ways = set(self.directions) == set(_SYMMETRIC) and partition_mode == "per_direction"
+            self.citation = GTE if of_all else SYMMETRIC if both_ways else INFO_NCE
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """See `compute_loss_from_embeddings`."""
@@ -156,104 +169,49 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
     Its arguments are the first ones of :class:`MultipleNegativesRankingLoss`, and the options.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        scale: float | wb.Scale = 20.0,
-        similarity_fct: SimilarityFunction = cos_sim,
-        gather_across_devices: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(model, scale, similarity_fct, gather_across_devices, _SYMMETRIC, _SEPARATE, **options)
+    @with_arguments(MultipleNegativesRankingLoss.__init__, "model scale similarity_fct gather_across_devices")
+    def __init__(self, **arguments: Any) -> None:  # those
+        super().__init__(**arguments, directions=_SYMMETRIC, partition_mode="per_direction")
 
 
 class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRankingLoss):
     """Their `CachedMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
-    The other arguments are those of :class:`MultipleNegativesRankingLoss`.
-
-    Args:
-        mini_batch_size: rows that the model takes at once.
-        mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
-            :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
-            tokens without padding, of rows in their order.
-        show_progress_bar: must be False.
-
-    Raises:
-        ValueError: for what :class:`MultipleNegativesRankingLoss` refuses, sizes below 1, `show_progress_bar=True`, and
-            a model based on a StaticEmbedding.
+    Beside the arguments of :class:`MultipleNegativesRankingLoss` it takes `mini_batch_size`, rows that the model takes
+    at once, 32 by default, or `mini_batch_num_tokens`, tokens that it takes at once, by a
+    :class:`wholebatch.gradcache.TokenBudget`: padding counts, and rows are grouped by length.
     """
 
     citation = GRADIENT_CACHING
-
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        scale: float | wb.Scale = 20.0,
-        similarity_fct: SimilarityFunction = cos_sim,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        gather_across_devices: bool = True,
-        directions: Directions = ("query_to_doc",),
-        partition_mode: PartitionMode = "joint",
-        show_progress_bar: bool = False,
-        hardness_mode: HardnessMode = None,
-        hardness_strength: float = 0.0,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        settings = (directions, partition_mode, hardness_mode, hardness_strength)
-        super().__init__(model, scale, similarity_fct, gather_across_devices, *settings, **options)
-        self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+    __init__ = in_chunks(
+        MultipleNegativesRankingLoss,
+        "model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices directions "
+        "partition_mode show_progress_bar hardness_mode hardness_strength",
+    )
 
 
-class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
+class CachedMultipleNegativesSymmetricRankingLoss(
+    CachedMultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss
+):
     """Their `CachedMultipleNegativesSymmetricRankingLoss`, with arguments of `CachedMultipleNegativesRankingLoss`."""
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        scale: float | wb.Scale = 20.0,
-        similarity_fct: SimilarityFunction = cos_sim,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        gather_across_devices: bool = True,
-        show_progress_bar: bool = False,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        settings = (gather_across_devices, _SYMMETRIC, _SEPARATE, show_progress_bar)
-        super().__init__(model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, *settings, **options)
+    __init__ = in_chunks(
+        MultipleNegativesSymmetricRankingLoss,
+        "model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices show_progress_bar",
+    )
 
 
-def _citation(directions: set[str], partition_mode: PartitionMode) -> str:
-    if directions == set(_DIRECTIONS) and partition_mode == "joint":
-        return GTE
-    return SYMMETRIC if directions == set(_SYMMETRIC) and partition_mode == "per_direction" else INFO_NCE
-
-
-def _checked_directions(directions: Any) -> Directions:
+def _checked_directions(directions: Any, partition_mode: Any) -> Directions:
+    """Return each direction once; raise ValueError for those that are unknown or do not go with the partition."""
     found: Directions = tuple(directions) if isinstance(directions, tuple | list) else (directions,)
     for name in found:
-        checked_choice("directions", name, tuple(_DIRECTIONS))
+        check_choice("directions", name, tuple(_DIRECTIONS))
     if "query_to_doc" not in found:
         raise ValueError(f"directions must have 'query_to_doc' among them, got {found}; it has the positive pairs")
-    return tuple(dict.fromkeys(found))
-
-
-def _checked_partition(partition_mode: Any, directions: Directions) -> PartitionMode:
-    found: PartitionMode = checked_choice("partition_mode", partition_mode, ("joint", "per_direction"))
-    without = [name for name in ("query_to_query", "doc_to_doc") if name in directions]
-    if found == "per_direction" and without:
+    without = [name for name in ("query_to_query", "doc_to_doc") if name in found]
+    if check_choice("partition_mode", partition_mode, ("joint", "per_direction")) == "per_direction" and without:
         raise ValueError(
             f"partition_mode='per_direction' does not go with {', '.join(without)} in directions: a softmax of its own "
             "needs positive pairs; use partition_mode='joint'"
         )
-    return found
-
-
-def _checked_strength(strength: Any) -> float:
-    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength < float("inf"):
-        raise ValueError(f"hardness_strength must be a number, at least 0, got {strength!r}; 0 turns it off")
-    return strength
+    return tuple(dict.fromkeys(found))
