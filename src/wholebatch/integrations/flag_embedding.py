@@ -146,9 +146,6 @@ def enable() -> None:
     """Use :func:`cross_device_loss` in all models of FlagEmbedding in this process that have no such method themselves.
 
     A second call has no effect.
-
-    Raises:
-        ImportError: if FlagEmbedding is missing, too old, or has no such method.
     """
     _switch.enable()
 

@@ -180,7 +180,6 @@ def ddp_strategy(
         settings: arguments of `base`, such as find_unused_parameters or static_graph.
 
     Raises:
-        FrameworkError: if lightning is missing or too old.
         ValueError: when the Trainer sets the strategy up: for model averaging (`model_averaging_period`,
             WeightAveraging and StochasticWeightAveraging), start_method "spawn" and "fork", optimizers that shard
             parameters (ZeroRedundancyOptimizer), and a head whose group is not all processes. When it saves: for an
@@ -264,7 +263,6 @@ def fabric_ddp_strategy(
         settings: arguments of `base`.
 
     Raises:
-        FrameworkError: if lightning is missing or too old.
         ValueError: from `fabric.setup`, for a head whose group is not all processes, and optimizers that shard
             parameters; from `fabric.save`, for an optimizer whose state does not have a row for each class; from
             `fabric.clip_gradients`, for another `norm_type` than 2.

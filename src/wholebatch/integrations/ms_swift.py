@@ -257,9 +257,6 @@ def enable() -> None:
     """Use :class:`InfonceLoss` for `--loss_type infonce` in this process, in trainers that are made from now on.
 
     A second call has no effect.
-
-    Raises:
-        ImportError: if ms-swift is missing, too old, or has no such loss.
     """
     if _switch.enable():
         _log.info("--loss_type infonce is computed by wholebatch, over the rows of all processes")

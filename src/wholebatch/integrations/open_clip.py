@@ -263,7 +263,6 @@ def create_loss(args: Any) -> nn.Module:  # Any: their namespace of options
     Under `--accum-freq` the gradient of scale and bias counts once, not in each micro-step.
 
     Raises:
-        ImportError: if open_clip is missing or too old.
         ValueError: for `--horovod`, and if the chosen loss has no counterpart here.
     """
     _refuse(args)
@@ -275,7 +274,6 @@ def create_task(args: Any, *positional: Any, **keywords: Any) -> nn.Module:  # A
     """Return the task that `open_clip.create_task(...)` of open_clip 4 makes, with its loss over the whole batch.
 
     Raises:
-        ImportError: if open_clip is missing, too old, or has no tasks.
         ValueError: for `--horovod`, and if the task's loss has no counterpart here, such as GenLIP's.
     """
     _refuse(args)

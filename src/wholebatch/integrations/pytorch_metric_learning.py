@@ -149,12 +149,8 @@ class BatchLoss(nn.Module):
     """A loss of the rows of all processes: in tiles where these compute what theirs does, else by their class.
 
     Args:
-        own: the arguments that only this loss has.
+        own: the arguments that only this loss has; its formula has their meaning.
         settings: the others, as the module describes them.
-
-    Raises:
-        ValueError: for `collect_stats=True`.
-        FrameworkError: in a call that needs their class, if pytorch-metric-learning is missing or too old.
     """
 
     distance: Any  # theirs
@@ -233,11 +229,7 @@ class BatchLoss(nn.Module):
         return _on_whole_batch(self.theirs(), self.group, rows, indices)
 
     def theirs(self) -> nn.Module:
-        """Return their loss with the same arguments.
-
-        Raises:
-            FrameworkError: if pytorch-metric-learning is missing or too old.
-        """
+        """Return their loss with the same arguments."""
         given = {name: value for name in self._given if (value := getattr(self, name)) is not None}
         found: nn.Module = _their_class("losses", type(self).__name__)(**self.settings, **given)
         return found
@@ -286,10 +278,6 @@ class NTXentLoss(BatchLoss):
 
     Where no label occurs more than twice in the batch of all processes, this is
     :func:`wholebatch.functional.sup_con_loss`, in tiles. With more positives of a row their class computes it.
-
-    Args:
-        temperature: divides the cosines.
-        settings: those of all losses of this module, which describes them.
     """
 
     _in_tiles = "sup_con_loss"
@@ -311,10 +299,6 @@ class SupConLoss(BatchLoss):
     L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    S = cosines / temperature
 
     In tiles, by :func:`wholebatch.functional.sup_con_loss`. As theirs, it is 0 if all rows have one label.
-
-    Args:
-        temperature: divides the cosines.
-        settings: those of all losses of this module, which describes them.
     """
 
     _in_tiles = "sup_con_loss"
@@ -337,10 +321,6 @@ class MultiSimilarityLoss(BatchLoss):
         + log(1 + sum_{n in N(i)} exp(  beta (c_in - base))) / beta,    c: cosines
 
     In tiles, by :func:`wholebatch.functional.multi_similarity_loss`.
-
-    Args:
-        alpha, beta, base: of the formula.
-        settings: those of all losses of this module, which describes them.
     """
 
     _in_tiles = "multi_similarity_loss"
@@ -357,10 +337,6 @@ class CircleLoss(BatchLoss):
     f(c) = gamma [c + m]_+ (c - m),    g(c) = -gamma [1 + m - c]_+ (c - 1 + m)
 
     In tiles, by :func:`wholebatch.functional.circle_loss`.
-
-    Args:
-        m, gamma: of the formula.
-        settings: those of all losses of this module, which describes them.
     """
 
     _in_tiles = "circle_loss"
@@ -380,10 +356,6 @@ class DistributedMinerWrapper(nn.Module):
         miner: one of their tuple miners.
         efficient: accepted, and without effect.
         group: processes that share the batch. Default: all.
-
-    Raises:
-        TypeError: if `miner` is none of their miners.
-        FrameworkError: if pytorch-metric-learning is missing or too old.
     """
 
     def __init__(self, miner: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
@@ -430,10 +402,6 @@ class DistributedLossWrapper(nn.Module):
             is.
         efficient: accepted, and without effect: theirs changes the gradient.
         group: processes that share the batch. Default: all.
-
-    Raises:
-        TypeError: if `loss` is something else.
-        FrameworkError: if pytorch-metric-learning is missing or too old.
     """
 
     def __init__(self, loss: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
@@ -491,13 +459,7 @@ class SelfSupervisedLoss(nn.Module):
             :class:`DistributedLossWrapper`, which is not needed.
         symmetric: whether rows of both views are anchors, each against the other rows of both; else rows of the first
             view are compared with those of the second.
-        group: processes that share the batch; None: those of the loss.
-
-    Raises:
-        ValueError: for a group beside a loss of this module.
-        Exception: their error for a loss that they do not support.
-        FrameworkError: with one of their losses, or `symmetric=False`, if pytorch-metric-learning is missing or too
-            old.
+        group: processes that share the batch; None: those of the loss, and None beside a loss of this module.
     """
 
     def __init__(self, loss: nn.Module, symmetric: bool = True, *, group: Group = None) -> None:

@@ -7,29 +7,27 @@
 Their trainer, their data and their model stay. One default is another: `gather_across_devices=True`, so that negatives
 come from the batches of all processes.
 
-ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms
-gist         GISTEmbedLoss, CachedGISTEmbedLoss: false negatives by a guide
+ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms; GISTEmbedLoss: false negatives by a guide
 distillation DistillKLDivLoss, MarginMSELoss: a teacher's scores
 multi_vector MultiVectorMultipleNegativesRankingLoss and its cached form: late interaction
-matryoshka   MatryoshkaLoss: one of these losses for several embedding sizes
-whole_batch  WholeBatchLoss: any of their losses that has `compute_loss_from_embeddings`
+wrappers     MatryoshkaLoss: one of these losses for several embedding sizes; WholeBatchLoss: any of theirs
 embedding    columns of a batch to embeddings, all at once or in chunks; the names of theirs that are used
 """
 
 from .distillation import DistillKLDivLoss, MarginMSELoss
-from .gist import CachedGISTEmbedLoss, GISTEmbedLoss
-from .matryoshka import MatryoshkaLoss
 from .multi_vector import (
     CachedMultiVectorMultipleNegativesRankingLoss,
     MultiVectorMultipleNegativesRankingLoss,
 )
 from .ranking import (
+    CachedGISTEmbedLoss,
     CachedMultipleNegativesRankingLoss,
     CachedMultipleNegativesSymmetricRankingLoss,
+    GISTEmbedLoss,
     MultipleNegativesRankingLoss,
     MultipleNegativesSymmetricRankingLoss,
 )
-from .whole_batch import WholeBatchLoss
+from .wrappers import MatryoshkaLoss, WholeBatchLoss
 
 __all__ = [
     "CachedGISTEmbedLoss",

@@ -52,7 +52,6 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
 
     Raises:
         ValueError: for values that theirs refuses, and for another `similarity_fct`.
-        ImportError: if sentence-transformers is needed, and missing or too old.
     """
 
     citation = COLBERT
