@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from inspect import Parameter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import wholebatch as wb
 
@@ -14,11 +14,10 @@ from .._base.checks import check_flag
 from ..comm import Group
 from ..contract.options import BatchOptions, defaults_of, naming
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def with_options(**others: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def with_options(**others: Any) -> Callable[[_F], _F]:
     """Decorate a constructor whose last parameter is `**options: Unpack[BatchOptions]`, or of a type derived from it.
 
     Its signature then names every option, it gets them all, and an unknown keyword raises TypeError.
@@ -38,7 +37,7 @@ def with_options(**others: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     return lambda function: _bound_to(naming(inspect.signature(function), defaults), function)
 
 
-def with_arguments(of: Callable[..., Any], order: str, **added: Any) -> Any:
+def with_arguments(of: Callable[..., Any], order: str, **added: Any) -> Callable[[_F], _F]:
     """Decorate a constructor that gets by keyword all arguments of another one, and added ones with these defaults.
 
     Args:
@@ -61,12 +60,12 @@ def with_arguments(of: Callable[..., Any], order: str, **added: Any) -> Any:
     return lambda function: _bound_to(inspect.Signature(parameters), function)
 
 
-def _bound_to(signature: inspect.Signature, function: Callable[_P, _R]) -> Callable[_P, _R]:
+def _bound_to(signature: inspect.Signature, function: Any) -> Any:
     """Return a function with this signature that passes each argument by its name, with defaults."""
     takes_any = any(x.kind is Parameter.VAR_KEYWORD for x in signature.parameters.values())
 
     @functools.wraps(function)
-    def complete(*args: Any, **kwargs: Any) -> _R:
+    def complete(*args: Any, **kwargs: Any) -> Any:
         unknown = [name for name in kwargs if name not in signature.parameters]
         if unknown and not takes_any:
             known = ", ".join(name for name in signature.parameters if name != "self")
@@ -75,8 +74,7 @@ def _bound_to(signature: inspect.Signature, function: Callable[_P, _R]) -> Calla
             )
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        named: Any = dict(zip(signature.parameters, given.args, strict=False)) | given.kwargs
-        return function(**named)
+        return function(**dict(zip(signature.parameters, given.args, strict=False)), **given.kwargs)
 
     complete.__signature__ = signature  # type: ignore[attr-defined]
     return complete

@@ -101,7 +101,7 @@ class Chunks:
         ValueError: if a size is not positive, or the model's input has no rows.
     """
 
-    def __init__(self, loss: str, model: Any, mini_batch_size: int, mini_batch_num_tokens: int | None) -> None:
+    def __init__(self, loss: str, model: Any, mini_batch_size: int | None, mini_batch_num_tokens: int | None) -> None:
         self._size: Any = mini_batch_size
         if mini_batch_size is not None or mini_batch_num_tokens is None:
             check_count("mini_batch_size", mini_batch_size, "rows that the model takes at once")
@@ -248,10 +248,12 @@ class CachedBatchLoss(BatchLoss):
             StaticEmbedding.
     """
 
+    mini_batch_size: int | None
+
     def __init__(
         self,
         *,
-        mini_batch_size: int,
+        mini_batch_size: int | None,
         mini_batch_num_tokens: int | None,
         show_progress_bar: bool,
         **arguments: Any,  # of the loss
@@ -269,13 +271,13 @@ class CachedBatchLoss(BatchLoss):
 
 def in_chunks(loss: Any, order: str) -> Any:
     """Return the constructor of a CachedBatchLoss with the arguments of a loss, and those of chunks, in this order."""
-    sizes = {"mini_batch_size": 32, "mini_batch_num_tokens": None}
 
-    @with_arguments(loss.__init__, order, **sizes, show_progress_bar=False)
     def constructor(self: CachedBatchLoss, **arguments: Any) -> None:
         CachedBatchLoss.__init__(self, **arguments)
 
-    return constructor
+    constructor.__qualname__ = f"Cached{loss.__name__}.__init__"  # in messages
+    sizes = {"mini_batch_size": 32, "mini_batch_num_tokens": None}
+    return with_arguments(loss.__init__, order, **sizes, show_progress_bar=False)(constructor)
 
 
 def checked_scale(scale: Any) -> Any:

@@ -167,6 +167,10 @@ class WholeBatchLoss(BatchLoss):
             self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
 
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
+        """See `compute_loss_from_embeddings`."""
+        return self.compute_loss_from_embeddings(embeddings, beside)
+
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
     ) -> Tensor:
@@ -189,8 +193,6 @@ class WholeBatchLoss(BatchLoss):
 
         beside = [] if labels is None else [labels.reshape(len(labels), -1)]
         return wb.WholeBatch(of_all, group=self.group)(*columns, *beside)
-
-    compare = compute_loss_from_embeddings
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
