@@ -156,7 +156,8 @@ class InfonceLoss:
         ((options, batch),) = found
         if not options.use_batch:
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
-        limited: tuple[Direction, ...] = ("query_to_key", "query_to_query")[: 1 + options.include_qq]
+        of_queries: tuple[Direction, ...] = ("query_to_query",) if options.include_qq else ()
+        limited: tuple[Direction, ...] = ("query_to_key", *of_queries)
         return wb.functional.info_nce_loss(
             batch.queries,
             batch.positives,
