@@ -33,12 +33,7 @@ class Framework(NamedTuple):
         return " and ".join(self.versions)
 
     def load(self, name: str) -> ModuleType:
-        """Import one of the framework's modules.
-
-        Raises:
-            FrameworkError: if the framework, or a package that the module imports, is missing, or if the framework is
-                older than the tested versions.
-        """
+        """Import one of the framework's modules; raise FrameworkError if it is missing, or the framework too old."""
         installed = self._installed()
         if _numbers(installed) < _numbers(self.versions[0]):
             raise FrameworkError(
@@ -52,11 +47,7 @@ class Framework(NamedTuple):
         return getattr(loaded, self.seam(loaded, name))
 
     def seam(self, owner: Any, *names: str) -> str:
-        """Return the first of the names that a module or a class of the framework has, at which the adapter enters.
-
-        Raises:
-            FrameworkError: if it has none of them.
-        """
+        """Return the first of the names that a module or a class of the framework has, or raise FrameworkError."""
         for name in names:
             if hasattr(owner, name):
                 return name

@@ -91,13 +91,7 @@ def check_no_progress_bar(value: bool) -> None:
 def group_of_batch(name: str, gathers: bool, group: Group) -> Group:
     """Return the processes whose rows are compared, in frameworks that compare those of one process by default.
 
-    Args:
-        name: the framework's name of the argument.
-        gathers: its value.
-        group: the processes that would share the batch.
-
-    Raises:
-        ValueError: if it is no boolean, or is False beside a group.
+    `name` is the framework's name of the argument `gathers`; False beside a group raises ValueError.
     """
     if not check_flag(name, gathers) and group is not None:
         raise ValueError(

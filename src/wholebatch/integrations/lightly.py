@@ -119,11 +119,7 @@ class _MemoryBank(nn.Module):
 
 
 def _bank_size(size: Any) -> tuple[int, int] | None:
-    """Return the rows and the embedding size of a bank, or None for none.
-
-    Raises:
-        ValueError: for another form.
-    """
+    """Return the rows and the embedding size of a bank, or None for none; raise ValueError for another form."""
     if size in (0, (0,), [0]):
         return None
     numbers = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else ()

@@ -51,11 +51,7 @@ class ShardedHeads:
         return _new, (type(self).__bases__[0], self._base), state
 
     def _keep_apart(self, module: nn.Module, world_size: int) -> None:
-        """Make DDP leave the heads of a module alone; a head that was created with all classes keeps the local ones.
-
-        Raises:
-            ValueError: if a head has another group than all processes.
-        """
+        """Make DDP leave the heads of a module alone; a head that was created with all classes keeps the local ones."""
         found = all_classes.heads_of(module)
         for name, head in found.items():
             size = select_communicator(head.options.group).size
@@ -94,11 +90,7 @@ class ShardedHeads:
             raise ValueError("another rank cannot load the state of the module; read that rank's error")
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:
-        """Take the local rows of each state that the optimizer loads.
-
-        Raises:
-            ValueError: for an optimizer that shards parameters over the ranks, which heads are already.
-        """
+        """Take the local rows of each state that the optimizer loads."""
         if self._heads and hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
                 f"the optimizer must not be sharded over the ranks beside a head of sharded classes, got "

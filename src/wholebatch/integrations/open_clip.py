@@ -394,7 +394,6 @@ def main(argv: Sequence[str]) -> int:
         0, or 1 if open_clip refused to start.
 
     Raises:
-        ImportError: if open_clip or a package that its trainer needs is missing, or open_clip is too old.
         ValueError: for options that contradict this library, with the fix.
     """
     program = "python -m wholebatch.integrations.open_clip"

@@ -4,8 +4,10 @@
 
     SentenceTransformerTrainer(model, args, train_dataset=data, loss=MultipleNegativesRankingLoss(model)).train()
 
-Their trainer, their data and their model stay. One default is another: `gather_across_devices=True`, so that negatives
-come from the batches of all processes.
+Their trainer, their data and their model stay. `model` is the one that the trainer trains. One default is another:
+`gather_across_devices=True`, so that negatives come from the batches of all processes. False gives their loss, the mean
+over processes of the losses of their own batches. By keyword the losses take this library's options group, exchange,
+memory and precision. Values that theirs refuses raise ValueError.
 
 ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms; GISTEmbedLoss: false negatives by a guide
 distillation DistillKLDivLoss, MarginMSELoss: a teacher's scores

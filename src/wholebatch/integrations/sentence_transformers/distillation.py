@@ -63,7 +63,6 @@ class DistillKLDivLoss(_ScoredColumns):
     """Their `DistillKLDivLoss`, by :func:`wholebatch.recipes.listwise_distillation`.
 
     Args:
-        model: the model that the trainer trains.
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
         temperature, student_temperature, teacher_temperature: as theirs.
         group: processes that share the batch. Default: all.
@@ -116,7 +115,6 @@ class MarginMSELoss(_ScoredColumns):
     """Their `MarginMSELoss`, by :func:`wholebatch.recipes.margin_mse`.
 
     Args:
-        model: the model that the trainer trains.
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
         group: processes that share the batch. Default: all.
     """

@@ -96,9 +96,6 @@ class Chunks:
         model: the model, which must take parts of a batch.
         mini_batch_size: rows of a chunk, at most.
         mini_batch_num_tokens: tokens of a chunk, at most, padding included; it takes the place of `mini_batch_size`.
-
-    Raises:
-        ValueError: if a size is not positive, or the model's input has no rows.
     """
 
     def __init__(self, loss: str, model: Any, mini_batch_size: int | None, mini_batch_num_tokens: int | None) -> None:
@@ -148,11 +145,7 @@ class BatchLoss(nn.Module):
 
     @property
     def options_of_call(self) -> BatchOptions:
-        """Return the options of a call, with the processes whose rows are compared.
-
-        Raises:
-            ValueError: for a trained scale that the processes would train apart.
-        """
+        """Return the options of a call; raise ValueError for a trained scale that the processes would train apart."""
         apart = not self.gather_across_devices and wb.comm.select_communicator(None).size > 1
         if apart and isinstance(getattr(self, "scale", None), wb.Scale):
             raise ValueError(
@@ -242,10 +235,6 @@ class CachedBatchLoss(BatchLoss):
             :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
             tokens without padding, of rows in their order.
         show_progress_bar: must be False.
-
-    Raises:
-        ValueError: for what the loss refuses, sizes below 1, `show_progress_bar=True`, and a model based on a
-            StaticEmbedding.
     """
 
     mini_batch_size: int | None

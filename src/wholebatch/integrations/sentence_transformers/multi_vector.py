@@ -40,18 +40,11 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
     """Their `MultiVectorMultipleNegativesRankingLoss`, by :func:`wholebatch.functional.max_sim_loss`.
 
     Args:
-        model: the model that the trainer trains.
         scale: multiplies scores: a positive number, or a :class:`wholebatch.Scale`, which is then trained.
         similarity_fct: `colbert_scores` or `mean_colbert_scores` of their multi_vector_encoder.scoring. Default: the
             first.
         mini_batch_size: rows of documents that the model takes at once; their activations are kept. Default: all.
         score_mini_batch_size: without effect: scores are computed in tiles.
-        gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
-            loss, the mean over processes of the losses of their own batches.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.max_sim_loss`.
-
-    Raises:
-        ValueError: for values that theirs refuses, and for another `similarity_fct`.
     """
 
     citation = COLBERT

@@ -65,16 +65,9 @@ class MultipleNegativesRankingLoss(BatchLoss):
     """Their `MultipleNegativesRankingLoss`, by :func:`wholebatch.functional.info_nce_loss`.
 
     Args:
-        model: the model that the trainer trains.
         scale: multiplies similarities: a positive number, or a :class:`wholebatch.Scale`, which is then trained.
         similarity_fct: `cos_sim` or `dot_score` of sentence_transformers.util.
-        gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
-            loss, the mean over processes of the losses of their own batches.
         directions, partition_mode, hardness_mode, hardness_strength: as theirs.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.info_nce_loss`.
-
-    Raises:
-        ValueError: for values that theirs refuses, and for another `similarity_fct`.
     """
 
     card = (
@@ -236,16 +229,11 @@ class GISTEmbedLoss(BatchLoss):
     """Their `GISTEmbedLoss`, by :func:`wholebatch.functional.info_nce_loss`.
 
     Args:
-        model: the model that the trainer trains.
         guide: the model that decides which negatives are left out.
         temperature: divides cosines, > 0.
         margin_strategy, margin, contrast_anchors, contrast_positives: as theirs.
         gather_across_devices: whether negatives come from all processes. Theirs is False by default, and with True
             compares anchors among themselves on each process alone; here True compares all with all.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.info_nce_loss`.
-
-    Raises:
-        ValueError: for values that theirs refuses.
     """
 
     citation = GIST

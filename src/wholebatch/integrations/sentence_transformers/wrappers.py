@@ -31,7 +31,6 @@ class MatryoshkaLoss(nn.Module):
     """Their `MatryoshkaLoss`, of a loss of this module.
 
     Args:
-        model: the model that the trainer trains.
         loss: a loss of this module, cached or not.
         matryoshka_dims: sizes of the parts, each once, at most the size of the embeddings.
         matryoshka_weights: one for each size, >= 0; default 1.
@@ -121,7 +120,6 @@ class WholeBatchLoss(BatchLoss):
     """A loss of sentence-transformers, of the embeddings and labels of all processes.
 
     Args:
-        model: the model that the trainer trains.
         loss: one of their losses with `compute_loss_from_embeddings`, such as CoSENTLoss(model).
         mini_batch_size: rows that the model takes at once, with gradient caching; None: all.
         mini_batch_num_tokens: tokens that it takes at once, instead of rows.
