@@ -427,6 +427,7 @@ MISTAKES = [
         "must be cos_sim or dot_score .* 'eucl",
     ),
     (partial(ranking, similarity_fct=torch.nn.CosineSimilarity()), "must be cos_sim or dot_score of"),
+    (partial(ranking, similarity_fct=None), "must be cos_sim or dot_score of sentence_transformers.util, got None"),
     (partial(ranking, directions=("doc_to_query",)), "must have 'query_to_doc' among them"),
     (
         partial(ranking, directions=("query_to_doc", "sideways")),

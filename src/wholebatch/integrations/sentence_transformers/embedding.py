@@ -48,10 +48,9 @@ def name_of_similarity(
 
     Their module is imported for functions other than those above.
     """
-    for name in names:
-        ours = {"cos_sim": cos_sim, "pairwise_dot_score": pairwise_dot_score}.get(name)
-        if similarity_fct is ours:
-            return name
+    for ours in (cos_sim, pairwise_dot_score):
+        if similarity_fct is ours and ours.__name__ in names:
+            return ours.__name__
     for name in names:
         if similarity_fct is SENTENCE_TRANSFORMERS.find(module, name):
             return name
