@@ -134,12 +134,12 @@ def _agree_on_steps(scaler: GradScaler | None) -> None:
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clip each entry of each gradient; torch's function does not take sparse gradients."""
-    for p in parameters:
+    given = [p for p in parameters if p.grad is not None]
+    for p in given:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = coalesced(p.grad)
             p.grad._values().clamp_(-clip_value, clip_value)
-        elif p.grad is not None:
-            nn.utils.clip_grad_value_([p], clip_value)
+    nn.utils.clip_grad_value_([p for p in given if p.grad is not None and not p.grad.is_sparse], clip_value)
 
 
 @cache
