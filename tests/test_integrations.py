@@ -183,7 +183,7 @@ class ClipLoss(torch.nn.Module):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_micro_steps_share_the_gradient_of_the_scale(steps):
-    loss_fn = open_clip.factory.replaced(ClipLoss(), SimpleNamespace(rank=0, accum_freq=steps))
+    loss_fn = open_clip.counterpart_of(ClipLoss(), SimpleNamespace(rank=0, accum_freq=steps))
     inputs = leaves(*batch(), "ClipLoss")
     true = gradients(dense_clip(**inputs), inputs)
     again = leaves(*batch(), "ClipLoss")
@@ -200,7 +200,7 @@ def test_a_loss_without_a_counterpart_is_refused():
 
     for theirs, found in ((GenLipLoss(), "has GenLipLoss and"), (None, "has a loss inside the model and")):
         with pytest.raises(ValueError, match=found):
-            open_clip.factory.replaced(theirs, SimpleNamespace())
+            open_clip.counterpart_of(theirs, SimpleNamespace())
 
 
 def test_the_model_in_chunks_has_the_gradient_of_the_whole_batch():
@@ -217,7 +217,7 @@ def test_the_model_in_chunks_has_the_gradient_of_the_whole_batch():
 
     images, texts = torch.randn(10, 3), torch.randn(10, 2)
     grads = []
-    for wrap in (lambda model: model, lambda model: open_clip.trainer.ChunkedModel(model, 4)):
+    for wrap in (lambda model: model, lambda model: open_clip.ChunkedModel(model, 4)):
         model = Model()
         called = wrap(model)
         for out in (called(images, texts), called(image=images, text=texts)):
@@ -226,7 +226,7 @@ def test_the_model_in_chunks_has_the_gradient_of_the_whole_batch():
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*grads, strict=True))
     wrapped = torch.nn.Module()
     wrapped.module = model
-    assert open_clip.trainer.ChunkedModel(wrapped, 4).module is model
+    assert open_clip.ChunkedModel(wrapped, 4).module is model
 
 
 # Frameworks.

@@ -157,7 +157,7 @@ def test_the_command_runs_scripts_and_modules_as_python_does(tmp_path):
     script = run(*command, str(tmp_path / "program.py"), "-m", "--x", "1")
     assert script.returncode == 0, script.stderr
     at = str(tmp_path / "program.py")
-    module_of_ours = "wholebatch.integrations.grad_cache.caching\n"
+    module_of_ours = "wholebatch.integrations.grad_cache\n"
     assert script.stdout == f"__main__ {[at, '-m', '--x', '1']} {tmp_path} {module_of_ours}"
     module = run(*command, "-m", "program", "--x", "1", cwd=tmp_path)
     assert module.returncode == 0, module.stderr

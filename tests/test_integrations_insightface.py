@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.integrations.insightface import PartialFC_V2
-from wholebatch.integrations.insightface.margins import margin_of
+from wholebatch.integrations.insightface import PartialFC_V2, margin_of
 from wholebatch.testing import run_ranks
 
 CLASSES, WIDTH, ROWS = 11, 4, {1: (7,), 2: (5, 2), 3: (3, 0, 4)}

@@ -16,7 +16,7 @@ import wholebatch as wb
 from wholebatch.heads import all_classes
 from wholebatch.integrations import lightning
 from wholebatch.integrations._framework import FrameworkError
-from wholebatch.integrations.lightning.heads import ShardedHeads, clip_by_value
+from wholebatch.integrations.lightning import ShardedHeads, clip_by_value
 from wholebatch.testing import run_ranks
 
 

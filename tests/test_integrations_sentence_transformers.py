@@ -3,6 +3,7 @@
 `make ecosystem` runs them inside its trainer.
 """
 
+import inspect
 import sys
 
 import pytest
@@ -80,6 +81,19 @@ def test_a_missing_framework_is_named(monkeypatch):
     with pytest.raises(FrameworkError, match=r"tested with sentence_transformers 6\.2\.0: pip install 'sentence-tr"):
         ours.CachedMultipleNegativesRankingLoss(None)
     assert ours.MultipleNegativesRankingLoss(None, scale=wb.Scale(20.0)).temperature == pytest.approx(0.05)
+
+
+def test_cached_losses_have_the_arguments_of_their_loss_and_of_chunks_in_their_order():
+    chunks = ["mini_batch_size", "mini_batch_num_tokens"]
+    assert [*inspect.signature(ours.CachedMultipleNegativesSymmetricRankingLoss).parameters] == [
+        *("model", "scale", "similarity_fct", *chunks, "gather_across_devices", "show_progress_bar"),
+        *("group", "exchange", "memory", "precision"),
+    ]
+    message = r"CachedGISTEmbedLoss.__init__\(\) got an unexpected keyword argument 'rows'; it takes model, guide, temp"
+    with pytest.raises(TypeError, match=message):
+        ours.CachedGISTEmbedLoss(None, None, rows=3)
+    with pytest.raises(TypeError, match="missing a required argument: 'guide'"):
+        ours.CachedGISTEmbedLoss(None)
 
 
 # A teacher's scores.

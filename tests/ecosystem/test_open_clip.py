@@ -215,7 +215,7 @@ def test_signatures_are_those_of_open_clip(name):
 
 
 def test_the_installed_version_is_among_the_tested():
-    assert open_clip.__version__ in ours.factory.OPEN_CLIP.versions
+    assert open_clip.__version__ in ours.OPEN_CLIP.versions
 
 
 def test_other_versions(monkeypatch):
@@ -238,7 +238,7 @@ def test_a_loss_with_an_argument_that_we_do_not_know_warns():
 
     args = type("Args", (), {"rank": 1, "accum_freq": 1})
     with pytest.warns(UserWarning, match="takes surprise, which its counterpart here does not know"):
-        ours.factory.replaced(ClipLoss(), args)
+        ours.counterpart_of(ClipLoss(), args)
 
 
 # The command.

@@ -26,7 +26,7 @@ from sentence_transformers.util import dot_score
 import wholebatch as wb
 from wholebatch.auditing import presets
 from wholebatch.integrations import sentence_transformers as ours
-from wholebatch.integrations.sentence_transformers.theirs import SENTENCE_TRANSFORMERS, cos_sim, pairwise_dot_score
+from wholebatch.integrations.sentence_transformers.embedding import SENTENCE_TRANSFORMERS, cos_sim, pairwise_dot_score
 from wholebatch.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
@@ -419,37 +419,38 @@ def parts(model, dims, *more, loss=None):
 
 
 MISTAKES = [
-    (partial(ranking, scale=0), "scale must be a positive number, got 0; to train it pass wb.Scale"),
-    (partial(ranking, scale=float("nan")), "scale must be a positive number, got nan"),
-    (partial(ranking, scale=torch.nn.Linear(1, 1)), "scale must be a positive number, got Linear"),
+    (partial(ranking, scale=0), "scale must be positive, got 0; to train it pass wb.Scale"),
+    (partial(ranking, scale=float("nan")), "scale must be finite, got nan"),
+    (partial(ranking, scale=torch.nn.Linear(1, 1)), "scale must be a number, or a wb.Scale to train it, got Linear"),
     (
         partial(ranking, similarity_fct=sentence_transformers.util.euclidean_sim),
         "must be cos_sim or dot_score .* 'eucl",
     ),
     (partial(ranking, similarity_fct=torch.nn.CosineSimilarity()), "must be cos_sim or dot_score of"),
+    (partial(ranking, similarity_fct=None), "must be cos_sim or dot_score of sentence_transformers.util, got None"),
     (partial(ranking, directions=("doc_to_query",)), "must have 'query_to_doc' among them"),
     (
         partial(ranking, directions=("query_to_doc", "sideways")),
         "directions must be one of 'query_to_doc'.* 'sideways'",
     ),
-    (partial(ranking, partition_mode="both"), "partition_mode must be one of 'joint', 'per_direction', got 'both'"),
+    (partial(ranking, partition_mode="both"), "partition_mode must be one of 'joint', 'per_direction'; got 'both'"),
     (
         partial(ranking, directions=("query_to_doc", "doc_to_doc"), partition_mode="per_direction"),
         "partition_mode='per_direction' does not go with doc_to_doc",
     ),
-    (partial(ranking, hardness_mode="all"), "hardness_mode must be one of None, 'in_batch_negatives'.* got 'all'"),
-    (partial(ranking, hardness_strength=-1.0), "hardness_strength must be a number, at least 0, got -1.0"),
+    (partial(ranking, hardness_mode="all"), "hardness_mode must be one of 'in_batch_negatives'.* got 'all'"),
+    (partial(ranking, hardness_strength=-1.0), "hardness_strength must not be negative, got -1.0; 0 turns it off"),
     (partial(ranking, gather_across_devices="yes"), "gather_across_devices must be True or False, got 'yes'"),
     (
         partial(ranking, gather_across_devices=False, group=wb.comm.LocalCommunicator()),
         "gather_across_devices=False compares the rows of one process, so it does not go with group=",
     ),
-    (partial(cached, mini_batch_size=0), "mini_batch_size must be an integer, at least 1, got 0"),
-    (partial(cached, mini_batch_num_tokens=-3), "mini_batch_num_tokens must be an integer, at least 1, got -3"),
+    (partial(cached, mini_batch_size=0), "mini_batch_size must be a positive integer, .*; got 0"),
+    (partial(cached, mini_batch_num_tokens=-3), "mini_batch_num_tokens must be a positive integer, .*; got -3"),
     (partial(cached, show_progress_bar=True), "show_progress_bar must be False, got True"),
-    (partial(gist, temperature=0.0), "temperature must be a positive number, got 0.0"),
-    (partial(gist, margin_strategy="percent"), "margin_strategy must be one of 'absolute', 'relative', got 'percent'"),
-    (partial(gist, margin=float("inf")), "margin must be a finite number, got inf"),
+    (partial(gist, temperature=0.0), "temperature must be positive, got 0.0"),
+    (partial(gist, margin_strategy="percent"), "margin_strategy must be one of 'absolute', 'relative'; got 'percent'"),
+    (partial(gist, margin=float("inf")), "margin must be finite, got inf"),
     (partial(gist, guide=torch.nn.Identity()), "guide must have a tokenizer of transformers, got NoneType"),
     (partial(parts, dims=[]), r"matryoshka_dims must be positive, and each of them once, got \[\]"),
     (partial(parts, dims=[4, 4]), r"each of them once, got \[4, 4\]"),
@@ -464,7 +465,7 @@ MISTAKES = [
         lambda model: ours.WholeBatchLoss(model, theirs.CoSENTLoss),
         r"loss must be an instance of a loss, got the class CoSENTLoss; pass CoSENTLoss\(model\)",
     ),
-    (partial(ranking, scale=torch.tensor(20.0)), r"scale must be a positive number, .*; to train it pass wb\.Scale"),
+    (partial(ranking, scale=torch.tensor(20.0)), r"scale must be a number, or a wb\.Scale to train it, got a tensor"),
     (lambda model: ours.WholeBatchLoss(model, ranking(model)), "got wholebatch's MultipleNegativesRankingLoss"),
     (
         lambda model: ours.WholeBatchLoss(model, theirs.CachedMultipleNegativesRankingLoss(model)),

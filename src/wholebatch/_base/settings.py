@@ -95,9 +95,9 @@ def check_number(name: str, value: object, *, fix: str = "check how it was compu
     return number
 
 
-def check_positive_number(name: str, value: object, why: str) -> float:
+def check_positive_number(name: str, value: object, why: str, *, or_: str = "") -> float:
     """Return value as a float if it is a finite number above 0; `why` ends the error."""
-    number = check_number(name, value)
+    number = check_number(name, value, or_=or_)
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {shown(value)}; {why}")
     return number

@@ -13,5 +13,6 @@ tevatron                  `python -m wholebatch.integrations.tevatron -m tevatro
 transformers              a mixin for Hugging Face's Trainer, and a loss for its `compute_loss_func`
 
 Each adapter is thin: values and gradients come from the public losses. It imports its framework when it is used, so
-importing the adapter needs only torch.
+importing the adapter needs only torch. A framework that is missing or too old raises an ImportError then, which has the
+command that installs it.
 """

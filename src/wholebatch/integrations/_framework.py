@@ -20,11 +20,7 @@ class FrameworkError(ImportError):
 
 
 class Framework(NamedTuple):
-    """A framework, the versions that an adapter was tested with, and the command that installs it.
-
-    >>> Framework("json", ("2.0.9",), "pip install json").tested
-    '2.0.9'
-    """
+    """A framework, the versions that an adapter was tested with, and the command that installs it."""
 
     module: str
     versions: tuple[str, ...]
@@ -37,12 +33,7 @@ class Framework(NamedTuple):
         return " and ".join(self.versions)
 
     def load(self, name: str) -> ModuleType:
-        """Import one of the framework's modules.
-
-        Raises:
-            FrameworkError: if the framework, or a package that the module imports, is missing, or if the framework is
-                older than the tested versions.
-        """
+        """Import one of the framework's modules; raise FrameworkError if it is missing, or the framework too old."""
         installed = self._installed()
         if _numbers(installed) < _numbers(self.versions[0]):
             raise FrameworkError(
@@ -56,11 +47,7 @@ class Framework(NamedTuple):
         return getattr(loaded, self.seam(loaded, name))
 
     def seam(self, owner: Any, *names: str) -> str:
-        """Return the first of the names that a module or a class of the framework has, at which the adapter enters.
-
-        Raises:
-            FrameworkError: if it has none of them.
-        """
+        """Return the first of the names that a module or a class of the framework has, or raise FrameworkError."""
         for name in names:
             if hasattr(owner, name):
                 return name
@@ -99,13 +86,11 @@ class Switch:
 
     def enable(self) -> bool:
         """Replace the names, and return True; return False if they are replaced already."""
-        replacements = self._replacements()
-        if self._enabled:
-            return False
-        for owner, ours in replacements:
+        replacements, enabled = self._replacements(), self._enabled
+        for owner, ours in replacements if not enabled else ():
             self._restore.enter_context(replaced(owner, ours))
         self._enabled = True
-        return True
+        return not enabled
 
     def disable(self) -> None:
         """Restore the names."""
@@ -116,18 +101,15 @@ class Switch:
 @contextmanager
 def replaced(owner: Any, ours: dict[str, Any]) -> Iterator[None]:
     """Replace names of a module or a class, or entries of a dictionary, for a while."""
-    is_dict = isinstance(owner, dict)
-    before = {name: owner[name] if is_dict else getattr(owner, name) for name in ours}
-
-    def put(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            owner.__setitem__(name, value) if is_dict else setattr(owner, name, value)
-
-    put(ours)
+    read, write = (dict.__getitem__, dict.__setitem__) if isinstance(owner, dict) else (getattr, setattr)
+    before = {name: read(owner, name) for name in ours}
     try:
+        for name, value in ours.items():
+            write(owner, name, value)
         yield
     finally:
-        put(before)
+        for name, value in before.items():
+            write(owner, name, value)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

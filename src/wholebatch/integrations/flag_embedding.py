@@ -42,11 +42,8 @@ Runs a program of FlagEmbedding with the loss of the whole batch. MODULE is, for
 FlagEmbedding.finetune.embedder.encoder_only.base. Pass --negatives_cross_device True: without it, FlagEmbedding
 compares the rows of each process alone, and nothing changes.
 """
-_METHOD = "_compute_cross_device_neg_loss"
 
 _log = logging.getLogger("wholebatch")
-
-Score = Callable[..., Tensor]
 
 
 def cross_device_loss(
@@ -54,7 +51,7 @@ def cross_device_loss(
     q_reps: Tensor,
     p_reps: Tensor,
     teacher_targets: Tensor | None = None,
-    compute_score_func: Score | None = None,
+    compute_score_func: Callable[..., Tensor] | None = None,
     **kwargs: Any,  # as theirs
 ) -> tuple[None, Tensor]:
     """Return `(None, loss)`, instead of `AbsEmbedderModel._compute_cross_device_neg_loss`.
@@ -95,7 +92,13 @@ def cross_device_loss(
     wb.comm.select_communicator(None).handshake(state, caller="FlagEmbedding", must_match=("teacher_targets",))
     passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
     if not _is_dot_product(model, compute_score_func) or (distilled and model.kd_loss_type == "m3_kd_loss"):
-        return None, _of_theirs(model, q_reps, passages, teacher_targets, compute_score_func)
+
+        def of_all(queries: Tensor, passages: Tensor, targets: Tensor | None = None) -> Tensor:
+            keywords = {"teacher_targets": targets, "compute_score_func": compute_score_func}
+            _, loss = model._compute_in_batch_neg_loss(queries, passages.flatten(0, 1), **keywords)
+            return loss
+
+        return None, wb.WholeBatch(of_all)(q_reps, passages, *([] if teacher_targets is None else [teacher_targets]))
     temperature = model.temperature
     loss = passages_loss(q_reps, p_reps, passages.shape[1], caller="FlagEmbedding", temperature=temperature)
     if distilled:
@@ -108,29 +111,13 @@ def _distillation(scores: Tensor, targets: Tensor) -> Tensor:
     return -(scores.log_softmax(1) * targets).sum(1).mean()
 
 
-def _of_theirs(model: Any, q_reps: Tensor, passages: Tensor, targets: Tensor | None, score: Score | None) -> Tensor:
-    """Return FlagEmbedding's loss of one process, of the rows of all."""
-
-    def of_all(queries: Tensor, passages: Tensor, targets: Tensor | None = None) -> Tensor:
-        _, loss = model._compute_in_batch_neg_loss(
-            queries, passages.flatten(0, 1), teacher_targets=targets, compute_score_func=score
-        )
-        return loss
-
-    rows = [q_reps, passages] if targets is None else [q_reps, passages, targets]
-    return wb.WholeBatch(of_all)(*rows)
-
-
-def _is_dot_product(model: Any, score: Score | None) -> bool:
+def _is_dot_product(model: Any, score: Any) -> bool:
     """Return whether scores and loss are those of FlagEmbedding's own classes."""
-    found = model.compute_score if score is None else score
-    names = ("compute_score",) if score is None else ("compute_dense_score",)
-    methods = [found, model._compute_similarity, model.compute_loss] if hasattr(model, "_compute_similarity") else []
-    return (
-        bool(methods)
-        and getattr(found, "__name__", "") in names
-        and all(getattr(x, "__module__", "").startswith("FlagEmbedding.") for x in methods)
-    )
+    found, name = (model.compute_score, "compute_score") if score is None else (score, "compute_dense_score")
+    if not hasattr(model, "_compute_similarity") or getattr(found, "__name__", "") != name:
+        return False
+    methods = (found, model._compute_similarity, model.compute_loss)
+    return all(getattr(x, "__module__", "").startswith("FlagEmbedding.") for x in methods)
 
 
 def _check(model: Any, q_reps: Tensor, p_reps: Tensor, *, distilled: bool, kwargs: dict[str, Any]) -> None:
@@ -149,7 +136,7 @@ def _check(model: Any, q_reps: Tensor, p_reps: Tensor, *, distilled: bool, kwarg
 
 def _replacements() -> list[tuple[Any, dict[str, Any]]]:
     model = FLAG_EMBEDDING.find("FlagEmbedding.abc.finetune.embedder.AbsModeling", "AbsEmbedderModel")
-    return [(model, {FLAG_EMBEDDING.seam(model, _METHOD): cross_device_loss})]
+    return [(model, {FLAG_EMBEDDING.seam(model, "_compute_cross_device_neg_loss"): cross_device_loss})]
 
 
 _switch = Switch(_replacements)
@@ -159,9 +146,6 @@ def enable() -> None:
     """Use :func:`cross_device_loss` in all models of FlagEmbedding in this process that have no such method themselves.
 
     A second call has no effect.
-
-    Raises:
-        ImportError: if FlagEmbedding is missing, too old, or has no such method.
     """
     _switch.enable()
 
@@ -172,16 +156,9 @@ def disable() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a program of FlagEmbedding with the loss of the whole batch.
-
-    Args:
-        argv: `-m`, the program's module, and its options.
-
-    Returns:
-        0.
+    """Run a program of FlagEmbedding, `-m`, its module and its options, with the loss of the whole batch; return 0.
 
     Raises:
-        ImportError: if FlagEmbedding is missing or too old.
         ValueError: without `-m MODULE`.
     """
     if len(argv) < 2 or argv[0] != "-m" or not argv[1].startswith("FlagEmbedding."):

@@ -5,7 +5,10 @@
 
 One default is another: `gather_distributed=True`, so that each row is compared with the rows of all processes. Then all
 processes return the loss of the global batch, and after the averaging of DDP every parameter has its exact gradient.
-With `gather_distributed=False` the rows of each process are compared among themselves, as in lightly by default.
+With `gather_distributed=False` the rows of each process are compared among themselves, as in lightly by default. The
+options group, exchange, memory and precision are those of this library; `group` does not go with
+`gather_distributed=False`. Each forward takes this process's rows, (b_r, d), of both views; b_r may differ between
+processes, and may be 0 for losses that compare rows.
 
 This module does not import lightly. Any other loss of lightly that compares rows is exact on several processes in
 :class:`wholebatch.WholeBatch`, such as `wb.WholeBatch(lightly.loss.KoLeoLoss())`.
@@ -26,8 +29,7 @@ import wholebatch as wb
 
 from ..comm import Group
 from ..contract import BatchOptions
-from ._checks import checked_gathering, group_of_batch
-from ._options import with_options
+from ._options import group_of_batch, with_options
 
 __all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
 
@@ -39,8 +41,8 @@ class _LossOfRows(nn.Module):
 
     def __init__(self, gather_distributed: bool, **options: Unpack[BatchOptions]) -> None:
         super().__init__()
-        self.gather_distributed = checked_gathering("gather_distributed", gather_distributed, options["group"])
-        self.group = group_of_batch(gather_distributed, options["group"])
+        self.gather_distributed = gather_distributed
+        self.group = group_of_batch("gather_distributed", gather_distributed, options["group"])
         self.options: BatchOptions = {**options, "group": self.group}
 
 
@@ -55,12 +57,6 @@ class NTXentLoss(_LossOfRows):
         temperature: divides the cosines; positive.
         memory_bank_size: (rows, embedding size) of the bank, or 0: none. The bank starts with random rows, rank 0's on
             all processes, and is no part of the state dict, as there.
-        gather_distributed: whether processes share the batch and the bank; True by default.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.nt_xent_loss`.
-
-    Raises:
-        ValueError: for a temperature that is not positive, another form of `memory_bank_size`, or a group beside
-            `gather_distributed=False`.
     """
 
     @with_options()
@@ -78,12 +74,7 @@ class NTXentLoss(_LossOfRows):
         self.memory_bank = None if size is None else _MemoryBank(*size, self.group)
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
-        """Return the loss of the whole batch.
-
-        Args:
-            out0: (b_r, d), this process's rows of the first view; b_r may differ between processes and may be 0.
-            out1: (b_r, d), the second view.
-        """
+        """Return the loss of the whole batch."""
         if self.memory_bank is None:
             return wb.functional.nt_xent_loss(out0, out1, temperature=self.temperature, **self.options)
         queries, keys = normalize(out0, dim=1), normalize(out1, dim=1)
@@ -128,11 +119,7 @@ class _MemoryBank(nn.Module):
 
 
 def _bank_size(size: Any) -> tuple[int, int] | None:
-    """Return the rows and the embedding size of a bank, or None for none.
-
-    Raises:
-        ValueError: for another form.
-    """
+    """Return the rows and the embedding size of a bank, or None for none; raise ValueError for another form."""
     if size in (0, (0,), [0]):
         return None
     numbers = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else ()
@@ -150,11 +137,6 @@ class DCLLoss(_LossOfRows):
     Args:
         temperature: divides the cosines; positive.
         weight_fn: must be None.
-        gather_distributed: whether processes share the batch; True by default.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.dcl_loss`.
-
-    Raises:
-        ValueError: for a `weight_fn`, a temperature that is not positive, or a group beside `gather_distributed=False`.
     """
 
     _sigma: float | None = None
@@ -178,12 +160,7 @@ class DCLLoss(_LossOfRows):
         self.temperature = temperature
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
-        """Return the loss of the whole batch.
-
-        Args:
-            out0: (b_r, d), this process's rows of the first view; b_r may differ between processes and may be 0.
-            out1: (b_r, d), the second view.
-        """
+        """Return the loss of the whole batch."""
         return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, sigma=self._sigma, **self.options)
 
 
@@ -193,11 +170,6 @@ class DCLWLoss(DCLLoss):
     Args:
         temperature: divides the cosines; positive.
         sigma: divides them in the weights; positive.
-        gather_distributed: whether processes share the batch; True by default.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.dcl_loss`.
-
-    Raises:
-        ValueError: for a temperature or a sigma that is not positive, or a group beside `gather_distributed=False`.
     """
 
     @with_options()
@@ -219,12 +191,7 @@ class _LossOfFeatures(_LossOfRows):
     loss: Callable[..., Tensor]
 
     def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
-        """Return the loss of the whole batch.
-
-        Args:
-            z_a: (b_r, d), this process's rows of the first view; b_r may differ between processes.
-            z_b: (b_r, d), the second view.
-        """
+        """Return the loss of the whole batch."""
         found: Tensor = self.loss(z_a, z_b)
         return found
 
@@ -236,11 +203,6 @@ class BarlowTwinsLoss(_LossOfFeatures):
 
     Args:
         lambda_param: weight of the redundancy term.
-        gather_distributed: whether processes share the batch; True by default.
-        group: as in :func:`wholebatch.functional.barlow_twins_loss`.
-
-    Raises:
-        ValueError: for a negative `lambda_param`, or a group beside `gather_distributed=False`.
     """
 
     def __init__(self, lambda_param: float = 5e-3, gather_distributed: bool = True, *, group: Group = None) -> None:
@@ -254,12 +216,7 @@ class VICRegLoss(_LossOfFeatures):
 
     Args:
         lambda_param, mu_param, nu_param: weights of invariance, variance and covariance.
-        gather_distributed: whether processes share the batch; True by default.
         eps: added to variances.
-        group: as in :func:`wholebatch.functional.vicreg_loss`.
-
-    Raises:
-        ValueError: for a weight out of range, or a group beside `gather_distributed=False`.
     """
 
     def __init__(

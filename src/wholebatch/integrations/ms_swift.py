@@ -48,9 +48,7 @@ Prints the path of a plugin for ms-swift:
     swift sft --task_type embedding --loss_type infonce \\
         --external_plugins "$(python -m wholebatch.integrations.ms_swift)" ...
 """
-_NAME = "infonce"
-_TRUE = ("y", "yes", "t", "true", "on", "1")
-_FALSE = ("n", "no", "f", "false", "off", "0")
+_TRUE, _FALSE = {"y", "yes", "t", "true", "on", "1"}, {"n", "no", "f", "false", "off", "0"}
 
 _log = logging.getLogger("swift")  # ms-swift's own, which prints in its first process
 
@@ -72,7 +70,7 @@ _VARIABLES = tuple(f"INFONCE_{name.upper()}" for name in _Options._fields)
 
 def _read_options() -> _Options:
     """Read the environment variables, or raise ValueError if one of them has no valid value."""
-    found = _Options(*(_value(name, _Options._field_defaults[name[8:].lower()]) for name in _VARIABLES))
+    found = _Options(*map(_value, _VARIABLES, _Options._field_defaults.values()))
     if not found.temperature > 0:
         raise ValueError(f"INFONCE_TEMPERATURE must be positive, got {found.temperature}; ms-swift's default is 0.1")
     return found
@@ -83,7 +81,7 @@ def _value(name: str, default: float | bool | None) -> Any:
     if text is None:
         return default
     if isinstance(default, bool):
-        if text.lower() not in _TRUE + _FALSE:
+        if text.lower() not in _TRUE | _FALSE:
             raise ValueError(f"{name} must be True or False, got {text!r}")
         return text.lower() in _TRUE
     if default is None:
@@ -138,7 +136,7 @@ class InfonceLoss:
             outputs: "last_hidden_state": (n, d), this process's sentences, normalized by the model.
             labels: (n - queries,), without an entry for the queries: 1 for a positive, 0 for a negative.
             num_items_in_batch: has no effect, as in ms-swift: L is a mean over queries.
-            loss_scale: has no effect, as there.
+            loss_scale: likewise.
             kwargs: likewise.
 
         Raises:
@@ -158,14 +156,16 @@ class InfonceLoss:
         ((options, batch),) = found
         if not options.use_batch:
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
+        of_queries: tuple[Direction, ...] = ("query_to_query",) if options.include_qq else ()
+        limited: tuple[Direction, ...] = ("query_to_key", *of_queries)
         return wb.functional.info_nce_loss(
             batch.queries,
             batch.positives,
             negatives=batch.negatives,
             logit_scale=1 / options.temperature,
-            directions=_directions(options),
+            directions=limited + (("key_to_key",) if options.include_dd else ()),
             exclude_above=options.fake_neg_margin if options.mask_fake_negative else None,
-            exclude_directions=_limited(options) if options.mask_fake_negative else None,
+            exclude_directions=limited if options.mask_fake_negative else None,
             group=group,
             sync=sync,
         )
@@ -205,9 +205,9 @@ def _split(outputs: dict[str, Tensor], labels: Tensor, options: _Options) -> _Ba
             f"and labels no entry for the query, got {tuple(sentences.shape)} and {labels.tolist()}; use ms-swift's "
             "data format for infonce"
         )
+    positive = positive.to(sentences.device)
     owners = positive.cumsum(0) - 1  # of positives and negatives
-    at = torch.arange(len(positive), device=sentences.device) + owners.to(sentences.device) + 1  # their rows
-    positive, owners = positive.to(sentences.device), owners.to(sentences.device)
+    at = torch.arange(len(positive), device=sentences.device) + owners + 1  # their rows
     negatives, owners = at[~positive], owners[~positive]
     if options.hard_negatives is not None:
         negatives, owners = _as_many(negatives, owners, count, options.hard_negatives)
@@ -241,23 +241,14 @@ def _losses_of_own_negatives(batch: _Batch, options: _Options) -> Tensor:
     return cross_entropy(logits, torch.zeros(count, dtype=torch.long, device=own.device), reduction="none")
 
 
-def _directions(options: _Options) -> tuple[Direction, ...]:
-    return _limited(options) + (("key_to_key",) if options.include_dd else ())
-
-
-def _limited(options: _Options) -> tuple[Direction, ...]:
-    """Return the directions in which negatives count as false above the margin."""
-    return ("query_to_key", "query_to_query") if options.include_qq else ("query_to_key",)
-
-
 def _replacements() -> list[tuple[Any, dict[str, Any]]]:
     losses = MS_SWIFT.find("swift.loss", "loss_map")
-    if _NAME not in losses:
+    if "infonce" not in losses:
         raise FrameworkError(
-            f"swift.loss.loss_map has no {_NAME!r}, which this adapter replaces; it was tested with {MS_SWIFT.tested}: "
-            f"{MS_SWIFT.install}"
+            "swift.loss.loss_map has no 'infonce', which this adapter replaces; it was tested with "
+            f"{MS_SWIFT.tested}: {MS_SWIFT.install}"
         )
-    return [(losses, {_NAME: InfonceLoss})]
+    return [(losses, {"infonce": InfonceLoss})]
 
 
 _switch = Switch(_replacements)
@@ -267,12 +258,9 @@ def enable() -> None:
     """Use :class:`InfonceLoss` for `--loss_type infonce` in this process, in trainers that are made from now on.
 
     A second call has no effect.
-
-    Raises:
-        ImportError: if ms-swift is missing, too old, or has no such loss.
     """
     if _switch.enable():
-        _log.info("--loss_type %s is computed by wholebatch, over the rows of all processes", _NAME)
+        _log.info("--loss_type infonce is computed by wholebatch, over the rows of all processes")
 
 
 def disable() -> None:

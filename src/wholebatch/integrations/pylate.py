@@ -20,10 +20,10 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from .._base.settings import check_count, check_divisor
 from ..contract import BatchOptions
-from ._checks import check_no_progress_bar, checked_gathering, checked_positive, checked_size, group_of_batch
 from ._framework import Framework
-from ._options import with_options
+from ._options import check_no_progress_bar, group_of_batch, with_arguments, with_options
 from ._passages import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
@@ -43,9 +43,6 @@ class Contrastive(nn.Module):
             loss, the mean over processes of the losses of their own batches.
         temperature: divides scores, > 0.
         options: group, exchange, memory, precision, as in :func:`wholebatch.functional.max_sim_loss`.
-
-    Raises:
-        ValueError: for another `score_metric`, and a temperature that is not positive.
     """
 
     @with_options()
@@ -65,12 +62,11 @@ class Contrastive(nn.Module):
                 f"score_metric must be None or PyLate's ColBERTScores, got {score_metric!r}; for others use PyLate's "
                 "loss"
             )
-        self.model, self.temperature = model, checked_positive("temperature", temperature)
-        self.size_average = size_average
-        self.score_mini_batch_size = score_mini_batch_size
-        group = options.get("group")
-        self.gather_across_devices = checked_gathering("gather_across_devices", gather_across_devices, group)
-        self.options: BatchOptions = {**options, "group": group_of_batch(gather_across_devices, group)}
+        check_divisor("temperature", temperature)
+        self.model, self.temperature, self.size_average = model, temperature, size_average
+        self.score_mini_batch_size, self.gather_across_devices = score_mini_batch_size, gather_across_devices
+        group = group_of_batch("gather_across_devices", gather_across_devices, options["group"])
+        self.options: BatchOptions = {**options, "group": group}
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""
@@ -88,12 +84,10 @@ class Contrastive(nn.Module):
     def compute_loss_from_tokens(
         self, embeddings: Sequence[Tensor], masks: Sequence[Tensor], *, every_query_token: bool
     ) -> Tensor:
-        """Return the loss of the whole batch for this process's tokens.
+        """Return the loss of the whole batch for this process's tokens: (b, tokens, d) and (b, tokens) for each column.
 
-        Args:
-            embeddings: (b, tokens, d) for each column: anchors, positives, negatives if there are any.
-            masks: (b, tokens) booleans for each column.
-            every_query_token: whether queries are scored without their mask, as with query expansion.
+        Columns are anchors, positives, negatives. `every_query_token`: queries are scored without their mask, as with
+        query expansion.
         """
         of_documents = [*zip(embeddings[1:], masks[1:], strict=True)]
         found: Tensor = wb.functional.max_sim_loss(
@@ -111,33 +105,20 @@ class Contrastive(nn.Module):
 class CachedContrastive(Contrastive):
     """PyLate's `CachedContrastive`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
-    The other arguments are those of :class:`Contrastive`.
-
-    Args:
-        mini_batch_size: rows that the model takes at once.
-        show_progress_bar: must be False.
-
-    Raises:
-        ValueError: for what :class:`Contrastive` refuses, a size below 1, and `show_progress_bar=True`.
+    Beside the arguments of :class:`Contrastive` it takes `mini_batch_size`, rows that the model takes at once.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # a ColBERT model
-        score_metric: Any = None,  # PyLate's
-        mini_batch_size: int = 32,
-        score_mini_batch_size: int | None = None,
-        size_average: bool = True,
-        gather_across_devices: bool = True,
-        show_progress_bar: bool = False,
-        temperature: float = 1.0,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        settings = (score_mini_batch_size, size_average, gather_across_devices, temperature)
-        super().__init__(model, score_metric, *settings, **options)
+    @with_arguments(
+        Contrastive.__init__,
+        "model score_metric mini_batch_size score_mini_batch_size size_average gather_across_devices "
+        "show_progress_bar temperature",
+        mini_batch_size=32,
+        show_progress_bar=False,
+    )
+    def __init__(self, *, mini_batch_size: int, show_progress_bar: bool, **arguments: Any) -> None:  # Contrastive's
+        super().__init__(**arguments)
         check_no_progress_bar(show_progress_bar)
-        self.mini_batch_size = checked_size("mini_batch_size", mini_batch_size, optional=False)
+        self.mini_batch_size = check_count("mini_batch_size", mini_batch_size, "rows that the model takes at once")
 
     def embed(self, features: dict[str, Tensor]) -> Tensor:
         """Return the embeddings of a column's tokens, of norm 1, chunk by chunk."""

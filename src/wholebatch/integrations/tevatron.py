@@ -49,9 +49,8 @@ _trainer: ContextVar[Any] = ContextVar("trainer whose compute_loss is running", 
 def _replacements() -> list[tuple[Any, dict[str, Any]]]:
     trainer = TEVATRON.find("tevatron.retriever.trainer", "TevatronTrainer")
     cached_trainer = TEVATRON.find("tevatron.retriever.gc_trainer", "GradCacheTrainer")
-    encoder, output = (
-        TEVATRON.find("tevatron.retriever.modeling.encoder", name) for name in ("EncoderModel", "EncoderOutput")
-    )
+    encoder = TEVATRON.find("tevatron.retriever.modeling.encoder", "EncoderModel")
+    output = TEVATRON.find("tevatron.retriever.modeling.encoder", "EncoderOutput")
     TEVATRON.seam(trainer, "compute_loss")
     for name in ("forward", "encode_query", "encode_passage", "compute_similarity", "compute_loss"):
         TEVATRON.seam(encoder, name)
@@ -100,8 +99,6 @@ def _marking(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(theirs: Callable[..., Any], base: Any, output: Callable[..., Any]) -> Callable[..., Any]:
-    """Return EncoderModel.forward."""
-
     @functools.wraps(theirs)
     def forward(self: Any, query: Any = None, passage: Any = None) -> Any:
         trainer = _trainer.get()

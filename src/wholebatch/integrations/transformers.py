@@ -34,12 +34,7 @@ def features_of(model: Any, outputs: Any) -> Features:  # whatever the model ret
     A tuple stays as it is. Outputs with `image_embeds` and `text_embeds`, as CLIPModel and SiglipModel have, give these
     two, the exponential of the model's `logit_scale`, and its `logit_bias` if it has one.
 
-    Args:
-        model: the model, without an engine around it.
-        outputs: its outputs.
-
-    Raises:
-        TypeError: for other outputs.
+    The model is that without an engine around it. Other outputs raise TypeError.
     """
     if isinstance(outputs, tuple | list) and all(isinstance(x, Tensor) for x in outputs):
         return tuple(outputs)

@@ -17,7 +17,6 @@ import wholebatch as wb
 
 from ..._base.third_party import declare_torchvision_operators
 from ...integrations import open_clip as ours
-from ...integrations.open_clip.factory import InMicroSteps
 from ..problem import Problem
 
 declare_torchvision_operators()
@@ -119,7 +118,7 @@ def _siglip(dist_impl: str) -> Problem:
 def _our_clip(steps: int = 1) -> Problem:
     def build(rank: int, world_size: int) -> nn.Module:
         loss = ours.ClipLoss(rank=rank, world_size=world_size)
-        return loss if steps == 1 else InMicroSteps(loss, steps)
+        return loss if steps == 1 else ours.InMicroSteps(loss, steps)
 
     return _problem(build, wb.reference.clip_loss, steps, bias=False)
 

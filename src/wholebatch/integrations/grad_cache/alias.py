@@ -1,5 +1,5 @@
 """Import this module, before the first import of grad_cache, to install the alias: see `install`."""
 
-from .install import install
+from . import install
 
 install()

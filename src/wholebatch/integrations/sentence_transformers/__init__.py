@@ -4,33 +4,32 @@
 
     SentenceTransformerTrainer(model, args, train_dataset=data, loss=MultipleNegativesRankingLoss(model)).train()
 
-Their trainer, their data and their model stay. One default is another: `gather_across_devices=True`, so that negatives
-come from the batches of all processes.
+Their trainer, their data and their model stay. `model` is the one that the trainer trains. One default is another:
+`gather_across_devices=True`, so that negatives come from the batches of all processes. False gives their loss, the mean
+over processes of the losses of their own batches. By keyword the losses take this library's options group, exchange,
+memory and precision. Values that theirs refuses raise ValueError.
 
-ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms
-gist         GISTEmbedLoss, CachedGISTEmbedLoss: false negatives by a guide
+ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms; GISTEmbedLoss: false negatives by a guide
 distillation DistillKLDivLoss, MarginMSELoss: a teacher's scores
 multi_vector MultiVectorMultipleNegativesRankingLoss and its cached form: late interaction
-matryoshka   MatryoshkaLoss: one of these losses for several embedding sizes
-whole_batch  WholeBatchLoss: any of their losses that has `compute_loss_from_embeddings`
-embedding    columns of a batch to embeddings, all at once or in chunks
-theirs       the names of sentence-transformers that are used, and its versions
+wrappers     MatryoshkaLoss: one of these losses for several embedding sizes; WholeBatchLoss: any of theirs
+embedding    columns of a batch to embeddings, all at once or in chunks; the names of theirs that are used
 """
 
 from .distillation import DistillKLDivLoss, MarginMSELoss
-from .gist import CachedGISTEmbedLoss, GISTEmbedLoss
-from .matryoshka import MatryoshkaLoss
 from .multi_vector import (
     CachedMultiVectorMultipleNegativesRankingLoss,
     MultiVectorMultipleNegativesRankingLoss,
 )
 from .ranking import (
+    CachedGISTEmbedLoss,
     CachedMultipleNegativesRankingLoss,
     CachedMultipleNegativesSymmetricRankingLoss,
+    GISTEmbedLoss,
     MultipleNegativesRankingLoss,
     MultipleNegativesSymmetricRankingLoss,
 )
-from .whole_batch import WholeBatchLoss
+from .wrappers import MatryoshkaLoss, WholeBatchLoss
 
 __all__ = [
     "CachedGISTEmbedLoss",

@@ -1,73 +1,37 @@
 """BibTeX entries of the papers that define the losses; their trainer writes them into the model card."""
 
-INFO_NCE = """
-@misc{oord2018cpc,
-    title={Representation Learning with Contrastive Predictive Coding},
-    author={van den Oord, Aaron and Li, Yazhe and Vinyals, Oriol},
-    year={2018}, eprint={1807.03748}, archivePrefix={arXiv}
-}
-"""
+_PAPERS = r"""
+oord2018cpc 1807.03748 Representation Learning with Contrastive Predictive Coding
+van den Oord, Aaron and Li, Yazhe and Vinyals, Oriol
+guenther2023jina2 2310.19923 Jina Embeddings 2: 8192-Token General-Purpose Text Embeddings for Long Documents
+G{\"u}nther, Michael and others
+li2023gte 2308.03281 Towards General Text Embeddings with Multi-stage Contrastive Learning
+Li, Zehan and Zhang, Xin and Zhang, Yanzhao and Long, Dingkun and Xie, Pengjun and Zhang, Meishan
+gao2021gradcache 2101.06983 Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup
+Gao, Luyu and Zhang, Yunyi and Han, Jiawei and Callan, Jamie
+solatorio2024gist 2402.16829 GISTEmbed: Guided In-sample Selection of Training Negatives for Text Embedding Fine-tuning
+Solatorio, Aivin V.
+kusupati2022matryoshka 2205.13147 Matryoshka Representation Learning
+Kusupati, Aditya and others
+hofstatter2020margin 2010.02666 Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation
+Hofst{\"a}tter, Sebastian and others
+lin2020tightly 2010.11386 Distilling Dense Representations for Ranking using Tightly-Coupled Teachers
+Lin, Sheng-Chieh and Yang, Jheng-Hong and Lin, Jimmy
+khattab2020colbert 2004.12832 ColBERT: Efficient and Effective Passage Search via Contextualized Late Interaction over BERT
+Khattab, Omar and Zaharia, Matei
+"""  # noqa: E501
 
-SYMMETRIC = """
-@misc{guenther2023jina2,
-    title={Jina Embeddings 2: 8192-Token General-Purpose Text Embeddings for Long Documents},
-    author={G{\\"u}nther, Michael and others},
-    year={2023}, eprint={2310.19923}, archivePrefix={arXiv}
-}
-"""
 
-GTE = """
-@misc{li2023gte,
-    title={Towards General Text Embeddings with Multi-stage Contrastive Learning},
-    author={Li, Zehan and Zhang, Xin and Zhang, Yanzhao and Long, Dingkun and Xie, Pengjun and Zhang, Meishan},
-    year={2023}, eprint={2308.03281}, archivePrefix={arXiv}
-}
-"""
+def _entries() -> list[str]:
+    """Return an entry for each two lines of the table: key, number in arXiv, title; authors."""
+    lines = _PAPERS.strip().splitlines()
+    entries = []
+    for first, author in zip(lines[::2], lines[1::2], strict=True):
+        key, number, title = first.split(maxsplit=2)
+        year = f"year={{20{number[:2]}}}, eprint={{{number}}}, archivePrefix={{arXiv}}"
+        entries.append(f"\n@misc{{{key},\n    title={{{title}}},\n    author={{{author}}},\n    {year}\n}}\n")
+    return entries
 
-GRADIENT_CACHING = """
-@misc{gao2021gradcache,
-    title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
-    author={Gao, Luyu and Zhang, Yunyi and Han, Jiawei and Callan, Jamie},
-    year={2021}, eprint={2101.06983}, archivePrefix={arXiv}
-}
-"""
 
-GIST = """
-@misc{solatorio2024gist,
-    title={GISTEmbed: Guided In-sample Selection of Training Negatives for Text Embedding Fine-tuning},
-    author={Solatorio, Aivin V.},
-    year={2024}, eprint={2402.16829}, archivePrefix={arXiv}
-}
-"""
-
-MATRYOSHKA = """
-@misc{kusupati2022matryoshka,
-    title={Matryoshka Representation Learning},
-    author={Kusupati, Aditya and others},
-    year={2022}, eprint={2205.13147}, archivePrefix={arXiv}
-}
-"""
-
-MARGIN_MSE = """
-@misc{hofstatter2020margin,
-    title={Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation},
-    author={Hofst{\\"a}tter, Sebastian and others},
-    year={2020}, eprint={2010.02666}, archivePrefix={arXiv}
-}
-"""
-
-TIGHTLY_COUPLED = """
-@misc{lin2020tightly,
-    title={Distilling Dense Representations for Ranking using Tightly-Coupled Teachers},
-    author={Lin, Sheng-Chieh and Yang, Jheng-Hong and Lin, Jimmy},
-    year={2020}, eprint={2010.11386}, archivePrefix={arXiv}
-}
-"""
-
-COLBERT = """
-@misc{khattab2020colbert,
-    title={ColBERT: Efficient and Effective Passage Search via Contextualized Late Interaction over BERT},
-    author={Khattab, Omar and Zaharia, Matei},
-    year={2020}, eprint={2004.12832}, archivePrefix={arXiv}
-}
-"""
+INFO_NCE, SYMMETRIC, GTE, GRADIENT_CACHING, GIST, *_others = _entries()
+MATRYOSHKA, MARGIN_MSE, TIGHTLY_COUPLED, COLBERT = _others

@@ -15,12 +15,11 @@ from torch import Tensor
 import wholebatch as wb
 
 from ..._base.precision import accumulation_dtype
+from ..._base.settings import check_divisor
 from ...comm import Group
 from ...contract import prepared
-from .._checks import checked_positive
 from .citations import MARGIN_MSE, TIGHTLY_COUPLED
-from .embedding import BatchLoss
-from .theirs import SimilarityFunction, name_of_similarity, pairwise_dot_score
+from .embedding import BatchLoss, SimilarityFunction, name_of_similarity, pairwise_dot_score
 
 
 class _ScoredColumns(BatchLoss):
@@ -32,10 +31,8 @@ class _ScoredColumns(BatchLoss):
 
     def __init__(self, model: Any, similarity_fct: SimilarityFunction, group: Group) -> None:  # their model
         super().__init__(model, group=group)
-        names, fix = (
-            ("pairwise_cos_sim", "pairwise_dot_score"),
-            "; for another function use WholeBatchLoss(model, their loss)",
-        )
+        names = ("pairwise_cos_sim", "pairwise_dot_score")
+        fix = "; for another function use WholeBatchLoss(model, their loss)"
         self.similarity_fct = name_of_similarity(similarity_fct, names, fix)
         self.similarity = "cosine" if self.similarity_fct == names[0] else "dot"
         self.group = group
@@ -45,11 +42,7 @@ class _ScoredColumns(BatchLoss):
         return self.compare(embeddings, labels)
 
     def _own(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
-        """Return the columns that belong to each query, (b, columns, d).
-
-        Raises:
-            ValueError: if there are too few columns, or they differ in shape.
-        """
+        """Return the columns that belong to each query, (b, columns, d), or raise ValueError if their shapes differ."""
         shapes = [tuple(x.shape) for x in embeddings]
         if len(shapes) < self.fewest_columns or len(set(shapes)) > 1 or len(shapes[0]) != 2:
             raise ValueError(
@@ -59,11 +52,7 @@ class _ScoredColumns(BatchLoss):
         return torch.stack([*columns], 1)
 
     def _labels(self, labels: object, shapes: Sequence[tuple[int, ...]], like: Tensor) -> Tensor:
-        """Return labels of one of these shapes, in at least float32.
-
-        Raises:
-            ValueError: if they have another one, or are no real numbers.
-        """
+        """Return labels of one of these shapes, in at least float32, or raise ValueError."""
         if not isinstance(labels, Tensor) or tuple(labels.shape) not in shapes or labels.is_complex():
             got = f"{tuple(labels.shape)}, {labels.dtype}" if isinstance(labels, Tensor) else labels
             raise ValueError(f"labels must be a teacher's numbers of shape {' or '.join(map(str, shapes))}, got {got}")
@@ -74,13 +63,9 @@ class DistillKLDivLoss(_ScoredColumns):
     """Their `DistillKLDivLoss`, by :func:`wholebatch.recipes.listwise_distillation`.
 
     Args:
-        model: the model that the trainer trains.
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
         temperature, student_temperature, teacher_temperature: as theirs.
         group: processes that share the batch. Default: all.
-
-    Raises:
-        ValueError: for a temperature that is not positive, and another similarity.
     """
 
     citation = TIGHTLY_COUPLED
@@ -96,11 +81,11 @@ class DistillKLDivLoss(_ScoredColumns):
         group: Group = None,
     ) -> None:
         super().__init__(model, similarity_fct, group)
-        self.temperature = checked_positive("temperature", temperature)
-        of_student = temperature if student_temperature is None else student_temperature
-        of_teacher = temperature if teacher_temperature is None else teacher_temperature
-        self.student_temperature = checked_positive("student_temperature", of_student)
-        self.teacher_temperature = checked_positive("teacher_temperature", of_teacher)
+        self.temperature = temperature
+        self.student_temperature = temperature if student_temperature is None else student_temperature
+        self.teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
+        for name in ("temperature", "student_temperature", "teacher_temperature"):
+            check_divisor(name, getattr(self, name))
         self.loss = wb.recipes.listwise_distillation(
             temperature=self.student_temperature,
             teacher_temperature=self.teacher_temperature,
@@ -130,12 +115,8 @@ class MarginMSELoss(_ScoredColumns):
     """Their `MarginMSELoss`, by :func:`wholebatch.recipes.margin_mse`.
 
     Args:
-        model: the model that the trainer trains.
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
         group: processes that share the batch. Default: all.
-
-    Raises:
-        ValueError: for another similarity.
     """
 
     citation = MARGIN_MSE

@@ -1,4 +1,4 @@
-"""From the columns of a batch to their embeddings, all rows at once or in chunks.
+"""From the columns of a batch to their embeddings, all rows at once or in chunks; the names of theirs that this needs.
 
 In chunks the graph of the embeddings runs the model again in the trainer's backward pass. A wrapper of
 sentence-transformers that computes gradients within the forward pass gets leaves instead, and `connected` hands these
@@ -7,26 +7,77 @@ gradients on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ..._base.settings import check_count, check_positive_number
 from ...contract import BatchOptions
-from .._checks import check_no_progress_bar, checked_gathering, checked_positive, checked_size, group_of_batch
-from .theirs import Features, embed_columns, has_static_embedding
+from .._framework import Framework
+from .._options import check_no_progress_bar, group_of_batch, with_arguments
+
+SENTENCE_TRANSFORMERS = Framework(
+    "sentence_transformers", ("6.2.0",), "pip install 'sentence-transformers[train]>=6.2'"
+)
+
+Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
+SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
+TokenSimilarity = Callable[..., Tensor]  # (queries, documents, *, queries_mask, documents_mask)
+
+
+def cos_sim(a: Tensor, b: Tensor) -> Tensor:
+    """Return the cosines of all pairs of rows; it stands for the function of the same name in sentence-transformers."""
+    return normalize(a, dim=-1) @ normalize(b, dim=-1).T
+
+
+def pairwise_dot_score(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of paired rows; it stands for the function of the same name in sentence-transformers."""
+    return torch.linalg.vecdot(a, b)
+
+
+def name_of_similarity(
+    similarity_fct: TokenSimilarity, names: tuple[str, str], fix: str, module: str = "sentence_transformers.util"
+) -> str:
+    """Return the name of a function of their module, or raise ValueError unless it is one of two; `fix` ends the error.
+
+    Their module is imported for functions other than those above.
+    """
+    for ours in (cos_sim, pairwise_dot_score):
+        if similarity_fct is ours and ours.__name__ in names:
+            return ours.__name__
+    for name in names:
+        if similarity_fct is SENTENCE_TRANSFORMERS.find(module, name):
+            return name
+    raise ValueError(
+        f"similarity_fct must be {' or '.join(names)} of {module}, got "
+        f"{getattr(similarity_fct, '__name__', similarity_fct)!r}{fix}"
+    )
+
+
+def of_losses(module: str, name: str) -> Any:
+    """Return a function of their losses, such as those that join columns of documents in one forward pass."""
+    return SENTENCE_TRANSFORMERS.find(f"sentence_transformers.base.losses.{module}", name)
+
+
+def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
+    """Return the embeddings of each column."""
+    found: list[Tensor] = of_losses("merged_forward", "embed_columns")(model, columns)
+    return found
+
+
+def has_static_embedding(model: Any) -> bool:
+    """Return whether the model's first module is a table of tokens, whose input has no rows."""
+    return bool(of_losses("gradcache", "has_static_embedding_input")(model))
 
 
 def columns_of(sentence_features: Iterable[Features], fewest: int = 2) -> list[Features]:
-    """Return the columns of a batch.
-
-    Raises:
-        ValueError: if there are fewer.
-    """
+    """Return the columns of a batch, or raise ValueError if there are fewer."""
     columns = list(sentence_features)
     if len(columns) < fewest:
         raise ValueError(
@@ -44,45 +95,29 @@ class Chunks:
         model: the model, which must take parts of a batch.
         mini_batch_size: rows of a chunk, at most.
         mini_batch_num_tokens: tokens of a chunk, at most, padding included; it takes the place of `mini_batch_size`.
-        show_progress_bar: must be False.
-
-    Raises:
-        ValueError: if a size is not positive, the model's input has no rows, or a progress bar is asked for.
     """
 
-    def __init__(
-        self,
-        loss: str,
-        model: Any,
-        mini_batch_size: int,
-        mini_batch_num_tokens: int | None,
-        show_progress_bar: bool = False,
-    ) -> None:
-        check_no_progress_bar(show_progress_bar)
-        checked_size("mini_batch_size", mini_batch_size)
-        checked_size("mini_batch_num_tokens", mini_batch_num_tokens)
+    def __init__(self, loss: str, model: Any, mini_batch_size: int | None, mini_batch_num_tokens: int | None) -> None:
+        self._size: Any = mini_batch_size
+        if mini_batch_size is not None or mini_batch_num_tokens is None:
+            check_count("mini_batch_size", mini_batch_size, "rows that the model takes at once")
+        if mini_batch_num_tokens is not None:
+            check_count("mini_batch_num_tokens", mini_batch_num_tokens, "tokens that the model takes at once")
+            self._size = wb.gradcache.TokenBudget(mini_batch_num_tokens)
         if has_static_embedding(model):
             raise ValueError(
                 "model must take parts of a batch, got one whose first module is a StaticEmbedding, without rows in "
                 f"its input; use {loss.removeprefix('Cached')}: such a model keeps hardly any activations"
             )
-        self._size = (
-            mini_batch_size if mini_batch_num_tokens is None else wb.gradcache.TokenBudget(mini_batch_num_tokens)
-        )
 
     def __call__(self, model: Any, columns: Sequence[Features]) -> list[Tensor]:
-        return [self.of(model, features, _embedding) for features in columns]
+        return [self.of(model, features, lambda outputs: outputs["sentence_embedding"]) for features in columns]
 
     def of(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
         """Return what `get_rep_fn` makes of the model's output for a column; the model also takes the keywords."""
         given = ([features], keywords) if keywords else [features]
         found: Tensor = wb.gradcache.encode(model, given, self._size, get_rep_fn=get_rep_fn)
         return found
-
-
-def _embedding(outputs: Features) -> Tensor:
-    found: Tensor = outputs["sentence_embedding"]
-    return found
 
 
 class BatchLoss(nn.Module):
@@ -104,18 +139,12 @@ class BatchLoss(nn.Module):
         **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__()
-        self.model, self.options = model, options
-        self.gather_across_devices = checked_gathering(
-            "gather_across_devices", gather_across_devices, options.get("group")
-        )
+        self.model, self.options, self.gather_across_devices = model, options, gather_across_devices
+        self._group = group_of_batch("gather_across_devices", gather_across_devices, options.get("group"))
 
     @property
     def options_of_call(self) -> BatchOptions:
-        """Return the options of a call, with the processes whose rows are compared.
-
-        Raises:
-            ValueError: for a trained scale that the processes would train apart.
-        """
+        """Return the options of a call; raise ValueError for a trained scale that the processes would train apart."""
         apart = not self.gather_across_devices and wb.comm.select_communicator(None).size > 1
         if apart and isinstance(getattr(self, "scale", None), wb.Scale):
             raise ValueError(
@@ -123,7 +152,7 @@ class BatchLoss(nn.Module):
                 "belongs to the loss, which no engine synchronizes, so each process would train another one; leave "
                 "gather_across_devices at True"
             )
-        return {**self.options, "group": group_of_batch(self.gather_across_devices, self.options.get("group"))}
+        return {**self.options, "group": self._group}
 
     def scale_value(self) -> Tensor | float:
         """Return the present value of the scale, with a graph if it is trained."""
@@ -183,7 +212,8 @@ class BatchLoss(nn.Module):
         loss = self.compare([torch.cat([*chunks]) for chunks in reps], beside)
         if not with_backward:
             return loss
-        if next(self._parameters_of_loss(), None) is not None:
+        of_loss = [child for name, child in self.named_children() if name not in ("model", "guide")]
+        if any(x.requires_grad for child in of_loss for x in child.parameters()):
             raise ValueError(
                 "sentence-transformers' MatryoshkaLoss goes backward inside of a cached loss, before the trainer has "
                 "scaled it, so scale must be a number there; for a wb.Scale use MatryoshkaLoss of "
@@ -192,21 +222,33 @@ class BatchLoss(nn.Module):
         loss.backward()
         return loss.detach()
 
-    def _parameters_of_loss(self) -> Iterator[nn.Parameter]:
-        """Yield the trained parameters that belong to the loss, not to the model or a guide."""
-        for name, child in self.named_children():
-            if name not in ("model", "guide"):
-                yield from (x for x in child.parameters() if x.requires_grad)
-
 
 class CachedBatchLoss(BatchLoss):
-    """A loss of columns that are embedded in chunks: the first base class, the loss being the second."""
+    """A loss of columns that are embedded in chunks: the first base class, the loss being the second.
 
-    def _embed_in_chunks(
-        self, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool
+    Its arguments are those of the loss, and three more, in the order of their class of the same name; see `in_chunks`.
+
+    Args:
+        mini_batch_size: rows that the model takes at once.
+        mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
+            :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
+            tokens without padding, of rows in their order.
+        show_progress_bar: must be False.
+    """
+
+    mini_batch_size: int | None
+
+    def __init__(
+        self,
+        *,
+        mini_batch_size: int | None,
+        mini_batch_num_tokens: int | None,
+        show_progress_bar: bool,
+        **arguments: Any,  # of the loss
     ) -> None:
-        name = type(self).__name__
-        self.chunks = Chunks(name, self.model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+        super().__init__(**arguments)
+        check_no_progress_bar(show_progress_bar)
+        self.chunks = Chunks(type(self).__name__, self.model, mini_batch_size, mini_batch_num_tokens)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
@@ -215,11 +257,22 @@ class CachedBatchLoss(BatchLoss):
         return super().get_config_dict() | sizes
 
 
+def in_chunks(loss: Any, order: str) -> Any:
+    """Return the constructor of a CachedBatchLoss with the arguments of a loss, and those of chunks, in this order."""
+
+    def constructor(self: CachedBatchLoss, **arguments: Any) -> None:
+        CachedBatchLoss.__init__(self, **arguments)
+
+    constructor.__qualname__ = f"Cached{loss.__name__}.__init__"  # in messages
+    sizes = {"mini_batch_size": 32, "mini_batch_num_tokens": None}
+    return with_arguments(loss.__init__, order, **sizes, show_progress_bar=False)(constructor)
+
+
 def checked_scale(scale: Any) -> Any:
     """Return a positive number or a `wb.Scale`, or raise ValueError."""
-    if isinstance(scale, wb.Scale):
-        return scale
-    return checked_positive("scale", scale, fix="; to train it pass wb.Scale(20.0)")
+    if not isinstance(scale, wb.Scale):
+        check_positive_number("scale", scale, "to train it pass wb.Scale(20.0)", or_=", or a wb.Scale to train it")
+    return scale
 
 
 def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor], beside: Any) -> Tensor:

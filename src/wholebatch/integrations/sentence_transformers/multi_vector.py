@@ -16,13 +16,22 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ..._base.settings import check_count
 from ...contract import BatchOptions
-from .._checks import checked_size
 from .._options import with_options
 from .._passages import joined
 from .citations import COLBERT, GRADIENT_CACHING
-from .embedding import BatchLoss, CachedBatchLoss, checked_scale, columns_of
-from .theirs import Features, TokenSimilarity, embed_columns_padded, name_of_similarity
+from .embedding import (
+    BatchLoss,
+    CachedBatchLoss,
+    Features,
+    TokenSimilarity,
+    checked_scale,
+    columns_of,
+    in_chunks,
+    name_of_similarity,
+    of_losses,
+)
 
 TokensAndMask = tuple[Tensor, Tensor]  # embeddings (b, t, d), and where there is one, (b, t)
 
@@ -31,19 +40,11 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
     """Their `MultiVectorMultipleNegativesRankingLoss`, by :func:`wholebatch.functional.max_sim_loss`.
 
     Args:
-        model: the model that the trainer trains.
         scale: multiplies scores: a positive number, or a :class:`wholebatch.Scale`, which is then trained.
         similarity_fct: `colbert_scores` or `mean_colbert_scores` of their multi_vector_encoder.scoring. Default: the
             first.
         mini_batch_size: rows of documents that the model takes at once; their activations are kept. Default: all.
         score_mini_batch_size: without effect: scores are computed in tiles.
-        gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
-            loss, the mean over processes of the losses of their own batches.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.max_sim_loss`.
-
-    Raises:
-        ValueError: for values that theirs refuses, and for another `similarity_fct`.
-        ImportError: if sentence-transformers is needed, and missing or too old.
     """
 
     citation = COLBERT
@@ -64,15 +65,14 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         super().__init__(model, gather_across_devices, **options)
         self.similarity_fct = "colbert_scores"
         if similarity_fct is not None:
-            names, module = (
-                ("mean_colbert_scores", "colbert_scores"),
-                "sentence_transformers.multi_vector_encoder.scoring",
-            )
-            fix = "; for another function use their loss"
+            names, fix = ("mean_colbert_scores", "colbert_scores"), "; for another function use their loss"
+            module = "sentence_transformers.multi_vector_encoder.scoring"
             self.similarity_fct = name_of_similarity(similarity_fct, names, fix, module)
         self.scale = checked_scale(scale)
-        self.mini_batch_size = checked_size("mini_batch_size", mini_batch_size)
-        self.score_mini_batch_size = checked_size("score_mini_batch_size", score_mini_batch_size)
+        for name, size in (("mini_batch_size", mini_batch_size), ("score_mini_batch_size", score_mini_batch_size)):
+            if size is not None:
+                check_count(name, size, "rows")
+        self.mini_batch_size, self.score_mini_batch_size = mini_batch_size, score_mini_batch_size
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""
@@ -85,8 +85,10 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
 
     def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored."""
-        embed = partial(embed_columns_padded, self.model)
-        return [*embed(columns[:1], None, "query"), *embed(columns[1:], self.mini_batch_size, "document")]
+        embed = of_losses("merged_forward", "embed_columns_padded")
+        queries = embed(self.model, columns[:1], None, "query")
+        documents = embed(self.model, columns[1:], self.mini_batch_size, "document")
+        return [*zip(*queries, strict=True), *zip(*documents, strict=True)]
 
     def compute_loss_from_tokens(self, embeddings: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
         """Return the loss of the whole batch for this process's tokens.
@@ -109,45 +111,16 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
 class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVectorMultipleNegativesRankingLoss):
     """Their `CachedMultiVectorMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
-    The other arguments are those of :class:`MultiVectorMultipleNegativesRankingLoss`.
-
-    Args:
-        mini_batch_size: rows that the model takes at once.
-        mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
-            :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
-            tokens without padding, of rows in their order.
-        show_progress_bar: must be False.
-
-    Raises:
-        ValueError: for what :class:`MultiVectorMultipleNegativesRankingLoss` refuses, sizes below 1, and
-            `show_progress_bar=True`.
+    Beside the arguments of :class:`MultiVectorMultipleNegativesRankingLoss` it takes those of
+    :class:`CachedMultipleNegativesRankingLoss`.
     """
 
     citation = GRADIENT_CACHING
-
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        *,
-        scale: float | wb.Scale = 1.0,
-        similarity_fct: TokenSimilarity | None = None,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        score_mini_batch_size: int | None = None,
-        gather_across_devices: bool = True,
-        show_progress_bar: bool = False,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(
-            model,
-            scale=scale,
-            similarity_fct=similarity_fct,
-            score_mini_batch_size=score_mini_batch_size,
-            gather_across_devices=gather_across_devices,
-            **options,
-        )
-        self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+    __init__ = in_chunks(
+        MultiVectorMultipleNegativesRankingLoss,
+        "model * scale similarity_fct mini_batch_size mini_batch_num_tokens score_mini_batch_size "
+        "gather_across_devices show_progress_bar",
+    )
 
     def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored, chunk by chunk."""

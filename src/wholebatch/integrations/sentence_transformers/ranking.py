@@ -3,27 +3,49 @@
 Columns are (anchor, positive, negative_1, ..., negative_n). All of the numerics are those of
 :func:`wholebatch.functional.info_nce_loss`: positives are its keys, and negatives its `negatives`. Where a setting
 treats an anchor's own negatives apart, they are its `hard_negatives`, and ids keep them out of the pool of the others.
+
+With GIST a guide, another model, says which negatives are false. Anchor a_i, positive p_i, guide's cosine g. A negative
+x of anchor i is left out if
+
+    g(i, x) > g(a_i, p_i) - margin                      "absolute"
+    g(i, x) > g(a_i, p_i) - margin |g(a_i, p_i)|        "relative"
+
+which are `exclude_above` and `exclude_relative`. Anchors among themselves and positives among themselves are the
+directions query_to_query and key_to_key. The latter also compares positives with negatives, which GIST does not; one
+more number in the guide's features makes these pairs so similar that they are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from ..._base.settings import check_choice, check_divisor, check_number, check_weight
 from ...comm import Group
 from ...contract import BatchOptions
-from .._checks import checked_choice
-from .._options import with_options
-from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
-from .embedding import BatchLoss, CachedBatchLoss, checked_scale
-from .theirs import SimilarityFunction, cos_sim, name_of_similarity
+from .._options import with_arguments, with_options
+from .citations import GIST, GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
+from .embedding import (
+    SENTENCE_TRANSFORMERS,
+    BatchLoss,
+    CachedBatchLoss,
+    Features,
+    SimilarityFunction,
+    checked_scale,
+    cos_sim,
+    embed_columns,
+    has_static_embedding,
+    in_chunks,
+    name_of_similarity,
+)
 
 Directions = tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
 PartitionMode = Literal["joint", "per_direction"]
@@ -35,26 +57,17 @@ _DIRECTIONS = {
     "doc_to_query": "key_to_query",
     "doc_to_doc": "key_to_key",
 }
-_HARDNESS_MODES = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+_HARDNESS_MODES = ("in_batch_negatives", "hard_negatives", "all_negatives")
 _SYMMETRIC: Directions = ("query_to_doc", "doc_to_query")
-_SEPARATE: PartitionMode = "per_direction"
 
 
 class MultipleNegativesRankingLoss(BatchLoss):
     """Their `MultipleNegativesRankingLoss`, by :func:`wholebatch.functional.info_nce_loss`.
 
     Args:
-        model: the model that the trainer trains.
         scale: multiplies similarities: a positive number, or a :class:`wholebatch.Scale`, which is then trained.
         similarity_fct: `cos_sim` or `dot_score` of sentence_transformers.util.
-        gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
-            loss, the mean over processes of the losses of their own batches.
         directions, partition_mode, hardness_mode, hardness_strength: as theirs.
-        options: group, exchange, memory, precision, as in :func:`wholebatch.functional.info_nce_loss`.
-
-    Raises:
-        ValueError: for values that theirs refuses, and for another `similarity_fct`.
-        ImportError: if sentence-transformers is needed, and missing or too old.
     """
 
     card = (
@@ -82,12 +95,16 @@ class MultipleNegativesRankingLoss(BatchLoss):
         )
         self.similarity_fct = name_of_similarity(similarity_fct, ("cos_sim", "dot_score"), fix)
         self.scale = checked_scale(scale)
-        self.directions = _checked_directions(directions)
-        self.partition_mode = _checked_partition(partition_mode, self.directions)
-        self.hardness_mode = checked_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
-        self.hardness_strength = _checked_strength(hardness_strength)
+        self.directions = _checked_directions(directions, partition_mode)
+        self.partition_mode: PartitionMode = partition_mode
+        self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
+        if hardness_mode is not None:
+            check_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
+        check_weight("hardness_strength", hardness_strength, "0 turns it off")
         if not isinstance(self, CachedBatchLoss):
-            self.citation = _citation(set(self.directions), self.partition_mode)
+            of_all = set(self.directions) == set(_DIRECTIONS) and partition_mode == "joint"
+            both_ways = set(self.directions) == set(_SYMMETRIC) and partition_mode == "per_direction"
+            self.citation = GTE if of_all else SYMMETRIC if both_ways else INFO_NCE
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """See `compute_loss_from_embeddings`."""
@@ -156,104 +173,165 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
     Its arguments are the first ones of :class:`MultipleNegativesRankingLoss`, and the options.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        scale: float | wb.Scale = 20.0,
-        similarity_fct: SimilarityFunction = cos_sim,
-        gather_across_devices: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(model, scale, similarity_fct, gather_across_devices, _SYMMETRIC, _SEPARATE, **options)
+    @with_arguments(MultipleNegativesRankingLoss.__init__, "model scale similarity_fct gather_across_devices")
+    def __init__(self, **arguments: Any) -> None:  # those
+        super().__init__(**arguments, directions=_SYMMETRIC, partition_mode="per_direction")
 
 
 class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRankingLoss):
     """Their `CachedMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
-    The other arguments are those of :class:`MultipleNegativesRankingLoss`.
-
-    Args:
-        mini_batch_size: rows that the model takes at once.
-        mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
-            :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
-            tokens without padding, of rows in their order.
-        show_progress_bar: must be False.
-
-    Raises:
-        ValueError: for what :class:`MultipleNegativesRankingLoss` refuses, sizes below 1, `show_progress_bar=True`, and
-            a model based on a StaticEmbedding.
+    Beside the arguments of :class:`MultipleNegativesRankingLoss` it takes `mini_batch_size`, rows that the model takes
+    at once, 32 by default, or `mini_batch_num_tokens`, tokens that it takes at once, by a
+    :class:`wholebatch.gradcache.TokenBudget`: padding counts, and rows are grouped by length.
     """
 
     citation = GRADIENT_CACHING
-
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        scale: float | wb.Scale = 20.0,
-        similarity_fct: SimilarityFunction = cos_sim,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        gather_across_devices: bool = True,
-        directions: Directions = ("query_to_doc",),
-        partition_mode: PartitionMode = "joint",
-        show_progress_bar: bool = False,
-        hardness_mode: HardnessMode = None,
-        hardness_strength: float = 0.0,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        settings = (directions, partition_mode, hardness_mode, hardness_strength)
-        super().__init__(model, scale, similarity_fct, gather_across_devices, *settings, **options)
-        self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+    __init__ = in_chunks(
+        MultipleNegativesRankingLoss,
+        "model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices directions "
+        "partition_mode show_progress_bar hardness_mode hardness_strength",
+    )
 
 
-class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
+class CachedMultipleNegativesSymmetricRankingLoss(
+    CachedMultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss
+):
     """Their `CachedMultipleNegativesSymmetricRankingLoss`, with arguments of `CachedMultipleNegativesRankingLoss`."""
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        scale: float | wb.Scale = 20.0,
-        similarity_fct: SimilarityFunction = cos_sim,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        gather_across_devices: bool = True,
-        show_progress_bar: bool = False,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        settings = (gather_across_devices, _SYMMETRIC, _SEPARATE, show_progress_bar)
-        super().__init__(model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, *settings, **options)
+    __init__ = in_chunks(
+        MultipleNegativesSymmetricRankingLoss,
+        "model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices show_progress_bar",
+    )
 
 
-def _citation(directions: set[str], partition_mode: PartitionMode) -> str:
-    if directions == set(_DIRECTIONS) and partition_mode == "joint":
-        return GTE
-    return SYMMETRIC if directions == set(_SYMMETRIC) and partition_mode == "per_direction" else INFO_NCE
-
-
-def _checked_directions(directions: Any) -> Directions:
+def _checked_directions(directions: Any, partition_mode: Any) -> Directions:
+    """Return each direction once; raise ValueError for those that are unknown or do not go with the partition."""
     found: Directions = tuple(directions) if isinstance(directions, tuple | list) else (directions,)
     for name in found:
-        checked_choice("directions", name, tuple(_DIRECTIONS))
+        check_choice("directions", name, tuple(_DIRECTIONS))
     if "query_to_doc" not in found:
         raise ValueError(f"directions must have 'query_to_doc' among them, got {found}; it has the positive pairs")
-    return tuple(dict.fromkeys(found))
-
-
-def _checked_partition(partition_mode: Any, directions: Directions) -> PartitionMode:
-    found: PartitionMode = checked_choice("partition_mode", partition_mode, ("joint", "per_direction"))
-    without = [name for name in ("query_to_query", "doc_to_doc") if name in directions]
-    if found == "per_direction" and without:
+    without = [name for name in ("query_to_query", "doc_to_doc") if name in found]
+    if check_choice("partition_mode", partition_mode, ("joint", "per_direction")) == "per_direction" and without:
         raise ValueError(
             f"partition_mode='per_direction' does not go with {', '.join(without)} in directions: a softmax of its own "
             "needs positive pairs; use partition_mode='joint'"
         )
+    return tuple(dict.fromkeys(found))
+
+
+MarginStrategy = Literal["absolute", "relative"]
+_TINY = 2.0**-30  # its square is below the rounding of a cosine, in float64 too
+
+
+class GISTEmbedLoss(BatchLoss):
+    """Their `GISTEmbedLoss`, by :func:`wholebatch.functional.info_nce_loss`.
+
+    Args:
+        guide: the model that decides which negatives are left out.
+        temperature: divides cosines, > 0.
+        margin_strategy, margin, contrast_anchors, contrast_positives: as theirs.
+        gather_across_devices: whether negatives come from all processes. Theirs is False by default, and with True
+            compares anchors among themselves on each process alone; here True compares all with all.
+    """
+
+    citation = GIST
+    card = (
+        *("guide", "temperature", "margin_strategy", "margin"),
+        *("contrast_anchors", "contrast_positives", "gather_across_devices"),
+    )
+
+    @with_options()
+    def __init__(
+        self,
+        model: Any,  # their model
+        guide: Any,  # their model
+        temperature: float = 0.01,
+        margin_strategy: MarginStrategy = "absolute",
+        margin: float = 0.0,
+        contrast_anchors: bool = True,
+        contrast_positives: bool = True,
+        gather_across_devices: bool = True,
+        **options: Unpack[BatchOptions],
+    ) -> None:
+        super().__init__(model, gather_across_devices, **options)
+        check_divisor("temperature", temperature)
+        check_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
+        check_number("margin", margin)
+        self.guide, self.temperature, self.margin_strategy, self.margin = guide, temperature, margin_strategy, margin
+        self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
+        self.tokenizer = _tokenizer("model", model)
+        self.must_retokenize = (
+            self.tokenizer.get_vocab() != _tokenizer("guide", guide).get_vocab()
+            or guide.max_seq_length < model.max_seq_length
+        )
+        if self.must_retokenize and has_static_embedding(model):
+            raise ValueError(
+                "guide must have the tokenizer of a model that is based on a StaticEmbedding, got another: the rows of "
+                "such a model's input cannot be turned into text again"
+            )
+
+    def beside(self, columns: Sequence[Features], labels: Tensor | None) -> list[Tensor]:
+        """Return the guide's embeddings of each column, normalized, in at least float32."""
+        with torch.no_grad():
+            guided = [self._for_the_guide(dict(features)) for features in columns]
+            found = (self.chunks or embed_columns)(self.guide, guided)
+            return [normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in found]
+
+    def _for_the_guide(self, features: Features) -> Features:
+        if not self.must_retokenize:
+            return features
+        rows = features["input_ids"]
+        if "cu_seq_lens_q" in features:  # rows without padding, one after another
+            ends = features["cu_seq_lens_q"].tolist()
+            rows = [rows[0, start:end] for start, end in pairwise(ends)]
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        to_device = SENTENCE_TRANSFORMERS.find("sentence_transformers.util", "batch_to_device")
+        found: Features = to_device(self.guide.preprocess(texts), self.guide.device)
+        return found
+
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
+        """Return the loss of the whole batch for this process's embeddings, and the guide's beside them."""
+        queries, keys, *negatives = [normalize(x, dim=-1) for x in embeddings]
+        directions = ["query_to_key"]
+        directions += ["query_to_query"] * self.contrast_anchors + ["key_to_key"] * self.contrast_positives
+        of_queries, of_keys, *of_negatives = beside
+        beyond = (4 + 2 * abs(self.margin)) / _TINY
+        return wb.functional.info_nce_loss(
+            queries,
+            keys,
+            logit_scale=1 / self.temperature,
+            negatives=torch.cat([keys[:0], *negatives]),
+            directions=directions,  # type: ignore[arg-type]
+            exclude_above=-float(self.margin),
+            exclude_relative=self.margin_strategy == "relative",
+            query_guides=pad(of_queries, (0, 1)),
+            key_guides=torch.cat(
+                [pad(of_keys, (0, 1), value=_TINY), *(pad(x, (0, 1), value=beyond) for x in of_negatives)]
+            ),
+            **self.options_of_call,
+        )
+
+
+class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
+    """Their `CachedGISTEmbedLoss`: embeddings come from :func:`wholebatch.gradcache.encode`, the guide's as well.
+
+    Beside the arguments of :class:`GISTEmbedLoss` it takes those of :class:`CachedMultipleNegativesRankingLoss`.
+    """
+
+    __init__ = in_chunks(
+        GISTEmbedLoss,
+        "model guide temperature mini_batch_size mini_batch_num_tokens show_progress_bar margin_strategy margin "
+        "contrast_anchors contrast_positives gather_across_devices",
+    )
+
+
+def _tokenizer(name: str, model: Any) -> Any:
+    found = getattr(model, "tokenizer", None)
+    if not hasattr(found, "get_vocab") or not hasattr(found, "batch_decode"):
+        raise ValueError(
+            f"{name} must have a tokenizer of transformers, got {type(found).__name__}: the guide reads the texts "
+            "of the model, and their vocabularies decide whether it must tokenize them again"
+        )
     return found
-
-
-def _checked_strength(strength: Any) -> float:
-    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength < float("inf"):
-        raise ValueError(f"hardness_strength must be a number, at least 0, got {strength!r}; 0 turns it off")
-    return strength

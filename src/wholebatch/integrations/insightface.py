@@ -1,26 +1,155 @@
-"""insightface's PartialFC_V2 on this library's PartialFC."""
+"""insightface's PartialFC_V2 by its name and arguments, for its own train_v2.py: centers sharded over the ranks.
+
+    from wholebatch.integrations.insightface import PartialFC_V2      instead of: from partial_fc_v2 import PartialFC_V2
+
+Their script, optimizers, margins and checkpoints stay. The margins of their losses.py are recognized by class names and
+attributes:
+
+    CombinedMarginLoss   phi = cos(theta + m2) if m1 = 1 and m3 = 0; phi = cos theta - m3 if m3 > 0
+    ArcFace, CosFace     the same with `margin` and `m`
+
+Their cos(theta + m2) rises again beyond pi. An edited class under one of these names would train differently, so each
+is called once with a few cosines, and its logits and their slopes are compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..._base.checks import check_choice, check_count, check_flag, check_fraction, check_integer
-from ...comm import Group, select_communicator
-from ...contract import bind_on_all_ranks
-from ...heads.logits import GRADIENTS
-from ...heads.margins.interface import Margin
-from ...heads.partial_fc import PartialFC
-from ...heads.sample import Sample
-from ...kernels import Kernel
-from ...sweep import Memory, Precision
-from .margins import is_own, margin_of, numbers_of
+from .._base.checks import check_choice, check_count, check_flag, check_fraction, check_integer
+from .._base.settings import shown
+from ..comm import Group, select_communicator
+from ..contract import bind_on_all_ranks
+from ..heads.logits import GRADIENTS
+from ..heads.margins import CombinedMargin
+from ..heads.margins.interface import Margin, Targets
+from ..heads.partial_fc import PartialFC
+from ..heads.sample import Sample
+from ..kernels import Kernel
+from ..sweep import Memory, Precision
 
-_COUNTERS = ("seed", "step", "first_class")  # not among the keys of their state_dict
+__all__ = ["PartialFC_V2"]
+
+_ATTRIBUTES = {
+    "CombinedMarginLoss": ("s", "m1", "m2", "m3", "interclass_filtering_threshold"),
+    "ArcFace": ("s", "margin"),
+    "CosFace": ("s", "m"),
+}
+_CLOSE = 1e-6  # of the scale: they may compute in float32
+
+
+@dataclass(frozen=True)
+class FilteredMargin(CombinedMargin):
+    """A combined margin whose negatives have logit 0, and no gradient, where their cosine is above a threshold."""
+
+    threshold: float = 1.0
+
+    def of_negatives(self, angles: Tensor) -> Filter:
+        return Filter(self.s * self.threshold)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """The transform of the negatives' logits that replaces those above a limit by 0."""
+
+    limit: float
+
+    def transform_(self, logits: Tensor, cols: slice) -> Tensor:
+        return logits.masked_fill_(logits > self.limit, 0.0)
+
+    def slope_(self, logits: Tensor, cols: slice) -> Tensor:
+        return logits.le_(self.limit)
+
+    def bound(self, largest: float) -> float:
+        return largest
+
+
+def _is_own(margin_loss: object) -> bool:
+    """Return whether this is a margin of this library: it has a scale `s` and is called with one argument."""
+    if not callable(margin_loss) or isinstance(margin_loss, type) or not hasattr(margin_loss, "s"):
+        return False
+    call = margin_loss.forward if isinstance(margin_loss, nn.Module) else margin_loss
+    try:
+        inspect.signature(call).bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _numbers_of(margin_loss: object) -> dict[str, Any]:
+    """Return the numbers of one of their margins by the names of its attributes; raise ValueError for another."""
+    names = _ATTRIBUTES.get(type(margin_loss).__name__, ())
+    if not names or isinstance(margin_loss, type) or not all(hasattr(margin_loss, name) for name in names):
+        raise ValueError(
+            "margin_loss must be a CombinedMarginLoss, ArcFace or CosFace of insightface's losses.py, or a margin of "
+            f"this library such as wholebatch.ArcFace(64.0, 0.5), got {shown(margin_loss)}; write it as a "
+            "wholebatch.heads.Margin: an object with a scale s that is called with the angles"
+        )
+    return {name: getattr(margin_loss, name) for name in names}
+
+
+def margin_of(margin_loss: object) -> Margin:
+    """Return the margin of this library that computes the logits of one of theirs; raise ValueError for another."""
+    name, numbers = type(margin_loss).__name__, _numbers_of(margin_loss)
+    s, threshold = numbers["s"], numbers.get("interclass_filtering_threshold", 0)
+    m2, m3 = _margins(numbers)
+    margin = CombinedMargin(s, 1.0, m2, m3, "none")
+    if threshold > 0:
+        margin = FilteredMargin(s, 1.0, m2, m3, "none", float(threshold))
+    if not _computes(margin_loss, margin, threshold):
+        raise ValueError(
+            f"margin_loss must compute the logits of insightface's {name}, got a class of that name with other logits "
+            "or gradients; write it as a wholebatch.heads.Margin: an object with a scale s that is called with the "
+            "angles"
+        )
+    return margin
+
+
+def _margins(numbers: Mapping[str, Any]) -> tuple[float, float]:
+    """Return m2 and m3 of the formula that their class computes."""
+    if "m1" not in numbers:
+        return numbers.get("margin", 0.0), numbers.get("m", 0.0)
+    m1, m2, m3 = (numbers[name] for name in ("m1", "m2", "m3"))
+    if m1 == 1.0 and m3 == 0.0:
+        return m2, 0.0
+    given = f"CombinedMarginLoss with m1={m1}, m2={m2}, m3={m3}"
+    if m3 > 0 and (m1 != 1.0 or m2 != 0.0):
+        raise ValueError(
+            f"margin_loss must have m1=1 and m2=0 where m3 > 0, got a {given}: insightface's class ignores m1 and m2 "
+            f"there; pass CombinedMarginLoss(s, 1.0, 0.0, {m3}) to train as it does, or wholebatch.CombinedMargin(s, "
+            "m1, m2, m3) for all three"
+        )
+    if not m3 > 0:
+        raise ValueError(
+            f"margin_loss must have m1=1 and m3=0, or m3 > 0, got a {given}: insightface's class has no logits for it; "
+            "pass wholebatch.CombinedMargin(s, m1, m2, m3)"
+        )
+    return 0.0, m3
+
+
+def _computes(margin_loss: Any, margin: CombinedMargin, threshold: float) -> bool:
+    """Return whether their margin computes these logits, with a slope s wherever a logit depends on its cosine."""
+    cosines = torch.linspace(-0.95, 0.93, 18, dtype=torch.float64, device="cpu").view(6, 3)
+    labels = torch.tensor([0, 1, 2, 0, 1, -1], device="cpu")
+    target = torch.arange(3, device="cpu") == labels[:, None]
+    dropped = (cosines > threshold) & ~target if threshold > 0 else torch.zeros_like(target)
+    phi = margin(Targets(cosines.acos(), torch.ones_like(cosines)))
+    expected = margin.s * torch.where(target, phi, cosines.masked_fill(dropped, 0.0))
+    try:
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            leaf = cosines.clone().requires_grad_()
+            logits = margin_loss(leaf.clamp(-1, 1), labels[:, None].clone())  # theirs writes into what it gets
+            (slope,) = torch.autograd.grad(logits.sum(), leaf)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    same = (logits.detach() - expected).abs().max() <= _CLOSE * margin.s
+    return bool(same and (slope - margin.s * (~dropped).double()).abs().max() <= _CLOSE * margin.s)
 
 
 class PartialFC_V2(PartialFC):
@@ -87,7 +216,7 @@ class PartialFC_V2(PartialFC):
         margins: list[Margin] = []
 
         def state() -> dict[str, Any]:
-            own = is_own(margin_loss)
+            own = _is_own(margin_loss)
             margins.append(margin_loss if own else margin_of(margin_loss))  # type: ignore[arg-type]  # it has a scale
             check_count("embedding_size", embedding_size, "numbers of an embedding")
             check_count("num_classes", num_classes, "classes of all ranks")
@@ -99,13 +228,8 @@ class PartialFC_V2(PartialFC):
                 check_choice("margin_grad", margin_grad, GRADIENTS)
             if seed is not None:
                 check_integer("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
-            return {
-                "embedding_size": embedding_size,
-                "num_classes": num_classes,
-                "sample_rate": float(sample_rate),
-                "seed": seed,
-                "initial seed": torch.initial_seed() % 2**63,
-            }
+            numbers = (embedding_size, num_classes, float(sample_rate), seed)
+            return dict(zip(same, numbers, strict=True)) | {"initial seed": torch.initial_seed() % 2**63}
 
         same = ("embedding_size", "num_classes", "sample_rate", "seed")
         by_rank = select_communicator(group).handshake(state, caller="PartialFC_V2", must_match=same)
@@ -125,9 +249,9 @@ class PartialFC_V2(PartialFC):
         )
         self.fp16, self.sparse_grad = fp16, sparse_grad
         self.margin_softmax = None if own else margin_loss
-        self._numbers = None if own else numbers_of(margin_loss)
+        self._numbers = None if own else _numbers_of(margin_loss)
         self._margin_error: ValueError | None = None
-        for name in _COUNTERS:
+        for name in ("seed", "step", "first_class"):  # not among the keys of their state_dict
             self.register_buffer(name, self.get_buffer(name), persistent=False)
         self.register_state_dict_post_hook(_record_draws)
         self.register_load_state_dict_pre_hook(_restore_draws)
@@ -144,26 +268,18 @@ class PartialFC_V2(PartialFC):
 
     @bind_on_all_ranks
     def forward(self, local_embeddings: Tensor, local_labels: Tensor) -> Tensor:  # type: ignore[override]  # as theirs
-        """Return L, (b_r, d), (b_r,) or (b_r, 1) -> (); labels may have any dtype, and are rounded as by `long()`.
-
-        Raises:
-            ValueError: on every rank, whichever rank made the mistake.
-        """
+        """Return L, (b_r, d), (b_r,) or (b_r, 1) -> (); labels may have any dtype, and are rounded as by `long()`."""
         self._margin_error = self._read_margin()
-        labels = local_labels
-        if isinstance(labels, Tensor):
-            labels = labels.long()
-            if labels.dim() == 2 and labels.shape[1] == 1:
-                labels = labels[:, 0]
-        return super().forward(local_embeddings, labels)
+        if isinstance(local_labels, Tensor):
+            local_labels = local_labels.long()
+            if local_labels.dim() == 2 and local_labels.shape[1] == 1:
+                local_labels = local_labels[:, 0]
+        return super().forward(local_embeddings, local_labels)
 
     def _read_margin(self) -> ValueError | None:
         """Take the numbers of their margin again if they have changed; return the error if they are invalid."""
-        if self.margin_softmax is None:
-            return None
         try:
-            numbers = numbers_of(self.margin_softmax)
-            if numbers != self._numbers:
+            if self.margin_softmax is not None and (numbers := _numbers_of(self.margin_softmax)) != self._numbers:
                 self.margin, self._numbers = margin_of(self.margin_softmax), numbers
         except ValueError as error:
             return error

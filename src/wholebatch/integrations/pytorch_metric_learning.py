@@ -1,0 +1,496 @@
+"""Losses and wrappers with the names and arguments of pytorch-metric-learning's, over the whole batch.
+
+    from wholebatch.integrations.pytorch_metric_learning import DistributedLossWrapper
+
+    loss_func = DistributedLossWrapper(TripletMarginLoss())
+
+Their losses, distances, reducers, miners and trainers stay. The wrapper makes any of their losses exact on several
+processes; each process computes all of it. Four losses are computed in tiles instead, without a matrix of all pairs.
+They take, by keyword, distance, reducer, embedding_regularizer and embedding_reg_weight, which are theirs. The tiles
+compute their defaults: cosines, their default reducer, labels. With another distance or reducer, an embedding
+regularizer, mined tuples or reference embeddings, the loss is their class on the rows of all processes, exact as well;
+pytorch-metric-learning is imported in the first call that needs it. `collect_stats` must not be True. group, exchange,
+memory and precision are options of this library.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+import wholebatch as wb
+
+from ..comm import Group
+from ..contract import BatchOptions
+from ._framework import Framework
+from ._options import with_options
+from ._passages import refuse
+
+__all__ = [
+    "CircleLoss",
+    "DistributedLossWrapper",
+    "DistributedMinerWrapper",
+    "MinedIndices",
+    "MultiSimilarityLoss",
+    "NTXentLoss",
+    "SelfSupervisedLoss",
+    "SupConLoss",
+]
+
+METRIC_LEARNING = Framework("pytorch_metric_learning", ("2.9.0",), "pip install 'pytorch-metric-learning>=2.9'")
+_FEWEST = 4  # rows that make labels 0, 1, 2, ... suspicious
+
+
+def _their_class(module: str, name: str) -> Any:
+    """Return `pytorch_metric_learning.<module>.<name>`, or raise FrameworkError if it is missing or too old."""
+    return METRIC_LEARNING.find(f"pytorch_metric_learning.{module}", name)
+
+
+def _is_theirs(value: object, name: str) -> bool:
+    """Return whether a value is an instance of exactly that class of theirs, without an import of it."""
+    kind = type(value)
+    return kind.__name__ == name and kind.__module__.partition(".")[0] == "pytorch_metric_learning"
+
+
+class MinedIndices(tuple[Tensor, ...]):
+    """Triplets (a, p, n) or pairs (a1, p, a2, n) of rows of the whole batch, rank 0's first; equal on all processes.
+
+    A tuple of theirs has positions of rows of one process. Both have the same form, so this type tells them apart.
+    """
+
+
+def _checked_indices(indices_tuple: tuple[Tensor, ...] | None, group: Group, caller: str) -> tuple[Tensor, ...] | None:
+    """Return the indices of the whole batch; raise ValueError on every process for those of one process's rows."""
+    comm = wb.comm.select_communicator(group)
+
+    def state() -> dict[str, list[int]]:
+        if not isinstance(indices_tuple, MinedIndices):
+            raise ValueError(
+                f"indices_tuple must come from DistributedMinerWrapper of {__name__} on several processes, got a "
+                f"{type(indices_tuple).__name__}; wrap the miner: alone it gives positions of one process"
+            )
+        return {"lengths of indices_tuple": [len(x) for x in indices_tuple]}
+
+    if indices_tuple is not None and comm.size > 1:
+        comm.handshake(state, caller=caller, must_match=("lengths of indices_tuple",))
+    return indices_tuple
+
+
+def _on_whole_batch(
+    loss: Callable[..., Any],  # their losses have no types
+    group: Group,
+    rows: Mapping[str, Tensor | None],
+    indices_tuple: tuple[Tensor, ...] | None = None,
+) -> Tensor:
+    """Return a loss of theirs, called with the rows of all processes by name, those without a value left out.
+
+    If "ref_labels" is the object "labels", so it is for the loss.
+    """
+    given = {name: x for name, x in rows.items() if x is not None}
+    shared = "labels" in given and given.get("ref_labels") is given["labels"]  # to them a row is then its reference
+    if shared:
+        del given["ref_labels"]
+    options = {} if indices_tuple is None else {"indices_tuple": indices_tuple}
+
+    def of_all(*full: Tensor) -> Tensor:
+        named = dict(zip(given, full, strict=True))
+        if shared:
+            named["ref_labels"] = named["labels"]
+        found: Tensor = loss(**named, **options)
+        return found
+
+    return wb.WholeBatch(of_all, group=group)(*given.values())
+
+
+def _on_device(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
+    """Return labels on the device of the embeddings, as their losses take them from any device."""
+    return labels.to(embeddings.device) if isinstance(labels, Tensor) else labels
+
+
+def _warn_of_local_labels(labels: Tensor | None, group: Group, caller: str) -> None:
+    """Warn on a rank but the first if its labels are 0, 1, 2, ..., once or twice: equal labels on ranks are one class.
+
+    Their SelfSupervisedLoss makes such labels on each process.
+    """
+    comm = wb.comm.select_communicator(group)
+    if comm.rank == 0 or not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < _FEWEST:
+        return
+    numbers = torch.arange(len(labels), device=labels.device)
+    if any(torch.equal(labels, numbers % n) for n in (len(labels), len(labels) // 2)):
+        warnings.warn(
+            f"{caller}: the labels of rank {comm.rank} are 0, 1, 2, ..., as if each process counted its local rows; "
+            "rows of equal labels are one class on all processes. For views without labels use SelfSupervisedLoss of "
+            "wholebatch.integrations.pytorch_metric_learning, not pytorch-metric-learning's",
+            stacklevel=4,
+        )
+
+
+class Settings(BatchOptions, total=False):
+    """The arguments of all their losses, and the options of this library."""
+
+    distance: Any
+    reducer: Any
+    embedding_regularizer: Any
+    embedding_reg_weight: float
+    collect_stats: bool | None
+
+
+_with_settings = with_options(
+    distance=None, reducer=None, embedding_regularizer=None, embedding_reg_weight=1, collect_stats=None
+)
+
+
+class BatchLoss(nn.Module):
+    """A loss of the rows of all processes: in tiles where these compute what theirs does, else by their class.
+
+    Args:
+        own: the arguments that only this loss has; its formula has their meaning.
+        settings: the others, as the module describes them.
+    """
+
+    distance: Any  # theirs
+    reducer: Any  # theirs
+    _in_tiles: str  # the name of the function in wholebatch.functional
+    _reducer = "MeanReducer"
+
+    def __init__(self, own: dict[str, Any], settings: Settings) -> None:  # of any type
+        super().__init__()
+        theirs = Settings.__annotations__.keys() - BatchOptions.__annotations__.keys()
+        given: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
+        if given.pop("collect_stats"):
+            raise ValueError(
+                "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "
+                f"their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
+            )
+        for name, value in (own | given).items():
+            setattr(self, name, value)
+        self._own, self._given = tuple(own), tuple(given)
+        self.options: Any = {name: value for name, value in settings.items() if name not in theirs}
+        self.group = self.options["group"]
+        self._called = False
+
+    @property
+    def settings(self) -> dict[str, Any]:  # of any type
+        """The arguments that only this loss has."""
+        return {name: getattr(self, name) for name in self._own}
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: tuple[Tensor, ...] | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the whole batch.
+
+        Args:
+            embeddings: (b_r, d), this process's rows; b_r may differ between processes and may be 0.
+            labels: (b_r,) integers.
+            indices_tuple: from :class:`DistributedMinerWrapper`.
+            ref_emb: (n_r, d), rows that positives and negatives come from, this process's; None: `embeddings`.
+            ref_labels: (n_r,), their labels.
+
+        Raises:
+            ValueError: on every process, whichever made the mistake.
+        """
+        if not self._called:
+            _warn_of_local_labels(labels, self.group, type(self).__name__)
+            self._called = True
+        return self.of_batch(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+
+    def of_batch(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: tuple[Tensor, ...] | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the whole batch, whatever the labels look like."""
+        if labels is not None and not isinstance(labels, Tensor):
+            self._refuse(f"labels must be a tensor of integers, got {type(labels).__name__}; pass torch.tensor(labels)")
+        labels = _on_device(labels, embeddings)
+        if indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments():
+            if labels is not None and self._in_tiles_by_labels(labels):
+                in_tiles = getattr(wb.functional, self._in_tiles)
+                found: Tensor = in_tiles(embeddings, labels, **self.settings, **self.options)
+                return found
+            if labels is None:
+                self._refuse("labels must be given, one integer for each row of embeddings, got None; pass labels=")
+        rows = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb}
+        rows["ref_labels"] = _on_device(ref_labels, embeddings)
+        indices = _checked_indices(indices_tuple, self.group, type(self).__name__)
+        return _on_whole_batch(self.theirs(), self.group, rows, indices)
+
+    def theirs(self) -> nn.Module:
+        """Return their loss with the same arguments."""
+        given = {name: value for name in self._given if (value := getattr(self, name)) is not None}
+        found: nn.Module = _their_class("losses", type(self).__name__)(**self.settings, **given)
+        return found
+
+    def _in_tiles_by_arguments(self) -> bool:
+        """Return whether the tiles compute the distance and the reduction that were asked for."""
+        cosine = self.distance is None or (
+            _is_theirs(self.distance, "CosineSimilarity") and (self.distance.p, self.distance.power) == (2, 1)
+        )
+        mean = self.reducer is None or (
+            _is_theirs(self.reducer, self._reducer)
+            and (getattr(self.reducer, "low", None) or 0) == 0  # their AvgNonZeroReducer takes `high`
+            and getattr(self.reducer, "high", None) is None
+        )
+        return cosine and mean and self.embedding_regularizer is None
+
+    def _in_tiles_by_labels(self, labels: Tensor) -> bool:
+        """Return whether the tiles compute their loss of these labels, the same on all processes. May be collective."""
+        return True
+
+    def _facts(self, labels: Tensor, must_match: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Return the number, the dtype and the ends of each process's labels; raise ValueError for other labels."""
+
+        def state() -> dict[str, Any]:
+            if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
+                shape = tuple(labels.shape)
+                raise ValueError(f"labels must be integers of shape (rows,), got {labels.dtype} of shape {shape}")
+            ends = torch.aminmax(labels) if len(labels) else (None, None)
+            smallest, largest = (None if x is None else int(x) for x in ends)
+            return {"rows": len(labels), "dtype": str(labels.dtype), "smallest": smallest, "largest": largest}
+
+        comm, caller = wb.comm.select_communicator(self.group), f"{type(self).__name__}'s labels"
+        return [*comm.handshake(state, caller=caller, must_match=must_match)]
+
+    def _refuse(self, message: str) -> NoReturn:
+        refuse(message, type(self).__name__, self.group)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items() if not isinstance(value, Tensor))
+
+
+class NTXentLoss(BatchLoss):
+    """pytorch-metric-learning's `NTXentLoss`, the mean over all positive pairs of the whole batch.
+
+    L_ap = -log( exp S_ap / (exp S_ap + sum_{n in N(a)} exp S_an) ),    S = cosines / temperature
+
+    Where no label occurs more than twice in the batch of all processes, this is
+    :func:`wholebatch.functional.sup_con_loss`, in tiles. With more positives of a row their class computes it.
+    """
+
+    _in_tiles = "sup_con_loss"
+
+    @_with_settings
+    def __init__(self, temperature: Tensor | float = 0.07, **settings: Unpack[Settings]) -> None:
+        super().__init__({"temperature": temperature}, settings)
+
+    def _in_tiles_by_labels(self, labels: Tensor) -> bool:
+        counts_of_rows = [of_rank["rows"] for of_rank in self._facts(labels, ("dtype",))]
+        everyone = wb.comm.select_communicator(self.group).all_gather(labels, counts=counts_of_rows, check=False)
+        counts = everyone.unique(return_counts=True)[1]
+        return not len(counts) or int(counts.max()) <= 2  # pairs of views
+
+
+class SupConLoss(BatchLoss):
+    """pytorch-metric-learning's `SupConLoss`, the mean over the rows of the whole batch that have a positive.
+
+    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    S = cosines / temperature
+
+    In tiles, by :func:`wholebatch.functional.sup_con_loss`. As theirs, it is 0 if all rows have one label.
+    """
+
+    _in_tiles = "sup_con_loss"
+    _reducer = "AvgNonZeroReducer"
+
+    @_with_settings
+    def __init__(self, temperature: Tensor | float = 0.1, **settings: Unpack[Settings]) -> None:
+        super().__init__({"temperature": temperature}, settings)
+
+    def _in_tiles_by_labels(self, labels: Tensor) -> bool:
+        facts = self._facts(labels)
+        ends = {of_rank[name] for of_rank in facts if of_rank["rows"] for name in ("smallest", "largest")}
+        return len(ends) > 1  # two labels at least: rows have negatives
+
+
+class MultiSimilarityLoss(BatchLoss):
+    """pytorch-metric-learning's `MultiSimilarityLoss`, the mean over the rows of the whole batch.
+
+    L_i = log(1 + sum_{p in P(i)} exp(-alpha (c_ip - base))) / alpha
+        + log(1 + sum_{n in N(i)} exp(  beta (c_in - base))) / beta,    c: cosines
+
+    In tiles, by :func:`wholebatch.functional.multi_similarity_loss`.
+    """
+
+    _in_tiles = "multi_similarity_loss"
+
+    @_with_settings
+    def __init__(self, alpha: float = 2, beta: float = 50, base: float = 0.5, **settings: Unpack[Settings]) -> None:
+        super().__init__({"alpha": alpha, "beta": beta, "base": base}, settings)
+
+
+class CircleLoss(BatchLoss):
+    """pytorch-metric-learning's `CircleLoss`, the mean over the rows of the whole batch with both kinds of pairs.
+
+    L_i = log(1 + sum_{n in N(i)} exp f(c_in)  sum_{p in P(i)} exp g(c_ip)),    c: cosines
+    f(c) = gamma [c + m]_+ (c - m),    g(c) = -gamma [1 + m - c]_+ (c - 1 + m)
+
+    In tiles, by :func:`wholebatch.functional.circle_loss`.
+    """
+
+    _in_tiles = "circle_loss"
+    _reducer = "AvgNonZeroReducer"
+
+    @_with_settings
+    def __init__(self, m: float = 0.4, gamma: float = 80, **settings: Unpack[Settings]) -> None:
+        super().__init__({"m": m, "gamma": gamma}, settings)
+
+
+class DistributedMinerWrapper(nn.Module):
+    """pytorch-metric-learning's `DistributedMinerWrapper`: a miner on the rows of all processes.
+
+    Rank 0 runs the miner, and all processes get its tuples. Pass them to a loss of this module.
+
+    Args:
+        miner: one of their tuple miners.
+        efficient: accepted, and without effect.
+        group: processes that share the batch. Default: all.
+    """
+
+    def __init__(self, miner: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
+        super().__init__()
+        if not isinstance(miner, _their_class("miners", "BaseMiner")):
+            raise TypeError(f"miner must be a miner of pytorch-metric-learning, got {type(miner).__name__}")
+        self.miner, self.efficient, self.group = miner, efficient, group
+
+    @torch.no_grad()
+    def forward(
+        self, emb: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> MinedIndices:
+        """Return the tuples of the whole batch, for this process's rows; raise ValueError everywhere if the miner does.
+
+        Shapes: emb (b_r, d), labels (b_r,), ref_emb (n_r, d), ref_labels (n_r,); b_r may differ between processes.
+        """
+        comm = wb.comm.select_communicator(self.group)
+        given = [emb, _on_device(labels, emb), ref_emb, _on_device(ref_labels, emb)]
+        tensors = [None if x is None else comm.gather(x, check=True) for x in given]
+        if given[3] is given[1]:
+            tensors[3] = tensors[1]  # to their miners a row is then its reference
+        mined: list[Tensor] = []
+
+        def state() -> dict[str, Any]:
+            if comm.rank == 0:
+                mined.extend(x.long() for x in self.miner(*tensors))
+            return {"lengths": [len(x) for x in mined]}
+
+        lengths = comm.handshake(state, caller="DistributedMinerWrapper")[0]["lengths"]
+        flat = torch.cat(mined) if mined else emb.new_empty(sum(lengths), dtype=torch.int64)
+        return MinedIndices(comm.broadcast(flat, check=False).split(lengths))
+
+
+class DistributedLossWrapper(nn.Module):
+    """pytorch-metric-learning's `DistributedLossWrapper`: one of their losses, on the rows of all processes.
+
+    L = loss(embeddings of all ranks, labels of all ranks, ...)
+
+    All processes return this L. After the averaging of DDP every parameter has its gradient: the model's, and those
+    of the loss itself (proxies, centers), which all processes hold in full.
+
+    Args:
+        loss: one of their losses, a CrossBatchMemory, a MultipleLosses, or a loss of this module, which is called as it
+            is.
+        efficient: accepted, and without effect: theirs changes the gradient.
+        group: processes that share the batch. Default: all.
+    """
+
+    def __init__(self, loss: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
+        super().__init__()
+        if not isinstance(loss, BatchLoss):
+            kinds = ("BaseMetricLossFunction", "CrossBatchMemory", "MultipleLosses")
+            if not isinstance(loss, tuple(_their_class("losses", name) for name in kinds)):
+                name = type(loss).__name__
+                hint = "leave the wrapper out" if "Wrapper" in name else "for another loss use wholebatch.WholeBatch"
+                if name == "SelfSupervisedLoss":
+                    hint = f"use SelfSupervisedLoss of {__name__}, which needs no wrapper"
+                raise TypeError(f"loss must be one of pytorch-metric-learning's losses, got {name}; {hint}")
+        self.loss, self.efficient, self.group = loss, efficient, group
+        self._called = False
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: tuple[Tensor, ...] | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        enqueue_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the whole batch, for this process's rows, as in :meth:`NTXentLoss.forward`.
+
+        `labels` may be None if the loss takes none; `enqueue_mask`, (b_r,) booleans, is for a CrossBatchMemory. If the
+        loss raises on any process, ValueError is raised on all.
+        """
+        if isinstance(self.loss, BatchLoss):
+            found: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+            return found
+        if not self._called:
+            _warn_of_local_labels(labels, self.group, "DistributedLossWrapper")
+            self._called = True
+        rows = {
+            "embeddings": embeddings,
+            "labels": _on_device(labels, embeddings),
+            "ref_emb": ref_emb,
+            "ref_labels": _on_device(ref_labels, embeddings),
+            "enqueue_mask": _on_device(enqueue_mask, embeddings),
+        }
+        indices = _checked_indices(indices_tuple, self.group, "DistributedLossWrapper")
+        return _on_whole_batch(self.loss, self.group, rows, indices)
+
+
+class SelfSupervisedLoss(nn.Module):
+    """pytorch-metric-learning's `SelfSupervisedLoss`: a loss of two views of each example, on the whole batch.
+
+    Their module numbers the examples of each process from 0, so that examples of two processes look like one class.
+    Here all examples of the batch have numbers of their own.
+
+    Args:
+        loss: a loss of this module, or one of theirs that their SelfSupervisedLoss takes; also in a
+            :class:`DistributedLossWrapper`, which is not needed.
+        symmetric: whether rows of both views are anchors, each against the other rows of both; else rows of the first
+            view are compared with those of the second.
+        group: processes that share the batch; None: those of the loss, and None beside a loss of this module.
+    """
+
+    def __init__(self, loss: nn.Module, symmetric: bool = True, *, group: Group = None) -> None:
+        super().__init__()
+        if isinstance(loss, DistributedLossWrapper):
+            group, loss = loss.group if group is None else group, loss.loss
+        if isinstance(loss, BatchLoss):
+            if group not in (None, loss.group):
+                raise ValueError("group must be None with a loss of this module, which has a group; leave it out here")
+            group = loss.group
+        self.loss, self.symmetric, self.group = loss, symmetric, group
+        if not isinstance(loss, BatchLoss):
+            _their_class("losses", "SelfSupervisedLoss")(loss, symmetric)  # checks the kind of loss
+
+    def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
+        """Return the loss of all rows; row i of `ref_emb`, (b_r, d), is another view of row i of `embeddings`."""
+        comm = wb.comm.select_communicator(self.group)
+
+        def state() -> dict[str, int]:
+            if len(embeddings) != len(ref_emb):
+                raise ValueError(
+                    f"ref_emb must have a row for each of the {len(embeddings)} rows of embeddings, got {len(ref_emb)}"
+                )
+            return {"rows": len(embeddings)}
+
+        counts = [of_rank["rows"] for of_rank in comm.handshake(state, caller="SelfSupervisedLoss")]
+        if isinstance(self.loss, BatchLoss) and self.symmetric:
+            first = sum(counts[: comm.rank])
+            numbers = torch.arange(first, first + len(embeddings), device=embeddings.device).repeat(2)
+            found: Tensor = self.loss.of_batch(torch.cat([embeddings, ref_emb]), numbers)
+            return found
+        loss = self.loss.theirs() if isinstance(self.loss, BatchLoss) else self.loss
+        theirs = _their_class("losses", "SelfSupervisedLoss")(loss, self.symmetric)
+        return _on_whole_batch(theirs, self.group, {"embeddings": embeddings, "ref_emb": ref_emb})

@@ -1,0 +1,198 @@
+"""Losses of other losses: one of these for several embedding sizes, and any of theirs over the whole batch.
+
+Their MatryoshkaLoss takes these losses as well, and calls them once for each size. This one computes the sizes of
+InfoNCE of pairs in one sweep, by :func:`wholebatch.functional.matryoshka_loss`, and takes a trained scale with cached
+losses.
+
+A loss of theirs with `compute_loss_from_embeddings(embeddings, labels)` (CoSENT, AnglE, triplets of a batch), or a
+regularizer with `(embeddings)` (FLOPS of SPLADE), gets the rows of all processes, labels included, by
+:class:`wholebatch.WholeBatch`. Each process computes all of it, which fits losses with little work. For losses that are
+a mean over rows there is nothing to gain: averaging gradients makes them exact.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+
+from ...comm import Group
+from .citations import MATRYOSHKA
+from .embedding import BatchLoss, Chunks, Features, columns_of
+from .ranking import MultipleNegativesRankingLoss
+
+
+class MatryoshkaLoss(nn.Module):
+    """Their `MatryoshkaLoss`, of a loss of this module.
+
+    Args:
+        loss: a loss of this module, cached or not.
+        matryoshka_dims: sizes of the parts, each once, at most the size of the embeddings.
+        matryoshka_weights: one for each size, >= 0; default 1.
+        n_dims_per_step: number of sizes that a step draws, or -1 for all. All processes draw the same ones.
+    """
+
+    citation = MATRYOSHKA
+
+    def __init__(
+        self,
+        model: Any,  # their model
+        loss: nn.Module,
+        matryoshka_dims: Sequence[int],
+        matryoshka_weights: Sequence[float] | Sequence[int] | None = None,
+        n_dims_per_step: int = -1,
+    ) -> None:
+        super().__init__()
+        if not isinstance(loss, BatchLoss):
+            raise ValueError(
+                "loss must be one of wholebatch.integrations.sentence_transformers, got "
+                f"{type(loss).__module__}.{type(loss).__name__}; for it use MatryoshkaLoss of sentence_transformers"
+            )
+        dims = [*matryoshka_dims]
+        weights = [1.0] * len(dims) if matryoshka_weights is None else [float(x) for x in matryoshka_weights]
+        if not dims or len(set(dims)) < len(dims) or any(dim < 1 for dim in dims):
+            raise ValueError(f"matryoshka_dims must be positive, and each of them once, got {dims}")
+        if len(weights) != len(dims) or min(weights) < 0:
+            raise ValueError(
+                f"matryoshka_weights must be {len(dims)} numbers, one for each of matryoshka_dims, none negative, got "
+                f"{weights}"
+            )
+        largest = model.get_embedding_dimension()
+        if largest is not None and max(dims) > largest:
+            raise ValueError(f"matryoshka_dims must not exceed the model's embedding size {largest}, got {dims}")
+        if n_dims_per_step < -1 or n_dims_per_step == 0:
+            raise ValueError(f"n_dims_per_step must be -1 for all sizes, or at least 1, got {n_dims_per_step}")
+        self.model, self.loss = model, loss
+        self.parts = sorted(zip(dims, weights, strict=True))
+        self.n_dims_per_step = n_dims_per_step
+        self._calls = 0
+
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the losses of all sizes, the same on all processes."""
+        loss: Any = self.loss
+        columns = columns_of(sentence_features)
+        beside = loss.beside(columns, labels)
+        embeddings, parts = loss.embed(columns), self._drawn()
+        if isinstance(loss, MultipleNegativesRankingLoss) and len(embeddings) == 2 and loss.symmetric is not None:
+            return wb.functional.matryoshka_loss(
+                *embeddings,
+                logit_scale=loss.scale_value(),
+                dims=[dim for dim, _ in parts],
+                dim_weights=[weight for _, weight in parts],
+                symmetric=loss.symmetric,
+                **loss.options_of_call,
+            )
+        of_parts = [
+            weight * loss.compare([normalize(x[..., :dim], dim=-1) for x in embeddings], beside)
+            for dim, weight in parts
+        ]
+        return sum(of_parts[1:], of_parts[0])
+
+    def _drawn(self) -> list[tuple[int, float]]:
+        """Return the sizes of this step, with their weights; the number of the call is the seed."""
+        self._calls += 1
+        if not 0 < self.n_dims_per_step < len(self.parts):
+            return self.parts
+        return sorted(random.Random(self._calls).sample(self.parts, self.n_dims_per_step))
+
+    @property
+    def matryoshka_dims(self) -> tuple[int, ...]:
+        """The sizes, the largest first."""
+        return tuple(dim for dim, _ in reversed(self.parts))
+
+    @property
+    def matryoshka_weights(self) -> tuple[float, ...]:
+        """Their weights, in the same order."""
+        return tuple(weight for _, weight in reversed(self.parts))
+
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
+        """Return the arguments, for the model card."""
+        names = ("matryoshka_dims", "matryoshka_weights", "n_dims_per_step")
+        return {"loss": type(self.loss).__name__, **{name: getattr(self, name) for name in names}}
+
+
+class WholeBatchLoss(BatchLoss):
+    """A loss of sentence-transformers, of the embeddings and labels of all processes.
+
+    Args:
+        loss: one of their losses with `compute_loss_from_embeddings`, such as CoSENTLoss(model).
+        mini_batch_size: rows that the model takes at once, with gradient caching; None: all.
+        mini_batch_num_tokens: tokens that it takes at once, instead of rows.
+        group: processes that share the batch. Default: all.
+    """
+
+    fewest_columns = 1  # their triplet losses compare the rows of one column by their labels
+
+    def __init__(
+        self,
+        model: Any,  # their model
+        loss: nn.Module,
+        mini_batch_size: int | None = None,
+        mini_batch_num_tokens: int | None = None,
+        *,
+        group: Group = None,
+    ) -> None:
+        super().__init__(model, group=group)
+        if isinstance(loss, type):
+            raise ValueError(
+                f"loss must be an instance of a loss, got the class {loss.__name__}; pass {loss.__name__}(model)"
+            )
+        name = type(loss).__name__
+        if isinstance(loss, BatchLoss):
+            raise ValueError(
+                f"loss must be one of sentence-transformers, got wholebatch's {name}; use it without this one"
+            )
+        if getattr(loss, "uses_gradient_cache", False):
+            raise ValueError(
+                f"loss must not cache gradients, got {name}; pass {name.removeprefix('Cached')}, and mini_batch_size= "
+                "here"
+            )
+        if getattr(loss, "gather_across_devices", False):
+            raise ValueError(
+                f"loss must not gather, got {name} with gather_across_devices=True; leave it out, this module gathers"
+            )
+        if not hasattr(loss, "compute_loss_from_embeddings"):
+            raise ValueError(
+                f"loss must have compute_loss_from_embeddings(embeddings, labels), got {name}; it runs the model itself"
+            )
+        self.loss, self.group = loss, group
+        if mini_batch_size is not None or mini_batch_num_tokens is not None:
+            self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
+        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
+        """See `compute_loss_from_embeddings`."""
+        return self.compute_loss_from_embeddings(embeddings, beside)
+
+    def compute_loss_from_embeddings(
+        self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
+    ) -> Tensor:
+        """Return their loss of the embeddings and labels of all processes.
+
+        Args:
+            embeddings: (b, d) for each column, this process's; or one tensor, for losses that take one, as FlopsLoss.
+            labels: (b, ...), this process's, or None.
+        """
+        theirs: Any = self.loss
+        columns = [embeddings] if isinstance(embeddings, Tensor) else [*embeddings]
+
+        def of_all(*rows: Tensor) -> Tensor:
+            given = None if labels is None else rows[len(columns)].view(-1, *labels.shape[1:])
+            if isinstance(embeddings, Tensor):
+                found: Tensor = theirs.compute_loss_from_embeddings(rows[0], *([] if given is None else [given]))
+            else:
+                found = theirs.compute_loss_from_embeddings([*rows[: len(columns)]], given)
+            return found
+
+        beside = [] if labels is None else [labels.reshape(len(labels), -1)]
+        return wb.WholeBatch(of_all, group=self.group)(*columns, *beside)
+
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
+        """Return the arguments, for the model card."""
+        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
+        return {"loss": type(self.loss).__name__, **sizes}
