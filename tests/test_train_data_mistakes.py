@@ -556,9 +556,7 @@ OPTIONS = [
 
 @pytest.fixture
 def _nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr("wholebatch.train.run.run_folder.draw_curves", lambda *_: None)
     monkeypatch.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
-    monkeypatch.setattr("wholebatch.train.tasks.retrieve.Retrieve.draw", lambda self, folder: None)
 
 
 def good(folder):

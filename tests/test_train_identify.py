@@ -24,7 +24,7 @@ from wholebatch.train.data.pictures.pixel_digests import PixelDigests
 from wholebatch.train.data.sides import DrawnPictures, Side, Texts
 from wholebatch.train.encoders.small import Pad
 from wholebatch.train.option_checks import check_options
-from wholebatch.train.report.look_alikes import find_mistakes, surest_mistakes
+from wholebatch.train.report.mistakes import find_mistakes, surest_mistakes
 from wholebatch.train.tasks.batches import ImageBatches, Reader
 from wholebatch.train.tasks.verification import accepted_at, best_possible, rows_to_verify
 
@@ -54,7 +54,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
         "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
         "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py",
-        "lock", "curves.png", "look_alikes.png",
+        "lock",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
@@ -64,8 +64,6 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert report["top_5"] > report["top_1"]
     assert report["tar"] < 0.1, "here more than one in a thousand of the other pairs are nearly equal pictures"
     assert report["threshold"] > 0.9
-    for picture in ("curves.png", "look_alikes.png"):
-        assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert load_file(run / "model.safetensors")["centers"].shape == (158, 32)
     assert "top-1 accuracy" in output
     assert "158 classes: 564 images for training, 16 for validation, 210 for test (images never seen)" in output

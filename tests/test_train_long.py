@@ -24,7 +24,7 @@ from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.option_checks import check_options
-from wholebatch.train.progress import ConsoleProgress
+from wholebatch.train.progress import Progress
 from wholebatch.train.ranks.all_ranks import from_first_rank
 from wholebatch.train.run import checkpoint
 from wholebatch.train.run.best import Best
@@ -54,9 +54,7 @@ def whole(data, tmp_path_factory):
 def _nothing_is_drawn():
     """Leave out the pictures, which take longer than the steps."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("wholebatch.train.run.run_folder.draw_curves", lambda *_: None)
         patches.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
-        patches.setattr(Retrieve, "draw", lambda self, folder: None)
         yield
 
 
@@ -105,7 +103,7 @@ def test_metrics_and_lines_have_the_figures_of_speed_and_memory(data, tmp_path, 
 
 def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
     printed = io.StringIO()
-    progress = ConsoleProgress()
+    progress = Progress()
     progress._console = Console(file=printed, force_terminal=True, width=80, soft_wrap=True, color_system=None)
     task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
     progress.start(TrainConfig(), task, size=1, done=0, steps=300)
@@ -121,7 +119,7 @@ def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
 def lines_of(*, done, steps, to):
     """Return the plain lines of a start whose first step takes 50 s, and each other one 2 s."""
     now, printed = 0.0, io.StringIO()
-    progress = ConsoleProgress(lambda: now)
+    progress = Progress(lambda: now)
     progress._console = Console(file=printed, width=200, soft_wrap=True, color_system=None)
     task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
     progress.start(TrainConfig(), task, size=1, done=done, steps=steps)

@@ -24,7 +24,7 @@ from wholebatch._launch.launcher import launcher_size
 from wholebatch.testing import run_ranks
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.progress import ConsoleProgress
+from wholebatch.train.progress import Progress
 from wholebatch.train.ranks import local_ranks, signals
 from wholebatch.train.ranks.signals import Patience, Requests, Stopped, signals_blocked
 from wholebatch.train.run.checkpoint import last_step
@@ -375,9 +375,9 @@ def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch
 def test_a_path_is_printed_unchanged(capsys):
     """Rich would read parts of it as markup and emoji."""
     folder = Path("/runs[lr=1]/[red]x/:smile:")
-    ConsoleProgress().show_folder(folder)
-    ConsoleProgress().show_stop("SIGTERM", 3, f"; resume with: train --resume {folder}", finished=False)
-    assert capsys.readouterr().out.count(str(folder)) == 2
+    Progress().say(f"run folder: {folder}")
+    Progress(is_quiet=True).say(f"run folder: {folder}")
+    assert capsys.readouterr().out == f"run folder: {folder}\n"
 
 
 def test_a_folder_that_is_not_a_run_is_not_changed(capsys, data, tmp_path):

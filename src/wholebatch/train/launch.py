@@ -27,7 +27,7 @@ from .data.pictures.left_out import FILE as LEFT_OUT
 from .data.pictures.left_out import LeftOut
 from .loop import train
 from .planned import plan_start
-from .progress import ConsoleProgress, Progress
+from .progress import Progress
 from .ranks.all_ranks import on_all_ranks
 from .ranks.launcher import number_of_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
@@ -132,7 +132,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
     Precision(asked.precision, device)  # refuses what the device does not have
-    progress = ConsoleProgress() if is_first else Progress()
+    progress = Progress(is_quiet=not is_first)
     with ExitStack() as held:
         (config, data, folder, *_), path, done, schedule = _together(
             lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
@@ -140,20 +140,19 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
-            progress.show_folder(folder.path)
+            progress.say(f"run folder: {folder.path}")
         config = with_chunk_size(config, data, device, rank=rank, size=size)
         plan = plan_start(config, data, device, size=size)
-        progress.show_plan(plan)
+        progress.say(plan)
         audit = None
         if config.audit and config.resume is None:
-            outcome = audit_start(config, data, device, rank=rank, size=size)
-            audit = str(outcome)
-            progress.show_audit(outcome)
+            audit = str(audit_start(config, data, device, rank=rank, size=size))
+            progress.say(audit)
         start = new_start(step=done, ranks=size, device=device, plan=plan, audit=audit)
         task = make_task(dataclasses.replace(config, steps=schedule.steps), data, device, rank=rank, size=size)
         facts: dict[str, Any] = {"size": size, "schedule": schedule, "start": start, "device": device}
         try:
-            train(config, task, path, folder, progress, requests, **facts)
+            report = train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise _no_memory(error, rank, size) from error
         except WorkerDiedError as error:
@@ -162,7 +161,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             ) from error
         progress.stop()
         if folder is not None:
-            progress.report(folder, task)
+            progress.report(path, config, task, report)
 
 
 def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
@@ -236,7 +235,7 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
     if is_first and config.resume is not None:
         folder = RunFolder.lock(config.resume)
         held.callback(folder.close)
-    config, data = load_data(config, size, progress.show_data)
+    config, data = load_data(config, size, progress.say_of_data)
     check_encoders(config, data)
     if not is_first:
         return _Prepared(config, data)
@@ -251,7 +250,7 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
     folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), prepared.facts, prepared.left_out)
     held.callback(folder.close)
     if prepared.left_out:
-        progress.show_data(f"{path / LEFT_OUT} lists the {len(prepared.left_out):,} rows that are left out")
+        progress.say_of_data(f"{path / LEFT_OUT} lists the {len(prepared.left_out):,} rows that are left out")
     return prepared._replace(folder=folder)
 
 

@@ -44,8 +44,8 @@ def train(
     schedule: Schedule,
     start: Start,
     device: torch.device,
-) -> None:
-    """Run this rank's part of the training in the run folder `path`; rank 0, the one with a `folder`, reports.
+) -> dict[str, Any]:
+    """Run this rank's part of the training in the run folder `path`, and return the report; that of rank 0 counts.
 
     The global batch, its order and its augmentation depend on the seed and the step alone, and each rank takes its
     rows of it: the curve is the same for any number of ranks, up to float32's order of summation.
@@ -81,7 +81,7 @@ def train(
         keeps_best = config.patience > 0 or config.keep_best
         is_over = from_first_rank(best.is_over, device)  # a run that ended early, and is resumed
         if done == schedule.steps and not is_over:
-            progress.show_note("the run has made all its steps: only its test is made again (--until-step N trains on)")
+            progress.say("the run has made all its steps: only its test is made again (--until-step N trains on)")
         requests.begin()
         started, pace = time.monotonic() - seconds, Pace(config.batch_size)
         for step in range(done, done if is_over else schedule.steps):
@@ -132,7 +132,7 @@ def train(
                     wait()
                 is_over = from_first_rank(best.is_over, device)
             if done < schedule.steps and not is_over and (warning := best.warning(is_kept=keeps_best)):
-                progress.show_note(warning)
+                progress.say(warning)
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
                 save_last(done)
@@ -140,36 +140,37 @@ def train(
             if asked.stop:
                 raise _end(asked, requests, progress, step=done)
             if asked.checkpoint:
-                progress.show_checkpoint(done)
+                progress.say(f"a checkpoint was requested: step {done} has one")
             if is_over:
                 break
 
         if is_over:
             more = "" if done == schedule.steps else "; --resume with --patience 0, or with a larger one, trains on"
-            progress.show_note(
+            progress.say(
                 f"ended after step {done}: no validation of the last {config.patience} was better than that of step "
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
                 + more
             )
         elif folder is not None and (remark := best.remark(done, is_kept=keeps_best)):
-            progress.show_note(remark)
+            progress.say(remark)
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
             save_last(done)
-        report = task.test()
+        report = figures = task.test()
         wait()
         weights = task.weights()
         if folder is not None:
             choices = [asdict(choice) for choice in kernels.choices()]
-            folder.finish(task, report | {"seconds": round(seconds, 1), "kernels": choices}, weights)
+            report = figures | {"seconds": round(seconds, 1), "kernels": choices}
+            folder.finish(task, report, weights)
             rows = folder.metrics()
             of_best = rows[best.step - 1] if keeps_best and best.step else None
             page = report_of_run(
-                config, DEFAULTS[config.task], task, report, rows, folder.starts,
+                config, DEFAULTS[config.task], task, figures, rows, folder.starts,
                 folder=folder.path, schedule=schedule, best=of_best,
             )  # fmt: skip
             folder.write_page(page)
             for tracker in trackers:
-                tracker.log(done, figures_of(report, "test/"))
+                tracker.log(done, figures_of(figures, "test/"))
     except BaseException:
         with suppress(UserError):  # of a disk that is full, which the error of the run names
             _close(trackers)
@@ -179,6 +180,7 @@ def train(
     asked = requests.combined()
     if asked.stop:
         raise _end(asked, requests, progress, step=done, finished=True)
+    return report
 
 
 def _begin(
@@ -196,9 +198,9 @@ def _begin(
 
     (trackers, missing), _ = on_all_ranks("set-up", write)
     if missing:
-        progress.show_note(missing)
+        progress.say(missing)
     if schedule.extensions:
-        progress.show_note(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
+        progress.say(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
     return trackers
 
 
@@ -239,7 +241,8 @@ def _naming_the_last_checkpoint(step: int, requests: Requests) -> Iterator[None]
 def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, finished: bool = False) -> Stopped:
     """Show how to resume, wait until all ranks are done, and return the exception that ends the run."""
     progress.stop()
-    progress.show_stop(name(asked.stop), step, requests.how_to_resume, finished=finished)
+    stopped = f"stopped after step {step}, which has a checkpoint{requests.how_to_resume}"
+    progress.say(f"{name(asked.stop)}: {'the run was finished' if finished else stopped}")
     requests.combined()  # a launcher may end the other ranks as soon as one has ended
     return Stopped(asked.stop)
 

@@ -16,9 +16,6 @@ lock                     the process that writes here, which holds its lock
 README.md                the model, its figures, and how to use it, also without this program
 report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
 report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
-curves.png               loss and validation over the steps
-retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
-look_alikes.png          of --task identify: the classes that are confused most
 tensorboard/             TensorBoard's event files
 wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, and its files
 """
@@ -33,8 +30,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._base.bounded_json import parse_json, sealed
-from ..._base.files import read_bounded, replacing
+from ..._base.bounded_json import sealed
+from ..._base.files import replacing
 from ..._base.user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
@@ -44,7 +41,6 @@ from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of
 from ..report.content import Report
 from ..report.page import render
-from ..report.pictures import draw_curves
 from ..tasks.task import Task
 from .best import FILE as BEST
 from .checkpoint import METRICS, digests_of_run, save_tensors
@@ -55,8 +51,6 @@ from .metrics_file import MetricsFile
 from .resume import CONFIG
 from .schedule import Extension
 from .starts import Start, read_starts, write_starts
-
-_MOST_REPORT_BYTES = 2**24
 
 
 class RunFolder:
@@ -119,7 +113,7 @@ class RunFolder:
         return self._metrics.digest_of(step)
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Write the final weights, the report and the pictures."""
+        """Write the final weights, the report and the README."""
         encoders = self.path / ENCODERS
         with _writing(self.path):
             task.save_encoders(encoders)
@@ -128,8 +122,6 @@ class RunFolder:
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
             write_readme(self.path, task.describe(), task.table(report))
-            draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
-            task.draw(self.path)
 
     def keep_best(self, task: Task, weights: dict[str, Tensor], step: int) -> None:
         """Write the weights of the best validation so far, which is that after `step` steps."""
@@ -154,11 +146,6 @@ class RunFolder:
         """Write report.html."""
         with _writing(self.path), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
-
-    def report(self) -> dict[str, Any]:
-        """Return the report that `finish` has written."""
-        file = self.path / "report.json"
-        return dict(parse_json(read_bounded(file, _MOST_REPORT_BYTES), str(file)))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import shard_weights, whole_state
 from ..report.classes import classes_evidence
 from ..report.content import Evidence, Item
-from ..report.look_alikes import Mistakes, draw_look_alikes, find_mistakes, surest_mistakes
+from ..report.mistakes import Mistakes, find_mistakes, surest_mistakes
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import ImageBatches, Reader, rows_of_chunks
@@ -45,7 +45,7 @@ _TOP = 5
 class Identify(Task):
     """Find the class of a new image among the classes of training."""
 
-    curves = (Curve("top-1", ("top_1",), "tab:green"), Curve(f"top-{_TOP}", (f"top_{_TOP}",), "tab:orange"))
+    curves = (Curve("top-1", ("top_1",)), Curve(f"top-{_TOP}", (f"top_{_TOP}",)))
     validation_title = "validation: images not trained on"
 
     def __init__(
@@ -275,9 +275,3 @@ class Identify(Task):
             lambda row: Item(data.names[data.labels[data.test[row]]], data.picture(data.test[row])),
             lambda label: Item(data.names[label], data.picture(data.example(label))),
         )
-
-    def draw(self, folder: Path) -> None:
-        assert self._found is not None
-        assert self._mistakes is not None
-        _, found, cosines = self._found
-        draw_look_alikes(self._data, found[:, 0], cosines[:, 0], self._mistakes, folder / "look_alikes.png")
