@@ -18,9 +18,8 @@ from wholebatch.testing import run_ranks
 from wholebatch.train import loop
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
-from wholebatch.train.ranks import waiting
-from wholebatch.train.ranks.all_ranks import on_all_ranks
-from wholebatch.train.ranks.waiting import WaitForFirstRank
+from wholebatch.train.ranks import all_ranks
+from wholebatch.train.ranks.all_ranks import WaitForFirstRank, on_all_ranks
 from wholebatch.train.run import metrics_file
 from wholebatch.train.run.checkpoint import first_lines
 from wholebatch.train.run.run_folder import RunFolder
@@ -80,7 +79,7 @@ def reports(data, queries):
 def check_the_wait():
     """The same wait for a first rank that is busy for 1.5 s, without and with a timeout of 1 s."""
     wait = WaitForFirstRank()
-    waiting.LONGEST = timedelta(seconds=1)
+    all_ranks.LONGEST = timedelta(seconds=1)
     impatient = WaitForFirstRank()
     if dist.get_rank() == 0:
         time.sleep(1.5)
@@ -127,8 +126,8 @@ def test_evaluation_encodes_no_more_rows_at_a_time_than_a_chunk(tmp_path, chunk_
 
 
 def test_the_longest_wait_can_be_given_to_gloo():
-    assert timedelta(days=1) < waiting.LONGEST
-    assert waiting.LONGEST.total_seconds() * 1000 < 2**31, "a number of milliseconds that fits an int"
+    assert timedelta(days=1) < all_ranks.LONGEST
+    assert all_ranks.LONGEST.total_seconds() * 1000 < 2**31, "a number of milliseconds that fits an int"
 
 
 ALONE = ("validate", "test", "save")

@@ -52,7 +52,7 @@ def uninterrupted(data, tmp_path_factory):
 def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
-        "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
         "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py",
         "lock",
     }  # fmt: skip

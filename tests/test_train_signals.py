@@ -29,10 +29,12 @@ from wholebatch.train.ranks import local_ranks, signals
 from wholebatch.train.ranks.signals import Patience, Requests, Stopped, signals_blocked
 from wholebatch.train.run.checkpoint import last_step
 from wholebatch.train.run.lock import Lock
-from wholebatch.train.run.resume import read_config, resume_command
+from wholebatch.train.run.record import DataFacts, read_config
+from wholebatch.train.run.resume import resume_command
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.retrieve import Retrieve
 
+DATA = DataFacts("pairs.csv", "20 pairs", "0" * 64)
 MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with running averages
 
 
@@ -360,7 +362,7 @@ def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch
     """Options of the run's start are saved, not repeated; under torchrun the command has the number of ranks."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     saved = TrainConfig(ranks=2, run_folder=tmp_path / "run")
-    RunFolder.create(tmp_path / "run", saved).close()
+    RunFolder.create(tmp_path / "run", saved, DATA).close()
     command = f"wholebatch train --resume {tmp_path}/run"
     assert resume_command(tmp_path / "run", saved) == command
     resumed = replace(saved, resume=tmp_path / "run", audit=False)
@@ -517,7 +519,7 @@ def test_a_folder_that_a_kill_left_before_the_configuration_is_empty(data, tmp_p
     run.mkdir()
     (run / "lock").write_text("4711 elsewhere\n")
     (run / "config.json.partial").write_text("{")
-    RunFolder.create(run, TrainConfig()).close()
+    RunFolder.create(run, TrainConfig(), DATA).close()
     assert json.loads((run / "config.json").read_text())["task"] == "retrieve"
 
 

@@ -28,6 +28,8 @@ from .config import TrainConfig, value_of
 from .encoder_options import absolute
 
 _MOST_BYTES = 2**20
+RUN = "run"
+"""The key of config.json under which no option stands."""
 _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does not take them from another run
 
 
@@ -37,7 +39,7 @@ def with_file(base: TrainConfig, path: Path | None) -> TrainConfig:
     Raises:
         UserError: the file cannot be read, has an unknown option, or a value of another type.
     """
-    return base if path is None else _merged(base, _values(path), path, "")
+    return base if path is None else merged(base, _values(path), path)
 
 
 def naming_file(error: UserError, config: TrainConfig) -> UserError:
@@ -71,7 +73,7 @@ def _values(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"--config: {path} must hold options by name, got {shown(values)}")
     if path.suffix == ".json":
-        values = {name: value for name, value in values.items() if name not in (DIGEST, *_OF_A_RUN)}
+        values = {name: value for name, value in values.items() if name not in (DIGEST, RUN, *_OF_A_RUN)}
     return _underscored(values, path)
 
 
@@ -98,7 +100,7 @@ def _parse_toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
-def _merged(base: Any, values: Mapping[str, Any], path: Path, part: str) -> Any:
+def merged(base: Any, values: Mapping[str, Any], path: Path, part: str = "") -> Any:
     """Return the dataclass `base` with these values; `part` is the prefix of its names, such as "model."."""
     hints = get_type_hints(type(base))
     changed = {}
@@ -111,7 +113,7 @@ def _merged(base: Any, values: Mapping[str, Any], path: Path, part: str) -> Any:
         if dataclasses.is_dataclass(before):
             if not isinstance(value, dict):
                 raise UserError(f"{path}: {part + name} must be a table, [{name}]; got {shown(value)}")
-            changed[name] = _merged(before, value, path, f"{part}{name}.")
+            changed[name] = merged(before, value, path, f"{part}{name}.")
         else:
             changed[name] = _typed(f"{part}{name}", hints[name], value, path)
     return dataclasses.replace(base, **changed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -21,22 +21,20 @@ from .._launch.slurm import has_gpu_of_its_own
 from .._measure import threads_of_a_rank
 from .audited import audit_start
 from .config import TrainConfig
+from .data.classes.labeled import LabeledImages
 from .data.feed import WorkerDiedError
 from .data.load import Data, load_data
+from .data.pairs.pairs import Pairs
 from .data.pictures.left_out import FILE as LEFT_OUT
-from .data.pictures.left_out import LeftOut
 from .loop import train
+from .option_checks import number_of_ranks
 from .planned import plan_start
 from .progress import Progress
 from .ranks.all_ranks import on_all_ranks
-from .ranks.launcher import number_of_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .ranks.signals import Requests, show
-from .run.checkpoint import FILE as CHECKPOINT
 from .run.checkpoint import last_step
-from .run.data_facts import DataFacts, check_same_data
-from .run.extensions import FILE as EXTENSIONS
-from .run.extensions import read_extensions
+from .run.record import CONFIG, DataFacts, read_record
 from .run.resume import how_to_resume
 from .run.run_folder import RunFolder
 from .run.schedule import Extension, Schedule
@@ -134,7 +132,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     Precision(asked.precision, device)  # refuses what the device does not have
     progress = Progress(is_quiet=not is_first)
     with ExitStack() as held:
-        (config, data, folder, *_), path, done, schedule = _together(
+        (config, data, _, folder, *_), path, done, schedule = _together(
             lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
         )
         held.callback(progress.stop)
@@ -177,28 +175,10 @@ class _Prepared(NamedTuple):
     config: TrainConfig
     """With the choices that were left to the data."""
     data: Data
+    facts: DataFacts
     folder: RunFolder | None = None
     step: int = 0
     extensions: tuple[Extension, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """The hash of the data."""
-        return (self.data[0] if isinstance(self.data, tuple) else self.data).digest
-
-    @property
-    def left_out(self) -> Sequence[LeftOut]:
-        """The rows that `--skip-bad` has left out."""
-        return (self.data[0] if isinstance(self.data, tuple) else self.data).left_out
-
-    @property
-    def facts(self) -> DataFacts:
-        """The facts for data.json of the run folder."""
-        if isinstance(self.data, tuple):
-            pairs = self.data[0]
-            return DataFacts(self.config.data, f"{len(pairs.order)} pairs in {len(pairs)} groups", self.digest)
-        images = len(self.data.train) + len(self.data.validation) + len(self.data.test)
-        return DataFacts(self.config.data, f"{images} images of {len(self.data)} classes", self.digest)
 
 
 def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
@@ -209,11 +189,9 @@ def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_P
     """
 
     def facts(prepared: _Prepared) -> dict[str, Any]:
-        if prepared.folder is None:
-            return {"data": prepared.digest}
+        path = "" if prepared.folder is None else str(prepared.folder.path)
         extensions = [[*each] for each in prepared.extensions]
-        folder = str(prepared.folder.path)
-        return {"data": prepared.digest, "folder": folder, "step": prepared.step, "extensions": extensions}
+        return {"data": prepared.facts.digest, "folder": path, "step": prepared.step, "extensions": extensions}
 
     prepared, everyone = on_all_ranks("set-up", prepare, facts, patient=True)
     first = everyone[0]
@@ -237,30 +215,39 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
         held.callback(folder.close)
     config, data = load_data(config, size, progress.say_of_data)
     check_encoders(config, data)
+    if isinstance(data, LabeledImages):
+        rows: LabeledImages | Pairs = data
+        what = f"{len(data.train) + len(data.validation) + len(data.test)} images of {len(data)} classes"
+    else:
+        rows = data[0]
+        what = f"{len(rows.order)} pairs in {len(rows)} groups"
+    prepared = _Prepared(config, data, DataFacts(config.data, what, rows.digest))
     if not is_first:
-        return _Prepared(config, data)
+        return prepared
     if folder is not None:
-        has_checkpoint = (folder.path / CHECKPOINT).exists()
-        check_same_data(folder.path, _Prepared(config, data).facts, has_checkpoint=has_checkpoint)
+        record = read_record(folder.path)
+        if record.data.digest != rows.digest:
+            raise UserError(
+                f"--resume continues with the data of the run: {record.data.source!r} held {record.data}, and holds "
+                f"{prepared.facts} now. Restore the data, or start a new run"
+            )
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
-        return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))
+        return prepared._replace(folder=folder, step=step, extensions=_extensions(config, record.extensions, step))
     path = _folder(config)
-    prepared = _Prepared(config, data)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), prepared.facts, prepared.left_out)
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), prepared.facts, rows.left_out)
     held.callback(folder.close)
-    if prepared.left_out:
-        progress.say_of_data(f"{path / LEFT_OUT} lists the {len(prepared.left_out):,} rows that are left out")
+    if rows.left_out:
+        progress.say_of_data(f"{path / LEFT_OUT} lists the {len(rows.left_out):,} rows that are left out")
     return prepared._replace(folder=folder)
 
 
-def _extensions(config: TrainConfig, path: Path, step: int) -> tuple[Extension, ...]:
+def _extensions(config: TrainConfig, earlier: tuple[Extension, ...], step: int) -> tuple[Extension, ...]:
     """Return the extensions of a resumed run, and the one that `--until-step` asks for."""
-    earlier = read_extensions(path)
     if earlier and earlier[-1].at > step:
         raise UserError(
-            f"{path / EXTENSIONS} extends the run at step {earlier[-1].at}, but its checkpoint is of step {step}; was "
-            "an earlier checkpoint copied back?"
+            f"{CONFIG} of the run extends it at step {earlier[-1].at}, but its checkpoint is of step {step}; was an "
+            "earlier checkpoint copied back?"
         )
     if config.until_step is None:
         return earlier

@@ -17,17 +17,16 @@ from .. import kernels
 from .._base.user_error import UserError
 from .config import DEFAULTS, TrainConfig
 from .progress import Progress
-from .ranks.all_ranks import from_first_rank, on_all_ranks
+from .ranks.all_ranks import WaitForFirstRank, from_first_rank, on_all_ranks
 from .ranks.sharding import local_parts
 from .ranks.signals import Asked, Requests, Stopped, name
-from .ranks.waiting import WaitForFirstRank
 from .report.of_run import report_of_run
 from .run.best import Best
 from .run.checkpoint import FILE
 from .run.pace import Pace, peak_memory
+from .run.record import Start, read_record
 from .run.run_folder import RunFolder
 from .run.schedule import Schedule, describe_extension
-from .run.starts import Start
 from .run.trackers import Tracker, figures_of, figures_of_step, start_trackers
 from .tasks.task import PassState, Task, not_finite
 
@@ -165,7 +164,7 @@ def train(
             rows = folder.metrics()
             of_best = rows[best.step - 1] if keeps_best and best.step else None
             page = report_of_run(
-                config, DEFAULTS[config.task], task, figures, rows, folder.starts,
+                config, DEFAULTS[config.task], task, figures, rows, read_record(path).starts,
                 folder=folder.path, schedule=schedule, best=of_best,
             )  # fmt: skip
             folder.write_page(page)
@@ -191,9 +190,7 @@ def _begin(
     def write() -> tuple[Sequence[Tracker], str]:
         if folder is None:
             return [], ""
-        if config.until_step is not None:
-            folder.extend(schedule.extensions)
-        folder.add_start(start)
+        folder.begin(start, schedule.extensions)
         return start_trackers(config, folder.path, start.step)
 
     (trackers, missing), _ = on_all_ranks("set-up", write)

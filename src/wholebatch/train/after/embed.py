@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .encode import Work, features_of
-from .feature_files import COLUMN, write_features
+from .feature_files import COLUMN, write_npy, write_parquet
 from .items import Items, open_items
 from .open_run import OpenRun, device_of, open_run
 from .options import EmbedConfig
-from .output import announced, say
+from .output import say, written
 
 _LINE_EVERY_S = 10
 
@@ -53,8 +53,9 @@ def embed(options: EmbedConfig) -> None:
     of = f"the column {items.column!r} of {items.source}" if items.column else items.source
     rows = "1 row" if len(items) == 1 else f"{len(items):,} rows"
     content = f"{rows} of {run.width} numbers, of {of}, by the encoder of the {items.name}"
-    with announced(options.out, content):
-        write_features(options.out, tiles, items, width=run.width, weights=run.weights)
+    with written(options.out, content) as file:
+        write = write_npy if options.out.suffix == ".npy" else write_parquet
+        write(file, tiles, items, run.width, run.weights)
 
 
 def with_progress(tiles: Iterable[Tensor], count: int) -> Iterator[Tensor]:

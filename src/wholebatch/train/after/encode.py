@@ -12,7 +12,6 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,7 +105,7 @@ def _of_ranks(
             connections.append(ours)
         for part in range(count):
             rank = part % work.ranks
-            yield _received(connections[rank], processes[rank], rank, run.width)
+            yield _received(connections[rank], processes[rank], rank)
     finally:
         for process in processes:
             process.kill()
@@ -115,21 +114,21 @@ def _of_ranks(
             connection.close()
 
 
-def _received(connection: Connection, process: SpawnProcess, rank: int, width: int) -> Tensor:
+def _received(connection: Connection, process: SpawnProcess, rank: int) -> Tensor:
     try:
-        message = connection.recv_bytes()
+        message = connection.recv()
     except EOFError as error:
         process.join()
         raise RankDiedError(f"rank {rank} has ended with exit code {process.exitcode} before it was done") from error
-    if message[:1] == b"!":
-        raise UserError(message[1:].decode())
-    return torch.from_numpy(np.frombuffer(message, np.float32, offset=4).reshape(-1, width).copy())
+    if isinstance(message, str):
+        raise UserError(message)
+    return torch.from_numpy(message)
 
 
 def _rank(
     rank: int, folder: Path, rows: Tensor, work: Work, open_again: Callable[[OpenRun], Any], connection: Connection
 ) -> None:
-    """Compute every `work.ranks`-th part and send it; an error is sent, too."""
+    """Compute every `work.ranks`-th part and send it; of an error the message is sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     torch.set_num_threads(threads_of_a_rank(work.ranks))
     try:
@@ -137,17 +136,13 @@ def _rank(
         items = open_again(run)
         parts = [*rows.split(work.batch_size)][rank :: work.ranks]
         for features in _features(run, items, parts, work):
-            connection.send_bytes(_message(features))
+            connection.send(features.numpy())
     except UserError as error:
         with contextlib.suppress(OSError):
-            connection.send_bytes(b"!" + str(error).encode())
+            connection.send(str(error))
     except BrokenPipeError:
         return  # the process that started this one has ended
     except Exception as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
-            connection.send_bytes(b"!" + f"rank {rank}: {type(error).__name__}: {one_line(error)}".encode())
-
-
-def _message(features: Tensor) -> bytes:
-    return b"rows" + features.contiguous().numpy().tobytes()
+            connection.send(f"rank {rank}: {type(error).__name__}: {one_line(error)}")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import wholebatch as wb
 
-from ..._base.files import replacing
 from ..._base.user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from ..data.glyphs import glyph_pairs
@@ -32,7 +31,7 @@ from .encode import Work, features_of
 from .items import Items
 from .open_run import OpenRun, device_of, open_run
 from .options import EvaluateConfig, renamed
-from .output import announced, say, table_of
+from .output import say, table_of, written
 from .seen import seen_in_training
 
 _TOP = 5
@@ -62,11 +61,8 @@ def evaluate(options: EvaluateConfig) -> None:
     say(line)
     _show(run, found)
     if options.out is not None:
-        try:
-            with announced(options.out, "the figures"), replacing(options.out) as file:
-                file.write(json.dumps(found, indent=2).encode() + b"\n")
-        except OSError as error:
-            raise UserError(f"--out: {str(options.out)!r} cannot be written: {error.strerror or error}") from error
+        with written(options.out, "the figures") as file:
+            file.write(json.dumps(found, indent=2).encode() + b"\n")
 
 
 def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:

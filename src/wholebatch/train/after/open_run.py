@@ -29,8 +29,7 @@ from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
 from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
 from ..run.checkpoint import check_is_of_run
-from ..run.extensions import read_extensions
-from ..run.resume import read_config
+from ..run.record import read_record
 from .options import Weights
 from .reading import reading
 
@@ -113,9 +112,10 @@ def open_run(
             encoder that is not trusted.
     """
     try:
-        config = read_config(folder)
+        record = read_record(folder)
     except UserError as error:
         raise UserError(str(error).replace("--resume ", "RUN ")) from error
+    config, extensions = record.config, record.extensions
     files = files_of_encoders(config)
     if files and not trust:
         raise UserError(
@@ -143,26 +143,10 @@ def open_run(
         digest = _digest(file, prefix)
         classes = _classes(file) if centers is not None else ()
         step = None if kind == "final" else _step(file)
-    extensions = read_extensions(folder)
     steps = extensions[-1].steps if extensions else config.steps
     model.load_state_dict(tensors)
     model.to(device).eval().requires_grad_(False)
     return OpenRun(folder, config, model, digest, device, kind, step, steps, classes, centers)
-
-
-def weights_of(run: OpenRun) -> set[str]:
-    """Return the hashes of all weights that the folder of the run has now: final, best, and of the last checkpoint.
-
-    Raises:
-        UserError: one of the files is damaged.
-    """
-    found = set()
-    for name, kind in _NAMES.items():
-        path = run.folder / name
-        if path.exists():
-            with _reading(path), TensorFile(path) as file:
-                found.add(_digest(file, _prefix(run.config, kind)))
-    return found
 
 
 def _prefix(config: TrainConfig, kind: str) -> str:

@@ -15,7 +15,7 @@ import tyro
 from ..._base.user_error import UserError
 from ..data.paths import check_path, near_miss
 from ..data.tables.folders import PICTURES
-from ..run.resume import CONFIG
+from ..run.record import CONFIG
 
 FEATURES = (".parquet", ".npy")
 Device = Literal["auto", "cpu", "cuda"]

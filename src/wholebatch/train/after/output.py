@@ -1,12 +1,14 @@
-"""Lines and tables of output, and the line about a file that was written."""
+"""Lines, tables and files of output."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from ..._base.user_error import printable
+from ..._base.files import replacing
+from ..._base.user_error import UserError, printable
 
 
 def say(line: str) -> None:
@@ -15,10 +17,18 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def announced(path: Path, content: str) -> Iterator[None]:
-    """Print a line about a file once it is written, which says if it has replaced an earlier one."""
+def written(path: Path, content: str, argument: str = "--out") -> Iterator[BinaryIO]:
+    """Open a file that appears under its name when it is complete, and print a line about its content then.
+
+    Raises:
+        UserError: it cannot be written; an earlier file of this name is as it was.
+    """
     was_there = path.exists()
-    yield
+    try:
+        with replacing(path) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{argument}: {str(path)!r} cannot be written: {error.strerror or error}") from error
     say(f"{path}: {content}" + (", in place of an earlier file" if was_there else ""))
 
 

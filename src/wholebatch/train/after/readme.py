@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..._base.files import replacing
 from ..config import TrainConfig
-from ..run.resume import read_config
+from ..run.record import read_config
 from .plain_module import FILE as MODULE
 from .plain_module import write_module
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._base.files import replacing
 from ..._base.user_error import UserError
 from ..data.pictures.reading import open_picture
 from ..data.sides import Side
@@ -22,7 +21,7 @@ from .feature_files import FeatureFile, has_features, open_features
 from .items import Items, check_side, distinct, open_items
 from .open_run import OpenRun, device_of, open_run
 from .options import SearchConfig
-from .output import announced, say
+from .output import say, written
 from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
 from .unknown_words import note_of, unknown_words
@@ -82,8 +81,8 @@ def search(options: SearchConfig) -> None:
     if found.items is not None and found.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"
         lines = [_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])]
-        with announced(path, "the pictures"):
-            draw_sheet(lines, path)
+        with written(path, "the pictures", "--sheet") as file:
+            draw_sheet(lines, file)
     elif options.sheet is not None:
         raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
 
@@ -176,14 +175,11 @@ def _one_line(text: str) -> str:
 
 
 def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
-    try:
-        with announced(path, f"{len(hits):,} queries with {len(hits[0])} results each"), replacing(path) as file:
-            for number, each in enumerate(hits):
-                results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
-                line = {"query": _asked(queries, number), "results": results}
-                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"--out: {str(path)!r} cannot be written: {error.strerror or error}") from error
+    with written(path, f"{len(hits):,} queries with {len(hits[0])} results each") as file:
+        for number, each in enumerate(hits):
+            results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
+            line = {"query": _asked(queries, number), "results": results}
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:

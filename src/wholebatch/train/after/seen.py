@@ -23,7 +23,7 @@ from ..data.sides import Chosen, DrawnPictures, FilePictures, Side, Texts
 from ..encoders.encoder import Encoder
 from ..encoders.small import TextEncoder
 from ..encoders.words import identity
-from ..run.data_facts import read_data_facts
+from ..run.record import read_record
 from ..tasks.pair_search import PLURAL
 from .open_run import OpenRun
 from .options import renamed
@@ -69,9 +69,8 @@ def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, Seen], str]:
 
 def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
     """Yield by side the rows that the run was trained on; UserError if its data are not there, or have changed."""
-    facts = read_data_facts(run.folder)
     _, data = load_data(run.config, 1)
-    if (data[0] if isinstance(data, tuple) else data).digest != facts.digest:
+    if (data[0] if isinstance(data, tuple) else data).digest != read_record(run.folder).data.digest:
         raise UserError(f"{run.config.data!r} has changed since the run was started")
     if not isinstance(data, tuple):
         everything = torch.arange(len(data.pictures.rows)) if isinstance(data.pictures, Chosen) else data.train

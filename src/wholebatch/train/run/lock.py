@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..._base.user_error import UserError
 from ..ranks.signals import show
-from .resume import CONFIG
+from .record import CONFIG
 
 _flock: Callable[[int, int], None] | None
 try:

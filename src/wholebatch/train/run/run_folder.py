@@ -1,10 +1,7 @@
 """The folder of a run. Rank 0 writes all of it, but for the other ranks' parts of head-STEP.
 
-config.json              the configuration, read back by --resume
-data.json                the hash of the data, which --resume compares
+config.json              the record that --resume reads: options, hash of the data, each --until-step, each start
 left_out.csv             with --skip-bad: each row without a text or a readable picture, and why; if there are any
-extensions.json          where --until-step extended the run, if it did
-starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
 best.safetensors         unless --no-keep-best: the weights of the best validation
@@ -30,12 +27,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._base.bounded_json import sealed
 from ..._base.files import replacing
 from ..._base.user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
-from ..config_json import to_json
 from ..data.pictures.left_out import LeftOut, write_left_out
 from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of
@@ -43,14 +38,11 @@ from ..report.content import Report
 from ..report.page import render
 from ..tasks.task import Task
 from .best import FILE as BEST
-from .checkpoint import METRICS, digests_of_run, save_tensors
-from .data_facts import DataFacts, write_data_facts
-from .extensions import write_extensions
+from .checkpoint import METRICS, save_tensors
 from .lock import Lock, check_is_free
 from .metrics_file import MetricsFile
-from .resume import CONFIG
+from .record import DataFacts, Record, Start, digests_of_run, read_record
 from .schedule import Extension
-from .starts import Start, read_starts, write_starts
 
 
 class RunFolder:
@@ -60,23 +52,17 @@ class RunFolder:
         self.path = path
         self._metrics = MetricsFile(path / METRICS)
         self._lock = lock
-        self.starts: list[Start] = []
 
     @classmethod
-    def create(
-        cls, path: Path, config: TrainConfig, data: DataFacts | None = None, left_out: Sequence[LeftOut] = ()
-    ) -> RunFolder:
-        """Create a folder with the configuration and the facts of the data in it; UserError if it is not empty."""
+    def create(cls, path: Path, config: TrainConfig, data: DataFacts, left_out: Sequence[LeftOut] = ()) -> RunFolder:
+        """Create a folder with the record of a run in it; UserError if it is not empty."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             check_is_free(path)
             lock = Lock(path)
             try:
                 check_is_free(path)  # another process may have held the lock until now
-                with replacing(path / CONFIG) as file:
-                    file.write(sealed(json.loads(to_json(config))))
-                if data is not None:
-                    write_data_facts(path, data)
+                Record(config, data).write(path)
                 if left_out:
                     write_left_out(path, left_out)
             except BaseException:
@@ -131,16 +117,10 @@ class RunFolder:
         """Return the metadata of a file of weights: those of the task, and the digests that tie it to this run."""
         return task.facts() | {name: digest for name, digest in digests_of_run(self.path).items() if digest is not None}
 
-    def add_start(self, start: Start) -> None:
-        """Add a start to starts.json."""
-        self.starts = [*read_starts(self.path), start]
+    def begin(self, start: Start, extensions: tuple[Extension, ...]) -> None:
+        """Add a start to the record, and the extension that it has asked for."""
         with _writing(self.path):
-            write_starts(self.path, self.starts)
-
-    def extend(self, extensions: tuple[Extension, ...]) -> None:
-        """Write extensions.json."""
-        with _writing(self.path):
-            write_extensions(self.path, extensions)
+            read_record(self.path).with_start(start, extensions).write(self.path)
 
     def write_page(self, report: Report) -> None:
         """Write report.html."""
