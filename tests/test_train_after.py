@@ -23,10 +23,11 @@ from PIL import Image
 from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch.train.after.encode import Work, features_of
+from wholebatch.train.after.encode import features_of
 from wholebatch.train.after.feature_files import FeatureFile
 from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
+from wholebatch.train.after.options import EmbedConfig
 from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
 from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.load import load_data
@@ -201,7 +202,7 @@ def test_rows_are_read_batch_by_batch(run, damaged):
     """The first features come before the last picture is read, so memory does not grow with the rows."""
     found = open_run(run)
     items = open_items(found, str(damaged), "DATA")
-    tiles = features_of(found, items, Work(50, 0, 1, "cpu", "auto", trust=False))
+    tiles = features_of(found, items, EmbedConfig(run=run, data=str(damaged), batch_size=50, workers=0))
     assert [len(next(tiles)) for _ in range(3)] == [50, 50, 50]
     with pytest.raises(UserError, match=r"none\.png"):
         next(tiles)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -94,3 +97,20 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def flock(file: BinaryIO | int, *operations: str) -> bool | None:
+    """Lock an open file, until it is closed, by operations of the module fcntl such as "LOCK_EX" and "LOCK_NB".
+
+    Returns:
+        Whether that is done: False where another process holds the lock, None where there are no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(file, sum(getattr(fcntl, operation) for operation in operations))
+    except OSError as error:  # others: a file system without locks
+        return False if error.errno in _HELD else None
+    return True

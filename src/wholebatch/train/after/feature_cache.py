@@ -14,11 +14,12 @@ import torch
 
 from ..._base.tensor_file import TensorFile, write_tensors
 from ..._base.user_error import UserError
-from .embed import Again, with_progress
-from .encode import Work, features_of
+from .embed import with_progress
+from .encode import features_of
 from .feature_files import TILE, FeatureFile
 from .items import Items
 from .open_run import OpenRun
+from .options import EncodingOptions
 from .output import say
 from .reading import reading
 
@@ -26,13 +27,13 @@ FOLDER = "features"
 _DIGITS = 16  # of a hash, in the name of a file
 
 
-def kept_features(run: OpenRun, items: Items, work: Work, argument: str) -> FeatureFile:
+def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument: str) -> FeatureFile:
     """Return the features of all these items, which are computed if the folder of the run does not have them.
 
     Args:
         run: the run.
         items: the rows of the data.
-        work: how to compute.
+        options: how to compute.
         argument: the name of the data on the command line, for errors.
     """
     data = f"{items.name}-{items.digest()[:_DIGITS]}"
@@ -49,8 +50,7 @@ def kept_features(run: OpenRun, items: Items, work: Work, argument: str) -> Feat
         kept = _opened(path) if path.exists() else None
         if kept is None or kept.metadata.get("weights") != run.weights:
             say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
-            again = Again(items.source, argument, items.column, items.name)
-            tiles = with_progress(features_of(run, items, work, again), len(items))
+            tiles = with_progress(features_of(run, items, options, argument), len(items))
             rows = (row for tile in tiles for row in tile.split(1))
             write_tensors(path, expected, facts, (torch.cat([*islice(rows, len(x))]) for x in expected.values()))
             kept = _opened(path)

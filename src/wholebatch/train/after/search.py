@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from ..._base.user_error import UserError
 from ..data.pictures.reading import open_picture
 from ..data.sides import Side
-from .encode import Work, features_of
+from .encode import features_of, opened
 from .feature_cache import kept_features
 from .feature_files import FeatureFile, has_features, open_features
 from .items import Items, check_side, distinct, open_items
-from .open_run import OpenRun, device_of, open_run
+from .open_run import OpenRun
 from .options import SearchConfig
 from .output import say, written
 from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
@@ -56,13 +56,10 @@ def search(options: SearchConfig) -> None:
     Raises:
         UserError: for a mistake in the options, the run or the data.
     """
-    run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights, trust=options.trust)
-    if run.weights_line:
-        say(run.weights_line)
-    work = Work.of(options)
+    run = opened(options)
     queries = _queries(run, options)
-    features = torch.cat([*features_of(run, queries, work._replace(ranks=1))])
-    found = _candidates(run, options, work, queries.name)
+    features = torch.cat([*features_of(run, queries, replace(options, ranks=1))])
+    found = _candidates(run, options, queries.name)
     similarities, rows = most_similar(features, found.tiles(), options.k)
     hits = [
         [_hit(found, value, row) for value, row in zip(values, numbers, strict=True)]
@@ -116,7 +113,7 @@ def _queries(run: OpenRun, options: SearchConfig) -> Items:
     return Items(name, Given(kind, item), torch.zeros(1, dtype=torch.int64), options.query)
 
 
-def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> FeatureFile:
+def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
     """Return the features to search: of the file of `--in`, or of the run's folder, where they are kept."""
     if options.data and has_features(options.data):
         found = open_features(Path(options.data))
@@ -135,8 +132,10 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
     if not column and not options.data:
         column = _column_of_run(run, side)
     skip_bad = options.skip_bad or (not options.data and run.config.skip_bad)
-    items = open_items(run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=work.workers)
-    return kept_features(run, distinct(run, items), work, argument)
+    items = open_items(
+        run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=options.workers
+    )
+    return kept_features(run, distinct(run, items), options, argument)
 
 
 def _column_of_run(run: OpenRun, side: str) -> str:

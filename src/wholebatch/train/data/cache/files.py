@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ...._base.files import flock
+
 _PARTIAL = ".partial"
 _BEGUN_S = 60  # after which a process that writes a file holds its lock
 _ABANDONED_S = 86400  # without a write, where the file system has no locks
@@ -48,7 +50,7 @@ def alone(path: Path) -> Iterator[None]:
                 file = held.enter_context(path.open("wb"))
             except OSError:  # a folder that cannot be written, which its writer says
                 break
-            if not _lock(file, wait=True) or _is_at(file, path) or not tries_left:
+            if not flock(file, "LOCK_EX") or _is_at(file, path) or not tries_left:
                 break
             held.pop_all().close()  # removed meanwhile, so that others lock another file
         yield
@@ -57,7 +59,7 @@ def alone(path: Path) -> Iterator[None]:
 def remove_lock(path: Path) -> None:
     """Remove the file of a lock that no process holds; where there are no locks, leave it."""
     with suppress(OSError), path.open("rb+") as file:
-        if _lock(file, wait=False) and _is_at(file, path):
+        if flock(file, "LOCK_EX", "LOCK_NB") and _is_at(file, path):
             path.unlink()
 
 
@@ -87,7 +89,7 @@ def written(folder: Path, write: Callable[[Any], None]) -> Iterator[Path]:
     partial = Path(file.name)
     try:
         with file:
-            _lock(file, wait=False)
+            flock(file, "LOCK_EX", "LOCK_NB")
             write(_Sink(file))
             try:
                 file.flush()
@@ -130,21 +132,6 @@ def _remove_abandoned(folder: Path) -> None:
             if age < _BEGUN_S:
                 continue
             with partial.open("rb+") as file:
-                is_free = _lock(file, wait=False)
+                is_free = flock(file, "LOCK_EX", "LOCK_NB")
             if is_free or (is_free is None and age > _ABANDONED_S):
                 partial.unlink()
-
-
-def _lock(file: Any, *, wait: bool) -> bool | None:
-    """Lock an open file until it is closed; return whether that is done, None where there are no locks."""
-    try:
-        from fcntl import LOCK_EX, LOCK_NB, flock
-    except ImportError:  # Windows
-        return None
-    try:
-        flock(file, LOCK_EX | (0 if wait else LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return None
-    return True
