@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
@@ -99,7 +99,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def flock(file: BinaryIO | int, *operations: str) -> bool | None:
+def flock(file: Any, *operations: str) -> bool | None:
     """Lock an open file, until it is closed, by operations of the module fcntl such as "LOCK_EX" and "LOCK_NB".
 
     Returns:

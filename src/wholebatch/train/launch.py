@@ -30,7 +30,7 @@ from .loop import train
 from .option_checks import number_of_ranks
 from .planned import plan_start
 from .progress import Progress
-from .ranks.all_ranks import on_all_ranks
+from .ranks.all_ranks import device_of, on_all_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .ranks.signals import Requests, show
 from .run.checkpoint import last_step
@@ -113,16 +113,7 @@ def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, loca
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
     if has_gpu_of_its_own() and torch.cuda.device_count() == 1:
         local_rank, local_size = 0, 1
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-    if config.device == "cuda" and not enough:
-        raise UserError(
-            f"--device cuda needs a GPU for each of the {local_size} ranks of this machine, "
-            f"found {torch.cuda.device_count() if torch.cuda.is_available() else 0}"
-        )
-    if config.device == "cpu" or not enough:
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    return device_of(config.device, local_rank, local_size)
 
 
 def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requests) -> None:

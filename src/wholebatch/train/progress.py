@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 from rich.text import Text
 
 from wholebatch.planning.units import amount, duration
 
 from .._base.user_error import printable
+from .after.output import show_table
 from .config import TrainConfig
 from .run.resume import command_line
 from .tasks.task import Task
@@ -111,12 +111,7 @@ class Progress:
     def report(self, folder: Path, config: TrainConfig, task: Task, report: dict[str, Any]) -> None:
         """The run is complete."""
         title, columns, rows = task.table(report)
-        table = Table(title=title, show_header=any(columns))
-        for place, column in enumerate(columns):
-            table.add_column(column, justify="right" if place else "left")
-        for row in rows:
-            table.add_row(*row)
-        self._console.print(table)
+        show_table(columns, rows, title)
         self.say(
             f"trained for {duration(report['seconds'])}; the report is {folder / 'report.html'}, with weights and "
             "checkpoint beside it"

@@ -20,10 +20,11 @@ from ..._measure import threads_of_a_rank
 from ..data.feed import WorkerDiedError, automatic_workers, prepared
 from ..data.sides import Chosen, FilePictures
 from ..encoders.inputs import to_device
+from ..ranks.all_ranks import device_of
 from ..ranks.local_ranks import RankDiedError, one_line
 from ..tasks.batches import Reader, RowInputs
 from .items import Items, open_items
-from .open_run import OpenRun, device_of, open_run
+from .open_run import OpenRun, open_run
 from .options import EncodingOptions
 from .output import say
 

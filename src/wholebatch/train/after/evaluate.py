@@ -31,7 +31,7 @@ from .encode import features_of, opened
 from .items import Items
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed
-from .output import say, table_of, written
+from .output import say, show_table, written
 from .seen import seen_in_training
 
 _TOP = 5
@@ -161,10 +161,10 @@ def _show(run: OpenRun, found: dict[str, Any]) -> None:
             f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of "
             f"the run's {found['classes']:,} classes"
         )
-        table_of(["", "", "chance"], rows)
+        show_table(["", "", "chance"], rows)
         return
     ways = [name for name in found if "_to_" in name]
     for way in ways:
         say(f"{way.replace('_to_', ' -> ')}: {found[way]['queries']:,} queries among {found[way]['candidates']:,}")
     _, columns, lines = table(found, ways)
-    table_of(columns, lines)
+    show_table(columns, lines)

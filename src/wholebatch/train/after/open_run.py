@@ -252,14 +252,3 @@ def _classes(file: TensorFile) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"{file.path} has no names of classes; it is damaged, or was not written by this program")
     return tuple(names)
-
-
-def device_of(name: str, rank: int, ranks: int) -> torch.device:
-    """Return the device of a rank, for `--device`."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cuda" and count < ranks:
-        raise UserError(f"--device cuda needs a GPU for each of {ranks} ranks, found {count}")
-    if name == "cpu" or count < ranks:
-        return torch.device("cpu")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)

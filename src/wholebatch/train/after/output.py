@@ -32,12 +32,12 @@ def written(path: Path, content: str, argument: str = "--out") -> Iterator[Binar
     say(f"{path}: {content}" + (", in place of an earlier file" if was_there else ""))
 
 
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
     """Print a table."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(show_header=any(columns))
+    table = Table(title=title, show_header=any(columns))
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:

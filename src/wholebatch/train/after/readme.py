@@ -32,7 +32,8 @@ def write_readme(folder: Path, described: str, table: Table) -> None:
         _table(table),
         "## Use it",
         "```sh\n" + "\n".join(_commands(config, path)) + "\n```",
-        f"DATA is another table, folder or set of shards: what `wholebatch train --data` takes. {_moved(path)}",
+        "DATA is another table, folder or set of shards: what `wholebatch train --data` takes. The folder may move; it "
+        f"was {path} when this was written.",
         *_python(config, folder, path),
         "## Files",
         "`model.safetensors` has the weights, `encoders/` the sizes, tokenizers and preprocessing, `config.json` the "
@@ -63,21 +64,9 @@ def _table(table: Table) -> str:
 
 def _commands(config: TrainConfig, path: Path) -> list[str]:
     run = shlex.quote(str(path))
-    of_words = '"a few words"'
-    return [
-        *([f"wholebatch search {run} {of_words}"] if config.task == "retrieve" else []),
-        *([f"wholebatch search {run} picture.png"] if config.task == "identify" or _reads_images(path) else []),
-        f"wholebatch embed {run} DATA --out features.parquet",
-        f"wholebatch evaluate {run} DATA",
-    ]
-
-
-def _reads_images(path: Path) -> bool:
-    return (path / "encoders" / "image").is_dir()
-
-
-def _moved(path: Path) -> str:
-    return f"The folder may move; it was {path} when this was written."
+    queries = ['"a few words"'] * (config.task == "retrieve") + ["picture.png"] * (path / "encoders" / "image").is_dir()
+    searches = [f"wholebatch search {run} {query}" for query in queries]
+    return [*searches, f"wholebatch embed {run} DATA --out features.parquet", f"wholebatch evaluate {run} DATA"]
 
 
 def _python(config: TrainConfig, folder: Path, path: Path) -> list[str]:

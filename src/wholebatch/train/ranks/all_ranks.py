@@ -82,3 +82,14 @@ class WaitForFirstRank:
         """Wait until all ranks are here. All ranks."""
         if self._group is not None:
             dist.barrier(self._group)
+
+
+def device_of(name: str, rank: int, ranks: int) -> torch.device:
+    """Return the device of a rank of this machine, for `--device`."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and count < ranks:
+        raise UserError(f"--device cuda needs a GPU for each of the {ranks} ranks of this machine, found {count}")
+    if name == "cpu" or count < ranks:
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)

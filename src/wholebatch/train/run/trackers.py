@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,23 +18,7 @@ TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id"
 _MOST_ID_BYTES = 100
 
 
-class Tracker(ABC):
-    """A receiver of the figures of each step."""
-
-    @abstractmethod
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Receive the figures after `step` steps, by names with slashes."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Make everything received so far survive the end of this process."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End, after the last figures."""
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """Event files. Steps that a resumed run makes again replace those of before.
 
     Args:
@@ -54,20 +37,23 @@ class TensorBoard(Tracker):
             self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if folder.exists() else None)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Receive the figures after `step` steps, by names with slashes."""
         with _writing(self._folder):
             for name, value in figures.items():
                 self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
+        """Make everything received so far survive the end of this process."""
         with _writing(self._folder):
             self._writer.flush()
 
     def close(self) -> None:
+        """End, after the last figures."""
         with _writing(self._folder):
             self._writer.close()
 
 
-class WeightsAndBiases(Tracker):
+class WeightsAndBiases:
     """A run of Weights & Biases, which ignores steps that a resumed run makes again.
 
     Args:
@@ -91,6 +77,7 @@ class WeightsAndBiases(Tracker):
             )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Receive the figures after `step` steps."""
         if step >= self._run.step:
             self._run.log(dict(figures), step=step)
 
@@ -98,7 +85,11 @@ class WeightsAndBiases(Tracker):
         """Do nothing: wandb sends or writes by itself."""
 
     def close(self) -> None:
+        """End, after the last figures."""
         self._run.finish()
+
+
+Tracker = TensorBoard | WeightsAndBiases
 
 
 def start_trackers(config: TrainConfig, folder: Path, done: int) -> tuple[list[Tracker], str]:

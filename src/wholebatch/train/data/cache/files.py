@@ -15,7 +15,6 @@ from ...._base.files import flock
 _PARTIAL = ".partial"
 _BEGUN_S = 60  # after which a process that writes a file holds its lock
 _ABANDONED_S = 86400  # without a write, where the file system has no locks
-_TRIES = 100  # to lock a file that others remove; a file system may number an open file otherwise
 
 
 class CannotWriteError(Exception):
@@ -45,30 +44,9 @@ def cache_folder() -> Path:
 def alone(path: Path) -> Iterator[None]:
     """Wait until no other process of this machine is in here with this path; where there are no locks, do not wait."""
     with ExitStack() as held:
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                file = held.enter_context(path.open("wb"))
-            except OSError:  # a folder that cannot be written, which its writer says
-                break
-            if not flock(file, "LOCK_EX") or _is_at(file, path) or not tries_left:
-                break
-            held.pop_all().close()  # removed meanwhile, so that others lock another file
+        with suppress(OSError):  # a folder that cannot be written, which its writer says
+            flock(held.enter_context(path.open("wb")), "LOCK_EX")
         yield
-
-
-def remove_lock(path: Path) -> None:
-    """Remove the file of a lock that no process holds; where there are no locks, leave it."""
-    with suppress(OSError), path.open("rb+") as file:
-        if flock(file, "LOCK_EX", "LOCK_NB") and _is_at(file, path):
-            path.unlink()
-
-
-def _is_at(file: Any, path: Path) -> bool:
-    """Return whether an open file is the one at the path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return False
 
 
 @contextmanager

@@ -6,17 +6,21 @@ the pictures has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ...._base.files import replacing
+import torch
+from torch import Tensor
+
+from ...._base.tensor_file import TensorFile, write_tensors
 from ..sides import FilePictures
 from .files import alone, cache_folder
 from .names import name_beside_table, remove_file, remove_without_table, short_hash
 from .picture_stamps import stamp_of_pictures
 
 _R = TypeVar("_R")
+Tensors = Mapping[str, Tensor]
 
 
 def kept(
@@ -24,9 +28,9 @@ def kept(
     key: str,
     ending: str,
     *,
-    read: Callable[[Path], _R | None],
     find: Callable[[], _R],
-    write: Callable[[Any, _R], None],
+    pack: Callable[[_R], Tensors],
+    unpack: Callable[[Tensors], _R],
     not_kept: Callable[[OSError], None] = lambda _: None,
 ) -> _R:
     """Return what `find` has found, now or at an earlier start with the same files.
@@ -34,10 +38,10 @@ def kept(
     Args:
         side: the pictures.
         key: what else the result depends on.
-        ending: of the result's file, such as ".unreadable.json".
-        read: reads a result from a file; None if there is none, or a damaged one.
-        find: computes it.
-        write: writes it into an open file.
+        ending: of the result's file, such as ".unreadable".
+        find: computes the result.
+        pack: returns it as tensors, which a file keeps with their digests.
+        unpack: returns it from these.
         not_kept: called with the error where the cache cannot be written.
     """
     try:
@@ -48,15 +52,14 @@ def kept(
         return find()
     current = f"{name}-{stamp_of_pictures(side)[:24]}-"
     file = folder / f"{current}{short_hash(key, 12)}{ending}"
-    if (found := read(file)) is not None:
+    if (found := _read(file, unpack)) is not None:
         return found
     with alone(folder / f"{name}.lock"):
-        if (found := read(file)) is not None:
+        if (found := _read(file, unpack)) is not None:
             return found
         found = find()
         try:
-            with replacing(file) as content:
-                write(content, found)
+            write_tensors(file, pack(found), {})
         except OSError as error:
             not_kept(error)
         for old in folder.glob(f"{name}-*"):
@@ -64,3 +67,21 @@ def kept(
                 remove_file(old)
         remove_without_table(folder)
     return found
+
+
+def _read(file: Path, unpack: Callable[[Tensors], _R]) -> _R | None:
+    try:
+        with TensorFile(file) as content:
+            return unpack({name: content.read(name) for name in content.entries})
+    except (OSError, ValueError):  # there is none, or a damaged one
+        return None
+
+
+def text_tensor(text: str) -> Tensor:
+    """Return a text as a tensor of its bytes; `text_of` is the inverse."""
+    return torch.tensor([*text.encode()], dtype=torch.uint8)
+
+
+def text_of(tensor: Tensor) -> str:
+    """Return the text of a tensor."""
+    return bytes(tensor.tolist()).decode()

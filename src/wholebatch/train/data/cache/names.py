@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .files import remove_lock
-
 _DIGITS = 24
 _OF_TABLE = re.compile(rf"([0-9a-f]{{{_DIGITS}}})[-.]")
 
@@ -37,16 +35,13 @@ def name_beside_table(folder: Path, sources: Sequence[Path]) -> str:
 
 
 def remove_without_table(folder: Path) -> None:
-    """Remove the files that belong to tables which the cache holds no longer, but for locks that a process holds."""
+    """Remove the files that belong to tables which the cache holds no longer. The empty files of locks stay."""
     names = [path.name for path in folder.iterdir()]
     tables = {name[:_DIGITS] for name in names if name.endswith(".arrow")}
     for name in names:
         found = _OF_TABLE.match(name)
-        if found and found[1] not in tables:
-            if name.endswith(".lock"):
-                remove_lock(folder / name)
-            else:
-                remove_file(folder / name)
+        if found and found[1] not in tables and not name.endswith(".lock"):
+            remove_file(folder / name)
 
 
 def remove_file(path: Path) -> None:
