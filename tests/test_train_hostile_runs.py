@@ -204,7 +204,7 @@ def test_sizes_of_a_configuration_that_the_weights_do_not_have_take_no_memory(ru
         ("encoders.json", {"sides": ["image", "text"]}, "is not of this version"),
         ("image/encoder.json", {"image_size": 10**6}, "--image-size must be at most 4096, got 1000000"),
         ("image/encoder.json", {"image_size": 0}, "--image-size must be at least 8, got 0"),
-        ("image/encoder.json", {"channels": 2}, "--image-channels must be 1, 3 or 0, got 2"),
+        ("image/encoder.json", {"channels": 2}, "--image-channels must be 0 or 1 or 3, got 2"),
         ("image/encoder.json", {"sizes": {"image_width": 10**7}}, "--model.image-width must be at most 4096"),
         ("text/encoder.json", {"sizes": {"text_buckets": 2**40}}, "--model.text-buckets must be at most"),
         ("text/encoder.json", {"sizes": {"text_heads": 0}}, "--model.text-heads must be at least 1, got 0"),

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .user_error import UserError
+
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -114,3 +116,12 @@ def flock(file: Any, *operations: str) -> bool | None:
     except OSError as error:  # others: a file system without locks
         return False if error.errno in _HELD else None
     return True
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn an error of writing `what` into a mistake of the user's, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror or error}") from error

@@ -20,8 +20,7 @@ from .feature_files import TILE, FeatureFile
 from .items import Items
 from .open_run import OpenRun
 from .options import EncodingOptions
-from .output import say
-from .reading import reading
+from .output import reading, say
 
 FOLDER = "features"
 _DIGITS = 16  # of a hash, in the name of a file
@@ -49,6 +48,8 @@ def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument
         path.parent.mkdir(exist_ok=True)
         kept = _opened(path) if path.exists() else None
         if kept is None or kept.metadata.get("weights") != run.weights:
+            if kept is not None:
+                kept.close()
             say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
             tiles = with_progress(features_of(run, items, options, argument), len(items))
             rows = (row for tile in tiles for row in tile.split(1))

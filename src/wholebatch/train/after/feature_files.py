@@ -17,7 +17,7 @@ from ..._base.user_error import UserError
 from ..data.sides import FilePictures, Texts
 from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
 from .items import Items
-from .reading import reading
+from .output import reading
 
 COLUMN = "features"
 TILE = 16384  # rows that are read at a time

@@ -31,7 +31,7 @@ from ..run.checkpoint import FILE as CHECKPOINT
 from ..run.checkpoint import check_is_of_run
 from ..run.record import read_record
 from .options import Weights
-from .reading import reading
+from .output import reading
 
 FINAL = "model.safetensors"
 _NAMES = {FINAL: "final", BEST: "best", CHECKPOINT: "checkpoint"}

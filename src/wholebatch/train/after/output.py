@@ -1,4 +1,4 @@
-"""Lines, tables and files of output."""
+"""Lines and tables of output, files that are written, and errors of files that are read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ..._base.files import replacing
+from ..._base.files import replacing, writing
 from ..._base.user_error import UserError, printable
+
+Kinds = tuple[type[Exception], ...]
 
 
 def say(line: str) -> None:
@@ -24,11 +26,8 @@ def written(path: Path, content: str, argument: str = "--out") -> Iterator[Binar
         UserError: it cannot be written; an earlier file of this name is as it was.
     """
     was_there = path.exists()
-    try:
-        with replacing(path) as file:
-            yield file
-    except OSError as error:
-        raise UserError(f"{argument}: {str(path)!r} cannot be written: {error.strerror or error}") from error
+    with writing(f"{argument}: {str(path)!r}"), replacing(path) as file:
+        yield file
     say(f"{path}: {content}" + (", in place of an earlier file" if was_there else ""))
 
 
@@ -43,3 +42,24 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
     for row in rows:
         table.add_row(*map(printable, row))
     Console(highlight=False, markup=False, emoji=False).print(table)
+
+
+@contextmanager
+def reading(path: Path, what: str, kinds: Kinds, *, named: Kinds = ()) -> Iterator[None]:
+    """Turn an error of a file into a UserError.
+
+    Args:
+        path: the file.
+        what: "a file of features", or the like.
+        kinds: errors that a damaged file, or none, causes.
+        named: those whose message names the file.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except named as error:
+        raise UserError(str(error)) from error
+    except kinds as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{str(path)!r} cannot be read as {what}: {reason}") from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..._base.user_error import UserError
-from ..data.cache.kept_numbers import kept_numbers
+from ..data.cache.kept import kept_numbers
 from ..data.load import load_data
 from ..data.pairs.pairs import Pairs
 from ..data.pictures.equal import MOST, digests_of, first_of_each, numbers_in_common

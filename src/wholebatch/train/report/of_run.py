@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -144,7 +143,7 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
         return Chart(title, [Line(title, steps, [row.get(key) for row in metrics])], (lowest, None), marks=resumed)
 
     lowest = 0 if all(row["loss"] is None or row["loss"] >= 0 for row in metrics) else None
-    charts = [replace(chart("loss of the global batch", "loss", lowest), note="dashed: resumed" if resumed else "")]
+    charts = [chart("loss of the global batch", "loss", lowest)._replace(note="dashed: resumed" if resumed else "")]
     if validated:
         charts.append(Chart(task.validation_title, validation, (0, 1), marks=resumed))
     own = [key for key in ("logit_scale",) if key in metrics[-1]]

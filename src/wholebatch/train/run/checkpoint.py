@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._base.bounded_json import Types, check_fields, parse_json
-from ..._base.files import read_bounded, sync_file
+from ..._base.files import read_bounded, sync_file, writing
 from ..._base.settings import shown
 from ..._base.tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from ..._base.user_error import UserError
@@ -204,10 +204,8 @@ def last_step(folder: Path, *, recorded: int, checkpoint_every: int) -> int:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file beside `path` and rename it over `path`."""
-    try:
+    with writing(repr(str(path))):
         write_tensors(path, tensors, metadata)
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {error}") from error
 
 
 def _facts(file: TensorFile) -> dict[str, Any]:

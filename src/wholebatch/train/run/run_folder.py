@@ -20,15 +20,14 @@ wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..._base.files import replacing
-from ..._base.user_error import UserError
+from ..._base.files import replacing, writing
 from ..after.readme import write_readme
 from ..config import TrainConfig
 from ..data.pictures.left_out import LeftOut, write_left_out
@@ -56,7 +55,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: TrainConfig, data: DataFacts, left_out: Sequence[LeftOut] = ()) -> RunFolder:
         """Create a folder with the record of a run in it; UserError if it is not empty."""
-        with _writing(path):
+        with writing(f"the run folder {str(path)!r}"):
             path.mkdir(parents=True, exist_ok=True)
             check_is_free(path)
             lock = Lock(path)
@@ -73,7 +72,7 @@ class RunFolder:
     @classmethod
     def lock(cls, path: Path) -> RunFolder:
         """Lock the folder of a run to resume: from now on this process is its only writer."""
-        with _writing(path):
+        with writing(f"the run folder {str(path)!r}"):
             return cls(path, Lock(path))
 
     def close(self) -> None:
@@ -81,13 +80,16 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"the run folder {str(self.path)!r}")
+
     def resume_after(self, step: int) -> None:
         """Drop the lines of metrics.jsonl after `step`, as soon as the next line is added."""
         self._metrics.resume_after(step)
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; a number that is not finite is written as null."""
-        with _writing(self.path):
+        with self._writing():
             self._metrics.append(metrics)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -101,11 +103,11 @@ class RunFolder:
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Write the final weights, the report and the README."""
         encoders = self.path / ENCODERS
-        with _writing(self.path):
+        with self._writing():
             task.save_encoders(encoders)
             facts = self._facts(task) | {ENCODERS: digest_of(encoders)}
         save_tensors(self.path / "model.safetensors", weights, facts)
-        with _writing(self.path):
+        with self._writing():
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
             write_readme(self.path, task.describe(), task.table(report))
 
@@ -119,19 +121,10 @@ class RunFolder:
 
     def begin(self, start: Start, extensions: tuple[Extension, ...]) -> None:
         """Add a start to the record, and the extension that it has asked for."""
-        with _writing(self.path):
+        with self._writing():
             read_record(self.path).with_start(start, extensions).write(self.path)
 
     def write_page(self, report: Report) -> None:
         """Write report.html."""
-        with _writing(self.path), replacing(self.path / "report.html") as file:
+        with self._writing(), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn an error of the file system into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"the run folder {str(path)!r} cannot be written: {error.strerror or error}") from error

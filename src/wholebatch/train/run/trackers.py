@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._base.files import read_bounded, replacing
+from ..._base.files import read_bounded, replacing, writing
 from ..._base.user_error import UserError
 from ..config import TrainConfig
 
@@ -33,23 +32,23 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
-        with _writing(folder):
+        with writing(repr(str(folder))):
             self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if folder.exists() else None)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Receive the figures after `step` steps, by names with slashes."""
-        with _writing(self._folder):
+        with writing(repr(str(self._folder))):
             for name, value in figures.items():
                 self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
         """Make everything received so far survive the end of this process."""
-        with _writing(self._folder):
+        with writing(repr(str(self._folder))):
             self._writer.flush()
 
     def close(self) -> None:
         """End, after the last figures."""
-        with _writing(self._folder):
+        with writing(repr(str(self._folder))):
             self._writer.close()
 
 
@@ -66,7 +65,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise UserError(f"--wandb needs the package wandb, which cannot be imported: {error}") from error
-        with _writing(folder):
+        with writing(repr(str(folder))):
             self._run: Any = wandb.init(
                 project=config.wandb,
                 name=folder.name,
@@ -142,11 +141,3 @@ def _id_of(file: Path) -> str:
     with replacing(file) as new:
         new.write(f"{found}\n".encode())
     return found
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
