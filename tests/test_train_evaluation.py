@@ -20,7 +20,6 @@ from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
 from wholebatch.train.ranks import all_ranks
 from wholebatch.train.ranks.all_ranks import WaitForFirstRank, on_all_ranks
-from wholebatch.train.run import metrics_file
 from wholebatch.train.run.checkpoint import first_lines
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.make import make_task
@@ -186,7 +185,7 @@ def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):
         reads.append(count)
         return first_lines(path, count)
 
-    for module in ("checkpoint", "metrics_file"):
+    for module in ("checkpoint", "metrics_file", "run_folder"):
         monkeypatch.setattr(f"wholebatch.train.run.{module}.first_lines", read)
     run = tmp_path / "run"
     options = ["--validate-every", "50", "--no-audit", "--workers", "0", "--no-tensorboard", *SMALL]
@@ -202,21 +201,21 @@ def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):
 
 def test_the_digest_of_lines_is_that_of_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = metrics_file.MetricsFile(path)
-    assert lines.digest_of(0) is None
+    lines = RunFolder(tmp_path)
+    assert lines.digest_of_metrics(0) is None
     digests = []
     for step in range(1, 5):
         lines.append({"step": step, "loss": 1 / step})
-        digests.append(lines.digest_of(step))
-        assert lines.digest_of(step) == digest(path)
-        assert lines.digest_of(step - 1) is None
-    again = metrics_file.MetricsFile(path)
+        digests.append(lines.digest_of_metrics(step))
+        assert lines.digest_of_metrics(step) == digest(path)
+        assert lines.digest_of_metrics(step - 1) is None
+    again = RunFolder(tmp_path)
     again.resume_after(2)
-    assert again.digest_of(2) is None, "until the file is cut"
+    assert again.digest_of_metrics(2) is None, "until the file is cut"
     again.append({"step": 3, "loss": 7.0})
-    assert [row["loss"] for row in again.rows()] == [1.0, 0.5, 7.0]
-    assert again.digest_of(3) == digest(path)
-    assert again.digest_of(3) != digests[2]
+    assert [row["loss"] for row in again.metrics()] == [1.0, 0.5, 7.0]
+    assert again.digest_of_metrics(3) == digest(path)
+    assert again.digest_of_metrics(3) != digests[2]
 
 
 def digest(path):

@@ -19,7 +19,9 @@ wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, an
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._base.files import replacing, writing
+from ..._base.user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
 from ..data.pictures.left_out import LeftOut, write_left_out
@@ -37,9 +40,9 @@ from ..report.content import Report
 from ..report.page import render
 from ..tasks.task import Task
 from .best import FILE as BEST
-from .checkpoint import METRICS, save_tensors
+from .checkpoint import METRICS, first_lines, save_tensors
 from .lock import Lock, check_is_free
-from .metrics_file import MetricsFile
+from .metrics_file import read_metrics
 from .record import DataFacts, Record, Start, digests_of_run, read_record
 from .schedule import Extension
 
@@ -48,9 +51,12 @@ class RunFolder:
     """The folder of one run, for its writer."""
 
     def __init__(self, path: Path, lock: Lock | None = None) -> None:
-        self.path = path
-        self._metrics = MetricsFile(path / METRICS)
-        self._lock = lock
+        self.path, self._lock = path, lock
+        self._metrics = path / METRICS
+        self._rows: list[dict[str, Any]] | None = None  # those of the file, from a read until the next line
+        self._keep: int | None = None  # lines to keep when the next one is added
+        self._lines, self._digest = 0, hashlib.sha256()
+        self._is_begun = False  # whether these two are those of the file
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig, data: DataFacts, left_out: Sequence[LeftOut] = ()) -> RunFolder:
@@ -84,21 +90,52 @@ class RunFolder:
         return writing(f"the run folder {str(self.path)!r}")
 
     def resume_after(self, step: int) -> None:
-        """Drop the lines of metrics.jsonl after `step`, as soon as the next line is added."""
-        self._metrics.resume_after(step)
+        """Drop the lines of metrics.jsonl after `step`, as soon as the next line is added.
+
+        Until then nothing changes: the checkpoint is yet to be read.
+        """
+        if len(self.metrics()) < step:
+            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
+        self._keep = step
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; a number that is not finite is written as null."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        line = json.dumps(finite).encode() + b"\n"
         with self._writing():
-            self._metrics.append(metrics)
+            if not self._is_begun:
+                self._begin()
+            with self._metrics.open("ab") as file:
+                file.write(line)
+        self._rows = None
+        self._count(line)
+
+    def _begin(self) -> None:
+        """Keep the lines of the steps before, and count them."""
+        kept = first_lines(self._metrics, self._keep) if self._metrics.exists() else []
+        if self._keep is not None:
+            with replacing(self._metrics) as whole:
+                whole.write(b"".join(kept))
+        for line in kept:
+            self._count(line)
+        self._keep, self._is_begun = None, True
+
+    def _count(self, line: bytes) -> None:
+        self._lines += 1
+        self._digest.update(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
-        return self._metrics.rows()
+        if self._rows is None:
+            self._rows = read_metrics(self._metrics)
+        return self._rows
 
     def digest_of_metrics(self, step: int) -> str | None:
         """Return the digest of the first `step` lines of metrics.jsonl, if these are all that there are; else None."""
-        return self._metrics.digest_of(step)
+        return self._digest.hexdigest() if self._is_begun and self._lines == step else None
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Write the final weights, the report and the README."""
