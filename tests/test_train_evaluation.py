@@ -185,7 +185,7 @@ def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):
         reads.append(count)
         return first_lines(path, count)
 
-    for module in ("checkpoint", "metrics_file", "run_folder"):
+    for module in ("checkpoint", "run_folder"):
         monkeypatch.setattr(f"wholebatch.train.run.{module}.first_lines", read)
     run = tmp_path / "run"
     options = ["--validate-every", "50", "--no-audit", "--workers", "0", "--no-tensorboard", *SMALL]

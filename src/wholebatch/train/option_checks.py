@@ -23,11 +23,7 @@ _LARGEST = {
 
 
 def check_options(config: TrainConfig) -> None:
-    """Refuse values that make no sense, before anything is loaded.
-
-    Raises:
-        UserError: with the option's name, the accepted values and the value.
-    """
+    """Refuse values that make no sense, before anything is loaded."""
     for name in ("ranks", "steps", "validate_every", "checkpoint_every"):
         require(getattr(config, name) >= 1, name, "at least 1", getattr(config, name))
     for name, largest in _LARGEST.items():

@@ -17,11 +17,7 @@ _LINE_EVERY_S = 10
 
 
 def embed(options: EmbedConfig) -> None:
-    """Write the features.
-
-    Raises:
-        UserError: for a mistake in the options, the run or the data.
-    """
+    """Write the features."""
     run = opened(options)
     items = open_items(
         run, options.data, "DATA", column=options.column, side=options.side, skip_bad=options.skip_bad, say=say,

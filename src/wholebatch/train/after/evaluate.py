@@ -40,11 +40,7 @@ _OPTIONAL = ("negatives", "group")
 
 
 def evaluate(options: EvaluateConfig) -> None:
-    """Print the figures, and write them.
-
-    Raises:
-        UserError: for a mistake in the options, the run or the data.
-    """
+    """Print the figures, and write them."""
     run = opened(options)
     pairs = _pairs(run, options)
     figures = _classification if run.config.task == "identify" else _search

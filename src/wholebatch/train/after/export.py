@@ -13,11 +13,7 @@ _WRITERS = {"sentence-transformers": write_sentence_transformers, "open_clip": w
 
 
 def export(options: ExportConfig) -> None:
-    """Write the folder.
-
-    Raises:
-        UserError: for a mistake in the options or the run, or encoders that the layout cannot express.
-    """
+    """Write the folder."""
     run = open_run(options.run, weights=options.weights, trust=options.trust)
     with writing(f"FOLDER: {str(options.folder)!r}"):
         opens = _WRITERS[options.to](run, options.folder)

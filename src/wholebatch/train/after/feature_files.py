@@ -145,11 +145,7 @@ def has_features(path: str) -> bool:
 
 
 def open_features(path: Path) -> FeatureFile:
-    """Open a file that `write_parquet` has written, or a .npy file of another program.
-
-    Raises:
-        UserError: it is damaged, or no file of features.
-    """
+    """Open a file that `write_parquet` has written, or a .npy file of another program."""
     with reading(path, "a file of features", (Exception,)):  # numpy and pyarrow raise any kind for a damaged file
         return _open_npy(path) if path.suffix == ".npy" else _open_parquet(path)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._base.user_error import UserError
 from ..config import for_glyphs
-from ..data.cache.picture_stamps import stamp_of_pictures
+from ..data.cache.kept import stamp_of_pictures
 from ..data.glyphs import glyph_pairs
 from ..data.pictures.left_out import rows_with_texts
 from ..data.pictures.unreadable import readable_rows
@@ -113,9 +113,6 @@ def open_items(
         skip_bad: leave out rows without a text or a readable picture. None: those to read are known.
         say: called with lines about the data.
         workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
-
-    Raises:
-        UserError: no such data, column or side.
     """
     check_side(run, side)
     if data == "glyphs":
@@ -164,11 +161,7 @@ def check_side(run: OpenRun, side: str | None) -> None:
 
 
 def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tuple[str, str]:
-    """Return the side and its column.
-
-    Raises:
-        UserError: there is no such column, none with a usual name, or several.
-    """
+    """Return the side and its column."""
     if column and column not in table.names:
         raise UserError(f"--column: {table.source} has no column {column!r}; its columns are {', '.join(table.names)}")
     if column:

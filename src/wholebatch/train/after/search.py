@@ -51,11 +51,7 @@ class Hit:
 
 
 def search(options: SearchConfig) -> None:
-    """Print the results, write them, and draw those that are pictures.
-
-    Raises:
-        UserError: for a mistake in the options, the run or the data.
-    """
+    """Print the results, write them, and draw those that are pictures."""
     run = opened(options)
     queries = _queries(run, options)
     features = torch.cat([*features_of(run, queries, replace(options, ranks=1))])

@@ -89,11 +89,7 @@ class Record(NamedTuple):
 
 
 def read_record(folder: Path) -> Record:
-    """Return the record of the run in the folder.
-
-    Raises:
-        UserError: no run folder, or a record that is damaged, or of another version.
-    """
+    """Return the record of the run in the folder."""
     file, values = folder / CONFIG, _values(folder)
     try:
         run = check_fields(values.pop(RUN, None), RUN, {"data": dict, "extensions": list, "starts": list})

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._base.bounded_json import parse_json
 from ..._base.files import replacing, writing
 from ..._base.user_error import UserError
 from ..after.readme import write_readme
@@ -42,7 +43,6 @@ from ..tasks.task import Task
 from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
 from .lock import Lock, check_is_free
-from .metrics_file import read_metrics
 from .record import DataFacts, Record, Start, digests_of_run, read_record
 from .schedule import Extension
 
@@ -130,7 +130,7 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
         if self._rows is None:
-            self._rows = read_metrics(self._metrics)
+            self._rows = _read_metrics(self._metrics)
         return self._rows
 
     def digest_of_metrics(self, step: int) -> str | None:
@@ -165,3 +165,30 @@ class RunFolder:
         """Write report.html."""
         with self._writing(), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
+    rows = []
+    try:
+        lines = first_lines(path, None) if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(parse_json(line, f"line {number}"))
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+        for number, row in enumerate(rows, 1):
+            _check_row(row, number)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as the metrics of a run ({error})") from error
+    return rows
+
+
+def _check_row(row: Any, number: int) -> None:
+    """Raise ValueError unless a line is that of step `number` and holds only numbers."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] != number:
+        raise ValueError(f"line {number} is not that of step {number}")
+    others = {name: value for name, value in row.items() if name != "validation"}
+    if "loss" not in row or any(type(value) not in (int, float, type(None)) for value in others.values()):
+        raise ValueError(f"line {number} must hold a loss, and only numbers")

@@ -92,11 +92,7 @@ Tracker = TensorBoard | WeightsAndBiases
 
 
 def start_trackers(config: TrainConfig, folder: Path, done: int) -> tuple[list[Tracker], str]:
-    """Return the trackers of this run, and a line about one that is missing, or "".
-
-    Raises:
-        UserError: if a package that an option asks for is missing, or a folder cannot be written.
-    """
+    """Return the trackers of this run, and a line about one that is missing, or ""."""
     trackers: list[Tracker] = []
     missing = ""
     if config.wandb is not None:

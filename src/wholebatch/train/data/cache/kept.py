@@ -6,21 +6,21 @@ the pictures has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...._base.tensor_file import TensorFile, write_tensors
 from ..pictures.equal import MOST, Numbered, numbers_of_pictures
-from ..sides import FilePictures
+from ..sides import FilePictures, file_of
 from ..tables.fingerprint import digest_of
 from ..tables.plain_types import is_text
-from .files import alone, cache_folder
-from .names import name_beside_table, remove_file, remove_without_table, short_hash
-from .picture_stamps import stamp_of_pictures
+from .files import alone, cache_folder, name_beside_table, remove_file, remove_without_table, short_hash
 
 _R = TypeVar("_R")
 Tensors = Mapping[str, Tensor]
@@ -91,11 +91,7 @@ def text_of(tensor: Tensor) -> str:
 
 
 def kept_numbers(side: FilePictures, rows: Tensor) -> Numbered:
-    """Return `numbers_of_pictures`, of now or of an earlier start with the same files.
-
-    Raises:
-        UserError: one of these rows has no picture, or the path of none.
-    """
+    """Return `numbers_of_pictures`, of now or of an earlier start with the same files."""
     column = side.table.arrow[side.column]
     if is_text(column.type) and len(column.unique()) > MOST:  # not even the files' sizes are looked at
         return numbers_of_pictures(side, rows)
@@ -109,3 +105,47 @@ def kept_numbers(side: FilePictures, rows: Tensor) -> Numbered:
     return kept(
         side, digest_of(rows), ".pictures", find=lambda: numbers_of_pictures(side, rows), pack=pack, unpack=unpack
     )
+
+
+def stamp_of_pictures(side: FilePictures) -> str:
+    """Return a hash of the paths, the sizes and the times of the last change of all files that hold these pictures."""
+    column, table = side.table.arrow[side.column], side.table
+    found = hashlib.sha256()
+    if not is_text(column.type):  # the pictures lie inside of the files that the rows come from
+        found.update(side.column.encode())
+        _add_files(found, (str(file.absolute()) for file in table.files))
+    paths = _paths(column)
+    if paths is not None:
+        found.update(digest_of(paths).encode())
+        folder = str(table.folder.absolute())
+        _add_files(found, (file_of(folder, path) for path in paths.unique().to_pylist() if path))
+    return found.hexdigest()
+
+
+def _add_files(found: Any, files: Iterable[str]) -> None:
+    for file in files:
+        try:
+            status = os.stat(file)
+            facts = status.st_size, status.st_mtime_ns
+        except (OSError, ValueError):  # the row is an error when it is read
+            facts = 0, 0
+        found.update(f"{file} {facts}".encode(errors="surrogateescape"))
+
+
+def _paths(column: Any) -> Any:
+    """Return the texts of a column that are paths of pictures, with null for a row with the bytes; None: none are."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if is_text(kind):
+        return column
+    if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
+        return None
+    paths = pc.struct_field(column, "path")
+    if kind.get_field_index("bytes") < 0 or not is_text(paths.type):
+        return paths if is_text(paths.type) else None
+    content = pc.struct_field(column, "bytes")
+    if pa.types.is_null(content.type):
+        return paths
+    return pc.if_else(pc.fill_null(pc.greater(pc.binary_length(content), 0), False), None, paths)

@@ -52,9 +52,6 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
         side: the pictures.
         say: called with lines.
         workers: processes that read; -1: as many as there are CPUs, at most 32.
-
-    Raises:
-        UserError: if none can be read.
     """
     import PIL
 
