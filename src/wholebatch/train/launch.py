@@ -143,7 +143,10 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         try:
             report = train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise _no_memory(error, rank, size) from error
+            raise UserError(
+                f"rank {rank} of {size} is out of memory: {one_line(error) or type(error).__name__}. "
+                "--chunk-size N encodes N rows at a time, for the same gradient"
+            ) from error
         except WorkerDiedError as error:
             raise RankDiedError(
                 f"a process that reads the data for rank {rank} of {size} {error}{requests.how_to_resume}"
@@ -151,13 +154,6 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         progress.stop()
         if folder is not None:
             progress.report(path, config, task, report)
-
-
-def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
-    return UserError(
-        f"rank {rank} of {size} is out of memory: {one_line(error) or type(error).__name__}. "
-        "--chunk-size N encodes N rows at a time, for the same gradient"
-    )
 
 
 class _Prepared(NamedTuple):

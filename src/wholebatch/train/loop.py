@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from .. import kernels
 from .._base.user_error import UserError
@@ -66,7 +65,8 @@ def train(
         with _naming_the_last_checkpoint(saved_at, requests):
             metrics = None if folder is None else folder.digest_of_metrics(step)
             task.save(path, state, step=step, seconds=seconds, metrics=metrics)
-            _flush(trackers)
+            for tracker in trackers:
+                tracker.flush()
         wait()
 
     def save_last(step: int) -> None:
@@ -84,8 +84,9 @@ def train(
         requests.begin()
         started, pace = time.monotonic() - seconds, Pace(config.batch_size)
         for step in range(done, done if is_over else schedule.steps):
-            set_learning_rate(task.optimizers, schedule, step)
             for optimizer in task.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = schedule.rate(group["peak"], step)
                 optimizer.zero_grad()
             # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
             due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
@@ -215,11 +216,6 @@ def _check_finite(task: Task, done: int) -> None:
     on_all_ranks("weights", check)
 
 
-def _flush(trackers: Sequence[Tracker]) -> None:
-    for tracker in trackers:
-        tracker.flush()
-
-
 def _close(trackers: Sequence[Tracker]) -> None:
     for tracker in trackers:
         tracker.close()
@@ -242,10 +238,3 @@ def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, fin
     progress.say(f"{name(asked.stop)}: {'the run was finished' if finished else stopped}")
     requests.combined()  # a launcher may end the other ranks as soon as one has ended
     return Stopped(asked.stop)
-
-
-def set_learning_rate(optimizers: Sequence[Optimizer], schedule: Schedule, step: int) -> None:
-    """Set each group's learning rate, of which `peak` is the largest value."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(group["peak"], step)

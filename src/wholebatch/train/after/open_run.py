@@ -126,7 +126,7 @@ def open_run(
     path = _file(folder, weights, config)
     kind = _NAMES[path.name]
     is_checkpoint = kind == "checkpoint"
-    prefix = _prefix(config, kind)
+    prefix = "" if not is_checkpoint else "model.encoder." if config.task == "retrieve" else "model."
     with _reading(path), TensorFile(path) as file:
         check_is_of_run(file, folder)
         names = [name for name in file.entries if name.startswith(prefix)]
@@ -140,24 +140,13 @@ def open_run(
         _check_fits(path, model, shapes)
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
         centers = tensors.pop(_CENTERS, None) if config.task == "identify" else None
-        digest = _digest(file, prefix)
+        digest = hashlib.sha256(json.dumps({name: file.entries[name].digest for name in names}).encode()).hexdigest()
         classes = _classes(file) if centers is not None else ()
         step = None if kind == "final" else _step(file)
     steps = extensions[-1].steps if extensions else config.steps
     model.load_state_dict(tensors)
     model.to(device).eval().requires_grad_(False)
     return OpenRun(folder, config, model, digest, device, kind, step, steps, classes, centers)
-
-
-def _prefix(config: TrainConfig, kind: str) -> str:
-    """Return the start of the names of the encoders' tensors in a file of weights."""
-    return "" if kind != "checkpoint" else "model.encoder." if config.task == "retrieve" else "model."
-
-
-def _digest(file: TensorFile, prefix: str) -> str:
-    """Return the hash of all weights in a file, without reading them."""
-    digests = {name: entry.digest for name, entry in file.entries.items() if name.startswith(prefix)}
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
