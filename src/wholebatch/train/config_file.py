@@ -119,7 +119,7 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
     """Return the value as an option of this type has it."""
     choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for choice in choices:
-        if get_origin(choice) is Literal and any(_same(value, each) for each in get_args(choice)):
+        if get_origin(choice) is Literal and (type(value), value) in ((type(each), each) for each in get_args(choice)):
             return value
         if choice is Path and isinstance(value, str):
             return path.absolute().parent / value
@@ -133,10 +133,6 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
         f"{path}: {option(name)} must be {' or '.join(accepted)}, got {shown(value)}"
         + (f"; perhaps {near[0]!r}" if near else "")
     )
-
-
-def _same(value: object, other: object) -> bool:
-    return value == other and type(value) is type(other)
 
 
 def _accepted(choice: Any) -> list[str]:

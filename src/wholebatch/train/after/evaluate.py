@@ -45,8 +45,7 @@ def evaluate(options: EvaluateConfig) -> None:
     pairs = _pairs(run, options)
     figures = _classification if run.config.task == "identify" else _search
     found = figures(run, pairs, options)
-    seen, line = seen_in_training(run, pairs)
-    trained = {name: each.trained for name, each in seen.items()}
+    trained, line = seen_in_training(run, pairs)
     found = {
         "data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), "trained_on": trained, **found,
     }  # fmt: skip

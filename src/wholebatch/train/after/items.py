@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,8 +116,9 @@ def open_items(
     check_side(run, side)
     if data == "glyphs":
         name = side or run.sides[0]
-        found = _glyphs(run, name)
-        return Items(name, found, torch.arange(_count(found)), "glyphs")
+        pairs = glyph_pairs(for_glyphs(run.config).image_size)
+        found = next(side for side in pairs.sides.values() if side.kind == run.kind(name))
+        return Items(name, found, torch.arange(len(pairs.order)), "glyphs")
     try:
         table = open_table(data, say)
         for line in table.said:
@@ -218,14 +218,3 @@ def _check_pictures(table: Table, column: str) -> None:
         raise UserError(
             f"{table.where(pc.index(pc.is_null(values), True).as_py())}: the image, column {column!r}, is empty"
         )
-
-
-def _glyphs(run: OpenRun, name: str) -> Side:
-    config = for_glyphs(run.config)
-    sides: Mapping[str, Side] = glyph_pairs(config.image_size).sides
-    kind = run.kind(name)
-    return next(side for side in sides.values() if side.kind == kind)
-
-
-def _count(side: Any) -> int:
-    return len(side.pixels) if hasattr(side, "pixels") else len(side)

@@ -29,13 +29,6 @@ from .open_run import OpenRun
 from .options import renamed
 
 
-class Seen(NamedTuple):
-    """The number of distinct items of a side, and how many of them are in training rows; None: not known."""
-
-    items: int
-    trained: int | None
-
-
 class _Rows(NamedTuple):
     """Rows of a side, one of each distinct item, and all rows that count in its table."""
 
@@ -51,20 +44,15 @@ class _Rows(NamedTuple):
         return cls(side, rows, everything)
 
 
-def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, Seen], str]:
-    """Return by side how many items of these data are in the rows that the run was trained on, and a line about it."""
+def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, int | None], str]:
+    """Return by side how many distinct items of these data the run was trained on, None if unknown, and a line."""
     ours = {name: _distinct(pairs, name, pairs.order) for name in run.sides}
     try:
         theirs = dict(_training_rows(run))
     except UserError as error:
-        return {name: Seen(len(each.rows), None) for name, each in ours.items()}, _not_known(
-            str(renamed(error, "the data of the run"))
-        )
-    seen = {
-        name: Seen(len(each.rows), _number_in(each, theirs[name], case_ignored_by(run.encoder(name))))
-        for name, each in ours.items()
-    }
-    return seen, _said(seen)
+        return dict.fromkeys(ours), _not_known(str(renamed(error, "the data of the run")))
+    trained = {name: _number_in(each, theirs[name], case_ignored_by(run.encoder(name))) for name, each in ours.items()}
+    return trained, _said(trained, {name: len(each.rows) for name, each in ours.items()})
 
 
 def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
@@ -140,12 +128,12 @@ def _pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePic
     return sum(digest in known for digest in digests_of(mine, rows))
 
 
-def _said(seen: Mapping[str, Seen]) -> str:
-    known = {name: each for name, each in seen.items() if each.trained is not None}
+def _said(trained: Mapping[str, int | None], items: Mapping[str, int]) -> str:
+    known = {name: count for name, count in trained.items() if count is not None}
     if not known:
         return _not_known("the pictures were not compared")
-    counts = " and ".join(f"{each.trained:,} of the {each.items:,} {PLURAL[name]}" for name, each in known.items())
-    others = "".join(f" ({PLURAL[name]} were not compared)" for name in seen if name not in known)
+    counts = " and ".join(f"{count:,} of the {items[name]:,} {PLURAL[name]}" for name, count in known.items())
+    others = "".join(f" ({PLURAL[name]} were not compared)" for name in trained if name not in known)
     return f"note: the run was trained on {counts}{others}"
 
 

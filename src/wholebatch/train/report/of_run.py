@@ -146,13 +146,9 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
     charts = [chart("loss of the global batch", "loss", lowest)._replace(note="dashed: resumed" if resumed else "")]
     if validated:
         charts.append(Chart(task.validation_title, validation, (0, 1), marks=resumed))
-    own = [key for key in ("logit_scale",) if key in metrics[-1]]
-    names = {"learning_rate": "learning rate", "grad_norm": "norm of the gradient", "logit_scale": _SCALE}
-    charts += [chart(names.get(key, key), key, 0) for key in ("learning_rate", "grad_norm")]
-    return charts + [chart(names.get(key, key.replace("_", " ")), key) for key in own]
-
-
-_SCALE = "logit scale (1 / temperature)"
+    charts += [chart("learning rate", "learning_rate", 0), chart("norm of the gradient", "grad_norm", 0)]
+    scale = [chart("logit scale (1 / temperature)", "logit_scale")] if "logit_scale" in metrics[-1] else []
+    return charts + scale
 
 
 def _starts(starts: Sequence[Start]) -> Table | None:
