@@ -18,7 +18,7 @@ from wholebatch.train.data.pairs.pairs import Pairs
 from wholebatch.train.encoders.dual import DualEncoder
 from wholebatch.train.encoders.make import make_dual_encoder
 from wholebatch.train.encoders.words import split_words
-from wholebatch.train.run.resume import read_config
+from wholebatch.train.run.record import read_config
 from wholebatch.train.tasks.evaluation import features_of_rows
 from wholebatch.train.tasks.retrieval import first_ranks, recall
 

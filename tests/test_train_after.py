@@ -23,17 +23,18 @@ from PIL import Image
 from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch.train.after.encode import Work, features_of
+from wholebatch.train.after.encode import features_of
 from wholebatch.train.after.feature_files import FeatureFile
 from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
+from wholebatch.train.after.options import EmbedConfig
 from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
 from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.sides import DrawnPictures, Texts
 from wholebatch.train.data.tables.open_table import open_table
 from wholebatch.train.encoders.words import identity
-from wholebatch.train.run.resume import read_config
+from wholebatch.train.run.record import read_config
 from wholebatch.train.tasks.chance import chance
 from wholebatch.train.tasks.evaluation import features_of_rows
 
@@ -201,7 +202,7 @@ def test_rows_are_read_batch_by_batch(run, damaged):
     """The first features come before the last picture is read, so memory does not grow with the rows."""
     found = open_run(run)
     items = open_items(found, str(damaged), "DATA")
-    tiles = features_of(found, items, Work(50, 0, 1, "cpu", "auto", trust=False))
+    tiles = features_of(found, items, EmbedConfig(run=run, data=str(damaged), batch_size=50, workers=0))
     assert [len(next(tiles)) for _ in range(3)] == [50, 50, 50]
     with pytest.raises(UserError, match=r"none\.png"):
         next(tiles)
@@ -309,42 +310,37 @@ def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, c
     assert Path(printed_places(capsys)[0]).name == "41.png"
 
 
-def test_features_of_weights_that_the_run_does_not_have_any_more_are_removed(run, data, tmp_path, capsys):
-    """Those of other data, of weights that are still there, and one that is being written stay."""
+def test_features_of_weights_that_the_run_does_not_have_any_more_are_replaced(run, data, tmp_path, capsys):
+    """Those of other data, of other kinds of weights, and files of others stay."""
     copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("features"))
     with TensorFile(copy / "model.safetensors") as file:
         tensors, metadata = {name: file.read(name) for name in file.entries}, file.metadata
     facts = {name: each for name, each in metadata.items() if "sha256" not in name}
-    best = {name: x + 0.125 for name, x in tensors.items()}
-    write_tensors(copy / "best.safetensors", best, facts)
 
     def searched(weights, *options):
         succeeds("search", copy, "letter", "-k", "1", "--weights", weights, *options)
-        return {path.name for path in (copy / "features").iterdir()}
+        assert "embedding" in capsys.readouterr().out
+        return {path.name: path.read_bytes() for path in (copy / "features").iterdir()}
+
+    def change_best(by):
+        write_tensors(copy / "best.safetensors", {name: x + by for name, x in tensors.items()}, facts)
 
     (of_final,) = searched("final")
-    both = searched("best")
-    (other,) = searched("final", "--in", data.parent / "images") - both
-    assert len(both) == 2
-    start, _, _ = of_final.rpartition("-")
-    old, written = f"{start}-{'0' * 16}.safetensors", f"{start}-{'1' * 16}.safetensors"
-    for name in (old, written, f"{written}.partial", "notes.safetensors"):
-        shutil.copyfile(copy / "features" / of_final, copy / "features" / name)
-    with TensorFile(copy / "features" / old) as file:
-        before = file.read("0")
-    opened = FeatureFile(copy / "features" / old, *before.shape, kept=TensorFile(copy / "features" / old))
-    write_tensors(copy / "best.safetensors", {name: x + 0.25 for name, x in tensors.items()}, facts)
-    names = searched("best")
-    assert {of_final, other, written, f"{written}.partial", "notes.safetensors"} < names
-    assert len(names) == 6, "the features of the earlier best weights are gone, and those of none"
-    assert torch.equal(torch.cat([*opened.tiles()]), before), "a search that reads the file goes on"
-
-    (copy / "features" / of_final).rename(copy / "features" / old)
-    content = (copy / "best.safetensors").read_bytes()
-    (copy / "best.safetensors").write_bytes(content[:-1])
-    capsys.readouterr()
-    assert old in searched("final")
-    assert "note: features of earlier weights are left in" in capsys.readouterr().out
+    change_best(0.125)
+    (of_best,) = searched("best").keys() - {of_final}
+    searched("final", "--in", data.parent / "images")
+    (copy / "features" / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in (copy / "features").iterdir()}
+    with TensorFile(copy / "features" / of_best) as file:
+        rows = file.read("0")
+    opened = FeatureFile(copy / "features" / of_best, *rows.shape, kept=TensorFile(copy / "features" / of_best))
+    change_best(0.25)
+    after = searched("best")
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} == {of_best}
+    assert torch.equal(torch.cat([*opened.tiles()]), rows), "a search that reads the file goes on"
+    succeeds("search", copy, "letter", "-k", "1", "--weights", "best")
+    assert "embedding" not in capsys.readouterr().out, "nor are they computed again"
 
 
 def test_bad_pictures_are_left_out_of_a_search_if_asked(run, data, damaged, tmp_path, capsys):
@@ -681,6 +677,7 @@ one, many = model.embed_text("A b"), model.embed_text(["A b", "C"] * 300)
 assert one.shape == (1, many.shape[1]) and many.shape[0] == 600
 assert (many[::2] - one).abs().max() < 1e-6 < (many[1] - one).abs().max()
 assert model.embed_image({str(picture)!r}).shape == one.shape
+assert not hasattr(model, "embed_query")
 try:
     model.embed_image([{str(picture)!r}, "none.png"])
 except ValueError as error:
@@ -905,7 +902,7 @@ def test_a_run_whose_module_was_imported_is_opened(run, tmp_path):
     """Python keeps what it compiles of the modules in encoders/."""
     copy = shutil.copytree(run, tmp_path / "run")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run([sys.executable, "-c", "import model"], cwd=copy, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", "import model; model.embed_text('A')"], cwd=copy, env=environment, check=True)
     assert (copy / "encoders" / "__pycache__").is_dir()
     assert open_run(copy).width == open_run(run).width
 

@@ -14,7 +14,7 @@ from data_sets import FORMS, png
 
 from wholebatch._base.user_error import UserError
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.data.cache.files import CannotWriteError, alone, cache_folder, remove_lock
+from wholebatch.train.data.cache.files import CannotWriteError, cache_folder
 from wholebatch.train.data.cache.table_file import checksum_of
 from wholebatch.train.data.pairs.of_table import table_pairs
 from wholebatch.train.data.pictures import equal as equal_pictures
@@ -286,7 +286,7 @@ def test_results_about_earlier_versions_of_a_table_are_removed(tmp_path):
     path = FORMS["csv"](tmp_path)
     pairs_of(path, skip_bad=True)
     first = names()
-    assert [sum(name.endswith(ending) for name in first) for ending in (".arrow", ".pictures", ".unreadable.json")] == [
+    assert [sum(name.endswith(ending) for name in first) for ending in (".arrow", ".pictures", ".unreadable")] == [
         1, 1, 1,
     ]  # fmt: skip
     for number in range(3):
@@ -305,30 +305,25 @@ def test_results_about_earlier_versions_of_a_table_are_removed(tmp_path):
     assert len(names()) == 2 * len(first), "of a file that is not there any more, until its table is removed"
 
 
-def test_files_of_a_table_go_with_it_unless_a_process_holds_their_lock(tmp_path):
+def test_files_of_a_table_go_with_it(tmp_path):
+    """But not its lock, which a process may hold or wait for."""
     one, other = FORMS["csv"](tmp_path), FORMS["jsonl"](tmp_path)
     pairs_of(one, skip_bad=True)
     of_one = names()
     (table,) = (name for name in of_one if name.endswith(".arrow"))
-    lock = cache_folder() / f"{table[:24]}.lock"
     folder = cache_folder()
     foreign = [folder / name for name in ("notes.txt", f"uncached-{'0' * 24}-a.pictures", f"{'0' * 23}-a.pictures")]
     for path in foreign:
         path.touch()
     pairs_of(other, skip_bad=True)
     assert {*of_one} < {*names()}, "its table is there"
-    (cache_folder() / table).unlink()
-    with lock.open("rb") as file:
-        flock(file, LOCK_EX)
-        os.utime(other, (5, 5))
-        pairs_of(other, skip_bad=True)
-        assert {*of_one} & {*names()} == {lock.name}
-    os.utime(other, (6, 6))
+    (folder / table).unlink()
+    os.utime(other, (5, 5))
     pairs_of(other, skip_bad=True)
-    assert not {*of_one} & {*names()}
+    assert all(name.endswith(".lock") for name in {*of_one} & {*names()})
     assert all(path.exists() for path in foreign)
     pairs_of(one, skip_bad=True)
-    assert len(of_one) == len({name for name in names() if name[:24] == table[:24]})
+    assert {*of_one} < {*names()}
 
 
 def test_results_about_a_folder_stay_without_a_table_in_the_cache(tmp_path):
@@ -336,33 +331,6 @@ def test_results_about_a_folder_stay_without_a_table_in_the_cache(tmp_path):
     pairs_of(path, skip_bad=True)
     found = names()
     assert not any(name.endswith(".arrow") for name in found)
-    assert sum(name.endswith((".pictures", ".unreadable.json")) for name in found) == 2
+    assert sum(name.endswith((".pictures", ".unreadable")) for name in found) == 2
     pairs_of(FORMS["csv"](tmp_path))
     assert {*found} < {*names()}
-
-
-def test_who_waits_for_a_lock_that_is_removed_waits_for_the_next_one(tmp_path):
-    path, entered, may_leave = tmp_path / "a.lock", threading.Event(), threading.Event()
-
-    def wait():
-        with alone(path):
-            entered.set()
-            may_leave.wait(30)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    with path.open("wb") as first:
-        flock(first, LOCK_EX)
-        thread.start()
-        assert not entered.wait(0.2)
-        path.unlink()
-        second = path.open("wb")
-        flock(second, LOCK_EX)
-    assert not entered.wait(0.2), "the second lock is held"
-    second.close()
-    assert entered.wait(30)
-    remove_lock(path)
-    assert path.exists(), "it is held"
-    may_leave.set()
-    thread.join(30)
-    remove_lock(path)
-    assert not path.exists()

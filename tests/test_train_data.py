@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pathlib
 import signal
 import sys
 from dataclasses import replace
@@ -25,7 +26,9 @@ from PIL import Image
 import wholebatch as wb
 from wholebatch._base.user_error import UserError
 from wholebatch.partition import Partition
-from wholebatch.train.after.encode import Work
+from wholebatch.train.after.encode import _workers
+from wholebatch.train.after.items import Items
+from wholebatch.train.after.options import EmbedConfig
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
 from wholebatch.train.data.load import load_data
@@ -475,7 +478,10 @@ def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeyp
     assert workers_of_a_rank(CONFIG, many.sides, 1) == 0
     monkeypatch.setattr("wholebatch._launch.cpus.usable_cpus", lambda: 128)
     assert workers_of_a_rank(automatic, many.sides, 1) == 8
-    assert [Work(1, workers, 32, "cpu", "auto", trust=False).workers_to_read() for workers in (-1, 0, 3)] == [4, 0, 3]
+    items = Items("image", many.sides["image"], many.order, "DATA")
+    options = EmbedConfig(run=pathlib.Path("run"), data="DATA", batch_size=1, ranks=32)
+    assert [_workers(items, replace(options, workers=workers)) for workers in (-1, 0, 3)] == [4, 0, 3]
+    assert _workers(items, replace(options, batch_size=len(items))) == 0, "a single batch is read at once"
 
 
 class Fails:

@@ -20,6 +20,7 @@ from PIL import Image
 from train_runs import TRAIN, finish
 
 from wholebatch.__main__ import main
+from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import launch
@@ -31,7 +32,7 @@ from wholebatch.train.data.pictures.reading import open_picture
 from wholebatch.train.data.sides import FilePictures
 from wholebatch.train.data.tables.open_table import open_table
 from wholebatch.train.data.tables.roles import asked_roles
-from wholebatch.train.run.data_facts import DataFacts, write_data_facts
+from wholebatch.train.run.record import read_record
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -435,9 +436,9 @@ def test_pictures_are_decoded_at_the_first_start_only_until_one_changes(tmp_path
     assert [start() for _ in range(3)] == [20, 0, 0]
     os.utime(tmp_path / "images" / "4.png", (5, 5))
     assert [start() for _ in range(2)] == [20, 0]
-    (kept,) = cache_folder().glob("*.unreadable.json")
+    (kept,) = cache_folder().glob("*.unreadable")
     whole = kept.read_bytes()
-    for damaged in (b"", whole[:-5], b"[]", whole.replace(b'"rows": 20', b'"rows": 21'), whole.replace(b"[7", b"[70")):
+    for damaged in (b"", whole[:-5], b"[]", whole.replace(b"[7", b"[8")):
         assert damaged != whole
         kept.write_bytes(damaged)
         assert [start() for _ in range(2)] == [20, 0]
@@ -556,9 +557,7 @@ OPTIONS = [
 
 @pytest.fixture
 def _nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr("wholebatch.train.run.run_folder.draw_curves", lambda *_: None)
     monkeypatch.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
-    monkeypatch.setattr("wholebatch.train.tasks.retrieve.Retrieve.draw", lambda self, folder: None)
 
 
 def good(folder):
@@ -632,18 +631,22 @@ def test_a_run_is_not_resumed_with_other_data(capsys, tmp_path):
 def test_a_damaged_or_exchanged_hash_of_the_data_is_refused(capsys, tmp_path):
     path, run = good(tmp_path), tmp_path / "run"
     assert main(["train", "--data", str(path), "--run-folder", str(run), "--steps", "3", *OPTIONS]) == 0
-    whole = (run / "data.json").read_bytes()
-    (run / "data.json").write_bytes(whole.replace(b"20 pairs", b"21 pairs"))
+    file, record = run / "config.json", read_record(run)
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"20 pairs", b"21 pairs"))
     assert "its digest is not that of its text" in one_line(capsys, 2, "--resume", str(run))
-    (run / "data.json").unlink()
-    assert "with the hash of the data that the run was started with; was it" in one_line(
-        capsys, 2, "--resume", str(run)
-    )
-    assert not (run / "data.json").exists()
-    write_data_facts(run, DataFacts(str(path), "20 pairs of another run", json.loads(whole)["digest"]))
-    assert "data.json is not the file that the checkpoint" in one_line(capsys, 2, "--resume", str(run))
-    (run / "data.json").unlink()
-    (run / "data.json").symlink_to(path)
+    record._replace(data=record.data._replace(what="20 pairs of another run")).write(run)
+    assert "config.json is not the file that the checkpoint" in one_line(capsys, 2, "--resume", str(run))
+    values = unsealed(whole, "")
+    for change, message in (
+        ({"run": None}, "config.json is not the configuration of a run of this version: run must have the fields"),
+        ({"run": values["run"] | {"data": {"digest": 3}}}, "is not the configuration of a run of this version"),
+        ({"run": values["run"] | {"starts": [{"at": "now"}]}}, "is not the configuration of a run of this version"),
+    ):
+        file.write_bytes(sealed(values | change))
+        assert message in one_line(capsys, 2, "--resume", str(run))
+    file.unlink()
+    file.symlink_to(path)
     assert "is a link; expected the file itself" in one_line(capsys, 2, "--resume", str(run))
 
 

@@ -15,7 +15,7 @@ from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch.train.after.items import Items, distinct
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.data.cache.picture_stamps import stamp_of_pictures
+from wholebatch.train.data.cache.kept import stamp_of_pictures
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.pairs.of_table import table_pairs
 from wholebatch.train.data.pairs.stated import stated_pairs

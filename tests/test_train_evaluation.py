@@ -18,10 +18,8 @@ from wholebatch.testing import run_ranks
 from wholebatch.train import loop
 from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data.load import load_data
-from wholebatch.train.ranks import waiting
-from wholebatch.train.ranks.all_ranks import on_all_ranks
-from wholebatch.train.ranks.waiting import WaitForFirstRank
-from wholebatch.train.run import metrics_file
+from wholebatch.train.ranks import all_ranks
+from wholebatch.train.ranks.all_ranks import WaitForFirstRank, on_all_ranks
 from wholebatch.train.run.checkpoint import first_lines
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.make import make_task
@@ -80,7 +78,7 @@ def reports(data, queries):
 def check_the_wait():
     """The same wait for a first rank that is busy for 1.5 s, without and with a timeout of 1 s."""
     wait = WaitForFirstRank()
-    waiting.LONGEST = timedelta(seconds=1)
+    all_ranks.LONGEST = timedelta(seconds=1)
     impatient = WaitForFirstRank()
     if dist.get_rank() == 0:
         time.sleep(1.5)
@@ -127,8 +125,8 @@ def test_evaluation_encodes_no_more_rows_at_a_time_than_a_chunk(tmp_path, chunk_
 
 
 def test_the_longest_wait_can_be_given_to_gloo():
-    assert timedelta(days=1) < waiting.LONGEST
-    assert waiting.LONGEST.total_seconds() * 1000 < 2**31, "a number of milliseconds that fits an int"
+    assert timedelta(days=1) < all_ranks.LONGEST
+    assert all_ranks.LONGEST.total_seconds() * 1000 < 2**31, "a number of milliseconds that fits an int"
 
 
 ALONE = ("validate", "test", "save")
@@ -187,7 +185,7 @@ def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):
         reads.append(count)
         return first_lines(path, count)
 
-    for module in ("checkpoint", "metrics_file"):
+    for module in ("checkpoint", "run_folder"):
         monkeypatch.setattr(f"wholebatch.train.run.{module}.first_lines", read)
     run = tmp_path / "run"
     options = ["--validate-every", "50", "--no-audit", "--workers", "0", "--no-tensorboard", *SMALL]
@@ -203,21 +201,21 @@ def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):
 
 def test_the_digest_of_lines_is_that_of_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = metrics_file.MetricsFile(path)
-    assert lines.digest_of(0) is None
+    lines = RunFolder(tmp_path)
+    assert lines.digest_of_metrics(0) is None
     digests = []
     for step in range(1, 5):
         lines.append({"step": step, "loss": 1 / step})
-        digests.append(lines.digest_of(step))
-        assert lines.digest_of(step) == digest(path)
-        assert lines.digest_of(step - 1) is None
-    again = metrics_file.MetricsFile(path)
+        digests.append(lines.digest_of_metrics(step))
+        assert lines.digest_of_metrics(step) == digest(path)
+        assert lines.digest_of_metrics(step - 1) is None
+    again = RunFolder(tmp_path)
     again.resume_after(2)
-    assert again.digest_of(2) is None, "until the file is cut"
+    assert again.digest_of_metrics(2) is None, "until the file is cut"
     again.append({"step": 3, "loss": 7.0})
-    assert [row["loss"] for row in again.rows()] == [1.0, 0.5, 7.0]
-    assert again.digest_of(3) == digest(path)
-    assert again.digest_of(3) != digests[2]
+    assert [row["loss"] for row in again.metrics()] == [1.0, 0.5, 7.0]
+    assert again.digest_of_metrics(3) == digest(path)
+    assert again.digest_of_metrics(3) != digests[2]
 
 
 def digest(path):

@@ -13,7 +13,7 @@ from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
 from wholebatch.train.encoders.saved import digest_of, open_dual_encoder
 from wholebatch.train.run.checkpoint import FILE as CHECKPOINT
-from wholebatch.train.run.checkpoint import digests_of_run
+from wholebatch.train.run.record import digests_of_run
 
 MINE = """
 from pathlib import Path
@@ -198,17 +198,17 @@ def test_sizes_of_a_configuration_that_the_weights_do_not_have_take_no_memory(ru
     [
         ("encoders.json", {"embedding_size": -3}, "--model.embedding-size must be at least 1, got -3"),
         ("encoders.json", {"embedding_size": 10**9}, "--model.embedding-size must be at most 65536, got 1000000000"),
-        ("encoders.json", {"embedding_size": "x"}, "embedding_size must be int, got 'x'"),
+        ("encoders.json", {"embedding_size": "x"}, "--model.embedding-size must be an integer, got 'x'"),
         ("encoders.json", {"sides": {"image": "../../other/run", "text": "text"}}, "it must name two sides of image"),
         ("encoders.json", {"sides": {"image": "image"}}, "it must name two sides of image"),
         ("encoders.json", {"sides": ["image", "text"]}, "is not of this version"),
         ("image/encoder.json", {"image_size": 10**6}, "--image-size must be at most 4096, got 1000000"),
         ("image/encoder.json", {"image_size": 0}, "--image-size must be at least 8, got 0"),
-        ("image/encoder.json", {"channels": 2}, "--image-channels must be 1, 3 or 0, got 2"),
+        ("image/encoder.json", {"channels": 2}, "--image-channels must be 0 or 1 or 3, got 2"),
         ("image/encoder.json", {"sizes": {"image_width": 10**7}}, "--model.image-width must be at most 4096"),
         ("text/encoder.json", {"sizes": {"text_buckets": 2**40}}, "--model.text-buckets must be at most"),
         ("text/encoder.json", {"sizes": {"text_heads": 0}}, "--model.text-heads must be at least 1, got 0"),
-        ("text/encoder.json", {"sizes": {"text_width": 1.5}}, "text_width must be int, got 1.5"),
+        ("text/encoder.json", {"sizes": {"text_width": 1.5}}, "--model.text-width must be an integer, got 1.5"),
     ],
 )
 def test_values_of_encoders_are_checked_like_options(run, file, change, message):

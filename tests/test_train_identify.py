@@ -3,12 +3,10 @@
 import json
 import shutil
 import signal
-from collections import Counter
 
 import pytest
 import torch
 from glyph_files import write_pairs
-from PIL import Image
 from safetensors.torch import load_file
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
@@ -19,12 +17,12 @@ from wholebatch.train.data.choices import images_for_validation
 from wholebatch.train.data.classes.labeled import LabeledImages
 from wholebatch.train.data.classes.split import classes_of_texts, with_split
 from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
+from wholebatch.train.data.load import load_data
 from wholebatch.train.data.pairs.pairs import Order, Pairs
-from wholebatch.train.data.pictures.pixel_digests import PixelDigests
-from wholebatch.train.data.sides import DrawnPictures, Side, Texts
+from wholebatch.train.data.sides import DrawnPictures, Texts
 from wholebatch.train.encoders.small import Pad
 from wholebatch.train.option_checks import check_options
-from wholebatch.train.report.look_alikes import find_mistakes, surest_mistakes
+from wholebatch.train.report.classes import surest_mistakes
 from wholebatch.train.tasks.batches import ImageBatches, Reader
 from wholebatch.train.tasks.verification import accepted_at, best_possible, rows_to_verify
 
@@ -52,9 +50,9 @@ def uninterrupted(data, tmp_path_factory):
 def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
-        "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
         "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py",
-        "lock", "curves.png", "look_alikes.png",
+        "lock",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
@@ -64,8 +62,6 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert report["top_5"] > report["top_1"]
     assert report["tar"] < 0.1, "here more than one in a thousand of the other pairs are nearly equal pictures"
     assert report["threshold"] > 0.9
-    for picture in ("curves.png", "look_alikes.png"):
-        assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert load_file(run / "model.safetensors")["centers"].shape == (158, 32)
     assert "top-1 accuracy" in output
     assert "158 classes: 564 images for training, 16 for validation, 210 for test (images never seen)" in output
@@ -323,56 +319,31 @@ def test_verification_is_that_of_all_pairs():
         assert tar == pytest.approx(accepted[same].double().mean().item(), abs=1e-3)
 
 
-class Counted(Side):
-    """Pictures that count how often each is read."""
-
-    kind = "image"
-
-    def __init__(self, pictures):
-        self._pictures, self.reads = pictures, Counter()
-
-    def items(self, rows):
-        self.reads.update(rows.tolist())
-        return [self._pictures[row] for row in rows.tolist()]
-
-
-def picture(size, pixels):
-    return Image.frombytes("L", size, bytes(pixels))
-
-
 def test_the_best_possible_accuracy_counts_equal_pictures():
-    wide, high = picture((2, 1), (1, 2)), picture((1, 2), (1, 2))
-    digests = PixelDigests(Counted([wide, wide.copy(), wide.copy(), picture((2, 1), (3, 4)), high])).of(torch.arange(5))
-    assert [digests.index(digest) for digest in digests] == [0, 0, 0, 3, 4], "equal bytes of other sizes differ"
-    assert best_possible(digests, torch.tensor([0, 0, 1, 2, 1])) == 0.8
+    assert best_possible([0, 0, 0, 3, 4], torch.tensor([0, 0, 1, 2, 1])) == 0.8
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_digests_of_many_pictures_are_those_of_each(workers):
-    pictures = Counted([picture((2, 1), (n // 7, n % 5)) for n in range(600)])
-    rows = torch.tensor([*range(599, -1, -1), 3, 3])
-    found = PixelDigests(pictures, workers=workers).of(rows)
-    assert found == [PixelDigests(pictures).of(torch.tensor([row]))[0] for row in rows.tolist()]
-    assert len({*found}) == len({(n // 7, n % 5) for n in range(600)})
+def test_equal_pictures_have_equal_numbers(data):
+    """Those that are drawn by their pixels, those of files by their bytes."""
+    drawn = glyph_classes(16, validation=10, seed=0)
+    pixels = drawn.pictures.pixels.flatten(1)
+    _, of_pixels = torch.unique(pixels[:2000], dim=0, return_inverse=True)
+    same = of_pixels[:, None] == of_pixels
+    assert torch.equal(drawn.numbers[:2000, None] == drawn.numbers[:2000], same)
+    assert same.sum() > 2000, "some are equal"
+    _, files = load_data(TrainConfig(task="identify", data=str(data), workers=0), 1)
+    read = [picture.tobytes() for picture in files.pictures.items(torch.arange(len(files.labels)))]
+    equal = torch.tensor([[one == other for other in read[:100]] for one in read[:100]])
+    assert torch.equal(files.numbers[:100, None] == files.numbers[:100], equal)
 
 
-def test_the_mistakes_of_a_test_read_each_picture_once():
+def test_the_surest_mistakes_are_about_pictures_that_differ():
     """Class 1 has the picture that a test image of class 0 is mistaken for it with; class 2 has another."""
-    a, b, c = (picture((2, 2), [n] * 4) for n in (1, 2, 3))
-    pictures = Counted([a, a, c, b, b, c, a])
     labels = torch.tensor([0, 1, 2, 1, 0, 0, 2])
-    data = LabeledImages(pictures, labels, ("A", "B", "C"), torch.arange(4), torch.arange(0), torch.arange(4, 7))
-    found = torch.tensor([1, 2, 0])
-    digests = PixelDigests(pictures)
-    best = best_possible(digests.of(data.test), labels[data.test])
-    mistakes = find_mistakes(data, found, digests)
-    assert best == 1.0
-    assert mistakes.images.tolist() == [0, 1, 2]
-    assert mistakes.are_equal.tolist() == [True, True, True]
-    assert {*pictures.reads.values()} == {1}
-    other = find_mistakes(data, torch.tensor([2, 1, 2]), PixelDigests(pictures))
-    assert other.images.tolist() == [0, 1]
-    assert other.are_equal.tolist() == [False, False]
-    surest = surest_mistakes(data, torch.tensor([2, 1, 2]), torch.tensor([0.1, 0.9, 0.5]), other)
-    assert surest == [1, 0]
-    assert surest_mistakes(data, found, torch.tensor([0.1, 0.9, 0.5]), mistakes) == []
+    split = torch.arange(4), torch.arange(0), torch.arange(4, 7)
+    numbers = torch.tensor([1, 1, 3, 2, 2, 3, 1])
+    data = LabeledImages(None, labels, ("A", "B", "C"), *split, numbers=numbers)
+    assert best_possible(numbers[data.test].tolist(), labels[data.test]) == 1.0
+    logits = torch.tensor([0.1, 0.9, 0.5])
+    assert surest_mistakes(data, torch.tensor([1, 2, 0]), logits) == []
+    assert surest_mistakes(data, torch.tensor([2, 1, 2]), logits) == [1, 0]

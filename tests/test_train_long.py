@@ -24,14 +24,13 @@ from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.option_checks import check_options
-from wholebatch.train.progress import ConsoleProgress
+from wholebatch.train.progress import Progress
 from wholebatch.train.ranks.all_ranks import from_first_rank
 from wholebatch.train.run import checkpoint
 from wholebatch.train.run.best import Best
-from wholebatch.train.run.extensions import read_extensions, write_extensions
 from wholebatch.train.run.pace import MEASURED, Pace
+from wholebatch.train.run.record import read_record
 from wholebatch.train.run.schedule import Extension, Schedule
-from wholebatch.train.run.starts import read_starts
 from wholebatch.train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
@@ -54,9 +53,7 @@ def whole(data, tmp_path_factory):
 def _nothing_is_drawn():
     """Leave out the pictures, which take longer than the steps."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("wholebatch.train.run.run_folder.draw_curves", lambda *_: None)
         patches.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
-        patches.setattr(Retrieve, "draw", lambda self, folder: None)
         yield
 
 
@@ -105,7 +102,7 @@ def test_metrics_and_lines_have_the_figures_of_speed_and_memory(data, tmp_path, 
 
 def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
     printed = io.StringIO()
-    progress = ConsoleProgress()
+    progress = Progress()
     progress._console = Console(file=printed, force_terminal=True, width=80, soft_wrap=True, color_system=None)
     task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
     progress.start(TrainConfig(), task, size=1, done=0, steps=300)
@@ -121,7 +118,7 @@ def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
 def lines_of(*, done, steps, to):
     """Return the plain lines of a start whose first step takes 50 s, and each other one 2 s."""
     now, printed = 0.0, io.StringIO()
-    progress = ConsoleProgress(lambda: now)
+    progress = Progress(lambda: now)
     progress._console = Console(file=printed, width=200, soft_wrap=True, color_system=None)
     task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
     progress.start(TrainConfig(), task, size=1, done=done, steps=steps)
@@ -311,11 +308,12 @@ def test_a_run_that_is_extended_twice_and_killed_in_between_has_the_same_bits(wh
     assert metrics(killed) == metrics(calm)
     assert metrics(killed)[:12] == metrics(whole)
     assert (killed / "model.safetensors").read_bytes() == (calm / "model.safetensors").read_bytes()
-    assert read_extensions(killed) == (Extension(12, 20), Extension(20, 30))
+    record = read_record(killed)
+    assert record.extensions == (Extension(12, 20), Extension(20, 30))
     rates = [row["learning_rate"] for row in metrics(killed)]
-    schedule = Schedule(12, 2, read_extensions(killed))
+    schedule = Schedule(12, 2, record.extensions)
     assert rates == [schedule.rate(0.002, step) for step in range(30)]
-    assert [start.step for start in read_starts(killed)] == [0, 12, 15, 20, 20, 25]
+    assert [start.step for start in record.starts] == [0, 12, 15, 20, 20, 25]
 
 
 def test_mistakes_of_extensions(whole, data, tmp_path, capsys, monkeypatch):
@@ -327,21 +325,19 @@ def test_mistakes_of_extensions(whole, data, tmp_path, capsys, monkeypatch):
         capsys, *resume, "--until-step", "3"
     )
     assert "Leave these options out" in one_line(capsys, *resume, "--steps", "20"), "--steps alone does not extend"
-    assert not (run / "extensions.json").exists()
+    assert read_record(run).extensions == ()
     assert main(["train", *resume, "--until-step", "14"]) == 0
-    sealed = (run / "extensions.json").read_bytes()
-    for damage, message in (
-        (sealed.replace(b'"steps": 14', b'"steps": 15'), "extensions.json is damaged, or was edited"),
-        (None, "extensions.json is not the file that the checkpoint"),
+    record, whole_file = read_record(run), (run / "config.json").read_bytes()
+    (run / "config.json").write_bytes(whole_file.replace(b'"steps": 14', b'"steps": 15'))
+    assert "it is damaged, or was edited" in one_line(capsys, *resume)
+    for extensions, message in (
+        ((), "config.json is not the file that the checkpoint"),
+        (((12, 15),), "config.json is not the file that the checkpoint"),
+        (((12, 14), (99, 200)), "extends it at step 99, but its checkpoint is of step 14"),
+        (((12, 14), (12, 20)), "must extend the run at later and later steps"),
     ):
-        (run / "extensions.json").unlink(missing_ok=True)
-        if damage is not None:
-            (run / "extensions.json").write_bytes(damage)
+        record._replace(extensions=tuple(Extension(*each) for each in extensions)).write(run)
         assert message in one_line(capsys, *resume)
-    write_extensions(run, (Extension(12, 14), Extension(99, 200)))
-    assert "extends the run at step 99, but its checkpoint is of step 14" in one_line(capsys, *resume)
-    write_extensions(run, (Extension(12, 14), Extension(12, 20)))
-    assert "must name later and later steps" in one_line(capsys, *resume)
     killed_in(monkeypatch, 2, *options(data, tmp_path / "new", *QUICK))
     assert "the run has no checkpoint yet" in one_line(capsys, "--resume", str(tmp_path / "new"), "--until-step", "20")
 

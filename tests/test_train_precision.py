@@ -166,16 +166,16 @@ def test_a_resumed_run_continues_with_the_scale_of_its_checkpoint(data, tmp_path
     assert theirs["scaler.scale"] == 2 * LARGEST, "it has grown since, and overflowed between"
 
 
-def test_a_checkpoint_of_before_the_scale_was_kept_is_called_one_of_an_earlier_version(tmp_path):
+def test_a_checkpoint_without_the_whole_loss_scale_is_refused(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     scaler = {"scale": torch.tensor(4.0), "growth_tracker": torch.tensor(1)}
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
-    with pytest.raises(UserError, match=r"an earlier version, which did not keep the loss scale .*; start a new run"):
+    with pytest.raises(UserError, match=r"2 tensors are missing, .* scaler.growth_tracker among them; was the run"):
         read_checkpoint(tmp_path, model, optimizer, steps=1, scaler=scaler)
-    half = {"scale": torch.tensor(4.0)}  # which no version has written
+    half = {"scale": torch.tensor(4.0)}
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0, scaler=half)
     with pytest.raises(UserError, match=r"1 tensors are missing, .* scaler.growth_tracker among them; was the run"):
         read_checkpoint(tmp_path, model, optimizer, steps=1, scaler=scaler)

@@ -29,8 +29,7 @@ from wholebatch.train.report.content import (
     Setting,
     Table,
 )
-from wholebatch.train.report.images import data_uri
-from wholebatch.train.report.page import render
+from wholebatch.train.report.page import data_uri, render
 from wholebatch.train.report.search import search, search_evidence
 from wholebatch.train.tasks.retrieval import same_places
 

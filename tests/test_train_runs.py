@@ -16,7 +16,7 @@ from wholebatch.train.config import TrainConfig
 from wholebatch.train.data.choices import with_batch
 from wholebatch.train.data.load import load_data
 from wholebatch.train.run.checkpoint import last_step
-from wholebatch.train.run.resume import read_config
+from wholebatch.train.run.record import read_config, read_record
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.retrieve import Retrieve
 
@@ -45,7 +45,7 @@ def test_a_picture_of_the_test_that_cannot_be_read_loses_no_step(data, tmp_path,
     picture.write_bytes(content)
     assert main(["train", "--resume", str(run)]) == 0
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
-    assert [start["step"] for start in json.loads((run / "starts.json").read_text())] == [0, 3]
+    assert [start["step"] for start in json.loads((run / "config.json").read_text())["run"]["starts"]] == [0, 3]
     assert (run / "report.json").exists()
 
 
@@ -60,9 +60,8 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     names = {path.name for path in run.iterdir()} - {"tensorboard"}  # where it is installed
     assert names == {
-        "config.json", "data.json", "starts.json", "metrics.jsonl", "checkpoint.safetensors", "best.safetensors",
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "best.safetensors",
         "model.safetensors", "encoders", "README.md", "model.py", "report.json", "report.html", "lock",
-        "curves.png", "retrieval.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 51))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
@@ -71,8 +70,6 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert report["test_texts"] == 24
     assert there["queries"] >= 24, "the groups are of characters with equal pictures"
     assert there["recall@10"] > there["chance"]["recall@10"]
-    for picture in ("curves.png", "retrieval.png"):
-        assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in output, "plain lines without a terminal"
     assert output.startswith("loading torch and the data ...\n"), "a line is printed before the first step"
     assert re.search(r"^the first step took \d+\.\d s, loss \d\.\d{4}$", output, re.MULTILINE)
@@ -240,7 +237,8 @@ def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage,
 def test_another_runs_configuration_is_refused(capsys, uninterrupted, tmp_path):
     """Its shapes are the same, so the run would continue with another learning rate."""
     run, other = tmp_path / "run", tmp_path / "other"
-    RunFolder.create(other, replace(read_config(uninterrupted[0]), learning_rate=0.003)).close()
+    record = read_record(uninterrupted[0])
+    RunFolder.create(other, replace(record.config, learning_rate=0.003), record.data).close()
     shutil.copytree(uninterrupted[0], run)
     shutil.copy(other / "config.json", run / "config.json")
     capsys.readouterr()

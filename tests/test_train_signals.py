@@ -24,15 +24,17 @@ from wholebatch._launch.launcher import launcher_size
 from wholebatch.testing import run_ranks
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
-from wholebatch.train.progress import ConsoleProgress
+from wholebatch.train.progress import Progress
 from wholebatch.train.ranks import local_ranks, signals
 from wholebatch.train.ranks.signals import Patience, Requests, Stopped, signals_blocked
 from wholebatch.train.run.checkpoint import last_step
 from wholebatch.train.run.lock import Lock
-from wholebatch.train.run.resume import read_config, resume_command
+from wholebatch.train.run.record import DataFacts, read_config
+from wholebatch.train.run.resume import resume_command
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.retrieve import Retrieve
 
+DATA = DataFacts("pairs.csv", "20 pairs", "0" * 64)
 MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with running averages
 
 
@@ -360,7 +362,7 @@ def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch
     """Options of the run's start are saved, not repeated; under torchrun the command has the number of ranks."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     saved = TrainConfig(ranks=2, run_folder=tmp_path / "run")
-    RunFolder.create(tmp_path / "run", saved).close()
+    RunFolder.create(tmp_path / "run", saved, DATA).close()
     command = f"wholebatch train --resume {tmp_path}/run"
     assert resume_command(tmp_path / "run", saved) == command
     resumed = replace(saved, resume=tmp_path / "run", audit=False)
@@ -375,9 +377,9 @@ def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch
 def test_a_path_is_printed_unchanged(capsys):
     """Rich would read parts of it as markup and emoji."""
     folder = Path("/runs[lr=1]/[red]x/:smile:")
-    ConsoleProgress().show_folder(folder)
-    ConsoleProgress().show_stop("SIGTERM", 3, f"; resume with: train --resume {folder}", finished=False)
-    assert capsys.readouterr().out.count(str(folder)) == 2
+    Progress().say(f"run folder: {folder}")
+    Progress(is_quiet=True).say(f"run folder: {folder}")
+    assert capsys.readouterr().out == f"run folder: {folder}\n"
 
 
 def test_a_folder_that_is_not_a_run_is_not_changed(capsys, data, tmp_path):
@@ -487,17 +489,16 @@ def test_a_kill_releases_the_lock(tmp_path):
 
 @pytest.mark.parametrize("error", [37, 95])  # ENOLCK, EOPNOTSUPP
 def test_a_file_system_without_locks_is_reported_and_used(capsys, monkeypatch, tmp_path, error):
-    from wholebatch.train.run import lock
 
     def refuse(*args):
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(lock, "_flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     Lock(tmp_path).close()
-    assert "the file system has no locks" in capsys.readouterr().err
-    monkeypatch.setattr(lock, "_flock", None)
+    assert "there are no file locks here: nothing keeps a second run out of" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "fcntl", None)
     Lock(tmp_path).close()
-    assert "this system has no file locks" in capsys.readouterr().err
+    assert "there are no file locks here" in capsys.readouterr().err
 
 
 def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path):
@@ -517,7 +518,7 @@ def test_a_folder_that_a_kill_left_before_the_configuration_is_empty(data, tmp_p
     run.mkdir()
     (run / "lock").write_text("4711 elsewhere\n")
     (run / "config.json.partial").write_text("{")
-    RunFolder.create(run, TrainConfig()).close()
+    RunFolder.create(run, TrainConfig(), DATA).close()
     assert json.loads((run / "config.json").read_text())["task"] == "retrieve"
 
 

@@ -17,6 +17,7 @@ from wholebatch._launch.launcher import launcher_size
 from wholebatch._launch.slurm import first_host, use_variables_of_slurm
 from wholebatch.train import launch
 from wholebatch.train.config import TrainConfig
+from wholebatch.train.run.record import DataFacts
 from wholebatch.train.run.resume import resume_command
 from wholebatch.train.run.run_folder import RunFolder
 
@@ -134,7 +135,7 @@ def test_each_process_may_see_its_gpu_alone(variables, monkeypatch):
 def test_the_command_that_resumes_names_srun(variables, monkeypatch, tmp_path):
     variables(STEP)
     use_variables_of_slurm()
-    RunFolder.create(tmp_path / "run", TrainConfig()).close()
+    RunFolder.create(tmp_path / "run", TrainConfig(), DataFacts("pairs.csv", "20 pairs", "0" * 64)).close()
     expected = f"srun as before, with {sys.executable} -m wholebatch train --resume {tmp_path}/run"
     assert resume_command(tmp_path / "run", TrainConfig()) == expected
 

@@ -46,8 +46,7 @@ from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.config_json import to_json
 from wholebatch.train.data.load import load_data
 from wholebatch.train.run.checkpoint import last_step
-from wholebatch.train.run.data_facts import DataFacts
-from wholebatch.train.run.resume import read_config
+from wholebatch.train.run.record import DataFacts, read_config
 from wholebatch.train.run.run_folder import RunFolder
 from wholebatch.train.tasks.make import make_task
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from .user_error import UserError
+
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -94,3 +99,29 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def flock(file: Any, *operations: str) -> bool | None:
+    """Lock an open file, until it is closed, by operations of the module fcntl such as "LOCK_EX" and "LOCK_NB".
+
+    Returns:
+        Whether that is done: False where another process holds the lock, None where there are no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(file, sum(getattr(fcntl, operation) for operation in operations))
+    except OSError as error:  # others: a file system without locks
+        return False if error.errno in _HELD else None
+    return True
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn an error of writing `what` into a mistake of the user's, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror or error}") from error

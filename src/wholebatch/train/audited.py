@@ -1,9 +1,5 @@
-"""The audit before training, and the application's tasks as problems for `wholebatch audit`.
+"""The audit before training, which is cheap: the run's ranks and precision, and the first examples of the first batch.
 
-    wholebatch audit wholebatch.train.audited:retrieve
-    wholebatch audit wholebatch.train.audited:identify
-
-The audit before training is cheap: it uses the run's ranks and precision, and the first examples of the first batch.
 Each rank compares its final gradient with that of the dense reference implementation, which it computes alone.
 """
 
@@ -12,27 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-import wholebatch as wb
+from torch import Tensor
 
 from .._base.user_error import UserError
-from .config import DEFAULTS, TrainConfig, for_glyphs
-from .data.glyphs import FACES, glyph_pairs
+from .config import TrainConfig
 from .data.load import Data
-from .data.pairs.pairs import Pairs
-from .data.sides import DrawnPictures
-from .encoders.make import make_dual_encoder, make_encoder
-from .encoders.networks import as_float
 from .ranks.all_ranks import on_all_ranks
 from .rounding import MOVED, moved_and_multiplied
-from .tasks.head import make_head
 from .tasks.make import make_task
-from .tasks.objectives import make_objective
 from .tasks.task import Task
 
 _EXAMPLES = 64
@@ -139,52 +124,3 @@ def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:
     return torch.stack([x.double().square().sum().cpu() for x in gradients.values()]).sum().sqrt().item()
-
-
-@cache
-def _characters(image_size: int) -> Pairs:
-    """Draw the characters of one face, once in a process; the problem is made many times."""
-    return glyph_pairs(image_size, FACES[:1])
-
-
-def retrieve() -> wb.Problem:
-    """Return the problem of --task retrieve: characters and their names, with its encoders and its loss."""
-    config = replace(for_glyphs(DEFAULTS["retrieve"]), batch_size=48)
-    pairs = _characters(config.image_size)
-    texts = torch.randperm(len(pairs))[: config.batch_size]
-    objective = make_objective(config, len(pairs))
-    images, names = pairs.sides.values()
-    assert isinstance(images, DrawnPictures)
-    rows = pairs.rows(texts)
-    encoder = make_dual_encoder(config)
-    prepare = encoder.encoder("text").prepare
-
-    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        images, names, scale, *_ = model(batch["images"], prepare(batch["names"]))
-        found: Tensor = objective(images, names, scale, None, batch["texts"])
-        return found
-
-    batch = {
-        "images": as_float(images.pixels[rows]),
-        "names": names.items(rows),
-        "texts": texts,
-    }
-    return wb.Problem(encoder, batch, loss, engine="ddp", uneven=True)
-
-
-def identify() -> wb.Problem:
-    """Return the problem of --task identify: characters and their classes, with its encoder and its classifier."""
-    config = replace(for_glyphs(DEFAULTS["identify"]), batch_size=48)
-    characters = _characters(config.image_size)
-    labels = torch.randperm(len(characters))[: config.batch_size]
-    encoder = make_encoder(config, "image")
-    head = make_head(config, encoder.width, len(characters), torch.device("cpu"))
-
-    def loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Tensor:
-        found: Tensor = model["head"](model["encoder"](batch["images"]), batch["labels"])
-        return found
-
-    images = characters.sides["image"]
-    assert isinstance(images, DrawnPictures)
-    batch = {"images": as_float(images.pixels[characters.rows(labels)]), "labels": labels}
-    return wb.Problem(nn.ModuleDict({"encoder": encoder, "head": head}), batch, loss, uneven=True)

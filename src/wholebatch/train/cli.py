@@ -19,10 +19,10 @@ from .config import DEFAULTS, TrainConfig, files_of_encoders
 from .config_file import naming_file, with_file
 from .data.paths import check_path
 from .encoder_options import absolute, check_present
-from .option_checks import check_options
-from .ranks.launcher import number_of_ranks
+from .option_checks import check_options, number_of_ranks
 from .run.lock import check_is_free
-from .run.resume import check_same_run, read_config
+from .run.record import read_config
+from .run.resume import check_same_run
 
 
 def main(argv: Sequence[str], *, prog: str) -> None:

@@ -183,8 +183,6 @@ class TrainConfig:
 
 PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": ModelConfig, "head": HeadConfig}
 """The fields that are configurations themselves."""
-PATHS = ("run_folder", "config", "resume")
-"""The fields that are paths, or None."""
 
 # Defaults of a task, where they differ from the fields above.
 DEFAULTS = {

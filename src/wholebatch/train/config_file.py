@@ -28,16 +28,14 @@ from .config import TrainConfig, value_of
 from .encoder_options import absolute
 
 _MOST_BYTES = 2**20
+RUN = "run"
+"""The key of config.json under which no option stands."""
 _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does not take them from another run
 
 
 def with_file(base: TrainConfig, path: Path | None) -> TrainConfig:
-    """Return `base` with the options of the file; None: unchanged.
-
-    Raises:
-        UserError: the file cannot be read, has an unknown option, or a value of another type.
-    """
-    return base if path is None else _merged(base, _values(path), path, "")
+    """Return `base` with the options of the file; None: unchanged."""
+    return base if path is None else merged(base, _values(path), path)
 
 
 def naming_file(error: UserError, config: TrainConfig) -> UserError:
@@ -71,7 +69,7 @@ def _values(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"--config: {path} must hold options by name, got {shown(values)}")
     if path.suffix == ".json":
-        values = {name: value for name, value in values.items() if name not in (DIGEST, *_OF_A_RUN)}
+        values = {name: value for name, value in values.items() if name not in (DIGEST, RUN, *_OF_A_RUN)}
     return _underscored(values, path)
 
 
@@ -98,7 +96,7 @@ def _parse_toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
-def _merged(base: Any, values: Mapping[str, Any], path: Path, part: str) -> Any:
+def merged(base: Any, values: Mapping[str, Any], path: Path, part: str = "") -> Any:
     """Return the dataclass `base` with these values; `part` is the prefix of its names, such as "model."."""
     hints = get_type_hints(type(base))
     changed = {}
@@ -111,7 +109,7 @@ def _merged(base: Any, values: Mapping[str, Any], path: Path, part: str) -> Any:
         if dataclasses.is_dataclass(before):
             if not isinstance(value, dict):
                 raise UserError(f"{path}: {part + name} must be a table, [{name}]; got {shown(value)}")
-            changed[name] = _merged(before, value, path, f"{part}{name}.")
+            changed[name] = merged(before, value, path, f"{part}{name}.")
         else:
             changed[name] = _typed(f"{part}{name}", hints[name], value, path)
     return dataclasses.replace(base, **changed)
@@ -121,7 +119,7 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
     """Return the value as an option of this type has it."""
     choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for choice in choices:
-        if get_origin(choice) is Literal and any(_same(value, each) for each in get_args(choice)):
+        if get_origin(choice) is Literal and (type(value), value) in ((type(each), each) for each in get_args(choice)):
             return value
         if choice is Path and isinstance(value, str):
             return path.absolute().parent / value
@@ -135,10 +133,6 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
         f"{path}: {option(name)} must be {' or '.join(accepted)}, got {shown(value)}"
         + (f"; perhaps {near[0]!r}" if near else "")
     )
-
-
-def _same(value: object, other: object) -> bool:
-    return value == other and type(value) is type(other)
 
 
 def _accepted(choice: Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import datetime
 from multiprocessing.connection import Connection
@@ -21,22 +21,20 @@ from .._launch.slurm import has_gpu_of_its_own
 from .._measure import threads_of_a_rank
 from .audited import audit_start
 from .config import TrainConfig
+from .data.classes.labeled import LabeledImages
 from .data.feed import WorkerDiedError
 from .data.load import Data, load_data
+from .data.pairs.pairs import Pairs
 from .data.pictures.left_out import FILE as LEFT_OUT
-from .data.pictures.left_out import LeftOut
 from .loop import train
+from .option_checks import number_of_ranks
 from .planned import plan_start
-from .progress import ConsoleProgress, Progress
-from .ranks.all_ranks import on_all_ranks
-from .ranks.launcher import number_of_ranks
+from .progress import Progress
+from .ranks.all_ranks import device_of, on_all_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .ranks.signals import Requests, show
-from .run.checkpoint import FILE as CHECKPOINT
 from .run.checkpoint import last_step
-from .run.data_facts import DataFacts, check_same_data
-from .run.extensions import FILE as EXTENSIONS
-from .run.extensions import read_extensions
+from .run.record import CONFIG, DataFacts, read_record
 from .run.resume import how_to_resume
 from .run.run_folder import RunFolder
 from .run.schedule import Extension, Schedule
@@ -115,16 +113,7 @@ def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, loca
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
     if has_gpu_of_its_own() and torch.cuda.device_count() == 1:
         local_rank, local_size = 0, 1
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-    if config.device == "cuda" and not enough:
-        raise UserError(
-            f"--device cuda needs a GPU for each of the {local_size} ranks of this machine, "
-            f"found {torch.cuda.device_count() if torch.cuda.is_available() else 0}"
-        )
-    if config.device == "cpu" or not enough:
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    return device_of(config.device, local_rank, local_size)
 
 
 def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requests) -> None:
@@ -132,44 +121,39 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
     Precision(asked.precision, device)  # refuses what the device does not have
-    progress = ConsoleProgress() if is_first else Progress()
+    progress = Progress(is_quiet=not is_first)
     with ExitStack() as held:
-        (config, data, folder, *_), path, done, schedule = _together(
+        (config, data, _, folder, *_), path, done, schedule = _together(
             lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
         )
         held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
-            progress.show_folder(folder.path)
+            progress.say(f"run folder: {folder.path}")
         config = with_chunk_size(config, data, device, rank=rank, size=size)
         plan = plan_start(config, data, device, size=size)
-        progress.show_plan(plan)
+        progress.say(plan)
         audit = None
         if config.audit and config.resume is None:
-            outcome = audit_start(config, data, device, rank=rank, size=size)
-            audit = str(outcome)
-            progress.show_audit(outcome)
+            audit = str(audit_start(config, data, device, rank=rank, size=size))
+            progress.say(audit)
         start = new_start(step=done, ranks=size, device=device, plan=plan, audit=audit)
         task = make_task(dataclasses.replace(config, steps=schedule.steps), data, device, rank=rank, size=size)
         facts: dict[str, Any] = {"size": size, "schedule": schedule, "start": start, "device": device}
         try:
-            train(config, task, path, folder, progress, requests, **facts)
+            report = train(config, task, path, folder, progress, requests, **facts)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise _no_memory(error, rank, size) from error
+            raise UserError(
+                f"rank {rank} of {size} is out of memory: {one_line(error) or type(error).__name__}. "
+                "--chunk-size N encodes N rows at a time, for the same gradient"
+            ) from error
         except WorkerDiedError as error:
             raise RankDiedError(
                 f"a process that reads the data for rank {rank} of {size} {error}{requests.how_to_resume}"
             ) from error
         progress.stop()
         if folder is not None:
-            progress.report(folder, task)
-
-
-def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
-    return UserError(
-        f"rank {rank} of {size} is out of memory: {one_line(error) or type(error).__name__}. "
-        "--chunk-size N encodes N rows at a time, for the same gradient"
-    )
+            progress.report(path, config, task, report)
 
 
 class _Prepared(NamedTuple):
@@ -178,28 +162,10 @@ class _Prepared(NamedTuple):
     config: TrainConfig
     """With the choices that were left to the data."""
     data: Data
+    facts: DataFacts
     folder: RunFolder | None = None
     step: int = 0
     extensions: tuple[Extension, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """The hash of the data."""
-        return (self.data[0] if isinstance(self.data, tuple) else self.data).digest
-
-    @property
-    def left_out(self) -> Sequence[LeftOut]:
-        """The rows that `--skip-bad` has left out."""
-        return (self.data[0] if isinstance(self.data, tuple) else self.data).left_out
-
-    @property
-    def facts(self) -> DataFacts:
-        """The facts for data.json of the run folder."""
-        if isinstance(self.data, tuple):
-            pairs = self.data[0]
-            return DataFacts(self.config.data, f"{len(pairs.order)} pairs in {len(pairs)} groups", self.digest)
-        images = len(self.data.train) + len(self.data.validation) + len(self.data.test)
-        return DataFacts(self.config.data, f"{images} images of {len(self.data)} classes", self.digest)
 
 
 def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
@@ -210,11 +176,9 @@ def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_P
     """
 
     def facts(prepared: _Prepared) -> dict[str, Any]:
-        if prepared.folder is None:
-            return {"data": prepared.digest}
+        path = "" if prepared.folder is None else str(prepared.folder.path)
         extensions = [[*each] for each in prepared.extensions]
-        folder = str(prepared.folder.path)
-        return {"data": prepared.digest, "folder": folder, "step": prepared.step, "extensions": extensions}
+        return {"data": prepared.facts.digest, "folder": path, "step": prepared.step, "extensions": extensions}
 
     prepared, everyone = on_all_ranks("set-up", prepare, facts, patient=True)
     first = everyone[0]
@@ -236,32 +200,41 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
     if is_first and config.resume is not None:
         folder = RunFolder.lock(config.resume)
         held.callback(folder.close)
-    config, data = load_data(config, size, progress.show_data)
+    config, data = load_data(config, size, progress.say_of_data)
     check_encoders(config, data)
+    if isinstance(data, LabeledImages):
+        rows: LabeledImages | Pairs = data
+        what = f"{len(data.train) + len(data.validation) + len(data.test)} images of {len(data)} classes"
+    else:
+        rows = data[0]
+        what = f"{len(rows.order)} pairs in {len(rows)} groups"
+    prepared = _Prepared(config, data, DataFacts(config.data, what, rows.digest))
     if not is_first:
-        return _Prepared(config, data)
+        return prepared
     if folder is not None:
-        has_checkpoint = (folder.path / CHECKPOINT).exists()
-        check_same_data(folder.path, _Prepared(config, data).facts, has_checkpoint=has_checkpoint)
+        record = read_record(folder.path)
+        if record.data.digest != rows.digest:
+            raise UserError(
+                f"--resume continues with the data of the run: {record.data.source!r} held {record.data}, and holds "
+                f"{prepared.facts} now. Restore the data, or start a new run"
+            )
         step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
         folder.resume_after(step)
-        return _Prepared(config, data, folder, step, _extensions(config, folder.path, step))
+        return prepared._replace(folder=folder, step=step, extensions=_extensions(config, record.extensions, step))
     path = _folder(config)
-    prepared = _Prepared(config, data)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), prepared.facts, prepared.left_out)
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), prepared.facts, rows.left_out)
     held.callback(folder.close)
-    if prepared.left_out:
-        progress.show_data(f"{path / LEFT_OUT} lists the {len(prepared.left_out):,} rows that are left out")
+    if rows.left_out:
+        progress.say_of_data(f"{path / LEFT_OUT} lists the {len(rows.left_out):,} rows that are left out")
     return prepared._replace(folder=folder)
 
 
-def _extensions(config: TrainConfig, path: Path, step: int) -> tuple[Extension, ...]:
+def _extensions(config: TrainConfig, earlier: tuple[Extension, ...], step: int) -> tuple[Extension, ...]:
     """Return the extensions of a resumed run, and the one that `--until-step` asks for."""
-    earlier = read_extensions(path)
     if earlier and earlier[-1].at > step:
         raise UserError(
-            f"{path / EXTENSIONS} extends the run at step {earlier[-1].at}, but its checkpoint is of step {step}; was "
-            "an earlier checkpoint copied back?"
+            f"{CONFIG} of the run extends it at step {earlier[-1].at}, but its checkpoint is of step {step}; was an "
+            "earlier checkpoint copied back?"
         )
     if config.until_step is None:
         return earlier

@@ -11,23 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from .. import kernels
 from .._base.user_error import UserError
 from .config import DEFAULTS, TrainConfig
 from .progress import Progress
-from .ranks.all_ranks import from_first_rank, on_all_ranks
+from .ranks.all_ranks import WaitForFirstRank, from_first_rank, on_all_ranks
 from .ranks.sharding import local_parts
 from .ranks.signals import Asked, Requests, Stopped, name
-from .ranks.waiting import WaitForFirstRank
 from .report.of_run import report_of_run
 from .run.best import Best
 from .run.checkpoint import FILE
 from .run.pace import Pace, peak_memory
+from .run.record import Start, read_record
 from .run.run_folder import RunFolder
 from .run.schedule import Schedule, describe_extension
-from .run.starts import Start
 from .run.trackers import Tracker, figures_of, figures_of_step, start_trackers
 from .tasks.task import PassState, Task, not_finite
 
@@ -44,8 +42,8 @@ def train(
     schedule: Schedule,
     start: Start,
     device: torch.device,
-) -> None:
-    """Run this rank's part of the training in the run folder `path`; rank 0, the one with a `folder`, reports.
+) -> dict[str, Any]:
+    """Run this rank's part of the training in the run folder `path`, and return the report; that of rank 0 counts.
 
     The global batch, its order and its augmentation depend on the seed and the step alone, and each rank takes its
     rows of it: the curve is the same for any number of ranks, up to float32's order of summation.
@@ -67,7 +65,8 @@ def train(
         with _naming_the_last_checkpoint(saved_at, requests):
             metrics = None if folder is None else folder.digest_of_metrics(step)
             task.save(path, state, step=step, seconds=seconds, metrics=metrics)
-            _flush(trackers)
+            for tracker in trackers:
+                tracker.flush()
         wait()
 
     def save_last(step: int) -> None:
@@ -81,12 +80,13 @@ def train(
         keeps_best = config.patience > 0 or config.keep_best
         is_over = from_first_rank(best.is_over, device)  # a run that ended early, and is resumed
         if done == schedule.steps and not is_over:
-            progress.show_note("the run has made all its steps: only its test is made again (--until-step N trains on)")
+            progress.say("the run has made all its steps: only its test is made again (--until-step N trains on)")
         requests.begin()
         started, pace = time.monotonic() - seconds, Pace(config.batch_size)
         for step in range(done, done if is_over else schedule.steps):
-            set_learning_rate(task.optimizers, schedule, step)
             for optimizer in task.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = schedule.rate(group["peak"], step)
                 optimizer.zero_grad()
             # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
             due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
@@ -132,7 +132,7 @@ def train(
                     wait()
                 is_over = from_first_rank(best.is_over, device)
             if done < schedule.steps and not is_over and (warning := best.warning(is_kept=keeps_best)):
-                progress.show_note(warning)
+                progress.say(warning)
             asked = requests.combined()
             if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
                 save_last(done)
@@ -140,36 +140,37 @@ def train(
             if asked.stop:
                 raise _end(asked, requests, progress, step=done)
             if asked.checkpoint:
-                progress.show_checkpoint(done)
+                progress.say(f"a checkpoint was requested: step {done} has one")
             if is_over:
                 break
 
         if is_over:
             more = "" if done == schedule.steps else "; --resume with --patience 0, or with a larger one, trains on"
-            progress.show_note(
+            progress.say(
                 f"ended after step {done}: no validation of the last {config.patience} was better than that of step "
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
                 + more
             )
         elif folder is not None and (remark := best.remark(done, is_kept=keeps_best)):
-            progress.show_note(remark)
+            progress.say(remark)
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
             save_last(done)
-        report = task.test()
+        report = figures = task.test()
         wait()
         weights = task.weights()
         if folder is not None:
             choices = [asdict(choice) for choice in kernels.choices()]
-            folder.finish(task, report | {"seconds": round(seconds, 1), "kernels": choices}, weights)
+            report = figures | {"seconds": round(seconds, 1), "kernels": choices}
+            folder.finish(task, report, weights)
             rows = folder.metrics()
             of_best = rows[best.step - 1] if keeps_best and best.step else None
             page = report_of_run(
-                config, DEFAULTS[config.task], task, report, rows, folder.starts,
+                config, DEFAULTS[config.task], task, figures, rows, read_record(path).starts,
                 folder=folder.path, schedule=schedule, best=of_best,
             )  # fmt: skip
             folder.write_page(page)
             for tracker in trackers:
-                tracker.log(done, figures_of(report, "test/"))
+                tracker.log(done, figures_of(figures, "test/"))
     except BaseException:
         with suppress(UserError):  # of a disk that is full, which the error of the run names
             _close(trackers)
@@ -179,6 +180,7 @@ def train(
     asked = requests.combined()
     if asked.stop:
         raise _end(asked, requests, progress, step=done, finished=True)
+    return report
 
 
 def _begin(
@@ -189,16 +191,14 @@ def _begin(
     def write() -> tuple[Sequence[Tracker], str]:
         if folder is None:
             return [], ""
-        if config.until_step is not None:
-            folder.extend(schedule.extensions)
-        folder.add_start(start)
+        folder.begin(start, schedule.extensions)
         return start_trackers(config, folder.path, start.step)
 
     (trackers, missing), _ = on_all_ranks("set-up", write)
     if missing:
-        progress.show_note(missing)
+        progress.say(missing)
     if schedule.extensions:
-        progress.show_note(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
+        progress.say(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
     return trackers
 
 
@@ -214,11 +214,6 @@ def _check_finite(task: Task, done: int) -> None:
             raise not_finite(done - 1, "weights are not finite after it")
 
     on_all_ranks("weights", check)
-
-
-def _flush(trackers: Sequence[Tracker]) -> None:
-    for tracker in trackers:
-        tracker.flush()
 
 
 def _close(trackers: Sequence[Tracker]) -> None:
@@ -239,13 +234,7 @@ def _naming_the_last_checkpoint(step: int, requests: Requests) -> Iterator[None]
 def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, finished: bool = False) -> Stopped:
     """Show how to resume, wait until all ranks are done, and return the exception that ends the run."""
     progress.stop()
-    progress.show_stop(name(asked.stop), step, requests.how_to_resume, finished=finished)
+    stopped = f"stopped after step {step}, which has a checkpoint{requests.how_to_resume}"
+    progress.say(f"{name(asked.stop)}: {'the run was finished' if finished else stopped}")
     requests.combined()  # a launcher may end the other ranks as soon as one has ended
     return Stopped(asked.stop)
-
-
-def set_learning_rate(optimizers: Sequence[Optimizer], schedule: Schedule, step: int) -> None:
-    """Set each group's learning rate, of which `peak` is the largest value."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(group["peak"], step)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
-from .._base.user_error import require
+from .._base.user_error import UserError, require
+from .._launch.launcher import launcher_size
 from .config import LOSSES, PRECISIONS, Margin, TrainConfig, value_of
 from .encoder_options import check_encoder
 
@@ -22,11 +23,7 @@ _LARGEST = {
 
 
 def check_options(config: TrainConfig) -> None:
-    """Refuse values that make no sense, before anything is loaded.
-
-    Raises:
-        UserError: with the option's name, the accepted values and the value.
-    """
+    """Refuse values that make no sense, before anything is loaded."""
     for name in ("ranks", "steps", "validate_every", "checkpoint_every"):
         require(getattr(config, name) >= 1, name, "at least 1", getattr(config, name))
     for name, largest in _LARGEST.items():
@@ -70,6 +67,21 @@ def check_options(config: TrainConfig) -> None:
     check_encoder("image", config.image_encoder, config.image)
     check_encoder("text", config.text_encoder, config.text)
     _check_head(config)
+
+
+def number_of_ranks(config: TrainConfig) -> int:
+    """Return the number of ranks that the launcher has started, or else that of the configuration.
+
+    Raises:
+        UserError: if the two differ, or the batch has too few rows for so many ranks.
+    """
+    launched = launcher_size()
+    if launched is not None and config.ranks not in (1, launched):
+        raise UserError(f"--ranks must be left out under a launcher, which has started {launched}; got {config.ranks}")
+    size = launched or config.ranks
+    if 0 < config.batch_size < size:
+        raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {config.batch_size}")
+    return size
 
 
 def _check_model(config: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import tyro
@@ -30,19 +31,4 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     options.check()
     if (launcher_size() or 1) > 1:
         raise UserError(f"{prog} starts its own processes: --ranks N without torchrun or another launcher")
-    if name == "embed":
-        from .embed import embed
-
-        embed(options)
-    elif name == "search":
-        from .search import search
-
-        search(options)
-    elif name == "evaluate":
-        from .evaluate import evaluate
-
-        evaluate(options)
-    else:
-        from .export import export
-
-        export(options)
+    getattr(import_module(f".{name}", __package__), name)(options)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import wholebatch as wb
 
-from ..._base.files import replacing
 from ..._base.user_error import UserError
 from ..config import TrainConfig, for_glyphs
 from ..data.glyphs import glyph_pairs
@@ -28,11 +27,11 @@ from ..tasks.head import make_head
 from ..tasks.pair_search import report_of_search, table, ways_of
 from ..tasks.verification import FAR, accepted_at, rows_to_verify
 from .embed import with_progress
-from .encode import Work, features_of
+from .encode import features_of, opened
 from .items import Items
-from .open_run import OpenRun, device_of, open_run
+from .open_run import OpenRun
 from .options import EvaluateConfig, renamed
-from .output import announced, say, table_of
+from .output import say, show_table, written
 from .seen import seen_in_training
 
 _TOP = 5
@@ -41,19 +40,12 @@ _OPTIONAL = ("negatives", "group")
 
 
 def evaluate(options: EvaluateConfig) -> None:
-    """Print the figures, and write them.
-
-    Raises:
-        UserError: for a mistake in the options, the run or the data.
-    """
-    run = open_run(options.run, device_of(options.device, 0, 1), options.weights, trust=options.trust)
-    if run.weights_line:
-        say(run.weights_line)
+    """Print the figures, and write them."""
+    run = opened(options)
     pairs = _pairs(run, options)
-    work = Work.of(options)
-    found = _classification(run, pairs, work) if run.config.task == "identify" else _search(run, pairs, work)
-    seen, line = seen_in_training(run, pairs)
-    trained = {name: each.trained for name, each in seen.items()}
+    figures = _classification if run.config.task == "identify" else _search
+    found = figures(run, pairs, options)
+    trained, line = seen_in_training(run, pairs)
     found = {
         "data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), "trained_on": trained, **found,
     }  # fmt: skip
@@ -62,11 +54,8 @@ def evaluate(options: EvaluateConfig) -> None:
     say(line)
     _show(run, found)
     if options.out is not None:
-        try:
-            with announced(options.out, "the figures"), replacing(options.out) as file:
-                file.write(json.dumps(found, indent=2).encode() + b"\n")
-        except OSError as error:
-            raise UserError(f"--out: {str(options.out)!r} cannot be written: {error.strerror or error}") from error
+        with written(options.out, "the figures") as file:
+            file.write(json.dumps(found, indent=2).encode() + b"\n")
 
 
 def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:
@@ -101,22 +90,22 @@ def _columns(config: TrainConfig, table: Table, options: EvaluateConfig) -> str:
     return ",".join(f"{role}={'+'.join(names)}" for role, names in there.items() if names)
 
 
-def _features(run: OpenRun, name: str, side: Side, rows: Tensor, work: Work) -> Tensor:
+def _features(run: OpenRun, name: str, side: Side, rows: Tensor, options: EvaluateConfig) -> Tensor:
     items = Items(name, side, rows, name)
-    return torch.cat([*with_progress(features_of(run, items, work), len(items))])
+    return torch.cat([*with_progress(features_of(run, items, options), len(items))])
 
 
-def _search(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
+def _search(run: OpenRun, pairs: Pairs, options: EvaluateConfig) -> dict[str, Any]:
     """Return the figures of a search both ways among the distinct items of each side."""
     stated = stated_pairs(pairs, pairs.order)
     first, second = (
-        _features(run, name, side, rows, work)
+        _features(run, name, side, rows, options)
         for (name, side), rows in zip(pairs.sides.items(), stated.rows, strict=True)
     )
     return {"groups": len(pairs), **report_of_search(ways_of(pairs), stated, first, second, device=run.device)}
 
 
-def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
+def _classification(run: OpenRun, pairs: Pairs, options: EvaluateConfig) -> dict[str, Any]:
     """Return the accuracy among the classes of the run, and the verification of pairs of images."""
     if run.centers is None:
         raise UserError(
@@ -126,7 +115,7 @@ def _classification(run: OpenRun, pairs: Pairs, work: Work) -> dict[str, Any]:
     rows = pairs.order.sort().values
     numbers = {name: number for number, name in enumerate(run.classes)}
     names = texts.items(rows)
-    features = _features(run, "image", pictures, rows, work)
+    features = _features(run, "image", pictures, rows, options)
     labels = torch.tensor([numbers.get(name, -1) for name in names])
     known = labels >= 0
     found: dict[str, Any] = {"classes": len(run.classes), "images_of_these_classes": int(known.sum())}
@@ -167,10 +156,10 @@ def _show(run: OpenRun, found: dict[str, Any]) -> None:
             f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of "
             f"the run's {found['classes']:,} classes"
         )
-        table_of(["", "", "chance"], rows)
+        show_table(["", "", "chance"], rows)
         return
     ways = [name for name in found if "_to_" in name]
     for way in ways:
         say(f"{way.replace('_to_', ' -> ')}: {found[way]['queries']:,} queries among {found[way]['candidates']:,}")
     _, columns, lines = table(found, ways)
-    table_of(columns, lines)
+    show_table(columns, lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..._base.user_error import UserError
+from ..._base.files import writing
 from .export_open_clip import write_open_clip
 from .export_sentence_transformers import write_sentence_transformers
 from .open_run import open_run
@@ -13,14 +13,8 @@ _WRITERS = {"sentence-transformers": write_sentence_transformers, "open_clip": w
 
 
 def export(options: ExportConfig) -> None:
-    """Write the folder.
-
-    Raises:
-        UserError: for a mistake in the options or the run, or encoders that the layout cannot express.
-    """
+    """Write the folder."""
     run = open_run(options.run, weights=options.weights, trust=options.trust)
-    try:
+    with writing(f"FOLDER: {str(options.folder)!r}"):
         opens = _WRITERS[options.to](run, options.folder)
-    except OSError as error:
-        raise UserError(f"FOLDER: {str(options.folder)!r} cannot be written: {error.strerror or error}") from error
     say(f"{options.folder}: {opens}")

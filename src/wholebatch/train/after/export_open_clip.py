@@ -29,9 +29,6 @@ def write_open_clip(run: OpenRun, folder: Path) -> str:
 
     Returns:
         The call that opens it, and how its preprocessing differs.
-
-    Raises:
-        UserError: encoders that the configuration cannot express.
     """
     image, text = _towers(run)
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,11 +21,7 @@ _POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
 def write_sentence_transformers(run: OpenRun, folder: Path) -> str:
-    """Write the encoder of texts of a run, which both sides of a run of texts share; return the call that opens it.
-
-    Raises:
-        UserError: the run has no encoder of texts, or one that the layout cannot express; a library is missing.
-    """
+    """Write the encoder of texts of a run, which both sides of a run of texts share; return the call that opens it."""
     side = next((side for side in run.sides if run.kind(side) == "text"), None)
     encoder = None if side is None else run.encoder(side)
     if side is None or not isinstance(encoder, TransformerText):

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ..._base.bounded_json import parse_json
-from ..._base.files import replacing
 from ..._base.tensor_file import TensorFile
 from ..._base.user_error import UserError
 from ..data.sides import FilePictures, Texts
 from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
 from .items import Items
-from .reading import reading
+from .output import reading
 
 COLUMN = "features"
 TILE = 16384  # rows that are read at a time
@@ -28,27 +27,8 @@ _PICTURE = "image"  # the column of a folder of pictures
 _HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member", ROW: "wholebatch row"}  # without the code 0
 
 
-def write_features(path: Path, tiles: Iterable[Tensor], items: Items, *, width: int, weights: str) -> None:
-    """Write the features of the items, which come in tiles (m, width).
-
-    The file appears under its name when it is complete.
-
-    Args:
-        path: FILE.parquet or FILE.npy.
-        tiles: unit rows of float32, in the order of the items.
-        items: the items; a .parquet file gets their columns.
-        width: length of a feature.
-        weights: hash of the weights of the model.
-    """
-    try:
-        with replacing(path) as file:
-            write = _write_npy if path.suffix == ".npy" else _write_parquet
-            write(file, tiles, items, width, weights)
-    except OSError as error:
-        raise UserError(f"--out: {str(path)!r} cannot be written: {error.strerror or error}") from error
-
-
-def _write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> None:
+def write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, _weights: str) -> None:
+    """Write the features of the items, which come in tiles (m, width) of float32, in their order."""
     import numpy as np
 
     header = {"descr": "<f4", "fortran_order": False, "shape": (len(items), width)}
@@ -60,7 +40,8 @@ def _write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, wei
     assert done == len(items)
 
 
-def _write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> None:
+def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> None:
+    """Write the same beside the columns of the items, with the hash of the weights of the model."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -164,11 +145,7 @@ def has_features(path: str) -> bool:
 
 
 def open_features(path: Path) -> FeatureFile:
-    """Open a file that `write_features` has written, or a .npy file of another program.
-
-    Raises:
-        UserError: it is damaged, or no file of features.
-    """
+    """Open a file that `write_parquet` has written, or a .npy file of another program."""
     with reading(path, "a file of features", (Exception,)):  # numpy and pyarrow raise any kind for a damaged file
         return _open_npy(path) if path.suffix == ".npy" else _open_parquet(path)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._base.user_error import UserError
 from ..config import for_glyphs
-from ..data.cache.picture_stamps import stamp_of_pictures
+from ..data.cache.kept import stamp_of_pictures
 from ..data.glyphs import glyph_pairs
 from ..data.pictures.left_out import rows_with_texts
 from ..data.pictures.unreadable import readable_rows
@@ -113,15 +112,13 @@ def open_items(
         skip_bad: leave out rows without a text or a readable picture. None: those to read are known.
         say: called with lines about the data.
         workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
-
-    Raises:
-        UserError: no such data, column or side.
     """
     check_side(run, side)
     if data == "glyphs":
         name = side or run.sides[0]
-        found = _glyphs(run, name)
-        return Items(name, found, torch.arange(_count(found)), "glyphs")
+        pairs = glyph_pairs(for_glyphs(run.config).image_size)
+        found = next(side for side in pairs.sides.values() if side.kind == run.kind(name))
+        return Items(name, found, torch.arange(len(pairs.order)), "glyphs")
     try:
         table = open_table(data, say)
         for line in table.said:
@@ -164,11 +161,7 @@ def check_side(run: OpenRun, side: str | None) -> None:
 
 
 def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tuple[str, str]:
-    """Return the side and its column.
-
-    Raises:
-        UserError: there is no such column, none with a usual name, or several.
-    """
+    """Return the side and its column."""
     if column and column not in table.names:
         raise UserError(f"--column: {table.source} has no column {column!r}; its columns are {', '.join(table.names)}")
     if column:
@@ -225,14 +218,3 @@ def _check_pictures(table: Table, column: str) -> None:
         raise UserError(
             f"{table.where(pc.index(pc.is_null(values), True).as_py())}: the image, column {column!r}, is empty"
         )
-
-
-def _glyphs(run: OpenRun, name: str) -> Side:
-    config = for_glyphs(run.config)
-    sides: Mapping[str, Side] = glyph_pairs(config.image_size).sides
-    kind = run.kind(name)
-    return next(side for side in sides.values() if side.kind == kind)
-
-
-def _count(side: Any) -> int:
-    return len(side.pixels) if hasattr(side, "pixels") else len(side)

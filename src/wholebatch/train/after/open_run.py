@@ -29,10 +29,9 @@ from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
 from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
 from ..run.checkpoint import check_is_of_run
-from ..run.extensions import read_extensions
-from ..run.resume import read_config
+from ..run.record import read_record
 from .options import Weights
-from .reading import reading
+from .output import reading
 
 FINAL = "model.safetensors"
 _NAMES = {FINAL: "final", BEST: "best", CHECKPOINT: "checkpoint"}
@@ -113,9 +112,10 @@ def open_run(
             encoder that is not trusted.
     """
     try:
-        config = read_config(folder)
+        record = read_record(folder)
     except UserError as error:
         raise UserError(str(error).replace("--resume ", "RUN ")) from error
+    config, extensions = record.config, record.extensions
     files = files_of_encoders(config)
     if files and not trust:
         raise UserError(
@@ -126,7 +126,7 @@ def open_run(
     path = _file(folder, weights, config)
     kind = _NAMES[path.name]
     is_checkpoint = kind == "checkpoint"
-    prefix = _prefix(config, kind)
+    prefix = "" if not is_checkpoint else "model.encoder." if config.task == "retrieve" else "model."
     with _reading(path), TensorFile(path) as file:
         check_is_of_run(file, folder)
         names = [name for name in file.entries if name.startswith(prefix)]
@@ -140,40 +140,13 @@ def open_run(
         _check_fits(path, model, shapes)
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
         centers = tensors.pop(_CENTERS, None) if config.task == "identify" else None
-        digest = _digest(file, prefix)
+        digest = hashlib.sha256(json.dumps({name: file.entries[name].digest for name in names}).encode()).hexdigest()
         classes = _classes(file) if centers is not None else ()
         step = None if kind == "final" else _step(file)
-    extensions = read_extensions(folder)
     steps = extensions[-1].steps if extensions else config.steps
     model.load_state_dict(tensors)
     model.to(device).eval().requires_grad_(False)
     return OpenRun(folder, config, model, digest, device, kind, step, steps, classes, centers)
-
-
-def weights_of(run: OpenRun) -> set[str]:
-    """Return the hashes of all weights that the folder of the run has now: final, best, and of the last checkpoint.
-
-    Raises:
-        UserError: one of the files is damaged.
-    """
-    found = set()
-    for name, kind in _NAMES.items():
-        path = run.folder / name
-        if path.exists():
-            with _reading(path), TensorFile(path) as file:
-                found.add(_digest(file, _prefix(run.config, kind)))
-    return found
-
-
-def _prefix(config: TrainConfig, kind: str) -> str:
-    """Return the start of the names of the encoders' tensors in a file of weights."""
-    return "" if kind != "checkpoint" else "model.encoder." if config.task == "retrieve" else "model."
-
-
-def _digest(file: TensorFile, prefix: str) -> str:
-    """Return the hash of all weights in a file, without reading them."""
-    digests = {name: entry.digest for name, entry in file.entries.items() if name.startswith(prefix)}
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
@@ -268,14 +241,3 @@ def _classes(file: TensorFile) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"{file.path} has no names of classes; it is damaged, or was not written by this program")
     return tuple(names)
-
-
-def device_of(name: str, rank: int, ranks: int) -> torch.device:
-    """Return the device of a rank, for `--device`."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cuda" and count < ranks:
-        raise UserError(f"--device cuda needs a GPU for each of {ranks} ranks, found {count}")
-    if name == "cpu" or count < ranks:
-        return torch.device("cpu")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)

@@ -15,7 +15,7 @@ import tyro
 from ..._base.user_error import UserError
 from ..data.paths import check_path, near_miss
 from ..data.tables.folders import PICTURES
-from ..run.resume import CONFIG
+from ..run.record import CONFIG
 
 FEATURES = (".parquet", ".npy")
 Device = Literal["auto", "cpu", "cuda"]
@@ -29,8 +29,9 @@ Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 
 @dataclass(frozen=True, kw_only=True)
 class _OfRun:
-    """The weights of a run."""
+    """A run and its weights."""
 
+    run: Run
     weights: Weights = "auto"
     """"final", "best" (of the best validation, which a run keeps unless --no-keep-best) or "checkpoint" (the last one).
     "auto": the final ones, or those of the last checkpoint while there are none."""
@@ -53,6 +54,11 @@ class EncodingOptions(_OfRun):
     device: Device = "auto"
     """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
 
+    @property
+    def processes(self) -> int:
+        """How many processes encode."""
+        return int(getattr(self, "ranks", 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class _OnRanks(EncodingOptions):
@@ -70,7 +76,6 @@ class EmbedConfig(_OnRanks):
     a folder of pictures, tar shards, or a saved data set.
     """
 
-    run: Run
     data: Data
     column: str = ""
     """The column to embed. Empty: the usual one, of images if there are some."""
@@ -96,7 +101,6 @@ class SearchConfig(_OnRanks):
     RUN is the folder of a run. QUERY is a text, or the path of a picture.
     """
 
-    run: Run
     query: Query = ""
     queries: str = ""
     """Instead of QUERY: a table of queries, such as a .csv or .jsonl file with the column query, text or image."""
@@ -158,7 +162,6 @@ class EvaluateConfig(EncodingOptions):
     once, and rows that share a text or a picture are right answers of each other.
     """
 
-    run: Run
     data: Data
     columns: str = ""
     """Columns of the data by their roles, "image=filepath,text=title". Empty: the run's, or the usual names."""
@@ -183,7 +186,6 @@ class ExportConfig(_OfRun):
     RUN is the folder of a run. Its README.md shows how to use the encoders with torch alone.
     """
 
-    run: Run
     folder: Folder
     to: Literal["sentence-transformers", "open_clip"]
     """"sentence-transformers": the text encoder, if it is one of transformers, with its pooling and projection.

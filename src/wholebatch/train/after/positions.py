@@ -28,9 +28,6 @@ def check_positions(argv: Sequence[str], *, prog: str) -> None:
     Args:
         argv: the arguments of the command.
         prog: the command, such as "wholebatch search".
-
-    Raises:
-        UserError: such an option, or several words for QUERY.
     """
     command = prog.rpartition(" ")[2]
     positions = _POSITIONS[command]

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import textwrap
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._base.files import replacing
 from ..._base.user_error import UserError
 from ..data.pictures.reading import open_picture
 from ..data.sides import Side
-from .encode import Work, features_of
+from .encode import features_of, opened
 from .feature_cache import kept_features
 from .feature_files import FeatureFile, has_features, open_features
 from .items import Items, check_side, distinct, open_items
-from .open_run import OpenRun, device_of, open_run
+from .open_run import OpenRun
 from .options import SearchConfig
-from .output import announced, say
+from .output import say, written
 from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
 from .unknown_words import note_of, unknown_words
@@ -52,18 +51,11 @@ class Hit:
 
 
 def search(options: SearchConfig) -> None:
-    """Print the results, write them, and draw those that are pictures.
-
-    Raises:
-        UserError: for a mistake in the options, the run or the data.
-    """
-    run = open_run(options.run, device_of(options.device, 0, options.ranks), options.weights, trust=options.trust)
-    if run.weights_line:
-        say(run.weights_line)
-    work = Work.of(options)
+    """Print the results, write them, and draw those that are pictures."""
+    run = opened(options)
     queries = _queries(run, options)
-    features = torch.cat([*features_of(run, queries, work._replace(ranks=1))])
-    found = _candidates(run, options, work, queries.name)
+    features = torch.cat([*features_of(run, queries, replace(options, ranks=1))])
+    found = _candidates(run, options, queries.name)
     similarities, rows = most_similar(features, found.tiles(), options.k)
     hits = [
         [_hit(found, value, row) for value, row in zip(values, numbers, strict=True)]
@@ -82,8 +74,8 @@ def search(options: SearchConfig) -> None:
     if found.items is not None and found.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"
         lines = [_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])]
-        with announced(path, "the pictures"):
-            draw_sheet(lines, path)
+        with written(path, "the pictures", "--sheet") as file:
+            draw_sheet(lines, file)
     elif options.sheet is not None:
         raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
 
@@ -117,7 +109,7 @@ def _queries(run: OpenRun, options: SearchConfig) -> Items:
     return Items(name, Given(kind, item), torch.zeros(1, dtype=torch.int64), options.query)
 
 
-def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> FeatureFile:
+def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
     """Return the features to search: of the file of `--in`, or of the run's folder, where they are kept."""
     if options.data and has_features(options.data):
         found = open_features(Path(options.data))
@@ -136,8 +128,10 @@ def _candidates(run: OpenRun, options: SearchConfig, work: Work, asked: str) -> 
     if not column and not options.data:
         column = _column_of_run(run, side)
     skip_bad = options.skip_bad or (not options.data and run.config.skip_bad)
-    items = open_items(run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=work.workers)
-    return kept_features(run, distinct(run, items), work, argument)
+    items = open_items(
+        run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=options.workers
+    )
+    return kept_features(run, distinct(run, items), options, argument)
 
 
 def _column_of_run(run: OpenRun, side: str) -> str:
@@ -176,14 +170,11 @@ def _one_line(text: str) -> str:
 
 
 def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
-    try:
-        with announced(path, f"{len(hits):,} queries with {len(hits[0])} results each"), replacing(path) as file:
-            for number, each in enumerate(hits):
-                results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
-                line = {"query": _asked(queries, number), "results": results}
-                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"--out: {str(path)!r} cannot be written: {error.strerror or error}") from error
+    with written(path, f"{len(hits):,} queries with {len(hits[0])} results each") as file:
+        for number, each in enumerate(hits):
+            results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
+            line = {"query": _asked(queries, number), "results": results}
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..._base.user_error import UserError
-from ..data.cache.kept_numbers import kept_numbers
+from ..data.cache.kept import kept_numbers
 from ..data.load import load_data
 from ..data.pairs.pairs import Pairs
 from ..data.pictures.equal import MOST, digests_of, first_of_each, numbers_in_common
@@ -23,17 +23,10 @@ from ..data.sides import Chosen, DrawnPictures, FilePictures, Side, Texts
 from ..encoders.encoder import Encoder
 from ..encoders.small import TextEncoder
 from ..encoders.words import identity
-from ..run.data_facts import read_data_facts
+from ..run.record import read_record
 from ..tasks.pair_search import PLURAL
 from .open_run import OpenRun
 from .options import renamed
-
-
-class Seen(NamedTuple):
-    """The number of distinct items of a side, and how many of them are in training rows; None: not known."""
-
-    items: int
-    trained: int | None
 
 
 class _Rows(NamedTuple):
@@ -51,27 +44,21 @@ class _Rows(NamedTuple):
         return cls(side, rows, everything)
 
 
-def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, Seen], str]:
-    """Return by side how many items of these data are in the rows that the run was trained on, and a line about it."""
+def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, int | None], str]:
+    """Return by side how many distinct items of these data the run was trained on, None if unknown, and a line."""
     ours = {name: _distinct(pairs, name, pairs.order) for name in run.sides}
     try:
         theirs = dict(_training_rows(run))
     except UserError as error:
-        return {name: Seen(len(each.rows), None) for name, each in ours.items()}, _not_known(
-            str(renamed(error, "the data of the run"))
-        )
-    seen = {
-        name: Seen(len(each.rows), _number_in(each, theirs[name], case_ignored_by(run.encoder(name))))
-        for name, each in ours.items()
-    }
-    return seen, _said(seen)
+        return dict.fromkeys(ours), _not_known(str(renamed(error, "the data of the run")))
+    trained = {name: _number_in(each, theirs[name], case_ignored_by(run.encoder(name))) for name, each in ours.items()}
+    return trained, _said(trained, {name: len(each.rows) for name, each in ours.items()})
 
 
 def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
     """Yield by side the rows that the run was trained on; UserError if its data are not there, or have changed."""
-    facts = read_data_facts(run.folder)
     _, data = load_data(run.config, 1)
-    if (data[0] if isinstance(data, tuple) else data).digest != facts.digest:
+    if (data[0] if isinstance(data, tuple) else data).digest != read_record(run.folder).data.digest:
         raise UserError(f"{run.config.data!r} has changed since the run was started")
     if not isinstance(data, tuple):
         everything = torch.arange(len(data.pictures.rows)) if isinstance(data.pictures, Chosen) else data.train
@@ -141,12 +128,12 @@ def _pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePic
     return sum(digest in known for digest in digests_of(mine, rows))
 
 
-def _said(seen: Mapping[str, Seen]) -> str:
-    known = {name: each for name, each in seen.items() if each.trained is not None}
+def _said(trained: Mapping[str, int | None], items: Mapping[str, int]) -> str:
+    known = {name: count for name, count in trained.items() if count is not None}
     if not known:
         return _not_known("the pictures were not compared")
-    counts = " and ".join(f"{each.trained:,} of the {each.items:,} {PLURAL[name]}" for name, each in known.items())
-    others = "".join(f" ({PLURAL[name]} were not compared)" for name in seen if name not in known)
+    counts = " and ".join(f"{count:,} of the {items[name]:,} {PLURAL[name]}" for name, count in known.items())
+    others = "".join(f" ({PLURAL[name]} were not compared)" for name in trained if name not in known)
     return f"note: the run was trained on {counts}{others}"
 
 

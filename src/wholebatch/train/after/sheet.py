@@ -6,11 +6,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from ..._base.files import replacing
-from ..._base.user_error import UserError
+from typing import Any, BinaryIO
 
 _PIXELS = 160  # of a side of a picture
 MOST_LINES, MOST_COLUMNS = 20, 12
@@ -25,7 +21,7 @@ class Line:
     captions: Sequence[str]
 
 
-def draw_sheet(lines: Sequence[Line], path: Path) -> None:
+def draw_sheet(lines: Sequence[Line], file: BinaryIO) -> None:
     """Draw the first lines, each with its first pictures, as a PNG file."""
     from matplotlib.figure import Figure
 
@@ -51,11 +47,7 @@ def draw_sheet(lines: Sequence[Line], path: Path) -> None:
     with warnings.catch_warnings():
         # Characters of a user's text that the figure's font lacks become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        try:
-            with replacing(path) as file:
-                figure.savefig(file, dpi=120, format="png")
-        except OSError as error:
-            raise UserError(f"--sheet: {str(path)!r} cannot be written: {error.strerror or error}") from error
+        figure.savefig(file, dpi=120, format="png")
 
 
 def _draw(ax: Any, picture: Any) -> None:

@@ -1,8 +1,9 @@
-"""A local action of every rank that succeeds on all ranks or fails on all."""
+"""What ranks do together: an action that succeeds on all or fails on all, and long waits for the first rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +12,10 @@ import torch.distributed as dist
 import wholebatch as wb
 
 from ..._base.user_error import UserError
-from .waiting import WaitForFirstRank
 
 _R = TypeVar("_R")
+LONGEST = timedelta(days=7)
+"""More than a test, a report or a full file system takes, and in milliseconds less than 2^31."""
 
 
 def on_all_ranks(
@@ -61,3 +63,33 @@ def from_first_rank(flag: bool, device: torch.device) -> bool:
     flags = torch.tensor([flag], dtype=torch.int32, device=device)
     dist.broadcast(flags, 0)
     return bool(flags.item())
+
+
+class WaitForFirstRank:
+    """A barrier that has no timeout in practice, for work of rank 0 alone: a search, a checkpoint, the report.
+
+    Other collectives have torch.distributed's timeout, 10 minutes with NCCL and 30 with gloo, which finds ranks that
+    hang in a step. A rank that waited in one of them for work of rank 0 alone would be ended by it, so all ranks meet
+    here first. A rank that ends closes its connections, and the others get an error at once: no end is waited for.
+
+    Collective: creates a process group of gloo.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=LONGEST) if dist.is_initialized() else None
+
+    def __call__(self) -> None:
+        """Wait until all ranks are here. All ranks."""
+        if self._group is not None:
+            dist.barrier(self._group)
+
+
+def device_of(name: str, rank: int, ranks: int) -> torch.device:
+    """Return the device of a rank of this machine, for `--device`."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and count < ranks:
+        raise UserError(f"--device cuda needs a GPU for each of the {ranks} ranks of this machine, found {count}")
+    if name == "cpu" or count < ranks:
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)

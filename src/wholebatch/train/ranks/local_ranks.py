@@ -73,28 +73,19 @@ def run_local_ranks(config: TrainConfig, body: Body) -> None:
                 theirs.close()
                 ranks.append(process)
                 connections.append(ours)
-            _watch(ranks, connections, signals, config)
-        except _Ended as ended:
-            _end(ranks)
-            raise _cause(ended.ranks, ranks, Path(folder), config) from None
+            ended = _watch(ranks, connections, signals, config)
         finally:
             _end(ranks)
             for connection in connections:
                 connection.close()
-
-
-class _Ended(Exception):  # noqa: N818
-    """These ranks have ended by themselves, one of them with a failure."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        super().__init__(ranks)
-        self.ranks = ranks
+        if ended:
+            raise _cause(ended, ranks, Path(folder), config)
 
 
 def _watch(
     ranks: Sequence[SpawnProcess], connections: Sequence[Connection], signals: Inbox | None, config: TrainConfig
-) -> None:
-    """Forward signals to the ranks until all have ended without failure."""
+) -> list[int]:
+    """Forward signals to the ranks until all have ended, or one with a failure; return those that had ended then."""
     patience, announced, training = Patience(), False, False
     sentinels = {process.sentinel: rank for rank, process in enumerate(ranks)}
     inboxes = [] if signals is None else [signals]
@@ -119,7 +110,8 @@ def _watch(
         if codes:
             if codes == {_RAISED}:  # perhaps because another rank is gone, which shows in a moment
                 ended += _ended(ranks, sentinels, timeout_s=0.5)
-            raise _Ended(ended)
+            return ended
+    return []
 
 
 def _ended(ranks: Sequence[SpawnProcess], sentinels: dict[int, int], timeout_s: float) -> list[int]:

@@ -27,9 +27,6 @@ def shard_weights(model: nn.Module, device: torch.device) -> None:
 
     Blocks are those of `blocks_of`, such as the layers of a transformer; inner ones come first.
     The weights go to the device one block after the other, so the whole model must fit into the host's memory alone.
-
-    Raises:
-        UserError: a parameter of shape (), which FSDP2 does not take.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from typing import Any
@@ -123,8 +124,4 @@ def _svg(figure: Any, label: str) -> str:
     head, rest = text.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
-    return f'<svg {box[0]} role="img" aria-label="{_attribute(label)}">{rest}'
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return f'<svg {box[0]} role="img" aria-label="{html.escape(label)}">{rest}'

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..data.classes.labeled import LabeledImages
 from ..data.randomness import seeded
 from .content import Candidate, Evidence, Gallery, Item, Query
 from .search import shown_rows
@@ -74,6 +75,24 @@ def classes_evidence(
         "different classes."
     )
     return Evidence(galleries, positives, negatives, note)
+
+
+def surest_mistakes(data: LabeledImages, found: Tensor, logits: Tensor) -> list[int]:
+    """Return the test images with a wrong class, which has no equal image: the surest first, each pair once.
+
+    Args:
+        data: labeled images, with the test images among them.
+        found: (n,), the class that was found for each test image.
+        logits: (n,), its similarity.
+    """
+    labels, numbers = data.labels[data.test], data.numbers[data.test]
+    known = {*zip(data.labels.tolist(), data.numbers.tolist(), strict=True)}
+    by_pair: dict[tuple[int, int], int] = {}
+    for i in logits.argsort(descending=True).tolist():
+        a, b = int(labels[i]), int(found[i])
+        if a != b and (b, int(numbers[i])) not in known:
+            by_pair.setdefault((min(a, b), max(a, b)), i)
+    return [*by_pair.values()]
 
 
 def _look_alikes(labels: Tensor, found: Tensor, of_class: Items) -> list[Query]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,16 +12,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A query or an answer."""
 
     text: str = ""
     picture: Image | None = None
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An answer that the model gave."""
 
     item: Item
@@ -31,8 +28,7 @@ class Candidate:
     right: bool
 
 
-@dataclass(frozen=True)
-class Query:
+class Query(NamedTuple):
     """A query with its best candidates, the best one first."""
 
     item: Item
@@ -43,8 +39,7 @@ class Query:
     """The best right answer, if none is among the candidates."""
 
 
-@dataclass(frozen=True)
-class Gallery:
+class Gallery(NamedTuple):
     """Queries side by side, under a title."""
 
     title: str
@@ -52,8 +47,7 @@ class Gallery:
     queries: Sequence[Query]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A curve over the steps; a value that is None is left out."""
 
     label: str
@@ -61,27 +55,20 @@ class Line:
     values: Sequence[float | None]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Curves in one pair of axes.
-
-    Args:
-        title: above the chart.
-        lines: at most six.
-        limits: of the vertical axis; None: those of the values.
-        note: below the title.
-        marks: steps to mark by a vertical line.
-    """
+class Chart(NamedTuple):
+    """Curves in one pair of axes."""
 
     title: str
     lines: Sequence[Line]
+    """At most six."""
     limits: tuple[float | None, float | None] = (None, None)
+    """Of the vertical axis; None: those of the values."""
     note: str = ""
     marks: Sequence[float] = ()
+    """Steps to mark by a vertical line."""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Rows of text; the first column names them."""
 
     title: str
@@ -105,53 +92,34 @@ class Setting(NamedTuple):
     default: str
 
 
-def _nothing() -> Tensor:
-    return torch.empty(0)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The examples in a report and their similarities, as a task finds them.
-
-    Args:
-        galleries: sheets of queries, such as examples drawn at random and the worst mistakes.
-        positives: (p,), similarities of what belongs together.
-        negatives: (n,), similarities of what does not.
-        note: how the two were chosen.
-    """
+class Evidence(NamedTuple):
+    """The examples in a report and their similarities, as a task finds them."""
 
     galleries: Sequence[Gallery] = ()
-    positives: Tensor = field(default_factory=_nothing)
-    negatives: Tensor = field(default_factory=_nothing)
+    """Sheets of queries, such as examples drawn at random and the worst mistakes."""
+    positives: Tensor = torch.empty(0)
+    """(p,), similarities of what belongs together."""
+    negatives: Tensor = torch.empty(0)
+    """(n,), similarities of what does not."""
     note: str = ""
+    """How the two were chosen."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """Everything that the report of a run shows; `page.render` makes the HTML from it alone.
-
-    Args:
-        title: what was trained.
-        subtitle: a line below it, such as the name of the run folder.
-        facts: figures at the top; the first is the headline.
-        table: the figures of the test set, beside chance.
-        curves: over the steps.
-        evidence: examples and similarities.
-        plan: a line about the planned cost of the loss; "": none.
-        audit: a line about the audit of the gradient; "": none.
-        starts: when, at which step and on what the run was started.
-        settings: all options; those that differ from the defaults are shown first.
-        versions: names and versions of software.
-    """
+class Report(NamedTuple):
+    """Everything that the report of a run shows; `page.render` makes the HTML from it alone."""
 
     title: str
     subtitle: str
     facts: Sequence[Fact]
+    """Figures at the top; the first is the headline."""
     table: Table
+    """The figures of the test set, beside chance."""
     curves: Sequence[Chart] = ()
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: Evidence = Evidence()
     plan: str = ""
+    """A line about the planned cost of the loss; "": none."""
     audit: str = ""
     starts: Table | None = None
     settings: Sequence[Setting] = ()
+    """All options; those that differ from the defaults are shown first."""
     versions: Sequence[tuple[str, str]] = ()

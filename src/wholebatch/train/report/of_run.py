@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 from wholebatch.planning.units import amount, duration
 
 from ..config import GLYPHS, TrainConfig, names_of, value_of
+from ..run.record import Start
 from ..run.schedule import Schedule
-from ..run.starts import Start
 from ..tasks.task import Task
 from .content import Chart, Fact, Line, Report, Setting, Table
-from .steps import steps_in_words
 
 Metrics = Sequence[Mapping[str, Any]]
 _RUN_ONLY = ("run_folder", "resume", "until_step")  # of a start, not of the numbers
@@ -74,6 +72,29 @@ def report_of_run(
     )
 
 
+def steps_in_words(schedule: Schedule, made: int, patience: int) -> str:
+    """Return the planned steps, each later decision about them, and an early end.
+
+    Args:
+        schedule: that of the run.
+        made: the steps that were made.
+        patience: `--patience`, which alone lets a run with a report end before its last step.
+
+    >>> from ..run.schedule import Extension
+    >>> steps_in_words(Schedule(300, 20), 300, 0)
+    '300'
+    >>> steps_in_words(Schedule(300, 20, (Extension(300, 600), Extension(400, 500))), 450, 3)
+    '300 planned, extended after step 300 to 600, shortened after step 400 to 500, ended after step 450 by --patience 3'
+    """
+    found, steps = [f"{schedule.planned_steps:,} planned"], schedule.planned_steps
+    for at, until in schedule.extensions:
+        found.append(f"{'extended' if until > steps else 'shortened'} after step {at:,} to {until:,}")
+        steps = until
+    if made < steps:
+        found.append(f"ended after step {made:,} by --patience {patience}")
+    return ", ".join(found) if found[1:] else str(steps)
+
+
 def _facts(
     config: TrainConfig,
     task: Task,
@@ -122,16 +143,12 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
         return Chart(title, [Line(title, steps, [row.get(key) for row in metrics])], (lowest, None), marks=resumed)
 
     lowest = 0 if all(row["loss"] is None or row["loss"] >= 0 for row in metrics) else None
-    charts = [replace(chart("loss of the global batch", "loss", lowest), note="dashed: resumed" if resumed else "")]
+    charts = [chart("loss of the global batch", "loss", lowest)._replace(note="dashed: resumed" if resumed else "")]
     if validated:
         charts.append(Chart(task.validation_title, validation, (0, 1), marks=resumed))
-    own = [key for key in ("logit_scale",) if key in metrics[-1]]
-    names = {"learning_rate": "learning rate", "grad_norm": "norm of the gradient", "logit_scale": _SCALE}
-    charts += [chart(names.get(key, key), key, 0) for key in ("learning_rate", "grad_norm")]
-    return charts + [chart(names.get(key, key.replace("_", " ")), key) for key in own]
-
-
-_SCALE = "logit scale (1 / temperature)"
+    charts += [chart("learning rate", "learning_rate", 0), chart("norm of the gradient", "grad_norm", 0)]
+    scale = [chart("logit scale (1 / temperature)", "logit_scale")] if "logit_scale" in metrics[-1] else []
+    return charts + scale
 
 
 def _starts(starts: Sequence[Start]) -> Table | None:

@@ -1,9 +1,8 @@
 """One file per checkpoint: weights, optimizer, loss scale and random state as safetensors, replaced in one step.
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a complete
-checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of config.json, of
-data.json, of the steps in metrics.jsonl and of the extensions before them. A checkpoint is read and compared completely
-before anything changes.
+checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of the run's record
+and of the steps in metrics.jsonl. A checkpoint is read and compared completely before anything changes.
 """
 
 from __future__ import annotations
@@ -22,24 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from ..._base.bounded_json import Types, check_fields, parse_json
-from ..._base.files import read_bounded, sync_file
+from ..._base.files import read_bounded, sync_file, writing
 from ..._base.settings import shown
 from ..._base.tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from ..._base.user_error import UserError
 from ..ranks.sharding import as_in, optimizer_state_as_in, whole_state
-from .data_facts import FILE as DATA
-from .data_facts import digest_of_data_facts
-from .extensions import FILE as EXTENSIONS
-from .extensions import digest_of_extensions
-from .resume import CONFIG, digest_of_config
+from .record import CONFIG, digests_of_run
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _MOST_METRICS_BYTES = 2**30
-_FORMAT = "wholebatch-train-4"
-_EARLIER = tuple(f"wholebatch-train-{number}" for number in (1, 2, 3))
-_START_ANEW = "start a new run, or resume this one with the version that began it"
+_FORMAT = "wholebatch-train-5"
 _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
     "metrics": (str, type(None)), "extensions": (str, type(None)),
@@ -146,11 +139,6 @@ def read_checkpoint(
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         expected = _expected(model, optimizer, scaler)
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
-        if found != expected and found == {name: x for name, x in expected.items() if not name.startswith("scaler.")}:
-            raise UserError(
-                f"{path} was written by an earlier version, which did not keep the loss scale of --precision fp16, so "
-                f"the run cannot go on as it was; {_START_ANEW}"
-            )
         if found != expected:
             differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
             raise UserError(
@@ -216,22 +204,17 @@ def last_step(folder: Path, *, recorded: int, checkpoint_every: int) -> int:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file beside `path` and rename it over `path`."""
-    try:
+    with writing(repr(str(path))):
         write_tensors(path, tensors, metadata)
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {error}") from error
 
 
 def _facts(file: TensorFile) -> dict[str, Any]:
     """Return the facts that a checkpoint holds beside its tensors, once they are checked."""
     if file.metadata.get("format") != _FORMAT:
-        found = shown(file.metadata.get("format"))
-        if file.metadata.get("format") in _EARLIER:
-            raise UserError(
-                f"{str(file.path)!r} was written by an earlier version: its format is {found}, expected {_FORMAT!r}; "
-                f"{_START_ANEW}"
-            )
-        raise UserError(f"{str(file.path)!r} is not a checkpoint of this program: its format is {found}")
+        raise UserError(
+            f"{str(file.path)!r} is no checkpoint of this version: its format is {shown(file.metadata.get('format'))}, "
+            f"expected {_FORMAT!r}; start a new run, or resume this one with the version that began it"
+        )
     what = f"the facts of the checkpoint {file.path}"
     facts = check_fields(parse_json(file.metadata.get("facts", "").encode(), what), what, _FACTS)
     if facts["step"] < 0 or facts["seconds"] < 0:
@@ -242,20 +225,12 @@ def _facts(file: TensorFile) -> dict[str, Any]:
 
 
 def _digests(folder: Path, step: int, of_metrics: str | None = None) -> dict[str, str | None]:
-    """Return the digests of the run's configuration, first steps and extensions; None for a file that is not there."""
-    metrics, extensions = folder / METRICS, digest_of_extensions(folder, step)
-    found = digests_of_run(folder) | {"metrics": of_metrics, "extensions": extensions}
+    """Return the digests of the run's record and first steps; None for a file that is not there."""
+    metrics = folder / METRICS
     with _reading(folder):
         if of_metrics is None and metrics.exists():
-            found["metrics"] = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
-    return found
-
-
-def digests_of_run(folder: Path) -> dict[str, str | None]:
-    """Return the digests of configuration and data, which tie weights to their run; None for a file that is missing."""
-    with _reading(folder):
-        of_config = digest_of_config(folder) if (folder / CONFIG).exists() else None
-        return {"config": of_config, "data": digest_of_data_facts(folder)}
+            of_metrics = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
+        return digests_of_run(folder, step) | {"metrics": of_metrics}
 
 
 def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | None] | None = None) -> None:
@@ -263,10 +238,10 @@ def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | 
     kind, written = ("checkpoint", _facts(file)) if file.path.name == FILE else ("weights", file.metadata)
     for name, digest in (digests or digests_of_run(folder)).items():
         if written.get(name) != digest:
-            file_name = {"config": CONFIG, "metrics": METRICS, "extensions": EXTENSIONS, "data": DATA}[name]
+            changed = folder / (METRICS if name == "metrics" else CONFIG)
             raise UserError(
-                f"{folder / file_name} is not the file that the {kind} {file.path.name} was written with; was it "
-                "edited, or copied from another run?"
+                f"{changed} is not the file that the {kind} {file.path.name} was written with; was it edited, or "
+                "copied from another run?"
             )
 
 

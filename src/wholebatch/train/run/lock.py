@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import socket
 import stat
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
+from ..._base.files import flock
 from ..._base.user_error import UserError
 from ..ranks.signals import show
-from .resume import CONFIG
-
-_flock: Callable[[int, int], None] | None
-try:
-    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN
-    from fcntl import flock as _flock
-except ImportError:  # Windows
-    _flock = None
+from .record import CONFIG
 
 FILE = "lock"
 PARTIAL_CONFIG = f"{CONFIG}.partial"
-_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
 class Lock:
@@ -49,32 +38,21 @@ class Lock:
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise UserError(f"{str(path)!r} must be a regular file; remove it")
-            self._acquire(folder)
+            is_free = flock(self._file, "LOCK_EX", "LOCK_NB")
+            if is_free is False:
+                raise _writer_error(folder, self._file)
+            if is_free is None:
+                show(f"there are no file locks here: nothing keeps a second run out of {folder}")
             os.ftruncate(self._file, 0)
             os.write(self._file, f"{os.getpid()} {socket.gethostname()}\n".encode())
         except BaseException:
             self.close()
             raise
 
-    def _acquire(self, folder: Path) -> None:
-        if _flock is None:
-            show(f"this system has no file locks: nothing keeps a second run out of {folder}")
-            return
-        try:
-            _flock(self._file, LOCK_EX | LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD:
-                raise _writer_error(folder, self._file) from None
-            if error.errno not in _NO_LOCKS:
-                raise
-            show(f"the file system has no locks ({error.strerror}): nothing keeps a second run out of {folder}")
-
     def close(self) -> None:
         """Release the lock, of the processes as well that were forked from this one and have not ended yet."""
         if self._file >= 0:
-            if _flock is not None:
-                with suppress(OSError):  # of file systems without locks
-                    _flock(self._file, LOCK_UN)
+            flock(self._file, "LOCK_UN")
             os.close(self._file)
             self._file = -1
 
@@ -94,17 +72,13 @@ def check_is_free(folder: Path) -> None:
 
 def _check_has_no_writer(folder: Path) -> None:
     """Raise UserError if another process holds the folder's lock; write nothing and hold nothing."""
-    if _flock is None:
-        return
     try:
         file = os.open(folder / FILE, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
     except OSError:  # no lock file, so nobody holds it
         return
     try:
-        _flock(file, LOCK_SH | LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            raise _writer_error(folder, file) from None
+        if flock(file, "LOCK_SH", "LOCK_NB") is False:
+            raise _writer_error(folder, file)
     finally:
         os.close(file)
 

@@ -7,15 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-
-resource: Any
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 MEASURED = ("seconds", "examples_per_second", "peak_rss_bytes", "peak_cuda_bytes")
 """Fields of metrics.jsonl that differ between two runs with the same numbers."""
@@ -56,6 +49,8 @@ def _peak_resident() -> int | None:
     if _STATUS.exists():  # getrusage's peak includes that of the program that has started this one
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return 1024 * int(line.split()[1])
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # Windows
         return None
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)

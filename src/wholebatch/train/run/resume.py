@@ -1,61 +1,25 @@
-"""Resuming a run: its saved configuration, the options that may change, and the command that the user can paste.
+"""Resuming a run: the options that may change, and the command that the user can paste.
 
 This module imports no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
-from ..._base.bounded_json import unsealed
-from ..._base.files import read_bounded
 from ..._base.user_error import UserError, option
 from ..config import TrainConfig, differences, files_of_encoders
-from ..config_json import from_values
-
-CONFIG = "config.json"
-MOST_CONFIG_BYTES = 2**20
-# May change when a run is resumed: they do not change the numbers. A later resume command repeats these.
-_REPEATED = ("ranks", "device", "chunk_size", "workers", "fsdp", "patience", "keep_best", "tensorboard", "wandb")
-_FREE = (*_REPEATED, "run_folder", "config", "resume", "trust", "until_step", "audit")
-
-
-def read_config(path: Path) -> TrainConfig:
-    """Return the configuration of the run in the folder `path`."""
-    return from_values(_values(path), path / CONFIG)
-
-
-def digest_of_config(path: Path) -> str:
-    """Return the digest of the options that decide the numbers of the run in the folder `path`."""
-    values = {name: value for name, value in _values(path).items() if name not in _FREE}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _values(path: Path) -> dict[str, Any]:
-    file = path / CONFIG
-    try:
-        return unsealed(read_bounded(file, MOST_CONFIG_BYTES), "it")
-    except FileNotFoundError as error:
-        raise UserError(f"--resume {path}: that is no run folder, there is no {str(file)!r}") from error
-    except OSError as error:
-        raise UserError(f"--resume {path}: {str(file)!r} cannot be read: {error}") from error
-    except ValueError as error:
-        raise UserError(f"{file} is not the configuration of a run of this version: {error}") from error
+from .record import CONFIG, FREE, REPEATED, read_config
 
 
 def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
     """Raise UserError if `asked` differs from the `saved` configuration in anything that changes the numbers."""
     changed = [
-        f"{name} was {old!r}, got {new!r}"
-        for name, (old, new) in differences(saved, asked).items()
-        if name not in _FREE
+        f"{name} was {old!r}, got {new!r}" for name, (old, new) in differences(saved, asked).items() if name not in FREE
     ]
     if changed:
         raise UserError(
@@ -106,7 +70,7 @@ def _repeated(config: TrainConfig, but: str = "") -> str:
         changed = differences(read_config(config.resume), config)
     except UserError:  # the run fails for its own reason
         return ""
-    return "".join(f" {_given(name, changed[name][1])}" for name in _REPEATED if name in changed and name != but)
+    return "".join(f" {_given(name, changed[name][1])}" for name in REPEATED if name in changed and name != but)
 
 
 def _given(name: str, value: object) -> str:

@@ -1,10 +1,7 @@
 """The folder of a run. Rank 0 writes all of it, but for the other ranks' parts of head-STEP.
 
-config.json              the configuration, read back by --resume
-data.json                the hash of the data, which --resume compares
+config.json              the record that --resume reads: options, hash of the data, each --until-step, each start
 left_out.csv             with --skip-bad: each row without a text or a readable picture, and why; if there are any
-extensions.json          where --until-step extended the run, if it did
-starts.json              when, at which step and on what the run was started; what its plan and its audit said
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
 best.safetensors         unless --no-keep-best: the weights of the best validation
@@ -16,73 +13,61 @@ lock                     the process that writes here, which holds its lock
 README.md                the model, its figures, and how to use it, also without this program
 report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
 report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
-curves.png               loss and validation over the steps
-retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
-look_alikes.png          of --task identify: the classes that are confused most
 tensorboard/             TensorBoard's event files
 wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, and its files
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..._base.bounded_json import parse_json, sealed
-from ..._base.files import read_bounded, replacing
+from ..._base.bounded_json import parse_json
+from ..._base.files import replacing, writing
 from ..._base.user_error import UserError
 from ..after.readme import write_readme
 from ..config import TrainConfig
-from ..config_json import to_json
 from ..data.pictures.left_out import LeftOut, write_left_out
 from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of
 from ..report.content import Report
 from ..report.page import render
-from ..report.pictures import draw_curves
 from ..tasks.task import Task
 from .best import FILE as BEST
-from .checkpoint import METRICS, digests_of_run, save_tensors
-from .data_facts import DataFacts, write_data_facts
-from .extensions import write_extensions
+from .checkpoint import METRICS, first_lines, save_tensors
 from .lock import Lock, check_is_free
-from .metrics_file import MetricsFile
-from .resume import CONFIG
+from .record import DataFacts, Record, Start, digests_of_run, read_record
 from .schedule import Extension
-from .starts import Start, read_starts, write_starts
-
-_MOST_REPORT_BYTES = 2**24
 
 
 class RunFolder:
     """The folder of one run, for its writer."""
 
     def __init__(self, path: Path, lock: Lock | None = None) -> None:
-        self.path = path
-        self._metrics = MetricsFile(path / METRICS)
-        self._lock = lock
-        self.starts: list[Start] = []
+        self.path, self._lock = path, lock
+        self._metrics = path / METRICS
+        self._rows: list[dict[str, Any]] | None = None  # those of the file, from a read until the next line
+        self._keep: int | None = None  # lines to keep when the next one is added
+        self._lines, self._digest = 0, hashlib.sha256()
+        self._is_begun = False  # whether these two are those of the file
 
     @classmethod
-    def create(
-        cls, path: Path, config: TrainConfig, data: DataFacts | None = None, left_out: Sequence[LeftOut] = ()
-    ) -> RunFolder:
-        """Create a folder with the configuration and the facts of the data in it; UserError if it is not empty."""
-        with _writing(path):
+    def create(cls, path: Path, config: TrainConfig, data: DataFacts, left_out: Sequence[LeftOut] = ()) -> RunFolder:
+        """Create a folder with the record of a run in it; UserError if it is not empty."""
+        with writing(f"the run folder {str(path)!r}"):
             path.mkdir(parents=True, exist_ok=True)
             check_is_free(path)
             lock = Lock(path)
             try:
                 check_is_free(path)  # another process may have held the lock until now
-                with replacing(path / CONFIG) as file:
-                    file.write(sealed(json.loads(to_json(config))))
-                if data is not None:
-                    write_data_facts(path, data)
+                Record(config, data).write(path)
                 if left_out:
                     write_left_out(path, left_out)
             except BaseException:
@@ -93,7 +78,7 @@ class RunFolder:
     @classmethod
     def lock(cls, path: Path) -> RunFolder:
         """Lock the folder of a run to resume: from now on this process is its only writer."""
-        with _writing(path):
+        with writing(f"the run folder {str(path)!r}"):
             return cls(path, Lock(path))
 
     def close(self) -> None:
@@ -101,35 +86,67 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"the run folder {str(self.path)!r}")
+
     def resume_after(self, step: int) -> None:
-        """Drop the lines of metrics.jsonl after `step`, as soon as the next line is added."""
-        self._metrics.resume_after(step)
+        """Drop the lines of metrics.jsonl after `step`, as soon as the next line is added.
+
+        Until then nothing changes: the checkpoint is yet to be read.
+        """
+        if len(self.metrics()) < step:
+            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
+        self._keep = step
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; a number that is not finite is written as null."""
-        with _writing(self.path):
-            self._metrics.append(metrics)
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        line = json.dumps(finite).encode() + b"\n"
+        with self._writing():
+            if not self._is_begun:
+                self._begin()
+            with self._metrics.open("ab") as file:
+                file.write(line)
+        self._rows = None
+        self._count(line)
+
+    def _begin(self) -> None:
+        """Keep the lines of the steps before, and count them."""
+        kept = first_lines(self._metrics, self._keep) if self._metrics.exists() else []
+        if self._keep is not None:
+            with replacing(self._metrics) as whole:
+                whole.write(b"".join(kept))
+        for line in kept:
+            self._count(line)
+        self._keep, self._is_begun = None, True
+
+    def _count(self, line: bytes) -> None:
+        self._lines += 1
+        self._digest.update(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
-        return self._metrics.rows()
+        if self._rows is None:
+            self._rows = _read_metrics(self._metrics)
+        return self._rows
 
     def digest_of_metrics(self, step: int) -> str | None:
         """Return the digest of the first `step` lines of metrics.jsonl, if these are all that there are; else None."""
-        return self._metrics.digest_of(step)
+        return self._digest.hexdigest() if self._is_begun and self._lines == step else None
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Write the final weights, the report and the pictures."""
+        """Write the final weights, the report and the README."""
         encoders = self.path / ENCODERS
-        with _writing(self.path):
+        with self._writing():
             task.save_encoders(encoders)
             facts = self._facts(task) | {ENCODERS: digest_of(encoders)}
         save_tensors(self.path / "model.safetensors", weights, facts)
-        with _writing(self.path):
+        with self._writing():
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
             write_readme(self.path, task.describe(), task.table(report))
-            draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
-            task.draw(self.path)
 
     def keep_best(self, task: Task, weights: dict[str, Tensor], step: int) -> None:
         """Write the weights of the best validation so far, which is that after `step` steps."""
@@ -139,32 +156,39 @@ class RunFolder:
         """Return the metadata of a file of weights: those of the task, and the digests that tie it to this run."""
         return task.facts() | {name: digest for name, digest in digests_of_run(self.path).items() if digest is not None}
 
-    def add_start(self, start: Start) -> None:
-        """Add a start to starts.json."""
-        self.starts = [*read_starts(self.path), start]
-        with _writing(self.path):
-            write_starts(self.path, self.starts)
-
-    def extend(self, extensions: tuple[Extension, ...]) -> None:
-        """Write extensions.json."""
-        with _writing(self.path):
-            write_extensions(self.path, extensions)
+    def begin(self, start: Start, extensions: tuple[Extension, ...]) -> None:
+        """Add a start to the record, and the extension that it has asked for."""
+        with self._writing():
+            read_record(self.path).with_start(start, extensions).write(self.path)
 
     def write_page(self, report: Report) -> None:
         """Write report.html."""
-        with _writing(self.path), replacing(self.path / "report.html") as file:
+        with self._writing(), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
 
-    def report(self) -> dict[str, Any]:
-        """Return the report that `finish` has written."""
-        file = self.path / "report.json"
-        return dict(parse_json(read_bounded(file, _MOST_REPORT_BYTES), str(file)))
 
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn an error of the file system into a UserError."""
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
+    rows = []
     try:
-        yield
-    except OSError as error:
-        raise UserError(f"the run folder {str(path)!r} cannot be written: {error.strerror or error}") from error
+        lines = first_lines(path, None) if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(parse_json(line, f"line {number}"))
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+        for number, row in enumerate(rows, 1):
+            _check_row(row, number)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as the metrics of a run ({error})") from error
+    return rows
+
+
+def _check_row(row: Any, number: int) -> None:
+    """Raise ValueError unless a line is that of step `number` and holds only numbers."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] != number:
+        raise ValueError(f"line {number} is not that of step {number}")
+    others = {name: value for name, value in row.items() if name != "validation"}
+    if "loss" not in row or any(type(value) not in (int, float, type(None)) for value in others.values()):
+        raise ValueError(f"line {number} must hold a loss, and only numbers")

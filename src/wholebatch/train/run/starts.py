@@ -1,15 +1,9 @@
-"""starts.json of a run folder: when the run was started and resumed, on what, and what plan and audit said.
-
-The file informs the report. Nothing of it enters the numbers.
-"""
+"""What a run is started on: when, at which step, on what device, with which versions of software."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import platform
 import subprocess
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -17,40 +11,10 @@ import torch
 
 import wholebatch as wb
 
-from ..._base.bounded_json import Types, check_fields, parse_json
-from ..._base.files import read_bounded, replacing
 from ..._base.machine import processor_name
-from ..._base.user_error import UserError
+from .record import Start
 
-FILE = "starts.json"
-_MOST_BYTES = 2**24
 _TIMEOUT_S = 10
-_NONE = type(None)
-
-
-@dataclass(frozen=True)
-class Start:
-    """A start or a resumption of a run."""
-
-    at: str
-    """Date and time, UTC."""
-    step: int
-    """Steps made before."""
-    ranks: int
-    device: str
-    versions: str
-    """Of this package, Python and torch."""
-    commit: str | None
-    """Of this package, if it is used from a checkout."""
-    plan: str
-    audit: str | None
-    """None: there was no audit, which a resumed run does not repeat."""
-
-
-_TYPES: Types = {
-    "at": str, "step": int, "ranks": int, "device": str, "versions": str, "commit": (str, _NONE), "plan": str,
-    "audit": (str, _NONE),
-}  # fmt: skip
 
 
 def new_start(*, step: int, ranks: int, device: torch.device, plan: str, audit: str | None) -> Start:
@@ -59,34 +23,6 @@ def new_start(*, step: int, ranks: int, device: torch.device, plan: str, audit: 
     versions = f"wholebatch {wb.__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
     return Start(now, step, ranks, name, versions, _commit(), plan, audit)
-
-
-def read_starts(folder: Path) -> list[Start]:
-    """Return the starts of the run in the folder, none if there is no file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    file = folder / FILE
-    if not file.exists() and not file.is_symlink():
-        return []
-    try:
-        values = parse_json(read_bounded(file, _MOST_BYTES), str(file))
-        if not isinstance(values, list):
-            raise ValueError(f"{file} must hold a list, got {type(values).__name__}")
-        return [Start(**check_fields(value, str(file), _TYPES)) for value in values]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{error}; remove {FILE}, which only informs the report") from error
-
-
-def write_starts(folder: Path, starts: list[Start]) -> None:
-    """Replace the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with replacing(folder / FILE) as file:
-        file.write(json.dumps([dataclasses.asdict(start) for start in starts], indent=1).encode() + b"\n")
 
 
 def _commit() -> str | None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._base.files import read_bounded, replacing
+from ..._base.files import read_bounded, replacing, writing
 from ..._base.user_error import UserError
 from ..config import TrainConfig
 
@@ -19,23 +17,7 @@ TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id"
 _MOST_ID_BYTES = 100
 
 
-class Tracker(ABC):
-    """A receiver of the figures of each step."""
-
-    @abstractmethod
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Receive the figures after `step` steps, by names with slashes."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Make everything received so far survive the end of this process."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End, after the last figures."""
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """Event files. Steps that a resumed run makes again replace those of before.
 
     Args:
@@ -50,24 +32,27 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
-        with _writing(folder):
+        with writing(repr(str(folder))):
             self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if folder.exists() else None)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        with _writing(self._folder):
+        """Receive the figures after `step` steps, by names with slashes."""
+        with writing(repr(str(self._folder))):
             for name, value in figures.items():
                 self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        with _writing(self._folder):
+        """Make everything received so far survive the end of this process."""
+        with writing(repr(str(self._folder))):
             self._writer.flush()
 
     def close(self) -> None:
-        with _writing(self._folder):
+        """End, after the last figures."""
+        with writing(repr(str(self._folder))):
             self._writer.close()
 
 
-class WeightsAndBiases(Tracker):
+class WeightsAndBiases:
     """A run of Weights & Biases, which ignores steps that a resumed run makes again.
 
     Args:
@@ -80,7 +65,7 @@ class WeightsAndBiases(Tracker):
             import wandb
         except ImportError as error:
             raise UserError(f"--wandb needs the package wandb, which cannot be imported: {error}") from error
-        with _writing(folder):
+        with writing(repr(str(folder))):
             self._run: Any = wandb.init(
                 project=config.wandb,
                 name=folder.name,
@@ -91,6 +76,7 @@ class WeightsAndBiases(Tracker):
             )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Receive the figures after `step` steps."""
         if step >= self._run.step:
             self._run.log(dict(figures), step=step)
 
@@ -98,15 +84,15 @@ class WeightsAndBiases(Tracker):
         """Do nothing: wandb sends or writes by itself."""
 
     def close(self) -> None:
+        """End, after the last figures."""
         self._run.finish()
 
 
-def start_trackers(config: TrainConfig, folder: Path, done: int) -> tuple[list[Tracker], str]:
-    """Return the trackers of this run, and a line about one that is missing, or "".
+Tracker = TensorBoard | WeightsAndBiases
 
-    Raises:
-        UserError: if a package that an option asks for is missing, or a folder cannot be written.
-    """
+
+def start_trackers(config: TrainConfig, folder: Path, done: int) -> tuple[list[Tracker], str]:
+    """Return the trackers of this run, and a line about one that is missing, or ""."""
     trackers: list[Tracker] = []
     missing = ""
     if config.wandb is not None:
@@ -151,11 +137,3 @@ def _id_of(file: Path) -> str:
     with replacing(file) as new:
         new.write(f"{found}\n".encode())
     return found
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error

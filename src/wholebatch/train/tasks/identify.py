@@ -19,16 +19,14 @@ import wholebatch as wb
 from ..config import TrainConfig
 from ..data.classes.labeled import LabeledImages
 from ..data.feed import Feed, workers_of_a_rank
-from ..data.pictures.pixel_digests import PixelDigests
 from ..encoders.adapters import merged_state
 from ..encoders.inputs import Inputs, rows_of, to_device
 from ..encoders.make import make_encoder
 from ..encoders.saved import save_encoder
 from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import shard_weights, whole_state
-from ..report.classes import classes_evidence
+from ..report.classes import classes_evidence, surest_mistakes
 from ..report.content import Evidence, Item
-from ..report.look_alikes import Mistakes, draw_look_alikes, find_mistakes, surest_mistakes
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
 from .batches import ImageBatches, Reader, rows_of_chunks
@@ -45,7 +43,7 @@ _TOP = 5
 class Identify(Task):
     """Find the class of a new image among the classes of training."""
 
-    curves = (Curve("top-1", ("top_1",), "tab:green"), Curve(f"top-{_TOP}", (f"top_{_TOP}",), "tab:orange"))
+    curves = (Curve("top-1", ("top_1",)), Curve(f"top-{_TOP}", (f"top_{_TOP}",)))
     validation_title = "validation: images not trained on"
 
     def __init__(
@@ -100,7 +98,6 @@ class Identify(Task):
         self._step = 0
         self._ranks = size
         self._found: tuple[Tensor, Tensor, Tensor] | None = None
-        self._mistakes: Mistakes | None = None
 
     def describe(self) -> str:
         data = self._data
@@ -220,15 +217,13 @@ class Identify(Task):
         if self._rank:
             return {}
         self._found = embeddings, found.class_ids.cpu(), found.logits.cpu() / self._config.head.scale
-        digests = PixelDigests(data.pictures, workers=self._workers)
-        self._mistakes = find_mistakes(data, found.class_ids[:, 0].cpu(), digests)
         verified = rows_to_verify(data.labels[rows])
         tar, threshold = accepted_at(embeddings[verified], data.labels[rows[verified]], FAR, device=self._device)
         return {
             "classes": len(data),
             "test_images": len(rows),
             **figures,
-            "top_1_at_most": best_possible(digests.of(rows), data.labels[rows]),
+            "top_1_at_most": best_possible(data.numbers[rows].tolist(), data.labels[rows]),
             "chance": 1 / len(data),
             "verified_images": len(verified),
             "far": FAR,
@@ -264,20 +259,13 @@ class Identify(Task):
 
     def evidence(self) -> Evidence:
         assert self._found is not None
-        assert self._mistakes is not None
         data, (embeddings, found, cosines) = self._data, self._found
         return classes_evidence(
             embeddings,
             data.labels[data.test],
             found,
             cosines,
-            surest_mistakes(data, found[:, 0], cosines[:, 0], self._mistakes),
+            surest_mistakes(data, found[:, 0], cosines[:, 0]),
             lambda row: Item(data.names[data.labels[data.test[row]]], data.picture(data.test[row])),
             lambda label: Item(data.names[label], data.picture(data.example(label))),
         )
-
-    def draw(self, folder: Path) -> None:
-        assert self._found is not None
-        assert self._mistakes is not None
-        _, found, cosines = self._found
-        draw_look_alikes(self._data, found[:, 0], cosines[:, 0], self._mistakes, folder / "look_alikes.png")

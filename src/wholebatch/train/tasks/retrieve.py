@@ -28,7 +28,6 @@ from ..encoders.saved import save_dual_encoder
 from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import shard_weights, whole, whole_state
 from ..report.content import Evidence, Item
-from ..report.pictures import draw_retrieval
 from ..report.search import search_evidence
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .augment import augmented
@@ -70,9 +69,7 @@ class Retrieve(Task):
         self._ways = ways_of(pairs)
         self._ranks = size
         self.curves = tuple(
-            Curve(f"recall@{k}, {way.replace('_', ' ')}", (way, f"recall@{k}"), color, style, marker)
-            for way, style, marker in zip(self._ways, ("-", "--"), ("o", "x"), strict=True)
-            for k, color in ((1, "tab:green"), (10, "tab:orange"))
+            Curve(f"recall@{k}, {way.replace('_', ' ')}", (way, f"recall@{k}")) for way in self._ways for k in (1, 10)
         )
         torch.manual_seed(config.seed)
         self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()})
@@ -283,9 +280,6 @@ class Retrieve(Task):
         of_sides = zip(self._pairs.sides.items(), (first, second), (self._tested.rows[0], rows), strict=True)
         one, other = ((PLURAL[name], features, item(side, rows)) for (name, side), features, rows in of_sides)
         return search_evidence(one, other, self._tested, device=self._device)
-
-    def draw(self, folder: Path) -> None:
-        draw_retrieval(self.evidence().galleries[0], folder / "retrieval.png")
 
 
 def _without_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +18,11 @@ from ..report.content import Evidence
 from .precision import Precision
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """A number of each validation, to be drawn over the steps."""
 
     label: str
     keys: tuple[str, ...]  # its path in a validation
-    color: str
-    style: str = "-"
-    marker: str = "o"
 
 
 class PassState(NamedTuple):
@@ -145,10 +140,6 @@ class Task(ABC):
     @abstractmethod
     def save_encoders(self, folder: Path) -> None:
         """Write into `folder` what building the encoders again needs beside the weights."""
-
-    @abstractmethod
-    def draw(self, folder: Path) -> None:
-        """Write pictures of the results of `test`."""
 
 
 def make_adamw(encoder: nn.Module, config: TrainConfig) -> Optimizer:

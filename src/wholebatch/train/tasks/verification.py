@@ -67,14 +67,14 @@ def accepted_at(
     return (torch.cat(same) > threshold).double().mean().item(), threshold
 
 
-def best_possible(digests: Sequence[bytes], labels: Tensor) -> float:
+def best_possible(numbers: Sequence[int], labels: Tensor) -> float:
     """Return the largest accuracy of a method that sees only the pictures: equal ones get equal answers.
 
     Args:
-        digests: of the pixels of n pictures, equal for equal pictures.
+        numbers: of n pictures, equal for equal pictures.
         labels: (n,).
     """
-    classes: dict[bytes, Counter[int]] = defaultdict(Counter)
-    for digest, label in zip(digests, labels.tolist(), strict=True):
-        classes[digest][label] += 1
+    classes: dict[int, Counter[int]] = defaultdict(Counter)
+    for number, label in zip(numbers, labels.tolist(), strict=True):
+        classes[number][label] += 1
     return sum(max(counts.values()) for counts in classes.values()) / len(labels)

@@ -1,19 +1,30 @@
-"""The files of the cache: their folder, a lock for each, and the names under which they are written."""
+"""The files of the cache: their folder, their locks, their names, and the removal of those that no table needs.
+
+PATHS-FACTS-CHECKSUM.arrow       a table; PATHS is a hash of the paths of its sources, FACTS of their sizes and times
+PATHS-COLUMN-STAMP-KEY.ENDING    a result about the pictures of a column, which goes with the table
+uncached-PATHS-...               the same of a table that the cache does not hold, such as a folder's
+PATHS.lock, PATHS-COLUMN.lock    locks of the processes that write these
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ...._base.files import flock
+
+_DIGITS = 24
+_OF_TABLE = re.compile(rf"([0-9a-f]{{{_DIGITS}}})[-.]")
 _PARTIAL = ".partial"
 _BEGUN_S = 60  # after which a process that writes a file holds its lock
 _ABANDONED_S = 86400  # without a write, where the file system has no locks
-_TRIES = 100  # to lock a file that others remove; a file system may number an open file otherwise
 
 
 class CannotWriteError(Exception):
@@ -43,30 +54,9 @@ def cache_folder() -> Path:
 def alone(path: Path) -> Iterator[None]:
     """Wait until no other process of this machine is in here with this path; where there are no locks, do not wait."""
     with ExitStack() as held:
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                file = held.enter_context(path.open("wb"))
-            except OSError:  # a folder that cannot be written, which its writer says
-                break
-            if not _lock(file, wait=True) or _is_at(file, path) or not tries_left:
-                break
-            held.pop_all().close()  # removed meanwhile, so that others lock another file
+        with suppress(OSError):  # a folder that cannot be written, which its writer says
+            flock(held.enter_context(path.open("wb")), "LOCK_EX")
         yield
-
-
-def remove_lock(path: Path) -> None:
-    """Remove the file of a lock that no process holds; where there are no locks, leave it."""
-    with suppress(OSError), path.open("rb+") as file:
-        if _lock(file, wait=False) and _is_at(file, path):
-            path.unlink()
-
-
-def _is_at(file: Any, path: Path) -> bool:
-    """Return whether an open file is the one at the path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return False
 
 
 @contextmanager
@@ -87,7 +77,7 @@ def written(folder: Path, write: Callable[[Any], None]) -> Iterator[Path]:
     partial = Path(file.name)
     try:
         with file:
-            _lock(file, wait=False)
+            flock(file, "LOCK_EX", "LOCK_NB")
             write(_Sink(file))
             try:
                 file.flush()
@@ -130,21 +120,38 @@ def _remove_abandoned(folder: Path) -> None:
             if age < _BEGUN_S:
                 continue
             with partial.open("rb+") as file:
-                is_free = _lock(file, wait=False)
+                is_free = flock(file, "LOCK_EX", "LOCK_NB")
             if is_free or (is_free is None and age > _ABANDONED_S):
                 partial.unlink()
 
 
-def _lock(file: Any, *, wait: bool) -> bool | None:
-    """Lock an open file until it is closed; return whether that is done, None where there are no locks."""
-    try:
-        from fcntl import LOCK_EX, LOCK_NB, flock
-    except ImportError:  # Windows
-        return None
-    try:
-        flock(file, LOCK_EX | (0 if wait else LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return None
-    return True
+def hash_of_paths(sources: Sequence[Path]) -> str:
+    """Return the hash of paths with which the names of files about these sources begin."""
+    return short_hash(repr([str(path.absolute()) for path in sources]), _DIGITS)
+
+
+def short_hash(text: str, digits: int) -> str:
+    """Return the first hexadecimal digits of a hash."""
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]
+
+
+def name_beside_table(folder: Path, sources: Sequence[Path]) -> str:
+    """Return how the names of results about a table begin."""
+    of_paths = hash_of_paths(sources)
+    return of_paths if any(folder.glob(f"{of_paths}-*.arrow")) else f"uncached-{of_paths}"
+
+
+def remove_without_table(folder: Path) -> None:
+    """Remove the files that belong to tables which the cache holds no longer. The empty files of locks stay."""
+    names = [path.name for path in folder.iterdir()]
+    tables = {name[:_DIGITS] for name in names if name.endswith(".arrow")}
+    for name in names:
+        found = _OF_TABLE.match(name)
+        if found and found[1] not in tables and not name.endswith(".lock"):
+            remove_file(folder / name)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file; another process may have removed it, or the folder may be read-only."""
+    with suppress(OSError):
+        path.unlink()

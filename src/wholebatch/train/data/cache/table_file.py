@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..tables.plain_types import is_bytes
 from ..tables.table import need_pyarrow
 
-_INTEGER = 8  # bytes; the places are pairs of an offset and a size, followed by the number of pairs
+_INTEGER, _KIND = 8, "<i8"  # bytes; the places are pairs of an offset and a size, followed by the number of pairs
 
 Batches = Callable[[], Iterator[Any]]
 """Yields record batches, one at least."""
@@ -33,8 +35,7 @@ def write_table(file: Any, batches: Batches) -> None:
             writer.write_batch(batch)
     file.flush()
     places = sorted(_places_of_pictures(_content(Path(file.name))))
-    numbers = [*(number for place in places for number in place), len(places)]
-    file.write(b"".join(number.to_bytes(_INTEGER, "little") for number in numbers))
+    file.write(np.array([*(number for place in places for number in place), len(places)], _KIND).tobytes())
 
 
 def mapped(path: Path) -> Any:
@@ -74,18 +75,11 @@ def _content(path: Path) -> Any:
 def _ends(whole: Any) -> tuple[int, Places]:
     """Return where the Arrow file ends, and the places behind it."""
     at = whole.size - _INTEGER
-    count = _integers(whole, at, 1)[0] if at >= 0 else -1
+    count = int(np.frombuffer(whole, _KIND, 1, at)[0]) if at >= 0 else -1
     end = at - 2 * _INTEGER * count
     if count < 0 or end < 0:
         raise ValueError("it has not so many places")
-    numbers = _integers(whole, end, 2 * count)
-    return end, [*zip(numbers[::2], numbers[1::2], strict=True)]
-
-
-def _integers(whole: Any, at: int, count: int) -> list[int]:
-    content = whole.slice(at, _INTEGER * count).to_pybytes()
-    starts = range(0, len(content), _INTEGER)
-    return [int.from_bytes(content[start : start + _INTEGER], "little") for start in starts]
+    return end, [(offset, size) for offset, size in np.frombuffer(whole, _KIND, 2 * count, end).reshape(-1, 2).tolist()]
 
 
 def _places_of_pictures(whole: Any) -> Iterator[tuple[int, int]]:

@@ -15,8 +15,16 @@ from wholebatch.planning.units import amount
 
 from ...._base.user_error import UserError
 from ..tables.table import need_pyarrow
-from .files import CannotWriteError, alone, cache_folder, written
-from .names import hash_of_paths, remove_file, remove_without_table, short_hash
+from .files import (
+    CannotWriteError,
+    alone,
+    cache_folder,
+    hash_of_paths,
+    remove_file,
+    remove_without_table,
+    short_hash,
+    written,
+)
 from .table_file import Batches, checksum_of, mapped, write_table
 
 _VERSION = 5  # of the cached files
@@ -40,9 +48,6 @@ def cached(
         sources: the files that the batches are read from.
         batches: yields them, one at least.
         before_writing: called with the folder of the cache if the sources are to be read, before they are.
-
-    Raises:
-        UserError: a large table, and the cache cannot be written.
     """
     of_paths, of_facts = stamp_of(sources)
     size = sum(path.stat().st_size for path in sources)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..pictures.left_out import LeftOut
@@ -28,6 +29,8 @@ class LabeledImages:
     """How the test set differs from the training set, in words."""
     digest: str = ""
     """A hash of the data, equal on ranks that see the same."""
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64, (n,): equal for equal images."""
     left_out: tuple[LeftOut, ...] = ()
     """The rows that `--skip-bad` has left out."""
 

@@ -101,4 +101,5 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
     found = with_split(
         chosen, names, for_test, validation=validation, at_most=at_most, once=once, seed=seed, digest=digest
     )
-    return replace(found, left_out=pairs.left_out)
+    numbers = pairs.numbers["image"][pairs.order] if "image" in pairs.numbers else torch.arange(len(names))
+    return replace(found, left_out=pairs.left_out, numbers=numbers)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...._base.user_error import UserError
 from ...config import TrainConfig
 from ...encoders.words import identity
-from ..cache.kept_numbers import kept_numbers
+from ..cache.kept import kept_numbers
 from ..pictures.equal import numbers_in_common
 from ..pictures.left_out import rows_with_texts
 from ..pictures.unreadable import readable_rows

@@ -44,9 +44,6 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
     Args:
         side: the pictures.
         rows: the rows that count; None: all.
-
-    Raises:
-        UserError: one of these rows has no picture, or the path of none.
     """
     column = side.table.arrow[side.column]
     rows = torch.arange(len(column)) if rows is None else rows
@@ -170,11 +167,7 @@ def _merged(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -
 
 
 def digests_of(side: FilePictures, rows: Tensor) -> Iterator[bytes]:
-    """Yield a digest of the bytes of each of these pictures, in order.
-
-    Raises:
-        UserError: one cannot be read.
-    """
+    """Yield a digest of the bytes of each of these pictures, in order."""
     with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
         for some in rows.split(_READERS * _ROWS):
             for part in readers.map(lambda each: [_digest(side, row) for row in each.tolist()], some.split(_ROWS)):

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...._base.bounded_json import check_fields, parse_json
-from ...._base.files import read_bounded
 from ...._base.user_error import UserError
 from ...._launch.cpus import cpus_of_a_rank
-from ..cache.kept import kept
+from ..cache.kept import kept, text_of, text_tensor
 from ..feed import WorkerDiedError, prepared
 from ..sides import FilePictures
 from .left_out import LeftOut, say_left_out
 
 _ROWS = 256  # that a worker reads at a time
 _MOST_WORKERS = 32
-_MOST_BYTES = 2**30  # of a result
-_ENDING = ".unreadable.json"
 
 
 class _BadRow(NamedTuple):
@@ -57,9 +52,6 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
         side: the pictures.
         say: called with lines.
         workers: processes that read; -1: as many as there are CPUs, at most 32.
-
-    Raises:
-        UserError: if none can be read.
     """
     import PIL
 
@@ -74,8 +66,9 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
         say(f"--skip-bad reads all pictures at each start: the cache cannot be written ({error.strerror or error})")
 
     bad = kept(
-        side, f"Pillow {PIL.__version__}", _ENDING,
-        read=lambda file: _read(file, count), find=find, write=_writer(count), not_kept=not_kept,
+        side, f"Pillow {PIL.__version__}", ".unreadable", find=find, not_kept=not_kept,
+        pack=lambda bad: {"bad": text_tensor(json.dumps(bad))},
+        unpack=lambda tensors: [_BadRow(*each) for each in json.loads(text_of(tensors["bad"]))],
     )  # fmt: skip
     bad = _tried_again(side, bad, workers)
     left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
@@ -85,29 +78,6 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
     is_readable = torch.ones(count, dtype=torch.bool)
     is_readable[[each.row for each in bad]] = False
     return Readable(is_readable.nonzero()[:, 0], left_out)
-
-
-def _writer(rows: int) -> Callable[[Any, Bad], None]:
-    def write(file: Any, bad: Bad) -> None:
-        file.write(json.dumps({"rows": rows, "bad": bad}).encode())
-
-    return write
-
-
-def _read(file: Path, rows: int) -> Bad | None:
-    """Return the result in a file; None if there is none, or a damaged one."""
-    try:
-        value = check_fields(
-            parse_json(read_bounded(file, _MOST_BYTES), str(file)), str(file), {"rows": int, "bad": list}
-        )
-        bad = [_BadRow(*each) for each in value["bad"]]
-    except (OSError, ValueError, TypeError):
-        return None
-    if not all((type(each.row), type(each.reason), type(each.may_pass)) == (int, str, bool) for each in bad):
-        return None
-    numbers = [each.row for each in bad]
-    is_whole = value["rows"] == rows and numbers == sorted({*numbers}) and all(0 <= row < rows for row in numbers)
-    return bad if is_whole else None
 
 
 def _tried_again(side: FilePictures, bad: Bad, workers: int) -> Bad:
