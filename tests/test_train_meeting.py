@@ -85,5 +85,5 @@ def test_a_rank_that_another_program_answers_says_so(monkeypatch):
     monkeypatch.setattr(launch.dist, "init_process_group", meet)
     for name, value in {**VARIABLES, "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="gpu07:4000 .* answered by another program"):
+    with pytest.raises(UserError, match=r"gpu07:4000 .* answered by another program"):
         launch._run_rank(TrainConfig(device="cpu"), "env://", None, local_rank=0, local_size=3)
