@@ -122,6 +122,10 @@ def test_labels_in_a_byte_are_not_taken_for_negative_ones():
     all_count = wb.functional.sup_con_loss(x, labels)
     assert wb.functional.sup_con_loss(x, labels, ignore_index=-1) == all_count
     assert wb.functional.sup_con_loss(x, labels, ignore_index=255) != all_count
+    centers, settings = torch.randn(256, 4), {"margin": wb.NormFace(4.0), "ignore_index": -1}
+    for loss in (wb.functional.partial_fc_loss, wb.reference.partial_fc_loss):
+        found, expected = (loss(x, each, centers, **settings) for each in (labels, labels.long()))
+        assert torch.allclose(found, expected)
 
 
 def test_a_module_leaves_rows_out():
