@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from .._base.checks import check_flag, on_host
 from .._base.statistics_request import statistics_requested
+from .._base.warnings import warn
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group
@@ -254,7 +254,7 @@ class PairLoss(nn.Module):
         if reason and self.declaration.kernels is not None and not self._said_reason:
             self.declaration.kernels.give_up(reason)
             self._said_reason = True
-            warnings.warn(f"PairLoss computes without compiled functions from now on. {reason}", stacklevel=4)
+            warn(f"PairLoss computes without compiled functions from now on. {reason}")
 
     def _tiles_of(self, call: Arguments) -> int:
         """Return how many times two tiles a step holds; only a number of bytes as `memory` asks for it."""
@@ -269,7 +269,7 @@ class PairLoss(nn.Module):
         if self.declaration.unread and not self._said:
             self._said = True
             names = ", ".join(self.declaration.unread)
-            warnings.warn(f"PairLoss does not compute terms that neither side reads: {names}", stacklevel=4)
+            warn(f"PairLoss does not compute terms that neither side reads: {names}")
 
     def _check_names(self, parameters: Any) -> None:
         """Raise ValueError for a parameter of a call that nothing reads, and whose name is nearly that of another."""

@@ -7,7 +7,6 @@ With DistributedContrastiveLoss, x and y are the rows of all ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 
 from ..._base.checks import check_integer
+from ..._base.warnings import warn
 from ...comm import Group
 from .._passages import passages_loss, refuse
 
@@ -135,11 +135,10 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
 
     def _warn_of_a_factor(self, grad: Tensor) -> None:
         if not self._checked and self.word_size > 1 and float(grad) == self.word_size:
-            warnings.warn(
+            warn(
                 f"the gradient that comes into DistributedContrastiveLoss is {self.word_size}, the number of "
                 "processes. If the loss is multiplied by it, to make up for the average over processes: leave that "
-                "factor out, the loss of wholebatch needs none",
-                stacklevel=2,
+                "factor out, the loss of wholebatch needs none"
             )
         self._checked = True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from ..._base.third_party import declare_torchvision_operators
 from ..._base.user_error import UserError
+from ..._base.warnings import warn
 from .._framework import Framework
 from .losses import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 
@@ -89,10 +89,9 @@ def replaced(theirs: nn.Module | None, args: Any) -> nn.Module:  # Any: their na
     ours = _COUNTERPARTS[name](theirs)
     unknown = inspect.signature(theirs.forward).parameters.keys() - inspect.signature(ours.forward).parameters.keys()
     if unknown:
-        warnings.warn(
+        warn(
             f"open_clip's {name} takes {', '.join(sorted(unknown))}, which its counterpart here does not know; the "
-            f"adapter was tested with open_clip {OPEN_CLIP.tested}",
-            stacklevel=2,
+            f"adapter was tested with open_clip {OPEN_CLIP.tested}"
         )
     steps = getattr(args, "accum_freq", 1)
     _explain(args, name, steps)
