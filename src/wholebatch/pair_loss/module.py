@@ -15,7 +15,7 @@ from .._base.warnings import warn
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group
-from ..contract import Checks, Options, Reduction, agree, entry, prepared
+from ..contract import Checking, Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
 from ..sync import Sync
@@ -63,6 +63,7 @@ class PairLoss(nn.Module):
         compile_tiles: whether torch.compile fuses the functions of a tile; the first step takes seconds longer, and
             needs a compiler. Without one, a warning says so, and the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
+        checks: "entry"; "deferred" is refused by the call, which compares functions between ranks.
 
     Raises:
         ValueError: for an argument that is no such thing.
@@ -90,6 +91,7 @@ class PairLoss(nn.Module):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
         precision: Precision = "auto",
+        checks: Checking = "entry",
         compile_tiles: bool = False,
     ) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class PairLoss(nn.Module):
             terms, row_loss, column_loss, similarity, symmetric=symmetric, compiles=compiles
         )
         check_group(group)
-        self.options = Options(group, sync, exchange, memory, reduction, precision=precision)
+        self.options = Options(group, sync, exchange, memory, reduction, precision=precision, checks=checks)
         self.options.check()
         self.values, self._constants, self._number = nn.Module(), dict[str, Any](), next(built)
         check_parameters(parameters)
@@ -167,7 +169,11 @@ class PairLoss(nn.Module):
         call = prepared(
             CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
         )
-        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, _DTYPES, "statistics"))
+        checks = Checks(
+            check=lambda: self._facts(call),
+            must_match=(_FINGERPRINT, _DTYPES, "statistics"),
+            reads="its functions are compared between ranks",
+        )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
         check_same_values(CALLER, facts.of_ranks(_VALUES))
         self.declaration.values = ""
