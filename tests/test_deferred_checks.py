@@ -446,6 +446,13 @@ def test_checks_that_need_values_are_refused():
         "the norms of a row's parts": lambda **m: f.matryoshka_loss(x, y, logit_scale=scale, dims=(2, 8), **m),
         "the norms of the teacher's rows": lambda **m: f.distillation_loss(x, y, scale, x, y, scale, **m),
         "the averages": lambda **m: f.global_contrastive_loss(x, y, new, new, temperature=learned, **m),
+        "its functions are compared between ranks": lambda **m: wb.PairLoss(
+            {"all": wb.LogSumExp(lambda s, x, y, p: s)}, lambda r, x, p: r.all, **m
+        )(x),
+        "the smallest and the largest label": lambda **m: f.partial_fc_loss(x, torch.arange(len(x)), y, **m),
+        "the smallest and the largest label, and the norms of the centers, are": lambda **m: wb.PartialFC(
+            x.shape[1], len(x), dtype=x.dtype, **m
+        )(x, torch.arange(len(x))),
         "the numbers of tokens": lambda **m: f.max_sim_loss(x[:, None], y[:, None], logit_scale=scale, **m),
     }
     for reason, call in calls.items():

@@ -147,8 +147,10 @@ def test_a_label_of_no_class_is_an_error_or_nan():
     loss = jax.jit(wbj.partial_fc_loss)
     for label in (3, -1):
         assert np.isnan(loss(x, jnp.array([0, 1, label]), x))
-        with pytest.raises(ValueError, match=rf"labels must be within \[0, 3\), or ignore_index=-100; got {label}"):
+        with pytest.raises(ValueError, match=rf"labels must lie in \[0, 3\), or be ignore_index; got {label}"):
             wbj.partial_fc_loss(x, jnp.array([0, 1, label]), x)
+        with pytest.raises(ValueError, match=rf"labels must lie in \[0, 3\), or be ignore_index; got {label}"):
+            wbj.reference.partial_fc_loss(x, jnp.array([0, 1, label]), x)
     assert np.isfinite(loss(x, jnp.array([0, 1, -100]), x))
 
 

@@ -391,15 +391,28 @@ def test_rows_of_the_ignored_label_are_not_in_the_batch(views, exchange):
     assert np.allclose(found, expected)
     assert np.allclose(grad[kept], of_kept)
     assert not np.any(grad[~kept])
-    assert not np.any(np.asarray(loss(x, reduction="none"))[~kept])
+    each = np.asarray(loss(x, reduction="none"))
+    assert not np.any(each[~kept])
+
+    with_all_rows = jax.jit(wbj.reference.sup_con_loss, static_argnames=("ignore_index", "reduction"))
+    assert np.allclose(with_all_rows(jnp.array(x), jnp.array(labels), ignore_index=-1), expected)
+    assert np.allclose(with_all_rows(jnp.array(x), jnp.array(labels), ignore_index=-1, reduction="none"), each)
 
 
-def test_labels_of_no_class_are_refused():
+@pytest.mark.parametrize("loss", [wbj.sup_con_loss, wbj.reference.sup_con_loss])
+def test_labels_of_no_class_are_refused(loss):
     x, labels = jnp.eye(4), jnp.array([0, 0, 1, -1])
-    with pytest.raises(ValueError, match=r"labels must be within .* got -1"):
-        wbj.sup_con_loss(x, labels)
-    assert np.isnan(jax.jit(wbj.sup_con_loss)(x, labels))
-    assert np.isfinite(jax.jit(wbj.sup_con_loss)(x, jnp.array([0, 0, 1, 2])))
+    with pytest.raises(ValueError, match="labels must not be negative, got -1; name it as ignore_index="):
+        loss(x, labels)
+    assert np.isnan(jax.jit(loss)(x, labels))
+    assert np.isfinite(jax.jit(loss)(x, jnp.array([0, 0, 1, 2])))
+
+
+@pytest.mark.parametrize("loss", [wbj.sup_con_loss, wbj.reference.sup_con_loss])
+def test_labels_in_a_byte_are_not_taken_for_negative_ones(loss):
+    labels = np.array([0, 0, 255], np.uint8)
+    assert np.allclose(loss(jnp.eye(3), labels, ignore_index=-1), np.log(2))
+    assert np.allclose(loss(jnp.eye(3), labels, ignore_index=255), 0)
 
 
 def test_the_float16_gradient_of_a_mean_does_not_overflow():

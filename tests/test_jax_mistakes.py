@@ -143,6 +143,10 @@ MISTAKES = {
         lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES, margin=Unhashable()),
         "margin must be hashable.*frozen=True",
     ),
+    "ignore_index of labels": (
+        lambda: wbj.sup_con_loss(FEATURES, np.zeros(6, int), ignore_index=0.5),
+        "ignore_index must be an integer, got 0.5",
+    ),
     "ignore_index": (
         lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES, ignore_index=0.5),
         "ignore_index must be an integer, got 0.5",

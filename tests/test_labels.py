@@ -99,6 +99,26 @@ def test_another_label_is_ignored_on_one_rank():
         assert all("ignore_index must be an integer" in message for message in found.values())
 
 
+def empty_body(rows):
+    """Return the error of each loss on a rank with so many rows, all of the ignored label."""
+    features, labels, found = torch.randn(rows[dist.get_rank()], 6), torch.full((rows[dist.get_rank()],), -1), {}
+    for name in LOSSES:
+        with pytest.raises(ValueError, match="the global batch is empty") as error:
+            getattr(wb.functional, name)(features, labels, ignore_index=-1)
+        found[name] = str(error.value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"), [((3, 0), "all 3 rows have the label ignore_index"), ((0, 0), "every rank passed 0 rows")]
+)
+def test_a_batch_of_ignored_labels_alone_is_refused(rows, why):
+    for found in run_ranks(empty_body, 2, rows, timeout_s=60):
+        assert found == {
+            name: f"{name}: the global batch is empty, {why}; skip the step on all ranks" for name in LOSSES
+        }
+
+
 WRONG = {  # what rank 1 passes with ignore_index=-1, and the error of all ranks
     "weights": ({"weights": [1.0] * 3}, "weights must be a floating-point tensor"),
     "a large number": ({"ignore_index": 2**70}, "ignore_index must be"),
@@ -122,6 +142,10 @@ def test_labels_in_a_byte_are_not_taken_for_negative_ones():
     all_count = wb.functional.sup_con_loss(x, labels)
     assert wb.functional.sup_con_loss(x, labels, ignore_index=-1) == all_count
     assert wb.functional.sup_con_loss(x, labels, ignore_index=255) != all_count
+    centers, settings = torch.randn(256, 4), {"margin": wb.NormFace(4.0), "ignore_index": -1}
+    for loss in (wb.functional.partial_fc_loss, wb.reference.partial_fc_loss):
+        found, expected = (loss(x, each, centers, **settings) for each in (labels, labels.long()))
+        assert torch.allclose(found, expected)
 
 
 def test_a_module_leaves_rows_out():

@@ -186,3 +186,35 @@ def test_a_loss_in_a_join_context_raises_on_all_ranks(kind):
     for found in run_ranks(join_body, 2, kind, timeout_s=60):
         assert "Join must be left out around losses" in found
         assert "pass (0, d) rows when a rank has run out" in found
+
+
+def kept_join_body(built_first):
+    """The message before, in and after a Join context whose object is kept, and after one that an error ended."""
+    x, y = [z.float() for z in batch(8)]
+
+    def message():
+        return raised(lambda: wb.functional.clip_loss(x, y, SCALE))
+
+    def module():
+        return DistributedDataParallel(mlp(0).float())
+
+    ddp = module() if built_first else None
+    message()  # the group's first call
+    kept = Join([ddp or module()])
+    messages = [message()]
+    with kept:
+        messages.append(message())
+    messages.append(message())
+    with pytest.raises(KeyError), kept:
+        raise KeyError
+    messages.append(message())
+    with Join([ddp or module()], enable=False):
+        messages.append(message())
+    return messages
+
+
+@pytest.mark.parametrize("built_first", [True, False])
+def test_a_join_context_is_open_from_its_beginning_to_its_end(built_first):
+    for before, inside, *later in run_ranks(kept_join_body, 2, built_first, timeout_s=60):
+        assert "Join must be left out around losses" in inside
+        assert [before, *later] == [""] * 4

@@ -324,6 +324,9 @@ def test_members_that_climb_out_are_names_and_nothing_is_written(tmp_path):
         ({"0.png": png(0), "0.txt": b"\xff"}, "0.txt: not UTF-8 text"),
         ({"0.png": png(0), "0.txt": b"x" * 2**21}, "0.txt: 2097152 bytes; expected a text of at most 1048576"),
         ({"0.png": png(0), "0.txt": b"a", "1.png": png(1)}, r"a.tar, 1.png: the text, column 'text', is empty"),
+        ({"0.png": png(0), "1.png": png(1), "0.txt": b"a", "1.txt": b"b"}, r"a.tar, 0.txt: other members of its row "
+         r"stand before other rows; the members of a row must be neighbors: .* \(tar --sort=name\)$"),
+        ({"0.png": png(0), "0.txt": b"a", "1.png": png(1), "0.json": b"{}", "0.cls": b"1"}, "0.cls: other members"),
         ({"0.png": b"no picture", "0.txt": b"a", "1.png": png(1), "1.txt": b"b", "2.png": png(2), "2.txt": b"c",
           "3.png": png(3), "3.txt": b"d"}, "a.tar, 0.png: the picture cannot be read as an image"),
     ],

@@ -3,15 +3,17 @@
 import csv
 import gzip
 import json
+import re
 import tarfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_sets import TEXTS, picture, png, shard, write_pictures
+from data_sets import TEXTS, add, picture, png, shard, write_pictures
 from glyph_files import SMALL
 
 from wholebatch.__main__ import main
@@ -204,11 +206,11 @@ def test_the_names_of_columns_are_compared_a_few_times_each(tmp_path):
     count = 2000
     names = [Name(f"column {number}") for number in range(count)]
     Name.compared = 0
-    (batch,) = text_files._separated(tmp_path / "a.csv", SimpleNamespace(line_num=1), iter([names, ["x"] * count]))
-    assert batch.num_columns == count + 1
+    (batch,) = text_files._separated(tmp_path / "a.csv", SimpleNamespace(line_num=1), iter([names, ["x"] * count]), [])
+    assert batch.num_columns == count + 2, "the line, and the reason of a row without values"
     assert Name.compared < 20 * count, "not with all others"
     with pytest.raises(UserError, match="line 1: the column 'column 7' appears twice"):
-        [*text_files._separated(tmp_path / "a.csv", SimpleNamespace(line_num=1), iter([[*names, Name("column 7")]]))]
+        [*text_files._separated(Path("a.csv"), SimpleNamespace(line_num=1), iter([[*names, Name("column 7")]]), [])]
 
 
 def beside(folder):
@@ -281,14 +283,17 @@ def test_a_run_with_rows_without_a_text_is_searched_and_embedded(tmp_path, capsy
     names = write_pictures(tmp_path, 12)
     texts = ["", *(f"word {number}" for number in range(1, 12))]
     path = lines(tmp_path / "p.jsonl", [{"image": n, "text": t} for n, t in zip(names, texts, strict=True)])
+    with path.open("ab") as file:
+        file.write(b'{"image": "images/0.png", "text": "caf\xe9"}\n')
     run = str(tmp_path / "run")
     options = ["--steps", "4", "--no-audit", "--workers", "0", "--image-size", "16", "--batch-size", "4", "--skip-bad"]
     assert main(["train", "--data", str(path), "--run-folder", run, *ALL_OF[2:], *options]) == 0
-    assert (tmp_path / "run" / "left_out.csv").read_text().splitlines()[1].startswith(f'"{path}, line 1",')
+    listed = csv.reader((tmp_path / "run" / "left_out.csv").read_text().splitlines())
+    assert {place for place, _ in listed} == {"place", f"{path}, line 1", f"{path}, line 13"}
     capsys.readouterr()
     assert main(["search", run, str(tmp_path / names[3]), "-k", "20"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(f"{path}, line") == 12, "eleven results, and the row that is left out"
+    assert printed.count(f"{path}, line") == 13, "eleven results, and the rows that are left out"
     for side, count in (("text", 11), ("image", 12)):
         out = str(tmp_path / f"{side}.parquet")
         command = ["embed", run, str(path), "--side", side, "--out", out, "--workers", "0"]
@@ -297,3 +302,62 @@ def test_a_run_with_rows_without_a_text_is_searched_and_embedded(tmp_path, capsy
         capsys.readouterr()
     assert main(["embed", run, str(path), "--side", "text", "--out", str(tmp_path / "o.parquet")]) == 2
     assert "line 1: the text, column 'text', is empty; --skip-bad leaves such rows out" in capsys.readouterr().err
+    assert main(["embed", run, str(path), "--side", "image", "--out", str(tmp_path / "o.parquet")]) == 2
+    assert "line 13: not UTF-8 text (byte 0xe9 at column 39)" in capsys.readouterr().err
+
+
+NOT_UTF8 = {  # three rows whose second is not UTF-8: the content, its place, and the reason
+    "p.csv": (b'image,text\na.png,A\nb.png,"B\ncaf\xe9"\nc.png,C\n', "line 3", "byte 0xe9 at column 4"),
+    "p.tsv": (b"image\ttext\na.png\tA\n\xff.png\tB\nc.png\tC\n", "line 3", "byte 0xff at column 1"),
+    "p.jsonl": (
+        b'{"image": "a.png", "text": "A"}\n\n{"image": "b.png", "text": "\xc3\xa9\xe9"}\n'
+        b'{"image": "c.png", "text": "C"}\n',
+        "line 3",
+        "byte 0xe9 at column 31",
+    ),
+    "p.tar": ({"a": b"A", "b": b"caf\xe9", "c": b"C"}, "b.png", "b.txt: not UTF-8 text: .* at byte 3"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_UTF8)
+def test_a_row_that_is_not_utf8_is_refused_or_left_out_if_asked(tmp_path, name):
+    path, (content, place, reason) = tmp_path / name, NOT_UTF8[name]
+    if isinstance(content, dict):
+        with tarfile.open(path, "w") as tar:
+            for number, (key, text) in enumerate(content.items()):
+                add(tar, f"{key}.png", png(number))
+                add(tar, f"{key}.txt", text)
+    else:
+        path.write_bytes(content)
+        for number, key in enumerate("abc"):
+            picture(number).save(tmp_path / f"{key}.png")
+    with pytest.raises(UserError, match=rf"{name}, {place}: .*not UTF-8 .*; --skip-bad leaves such rows out$") as error:
+        pairs_of(path)
+    assert re.search(reason, str(error.value))
+    pairs = pairs_of(path, skip_bad=True)
+    assert texts_of(pairs) == ["A", "C"]
+    ((where, why),) = pairs.left_out
+    assert where == f"{path}, {place}"
+    assert re.search(reason, why)
+
+
+def test_the_header_of_a_table_is_utf8(tmp_path):
+    (tmp_path / "p.csv").write_bytes("image,text\na.png,A\n".encode("utf-16"))
+    with pytest.raises(UserError, match=r"p\.csv, line 1: not UTF-8 text \(byte 0xff at column 1\); save the file"):
+        open_table(str(tmp_path / "p.csv"))
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_null_in_a_list_of_texts_is_refused_or_left_out_if_asked(tmp_path, ending):
+    rows = [{"query": "q0", "pos": ["a", None]}, {"query": "q1", "pos": ["b"]}]
+    path = lines(tmp_path / "p.jsonl", rows)
+    where = f"{path}, line 1"
+    if ending == ".parquet":
+        path = tmp_path / "p.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        where = f"{path}, row 1"
+    with pytest.raises(UserError, match=rf"{where}: the positive, column 'pos', is empty; --skip-bad leaves such rows"):
+        pairs_of(path)
+    pairs = pairs_of(path, skip_bad=True)
+    assert texts_of(pairs, "document") == ["a", "b"]
+    assert pairs.left_out == (LeftOut(where, "the positive, column 'pos', is empty"),)

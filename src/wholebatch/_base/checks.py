@@ -240,12 +240,6 @@ def check_ignore_index(label: object) -> None:
     check_integer("ignore_index", label, minimum=-(2**63), maximum=2**63 - 1)
 
 
-def check_label(smallest: int) -> None:
-    """Raise ValueError if the smallest label of a batch is negative: rows without a class would be one."""
-    if smallest < 0:
-        raise ValueError(f"labels must not be negative, got {smallest}; name it as ignore_index= to leave its rows out")
-
-
 def check_scalar(name: str, value: object) -> float:
     """Return value as a float if it is a finite number, or a floating-point tensor of one element, () or [1]."""
     check_one(name, value)

@@ -55,6 +55,12 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
+def check_label(smallest: int) -> None:
+    """Raise ValueError if the smallest label of a batch is negative: rows without a class would be one."""
+    if smallest < 0:
+        raise ValueError(f"labels must not be negative, got {smallest}; name it as ignore_index= to leave its rows out")
+
+
 def check_integer(
     name: str, value: object, *, minimum: int | None = None, maximum: int | None = None, of: str = ""
 ) -> int:

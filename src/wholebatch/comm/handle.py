@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .._base.warnings import warn
 from . import autograd
 from .compiled import eager
 from .transport import ABANDONED
@@ -77,4 +77,4 @@ class Handle:
         if getattr(self, "_x", None) is not None:
             self._on_drop(self.name)
             ABANDONED.append((self._flight, self._verify))
-            warnings.warn(f"the handle of {self.name} was dropped without wait()", ResourceWarning, stacklevel=2)
+            warn(f"the handle of {self.name} was dropped without wait()", ResourceWarning)

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import gc
-from weakref import ref
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
 
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join
 
 from .transport import Transport
 
-_JOINABLES = "modules that a Join context may hold"
+_open: WeakSet[Join] = WeakSet()
+
+
+def _keep_record_of_open_contexts() -> None:
+    """Let Join note its `with` blocks: torch keeps no record of them, and its modules stay marked after their end."""
+    enter, leave = Join.__enter__, Join.__exit__
+
+    @wraps(enter)
+    def noted_enter(join: Join) -> Any:
+        if join._enable:
+            _open.add(join)
+        return enter(join)
+
+    @wraps(leave)
+    def noted_leave(join: Join, *error: Any) -> Any:
+        _open.discard(join)
+        return leave(join, *error)
+
+    Join.__enter__, Join.__exit__ = noted_enter, noted_leave
+
+
+_keep_record_of_open_contexts()
 
 
 def refuse_join_context(transport: Transport) -> None:
-    """Raise ValueError inside of a Join context of a module that existed in the first call in this group."""
-    if transport.size > 1 and _JOINABLES not in transport.kept:
-        transport.kept[_JOINABLES] = [ref(x) for x in gc.get_objects() if Joinable in type(x).__mro__]
-    for of in [*transport.kept.get(_JOINABLES, ())]:
-        if (joinable := of()) is not None and joinable._join_config.enable:
-            if any(type(x) is Join for x in gc.get_objects()):
-                raise ValueError(
-                    "torch.distributed.algorithms.Join must be left out around losses, with whose collectives its own "
-                    "meet when a rank has run out of batches: pass (0, d) rows when a rank has run out"
-                )
-            transport.kept[_JOINABLES].remove(of)  # that context has ended, and left this as it was
+    """Raise ValueError inside of an open Join context."""
+    if transport.size > 1 and _open:
+        raise ValueError(
+            "torch.distributed.algorithms.Join must be left out around losses, with whose collectives its own meet "
+            "when a rank has run out of batches: pass (0, d) rows when a rank has run out"
+        )

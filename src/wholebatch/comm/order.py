@@ -16,7 +16,6 @@ A plain `loss.backward()` reaches the calls on which the loss depends. That is e
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
+from .._base.warnings import warn
 from .call import Call
 from .transport import ABANDONED, Finish
 
@@ -74,11 +74,10 @@ class Order:
         assert call.index is not None
         self._waiting[call.index] = _Waiting(call, token, has_entries=y is None or y.numel() > 0)
         if len(self._waiting) % _MANY == 0:
-            warnings.warn(
+            warn(
                 f"{len(self._waiting)} operations of this communicator wait for a backward pass, and keep the graphs "
                 "of their inputs in memory; compute results that need no gradient under torch.no_grad()",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def finish_later(self, finish: Finish) -> None:

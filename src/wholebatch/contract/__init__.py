@@ -18,7 +18,7 @@
 This package knows no loss. A loss decides which entries of S count, and `nodes` computes them.
 """
 
-from .agree import agree
+from .agree import LEFT_OUT, agree
 from .backward import CALL, check_earlier, differed, latest_call, number_call, together
 from .canaries import Canaries, canaries_of
 from .deferred import Assumption, Deferred

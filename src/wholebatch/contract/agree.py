@@ -57,6 +57,7 @@ from .options import Options
 
 NUMBERS = "numbers"  # the fact with the numbers of a rank
 PRECISION = "precision of products"  # the one that was chosen
+LEFT_OUT = "rows left out"  # how many have the label ignore_index
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
 _NO_KERNELS, _CHOOSES = "kernels are missing", "auto chooses kernels"  # why, or ""; on the device of this rank
 _CHOICES = "choices of kernels"  # a digest of them
@@ -315,9 +316,9 @@ class _Call:
         inputs, options = self.inputs, self.options
         rows = _partitions({name: tuple(by_rank.column("rows", name)) for name in inputs.given_features})
         if rows[inputs.first[0]].total == 0:
-            raise ValueError(
-                f"{self.caller}: the global batch is empty, every rank passed 0 rows; skip the step on all ranks"
-            )
+            left_out = sum(facts.get(LEFT_OUT, 0) for facts in by_rank)
+            why = f"all {left_out} rows have the label ignore_index" if left_out else "every rank passed 0 rows"
+            raise ValueError(f"{self.caller}: the global batch is empty, {why}; skip the step on all ranks")
         check_inference(by_rank)
         return Agreement(
             by_rank,

@@ -15,7 +15,6 @@ from .._base.checks import (
     check_data,
     check_features,
     check_ids,
-    check_label,
     check_norm,
     check_not_negative,
     check_one,
@@ -26,7 +25,7 @@ from .._base.checks import (
 )
 from .._base.precision import wide_dtype
 from .._base.products import paired_products
-from .._base.settings import LARGEST, SMALLEST_DIVISOR
+from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_label
 from ..kernels import READABLE, RowNumbers, row_numbers
 from .forms import form_of_tensor
 

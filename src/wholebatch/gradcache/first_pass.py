@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -10,6 +9,7 @@ import torch
 
 from .._base.graph import leaves_of
 from .._base.trees import tensors_of
+from .._base.warnings import warn
 from .chunks import Chunk
 from .keep import Keeper
 from .observe import Observer
@@ -112,9 +112,8 @@ def _free_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:
     keeper.stop()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    warnings.warn(
+    warn(
         f"gradient caching: out of memory with {len(kept)} kept graphs; going on with {len(kept) // 2} in this step, "
         f"keep_graphs={len(kept) // 2} avoids the attempt",
         RuntimeWarning,
-        stacklevel=10,  # the caller of a GradCache, or of encode
     )

@@ -134,6 +134,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
             read_back,
             derive,
             must_match=(*SETTINGS, "num_classes", _LABELS_EACH, _DRAWN, *(() if centers is None else _OF_CENTERS)),
+            reads="the smallest and the largest label, and the norms of the centers, are",
         ),
     )
     if classes.num_classes is not None:

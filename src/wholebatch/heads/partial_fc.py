@@ -34,7 +34,7 @@ from .._base.sharded import mark_sharded
 from ..comm import Group, LocalCommunicator, select_communicator
 from ..comm.binding import CallError, bound
 from ..comm.modules import built
-from ..contract import Options, Reduction, bind_on_all_ranks, entry
+from ..contract import Checking, Options, Reduction, bind_on_all_ranks, entry
 from ..kernels import Kernel
 from ..partition import Partition
 from ..sweep import Memory, Precision
@@ -112,7 +112,7 @@ class PartialFC(nn.Module):
             1: all do. In evaluation all take part. With samples the gradient of `weight` is a sparse tensor, for
             `SparseSGD` or `SparseAdamW`.
         unbiased: whether sampled negatives weigh 1 / sample_rate, so that their sum is on average that of all classes.
-        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel, precision: as
+        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel, precision, checks: as
             for that function.
         seed: of the initial centers and of all samples; the same on all ranks.
         device, dtype: of the centers.
@@ -155,6 +155,7 @@ class PartialFC(nn.Module):
         memory: Memory = "auto",
         kernel: Kernel = "auto",
         precision: Precision = "auto",
+        checks: Checking = "entry",
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -180,7 +181,7 @@ class PartialFC(nn.Module):
             check_floating_dtype("dtype", dtype)
         if device is not None:
             device = checked_device("device", device)
-        self.options = Options(group, sync, memory=memory, reduction=reduction, kernel=kernel, precision=precision)
+        self.options = Options(group, sync, "auto", memory, reduction, kernel, precision, checks)
         self.options.check()
         # Without a process group, the head is made with all classes; `check_local` refuses it where there are others.
         early = group is None and not (dist.is_available() and dist.is_initialized())

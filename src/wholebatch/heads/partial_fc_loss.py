@@ -8,7 +8,7 @@ from torch import Tensor
 from .._base.checks import is_dense
 from .._base.sharded import mark_sharded
 from ..comm import Group
-from ..contract import Options, Reduction, entry
+from ..contract import Checking, Options, Reduction, entry
 from ..kernels import Kernel
 from ..sweep import Memory, Precision
 from ..sync import Sync
@@ -43,6 +43,7 @@ def partial_fc_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    checks: Checking = "entry",
 ) -> Tensor:
     r"""Return the cross-entropy over the classes of all ranks, with a margin for the target class, exact in gradient.
 
@@ -86,6 +87,7 @@ def partial_fc_loss(
         kernel: the implementation of a tile, as there; exclude_above, sub-centers and margins that transform negatives
             (:class:`wholebatch.CurricularFace`) run in plain PyTorch.
         precision: of products of embeddings with centers, as there. Cosines of target classes are always in float32.
+        checks: "entry"; "deferred" is refused, because labels and norms of centers are read on the host.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.partial_fc_loss` on all embeddings and
@@ -122,5 +124,5 @@ def partial_fc_loss(
         Batch(embeddings, labels, weights),
         Classes(sample, dtype, num_classes),
         Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index),
-        Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel, precision=precision),
+        Options(group, sync, "gather", memory, reduction, kernel, precision, checks),
     )

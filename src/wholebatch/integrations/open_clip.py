@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
@@ -36,6 +35,7 @@ import wholebatch as wb
 
 from .._base.third_party import declare_torchvision_operators
 from .._base.user_error import UserError
+from .._base.warnings import warn
 from ..comm import Group
 from ..contract import BatchOptions
 from ._command import run_command
@@ -325,10 +325,9 @@ def counterpart_of(theirs: Any, args: Any) -> nn.Module:  # their loss, and thei
     ours: nn.Module = _COUNTERPARTS[name](**given)
     unknown = inspect.signature(theirs.forward).parameters.keys() - inspect.signature(ours.forward).parameters.keys()
     if unknown:
-        warnings.warn(
+        warn(
             f"open_clip's {name} takes {', '.join(sorted(unknown))}, which its counterpart here does not know; the "
-            f"adapter was tested with open_clip {OPEN_CLIP.tested}",
-            stacklevel=2,
+            f"adapter was tested with open_clip {OPEN_CLIP.tested}"
         )
     steps = getattr(args, "accum_freq", 1)
     _explain(args, name, steps)

@@ -15,7 +15,6 @@ memory and precision are options of this library.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 
+from .._base.warnings import warn
 from ..comm import Group
 from ..contract import BatchOptions
 from ._framework import Framework
@@ -122,11 +122,10 @@ def _warn_of_local_labels(labels: Tensor | None, group: Group, caller: str) -> N
         return
     numbers = torch.arange(len(labels), device=labels.device)
     if any(torch.equal(labels, numbers % n) for n in (len(labels), len(labels) // 2)):
-        warnings.warn(
+        warn(
             f"{caller}: the labels of rank {comm.rank} are 0, 1, 2, ..., as if each process counted its local rows; "
             "rows of equal labels are one class on all processes. For views without labels use SelfSupervisedLoss of "
-            "wholebatch.integrations.pytorch_metric_learning, not pytorch-metric-learning's",
-            stacklevel=4,
+            "wholebatch.integrations.pytorch_metric_learning, not pytorch-metric-learning's"
         )
 
 

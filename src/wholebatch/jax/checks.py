@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
 
-from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_choice, shown
+from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_choice, check_label, shown
 
 _ARRAYS: Any = (np.generic, np.ndarray, Array)
 
@@ -152,15 +152,24 @@ def vector(**arrays: Any) -> None:
             raise ValueError(f"{name} must have shape (rows,), got {jnp.shape(x)}{hint}")
 
 
-def classes(labels: Any, num_classes: float, ignore_index: int | None) -> None:
-    """Raise ValueError for labels that are known and name no class."""
+def classes(labels: Any, num_classes: int | None, ignore_index: int | None) -> None:
+    """Raise ValueError for labels that are known and name no class; without a number of classes any from 0 on does."""
     values = known(labels)
-    if values is not None:
-        wrong = values[((values < 0) | (values >= num_classes)) & (values != ignore_index)]
-        if wrong.size:
-            raise ValueError(
-                f"labels must be within [0, {num_classes}), or ignore_index={ignore_index}; got {wrong[0]}"
-            )
+    if values is None:
+        return
+    values = values[values != ignore_index]
+    if num_classes is None:
+        check_label(int(values.min(initial=0)))
+    elif (wrong := values[(values < 0) | (values >= num_classes)]).size:
+        raise ValueError(f"labels must lie in [0, {num_classes}), or be ignore_index; got {wrong[0]}")
+
+
+def labeled(labels: Array, ignore_index: int | None) -> Array:
+    """Return which rows count: all but those of the label ignore_index, which some dtypes cannot hold."""
+    bounds = jnp.iinfo(labels.dtype)
+    if ignore_index is None or not bounds.min <= ignore_index <= bounds.max:
+        return jnp.ones_like(labels, dtype=bool)
+    return labels != ignore_index
 
 
 def scalar(*, positive: bool = False, **numbers: Any) -> None:

@@ -1,8 +1,8 @@
 """Dense reference implementations of all losses of wholebatch.jax, on one device: whole batch, whole matrix.
 
 Each is short enough to be compared with its paper by eye, and is differentiated by JAX. Arguments mean the same as in
-the losses, and are not checked; everything is computed in their dtype. :mod:`wholebatch.reference` is the same for
-PyTorch, and tests compare the two.
+the losses, and are not checked, except for labels; everything is computed in their dtype. :mod:`wholebatch.reference`
+is the same for PyTorch, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from . import checks
 from .margins import ArcFace, Margin
 from .products import missing_square, moderate, norms
 
@@ -155,6 +156,7 @@ def sup_con_loss(
     labels: Array,
     *,
     temperature: Array | float = 0.1,
+    ignore_index: int | None = None,
     weights: Array | None = None,
     reduction: str = "mean",
 ) -> Array:
@@ -166,14 +168,16 @@ def sup_con_loss(
     >>> print(f"{sup_con_loss(jnp.eye(3), jnp.array([0, 0, 1]), temperature=0.5):.4f}")
     0.6931
     """
+    checks.classes(labels, None, ignore_index)
     rows = features.shape[:-1]
     z, labels = _normalized(features.reshape(-1, features.shape[-1])), jnp.repeat(labels, features[0, ..., 0].size)
-    itself = jnp.eye(len(z), dtype=bool)
-    positive = (labels[:, None] == labels) & ~itself
-    losses = _cross_entropy(z @ z.T / temperature, positive, itself).reshape(rows)
+    counted = checks.labeled(labels, ignore_index)
+    no_class, excluded = counted & (labels < 0), jnp.eye(len(z), dtype=bool) | ~counted
+    positive = (labels[:, None] == labels) & counted[:, None] & ~excluded
+    losses = jnp.where(no_class, jnp.nan, _cross_entropy(z @ z.T / temperature, positive, excluded))
     if weights is not None and weights.ndim < len(rows):
         weights = weights[:, None]
-    return _reduce(losses, weights, reduction, positive.any(1).reshape(rows))
+    return _reduce(losses.reshape(rows), weights, reduction, (positive.any(1) | no_class).reshape(rows))
 
 
 def partial_fc_loss(
@@ -194,8 +198,9 @@ def partial_fc_loss(
     >>> print(f"{partial_fc_loss(jnp.eye(3, 4), jnp.arange(3), jnp.eye(3, 4), margin=CosFace(4.0, 0.5)):.4f}")
     0.2395
     """
+    checks.classes(labels, len(centers), ignore_index)
     x, w = _normalized(embeddings), _normalized(centers)
-    counted = labels != ignore_index
+    counted = checks.labeled(labels, ignore_index)
     labels = jnp.where(counted, labels, 0)
     no_class = (labels < 0) | (labels >= len(w))
     cosines, target = x @ w.T, labels[:, None] == jnp.arange(len(w))

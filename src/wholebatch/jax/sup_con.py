@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import jax.numpy as jnp
@@ -129,7 +128,9 @@ class _SupCon:
         checks.same_rows(**rows)
         checks.vector(labels=rows["labels"])
         checks.integers(labels=rows["labels"])
-        checks.classes(rows["labels"], inf, self.ignore_index)
+        if self.ignore_index is not None:
+            checks.integer("ignore_index", self.ignore_index)
+        checks.classes(rows["labels"], None, self.ignore_index)
         if weights is not None and weights.shape not in (z.shape[:1], z.shape[:-1]):
             raise ValueError(f"weights must have shape {z.shape[:1]} or {z.shape[:-1]}, got {weights.shape}")
         return rows
@@ -145,7 +146,7 @@ class _SupCon:
 
         valid, labels = for_all_views(valid_rows(axis, "features", rows)), jnp.repeat(rows["labels"], views)
         if self.ignore_index is not None:
-            valid = (labels != self.ignore_index) & (True if valid is None else valid)
+            valid = checks.labeled(labels, self.ignore_index) & (True if valid is None else valid)
         wrong = (labels < 0) & (True if valid is None else valid)
         codes = Codes(valid, itself=axis.rows(len(z)), pair=labels)
         plan = SoftmaxPlan(self.options.sweep(axis, z, symmetric=True))

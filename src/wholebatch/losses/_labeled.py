@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._base.checks import check_ignore_index, is_dense
 from .._base.normalize import UNIT, normalize_rows
-from ..contract import Checks, Facts, Inputs, Options, agree, prepared, reduce_losses
+from ..contract import LEFT_OUT, Checks, Facts, Inputs, Options, agree, prepared, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
 from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal
@@ -73,7 +73,8 @@ def agree_labeled(
                         f"{name} must have shape {' or '.join(map(str, allowed))} for features of shape "
                         f"{tuple(features.shape)}, (examples, views, embedding size); got {tuple(x.shape)}"
                     )
-        return {**checks.check(), "ignore_index": ignored}
+        left_out = 0 if kept is None else int((~kept).sum())
+        return {**checks.check(), "ignore_index": ignored, LEFT_OUT: left_out}
 
     flat = (features, labels, weights)
     if shape is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -11,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._base.checks import check_flag, on_host
+from .._base.warnings import warn
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group
-from ..contract import Checks, Options, Reduction, agree, entry, prepared
+from ..contract import Checking, Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
 from ..sync import Sync
@@ -62,6 +62,7 @@ class PairLoss(nn.Module):
         compile_tiles: whether torch.compile fuses the functions of a tile; the first step takes seconds longer, and
             needs a compiler. Without one, a warning says so, and the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
+        checks: "entry"; "deferred" is refused by the call, which compares functions between ranks.
 
     Raises:
         ValueError: for an argument that is no such thing.
@@ -89,6 +90,7 @@ class PairLoss(nn.Module):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
         precision: Precision = "auto",
+        checks: Checking = "entry",
         compile_tiles: bool = False,
     ) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class PairLoss(nn.Module):
             terms, row_loss, column_loss, similarity, symmetric=symmetric, compiles=compiles
         )
         check_group(group)
-        self.options = Options(group, sync, exchange, memory, reduction, precision=precision)
+        self.options = Options(group, sync, exchange, memory, reduction, precision=precision, checks=checks)
         self.options.check()
         self.values, self._constants, self._number = nn.Module(), dict[str, Any](), next(built)
         check_parameters(parameters)
@@ -166,7 +168,11 @@ class PairLoss(nn.Module):
         call = prepared(
             CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
         )
-        checks = Checks(check=lambda: self._facts(call), must_match=(_FINGERPRINT, _DTYPES))
+        checks = Checks(
+            check=lambda: self._facts(call),
+            must_match=(_FINGERPRINT, _DTYPES),
+            reads="its functions are compared between ranks",
+        )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
         check_same_values(CALLER, facts.of_ranks(_VALUES))
         self.declaration.values = ""
@@ -252,7 +258,7 @@ class PairLoss(nn.Module):
         if reason and self.declaration.kernels is not None and not self._said_reason:
             self.declaration.kernels.give_up(reason)
             self._said_reason = True
-            warnings.warn(f"PairLoss computes without compiled functions from now on. {reason}", stacklevel=4)
+            warn(f"PairLoss computes without compiled functions from now on. {reason}")
 
     def _tiles_of(self, call: Arguments) -> int:
         """Return how many times two tiles a step holds; only a number of bytes as `memory` asks for it."""
@@ -267,7 +273,7 @@ class PairLoss(nn.Module):
         if self.declaration.unread and not self._said:
             self._said = True
             names = ", ".join(self.declaration.unread)
-            warnings.warn(f"PairLoss does not compute terms that neither side reads: {names}", stacklevel=4)
+            warn(f"PairLoss does not compute terms that neither side reads: {names}")
 
     def _check_names(self, parameters: Any) -> None:
         """Raise ValueError for a parameter of a call that nothing reads, and whose name is nearly that of another."""

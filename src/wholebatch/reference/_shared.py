@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._base.checks import check_label
 from .._base.normalize import EPS, normalize_rows
+from .._base.settings import check_label
 
 
 def check_shapes(

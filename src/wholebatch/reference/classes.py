@@ -45,7 +45,7 @@ def partial_fc_loss(
     check_shapes(
         "partial_fc_loss", {"embeddings": embeddings, "centers": centers.flatten(0, -2)}, labels, weights, paired=False
     )
-    labels = labels.view(len(labels), -1)
+    labels = labels.view(len(labels), -1).to(torch.int64)  # torch takes -1 for 255 in uint8
     counted = labels != ignore_index
     ids = torch.arange(len(centers), device=labels.device) if class_ids is None else class_ids
     target = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)

@@ -105,6 +105,13 @@ def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, loca
     try:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
+    except dist.DistNetworkError as error:
+        if not any(text in str(error) for text in ("failed to listen", "Ping failed")):
+            raise
+        raise UserError(
+            f"MASTER_PORT must be a port where rank 0 alone listens: {place} (MASTER_ADDR, MASTER_PORT) is in use or "
+            f"answered by another program ({one_line(error)}); choose another MASTER_PORT, the same on all ranks"
+        ) from error
     finally:
         waiting.cancel()
     _train_on_this_rank(config, device, requests)

@@ -13,7 +13,6 @@ is the losses' formula. With DistributedContrastiveLoss, x and y are the rows of
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -27,6 +26,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 
 from ..._base.checks import check_callable, check_integer
+from ..._base.warnings import warn
 from ...comm import Group
 from ...gradcache import cached, cat_input_tensor, gather_input_tensor
 from ...gradcache.grad_cache import ChunkSize
@@ -254,11 +254,10 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
 
     def _warn_of_a_factor(self, grad: Tensor) -> None:
         if not self._checked and self.word_size > 1 and float(grad) == self.word_size:
-            warnings.warn(
+            warn(
                 f"the gradient that comes into DistributedContrastiveLoss is {self.word_size}, the number of "
                 "processes. If the loss is multiplied by it, to make up for the average over processes: leave that "
-                "factor out, the loss of wholebatch needs none",
-                stacklevel=2,
+                "factor out, the loss of wholebatch needs none"
             )
         self._checked = True
 

@@ -125,7 +125,7 @@ def open_items(
             say(line)
         name, column = find_column(run, table, column, side)
         if run.kind(name) == "image":
-            _check_pictures(table, column)
+            _check_pictures(table, column, may_be_empty=skip_bad is not False)
             pictures = FilePictures(table, column)
             rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column, _captions(run, table))
@@ -204,7 +204,7 @@ def _holds_pictures(table: Table, column: str) -> bool:
     return pa.types.is_struct(values.type) or is_bytes(values.type)
 
 
-def _check_pictures(table: Table, column: str) -> None:
+def _check_pictures(table: Table, column: str, *, may_be_empty: bool) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -214,7 +214,6 @@ def _check_pictures(table: Table, column: str) -> None:
             f"{table.source}: the column {column!r} must hold paths or bytes of pictures to be the image; got "
             f"{values.type}"
         )
-    if values.null_count:
-        raise UserError(
-            f"{table.where(pc.index(pc.is_null(values), True).as_py())}: the image, column {column!r}, is empty"
-        )
+    if values.null_count and not may_be_empty:
+        row = pc.index(pc.is_null(values), True).as_py()
+        raise UserError(f"{table.where(row)}: {table.why_empty(row, 'image', column)}")

@@ -104,7 +104,7 @@ class FilePictures(Side):
                 return value["shard"], value["offset"], value["size"]
             value = value.get("bytes") or value.get("path")  # as datasets stores images
         if not value or (isinstance(value, str) and not value.strip()):
-            raise UserError(f"{self.table.where(row)}: the image, column {self.column!r}, is empty")
+            raise UserError(f"{self.table.where(row)}: {self.table.why_empty(row, 'image', self.column)}")
         if isinstance(value, str) and "\0" in value:
             raise UserError(f"{self.table.where(row)}: a path cannot hold the character of code 0, got {value!r}")
         return Path(file_of(str(self.table.folder), value)) if isinstance(value, str) else value

@@ -27,7 +27,7 @@ from .files import (
 )
 from .table_file import Batches, checksum_of, mapped, write_table
 
-_VERSION = 5  # of the cached files
+_VERSION = 6  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
 
 

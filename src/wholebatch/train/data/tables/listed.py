@@ -34,8 +34,8 @@ def flattened(column: Any) -> tuple[Any, Tensor]:
 def in_rows(table: Table, names: Sequence[str]) -> tuple[Table, Tensor | None]:
     """Return a table with a row for each text of the column that holds lists of texts, and the row that it comes from.
 
-    Empty texts and columns of pictures are left out; a row without a text keeps a null. Where no column of `names` has
-    lists, the table as it is and None; UserError where two have.
+    Empty texts and columns of pictures are left out; null in a list, and a row without a text, stay null. Where no
+    column of `names` has lists, the table as it is and None; UserError where two have.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -47,7 +47,7 @@ def in_rows(table: Table, names: Sequence[str]) -> tuple[Table, Tensor | None]:
     if len(lists) > 1:
         raise UserError(f"{table.source}: only one of the columns {' and '.join(lists)} may hold lists of texts")
     texts, owner = flattened(table.arrow[lists[0]])
-    is_there = pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(texts), ""), False)
+    is_there = pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(texts), ""), True)
     texts, owner = texts.filter(is_there), owner[torch.from_numpy(is_there.to_numpy().astype("bool"))]
     without = (torch.bincount(owner, minlength=len(table)) == 0).nonzero()[:, 0]
     texts = pa.chunked_array([*texts.chunks, pa.nulls(len(without), texts.type)])

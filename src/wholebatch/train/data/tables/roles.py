@@ -12,7 +12,7 @@ from torch import Tensor
 from ...._base.user_error import UserError
 from ..pictures.equal import numbers_of_texts
 from .plain_types import is_bytes, is_number, is_text
-from .table import REASON, Table
+from .table import Table
 
 USUAL = {
     "image": ("image", "filepath", "file_path", "file_name", "filename", "file", "path", "image_path", "img",
@@ -201,9 +201,7 @@ def text_column(table: Table, role: str, name: str, empty: dict[int, str] | None
     is_empty = pc.fill_null(pc.equal(column, ""), True)
     if not pc.any(is_empty).as_py():
         return column
-    found = dict.fromkeys(pc.indices_nonzero(is_empty).to_pylist(), f"the {role}, column {name!r}, is empty")
-    if REASON in table.arrow.column_names:
-        found |= {row: table.arrow[REASON][row].as_py() for row in found}
+    found = {row: table.why_empty(row, role, name) for row in pc.indices_nonzero(is_empty).to_pylist()}
     if empty is None:
         row, reason = next(iter(found.items()))
         raise UserError(f"{table.where(row)}: {reason}; --skip-bad leaves such rows out")

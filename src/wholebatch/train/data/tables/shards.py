@@ -1,8 +1,9 @@
 """Tar shards, as img2dataset and webdataset write them: a table of where each picture lies in which file.
 
-The members that belong to one row have the same name up to its first dot: 000017.jpg, 000017.txt, 000017.json. The
-headers are read once; a picture is read from its place when a batch needs it, in any order. Of the endings that
-webdataset knows, those below are read; pickles (.pyd, .pth) and others are left alone.
+The members that belong to one row have the same name up to its first dot: 000017.jpg, 000017.txt, 000017.json; they
+are neighbors, as webdataset wants them. The headers are read once; a picture is read from its place when a batch needs
+it, in any order. Of the endings that webdataset knows, those below are read; pickles (.pyd, .pth) and others are left
+alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...._base.user_error import UserError
 from ...._launch.cpus import cpus_of_a_rank
 from ..feed import WorkerDiedError, prepared
 from .folders import OF_MACS, PICTURES, is_utf8
-from .table import MEMBER, need_pyarrow
+from .table import MEMBER, REASON, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}
 _MOST_TEXT_BYTES = 2**20
@@ -36,9 +37,9 @@ def shard_batches(shards: list[Path]) -> Iterator[Any]:
     try:
         for batch in prepared(_batch, shards, workers=workers):
             there = dict(zip(batch.schema.names, batch.columns, strict=True))
-            names = [*there][:-1] if names is None else names
+            names = [*there][:-2] if names is None else names
             columns = [there[name] if name in there else pa.nulls(len(batch), pa.string()) for name in names]
-            yield pa.record_batch([*columns, batch[MEMBER]], [*names, MEMBER])
+            yield pa.record_batch([*columns, batch[MEMBER], batch[REASON]], [*names, MEMBER, REASON])
     except WorkerDiedError as error:
         raise UserError(f"--data: a process that reads the shards {error}") from error
 
@@ -52,17 +53,18 @@ def _batch(shard: Path) -> Any:
     if not rows:
         there = f"its members end in {', '.join(sorted(endings)[:8])}" if endings else "it has no members"
         raise UserError(f"{shard} holds no pictures, such as 000017.jpg; {there}")
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("image", MEMBER)))
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("image", MEMBER, REASON)))
     columns = [pa.array([row["image"] for row in rows], place)]
     columns += [pa.array([row.get(name) for row in rows], pa.string()) for name in names]
     columns += [pa.array([f"{shard.name}, {row[MEMBER]}" for row in rows], pa.string())]
-    return pa.record_batch(columns, ["image", *names, MEMBER])
+    columns += [pa.array([row.get(REASON) for row in rows], pa.string())]
+    return pa.record_batch(columns, ["image", *names, MEMBER, REASON])
 
 
 def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
     """Yield the fields of each row of a shard; `endings` gets those of its members."""
     row: dict[str, Any] = {}
-    stem = None
+    stem, stems = None, set[tuple[str, str]]()
     try:
         with tarfile.open(shard, mode="r:") as members:
             for member in members:
@@ -72,11 +74,20 @@ def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
                     continue
                 key, _, ending = name.partition(".")
                 endings.add(f".{_as_utf8(ending)}")
+                fields = _fields(shard, members, member, ending.lower())
+                if not fields:
+                    continue
                 if (folder, key) != stem:
                     if row:
                         yield row
                     row, stem = {}, (folder, key)
-                fields = _fields(shard, members, member, ending.lower())
+                    if stem in stems:
+                        raise UserError(
+                            f"{shard}, {_as_utf8(member.name)}: other members of its row stand before other rows; the "
+                            "members of a row must be neighbors: pack the files in the order of their names (tar "
+                            "--sort=name)"
+                        )
+                    stems.add(stem)
                 if "image" in fields and "image" in row:
                     raise UserError(
                         f"{shard}: {row[MEMBER]} and {fields[MEMBER]} are two pictures of one row; expected one: "
@@ -113,16 +124,18 @@ def _fields(shard: Path, members: tarfile.TarFile, member: tarfile.TarInfo, endi
         return {"image": image, MEMBER: name}
     if ending not in _TEXTS and ending != "json":
         return {}
-    if member.size > _MOST_TEXT_BYTES:
-        raise UserError(f"{shard}, {name}: {member.size} bytes; expected a text of at most {_MOST_TEXT_BYTES}")
-    file = members.extractfile(member)
-    assert file is not None
-    content = file.read()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{shard}, {name}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    return _json_fields(text, f"{shard}, {name}") if ending == "json" else {_TEXTS[ending]: text.strip()}
+    reason = f"{member.size} bytes; expected a text of at most {_MOST_TEXT_BYTES}"
+    if member.size <= _MOST_TEXT_BYTES:
+        file = members.extractfile(member)
+        assert file is not None
+        try:
+            text = file.read().decode("utf-8-sig")
+            return _json_fields(text, f"{shard}, {name}") if ending == "json" else {_TEXTS[ending]: text.strip()}
+        except UnicodeDecodeError as error:
+            reason = f"not UTF-8 text: {error.reason} at byte {error.start}"
+    if ending == "json":
+        raise UserError(f"{shard}, {name}: {reason}")
+    return {_TEXTS[ending]: None, REASON: f"{name}: {reason}"}
 
 
 def _json_fields(text: str, where: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ LINE = "\0line"
 MEMBER = "\0member"
 """The column with the name of a row's picture in a folder, or with that of a tar file and of a member of it."""
 REASON = "\0reason"
-"""The column with the reason why a picture of a folder has no text."""
+"""The column with the reason why a row has no text, or no values at all; null for others."""
 ROW = "\0row"
 """The column with the number, from 1, of the row of several texts that a row with one of them comes from."""
 UNUSABLE = b"unusable"
@@ -55,6 +55,11 @@ class Table:
             return str(folder / self.arrow[MEMBER][row].as_py())
         number = self.arrow[ROW][row].as_py() if ROW in self.arrow.column_names else row + 1
         return f"{self.source}, row {number}"
+
+    def why_empty(self, row: int, role: str, name: str) -> str:
+        """Return why a row has no value in the column of a role."""
+        noted = self.arrow[REASON][row].as_py() if REASON in self.arrow.column_names else None
+        return noted or f"the {role}, column {name!r}, is empty"
 
     def check_usable(self, name: str) -> None:
         """Raise UserError if a column holds values that are neither texts nor lists of texts."""

@@ -8,37 +8,42 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...._base.settings import shown
 from ...._base.user_error import UserError
 from .roles import RECOGNIZED
-from .table import LINE, UNUSABLE, need_pyarrow
+from .table import LINE, REASON, UNUSABLE, need_pyarrow
 
 _ROWS = 65536  # of a record batch
 _EXAMPLE = '{"image": "cat.png", "text": "a cat"}'
 _UTF8 = "utf-8-sig"  # with or without the mark that Excel puts in front
 _MOST_LETTERS = 2**27  # of a value
+_BYTES = re.compile("[\udc80-\udcff]")  # as which the decoder writes bytes that are not UTF-8
 
 
 def read_separated(path: Path) -> Iterator[Any]:
     """Yield record batches of a table with a header line; every column is text.
 
     Values between tabs in a .tsv file hold no line breaks; quotes are marks of text unless they enclose a whole value,
-    as pandas writes one with quotes in it. Columns without a name, and rows without a value, are left out.
+    as pandas writes one with quotes in it. Columns without a name, and rows without a value, are left out. A row that
+    is not UTF-8 has null in all columns, and a reason.
     """
     has_quotes = path.suffix != ".tsv"
     before = csv.field_size_limit(_MOST_LETTERS)
-    with path.open(encoding=_UTF8, newline="") as lines:
+    with path.open(encoding=_UTF8, errors="surrogateescape", newline="") as lines:
+        bad: list[str] = []
         try:
             header = next((line for line in lines if line.strip()), "")
             lines.seek(0)
             said = _said_separator(header)
             reader = csv.reader(
-                lines,
+                _noting(lines, bad),
                 delimiter=said or _separator(path, header),
                 quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
                 skipinitialspace=True,
@@ -47,28 +52,44 @@ def read_separated(path: Path) -> Iterator[Any]:
             if said:
                 next(reader)
             rows = reader if has_quotes else ([*map(_unquoted, row)] for row in reader)
-            yield from _separated(path, reader, rows)
-        except UnicodeDecodeError as error:
-            raise _no_utf8(path) from error
+            yield from _separated(path, reader, rows, bad)
         except csv.Error as error:
             raise UserError(f"{path}, line {reader.line_num}: not a {path.suffix[1:].upper()} file: {error}") from error
         finally:
             csv.field_size_limit(before)
 
 
-def _separated(path: Path, reader: Any, rows_read: Iterator[list[str]]) -> Iterator[Any]:
+def _noting(lines: Iterable[str], bad: list[str]) -> Iterator[str]:
+    """Yield lines, and note in `bad` what is wrong with one that is not UTF-8."""
+    for line in lines:
+        if found := _BYTES.search(line):
+            column = len(line[: found.start()].encode()) + 1
+            bad.append(
+                f"not UTF-8 text (byte 0x{ord(found[0]) - 0xDC00:02x} at column {column}); save the file as UTF-8"
+            )
+        yield line
+
+
+def _separated(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: list[str]) -> Iterator[Any]:
     header = [name.strip() for name in next((row for row in rows_read if row), [])]
+    if bad:
+        raise UserError(f"{path}, line {reader.line_num}: {bad[0]}")
     named = [place for place, name in enumerate(header) if name]
     names = [header[place] for place in named]
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise UserError(f"{path}, line {reader.line_num}: the column {repeated[0]!r} appears twice; rename one of them")
     rows: list[list[str | None]] = []
     numbers: list[int] = []
+    reasons: list[str | None] = []
     line = reader.line_num
     for row in rows_read:
         line, begins = reader.line_num, line + 1  # quotes may hold line breaks
         if not any(row):
             continue
+        reasons.append(bad[0] if bad else None)
+        bad.clear()
+        if reasons[-1] is not None:
+            row = []
         if any(map(str.strip, row[len(header) :])):
             raise UserError(
                 f"{path}, line {begins}: more values than columns; a text that holds a comma is "
@@ -77,9 +98,9 @@ def _separated(path: Path, reader: Any, rows_read: Iterator[list[str]]) -> Itera
         rows.append([row[place] if place < len(row) else None for place in named])
         numbers.append(begins)
         if len(rows) == _ROWS:
-            yield _batch(names, rows, numbers)
-            rows, numbers = [], []
-    yield _batch(names, rows, numbers)
+            yield _batch(names, rows, numbers, reasons)
+            rows, numbers, reasons = [], [], []
+    yield _batch(names, rows, numbers, reasons)
 
 
 def _unquoted(value: str) -> str:
@@ -109,50 +130,34 @@ def _separator(path: Path, header: str) -> str:
     return max(",", ";", "\t", key=header.count)  # the first of those that appear equally often
 
 
-def _batch(names: list[str], rows: list[list[str | None]], numbers: list[int]) -> Any:
+def _batch(names: list[str], rows: list[list[str | None]], numbers: list[int], reasons: list[str | None]) -> Any:
     pa = need_pyarrow()
     columns = [[row[place] for row in rows] for place in range(len(names))]
-    arrays = [pa.array(column, pa.string()) for column in columns]
-    return pa.record_batch([*arrays, pa.array(numbers, pa.int64())], [*names, LINE])
-
-
-def _no_utf8(path: Path) -> UserError:
-    """Return the error about the first line that is not UTF-8."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                byte = line[error.start]
-                return UserError(
-                    f"{path}, line {number}: not UTF-8 text (byte 0x{byte:02x} at column {error.start + 1}); "
-                    "save the file as UTF-8"
-                )
-    return UserError(f"{path} is not UTF-8 text; save the file as UTF-8")
+    arrays = [pa.array(column, pa.string()) for column in (*columns, reasons)]
+    return pa.record_batch([*arrays, pa.array(numbers, pa.int64())], [*names, REASON, LINE])
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
     """Yield record batches of a file with one JSON object a line.
 
-    A value that is a list of texts stays one; other lists and objects become JSON, and their column cannot be used.
+    A value that is a list of texts stays one; other lists and objects become JSON, and their column cannot be used. A
+    row that is not UTF-8 has null in all columns, and a reason.
     """
-    with path.open(encoding=_UTF8) as lines:
+    with path.open(encoding=_UTF8, errors="surrogateescape") as lines:
         objects: list[dict[str, Any]] = []
         numbers: list[int] = []
+        bad: list[str] = []
         schema = None
-        try:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                objects.append(_object(path, number, line))
-                numbers.append(number)
-                if len(objects) == _ROWS:
-                    batch = _objects(path, objects, numbers, schema)
-                    schema = batch.schema
-                    yield batch
-                    objects, numbers = [], []
-        except UnicodeDecodeError as error:
-            raise _no_utf8(path) from error
+        for number, line in enumerate(_noting(lines, bad), 1):
+            if not line.strip():
+                continue
+            objects.append({REASON: bad.pop()} if bad else _object(path, number, line))
+            numbers.append(number)
+            if len(objects) == _ROWS:
+                batch = _objects(path, objects, numbers, schema)
+                schema = batch.schema
+                yield batch
+                objects, numbers = [], []
         if objects or schema is None:
             yield _objects(path, objects, numbers, schema)
 
@@ -182,7 +187,7 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
 def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], schema: Any) -> Any:
     """Return a record batch of objects, with the `schema` of the batches before it, if there were any."""
     pa = need_pyarrow()
-    names = list(dict.fromkeys(name for value in objects for name in value))
+    names = list(dict.fromkeys(chain(*objects, [REASON])))
     if schema is not None:
         known = [name for name in schema.names if name != LINE]
         # Another key that is late is left out.
@@ -228,8 +233,10 @@ def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], sche
 
 
 def _is_odd(value: Any) -> bool:
-    """Return whether a value is neither a text, nor a number, nor a list of texts."""
-    return isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value))
+    """Return whether a value is neither a text, nor a number, nor a list of texts and nulls."""
+    if isinstance(value, list):
+        return not all(each is None or isinstance(each, str) for each in value)
+    return isinstance(value, dict)
 
 
 def _described(value: Any) -> str:
