@@ -14,8 +14,9 @@ from torch.nn.functional import normalize, softplus
 import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch._base import live_bytes
-from wholebatch.bench.gate import check_declared
-from wholebatch.bench.subjects import Configuration
+from wholebatch.bench.gate import check
+from wholebatch.bench.loss import Job, Methods
+from wholebatch.bench.subjects import Configuration, Subject
 from wholebatch.comm import LocalCommunicator
 from wholebatch.planning.declared import call_of, count, find, leaves_of
 from wholebatch.planning.given import given
@@ -248,18 +249,18 @@ def test_a_declared_loss_is_timed_beside_its_reference_and_a_built_in_loss(tmp_p
 
 def test_wrong_declared_losses_are_not_timed():
     """A gradient that is wrong by a factor, and a loss of another formula than the one beside it."""
-    comm = LocalCommunicator()
+    comm, job = LocalCommunicator(), Job(of("rows_and_columns"), [Configuration()], 8, 16, 1, 1, {}, "clip")
     for name in MAKES:
-        check_declared(comm, of(name), Configuration())
-    check_declared(comm, of("rows_and_columns"), Configuration(), beside="clip")
+        check(comm, Subject(of(name)), Configuration())
+    Methods(comm, job, CPU)
     with pytest.raises(AssertionError, match="not close"):
-        check_declared(comm, of("rows_and_columns"), Configuration(), beside="info_nce")
+        Methods(comm, replace(job, beside="info_nce"), CPU)
     right = wb.PairLoss.forward
     with (
         patch.object(wb.PairLoss, "forward", lambda *z, **o: (f := right(*z, **o)) + (f - f.detach())),
         pytest.raises(AssertionError, match="not close"),
     ):
-        check_declared(comm, of("rows_and_columns"), Configuration())
+        check(comm, Subject(of("rows_and_columns")), Configuration())
 
 
 @pytest.mark.parametrize(
