@@ -57,6 +57,14 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     again = 0 if shapes.one_pass else entries - kept
     held = _bytes_of_tiles(shapes, exchange, budget) + kept * budget.kept_dtype.itemsize
     wire, messages = _wire(shapes, exchange)
+    if shapes.declared is not None:
+        peak = _peak_of_declared(shapes, shapes.declared, exchange)
+    else:
+        peak = _peak_of_classes(shapes, held) if shapes.of_classes else _peak_of_pairs(shapes, exchange, held)
+    centers = 0  # and their gradient, which has a sample's rows or all
+    if shapes.of_classes:
+        gradient = shapes.centers if shapes.sample_rate == 1 else shapes.sampled
+        centers = (shapes.centers + gradient) * shapes.embedding_size * shapes.dtype.itemsize
     return Work(
         flops=2 * shapes.embedding_size * (3 * entries + again - _mirrored(shapes)),
         again=2 * shapes.embedding_size * again,
@@ -64,17 +72,11 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
         kept=kept,
         kept_size=budget.kept_dtype.itemsize,
         features=shapes.vectors * shapes.embedding_size * shapes.dtype.itemsize,
-        centers=_bytes_of_centers(shapes),
-        loss=_peak_of_loss(shapes, exchange, held),
+        centers=centers,
+        loss=peak,
         wire=wire,
         messages=messages,
     )
-
-
-def _peak_of_loss(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
-    if shapes.declared is not None:
-        return _peak_of_declared(shapes, shapes.declared, exchange)
-    return _peak_of_classes(shapes, held) if shapes.of_classes else _peak_of_pairs(shapes, exchange, held)
 
 
 def _mirrored(shapes: Shapes) -> int:
@@ -83,12 +85,6 @@ def _mirrored(shapes: Shapes) -> int:
         return 0
     tiles, rest = divmod(shapes.partition.counts[0], shapes.side)
     return tiles * shapes.side**2 + rest**2
-
-
-def _bytes_of_centers(shapes: Shapes) -> int:
-    """Return the bytes of centers and of their gradient, which has a sample's rows or all."""
-    gradient = shapes.centers if shapes.sample_rate == 1 else shapes.sampled
-    return (shapes.centers + gradient) * shapes.embedding_size * shapes.dtype.itemsize if shapes.classes else 0
 
 
 def _bytes_of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
