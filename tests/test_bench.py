@@ -11,11 +11,10 @@ from test_mpi import implementation  # noqa: F401  a fixture
 import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch.bench.gate import check as check_loss
-from wholebatch.bench.gate import check_peer, check_peer_of_tokens
+from wholebatch.bench.gate import check_value
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, check
-from wholebatch.bench.late_interaction import OfTokens, dense
-from wholebatch.bench.measurement import Job
-from wholebatch.bench.subjects import SUBJECTS, Configuration
+from wholebatch.bench.loss import Job, Methods, dense
+from wholebatch.bench.subjects import SUBJECTS, Configuration, Subject
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.sweep import KeptTiles
 from wholebatch.testing import RankError, run_ranks
@@ -137,20 +136,22 @@ def test_wrong_losses_and_peers_are_rejected():
     """A loss whose gradient is wrong by a factor, and a peer that computes another loss, are not timed."""
     comm = LocalCommunicator()
     for name in SUBJECTS:
-        check_loss(comm, name, Configuration())
+        check_loss(comm, Subject(name), Configuration())
         if name != "siglip":
             with patch.object(KeptTiles, "keep", autospec=True, side_effect=KeptTiles.keep) as keep:
-                check_loss(comm, name, Configuration(keep=2.0))
+                check_loss(comm, Subject(name), Configuration(keep=2.0))
             assert keep.called, "the checked loss is not the timed one"
     right = wb.functional.clip_loss
     with (
         patch.object(wb.functional, "clip_loss", lambda *z, **o: 2 * right(*z, **o)),
         pytest.raises(AssertionError, match="not close"),
     ):
-        check_loss(comm, "clip", Configuration())
-    check_peer(comm, "clip", lambda x, y, scale, _bias: wb.reference.clip_loss(x, y, scale))
+        check_loss(comm, Subject("clip"), Configuration())
+    check_value(comm, Subject("clip"), lambda x, y, scale, bias: wb.reference.clip_loss(x, y, scale))
     with pytest.raises(AssertionError, match="not close"):
-        check_peer(comm, "clip", lambda x, y, scale, _bias: wb.reference.info_nce_loss(x, y, logit_scale=scale))
+        check_value(
+            comm, Subject("clip"), lambda x, y, scale, bias: wb.reference.info_nce_loss(x, y, logit_scale=scale)
+        )
 
 
 def test_late_interaction_is_timed_beside_its_dense_formula(tmp_path, capsys):
@@ -177,15 +178,15 @@ def test_wrong_late_interaction_is_rejected(keep):
 
     job = Job("max_sim", [configuration], 8, 8, 1, 1, {}, tokens=(3, 5))
     with patch.object(wb.functional, "max_sim_loss", checked):
-        OfTokens(comm, job, CPU).add_methods()
+        Methods(comm, job, CPU)
     for wrong in (lambda f: 2 * f, lambda f: f + (f - f.detach())):
         with (
             patch.object(wb.functional, "max_sim_loss", lambda *z, of=wrong, **o: of(right(*z, **o))),
             pytest.raises(AssertionError, match="not close"),
         ):
-            OfTokens(comm, job, CPU).add_methods()
+            Methods(comm, job, CPU)
     with pytest.raises(AssertionError, match="not close"):
-        check_peer_of_tokens(lambda q, d, scale, bias: dense(q, d.flip(0), scale, bias))
+        check_value(comm, Subject("max_sim"), lambda x, y, scale, bias: dense(x, y.flip(0), scale, bias))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def rises(settings):
     for setting in settings:
         step = make_step(comm, *setting, CPU)
         step()
-        found.append(peak_of(step, after=step))
+        found.append(peak_of(step, after=step, times=2))
     return found
 
 

@@ -103,7 +103,7 @@ def rises(settings):
     comm, found = select_communicator(None), []
     for shapes, exchange, memory in settings:
         step = make_step(comm, shapes, exchange, memory, CPU)
-        found.append(peak_of(step, after=step))
+        found.append(peak_of(step, after=step, times=2))
     return found
 
 

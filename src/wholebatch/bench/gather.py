@@ -13,7 +13,6 @@ rank keeps its slice. The gradients are the same; time and bytes are not.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch._measure import seconds_of
 from wholebatch.comm import Communicator
 
 STRATEGIES = {
@@ -112,18 +112,13 @@ def _adjoints(rows: int) -> dict[str, Callable[[Communicator, Tensor], Tensor]]:
 
 def _timed(comm: Communicator, step: Callable[[], None], steps: int) -> tuple[float, float | None]:
     """Return the median of a step's time on the slowest rank, in ms, and the bytes that a rank sends in a step."""
-    times = []
-    for repeat in range(_WARM_UP + steps):
-        comm.all_reduce(torch.zeros(1), check=False)  # all ranks start together
-        if repeat == _WARM_UP:
-            bytes_before = _loopback_bytes()
-        start = time.perf_counter()
-        step()
-        took_ms = torch.tensor([1e3 * (time.perf_counter() - start)])
-        times.append(comm.all_reduce(took_ms, "max", check=False).item())
-    on_wire = (_loopback_bytes() - bytes_before) / steps / comm.size
+    for _ in range(_WARM_UP):
+        seconds_of(comm, step)
+    before = _loopback_bytes()
+    step_ms = 1e3 * median(seconds_of(comm, step) for _ in range(steps))
+    on_wire = (_loopback_bytes() - before) / steps / comm.size
     payload_seen = on_wire > 10_000  # less is the timing's own
-    return round(median(times[_WARM_UP:]), 3), round(on_wire) if payload_seen else None
+    return round(step_ms, 3), round(on_wire) if payload_seen else None
 
 
 def _loopback_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,41 +44,26 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    panels = sorted({(row["backend"], row["ranks"]) for row in rows})
-    backends = sorted({backend for backend, _ in panels})
-    columns = max(sum(backend == other for other, _ in panels) for backend in backends)
-    figure, axes = plt.subplots(
-        len(backends),
-        columns,
-        figsize=(3.4 * columns + 0.6, 2.7 * len(backends) + 0.8),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
-    for line, backend in zip(axes, backends, strict=True):
-        ranks_here = [ranks for other, ranks in panels if other == backend]
-        for position, axis in enumerate(line):
-            if position >= len(ranks_here):
-                axis.set_visible(False)
-                continue
-            here = [row for row in rows if (row["backend"], row["ranks"]) == (backend, ranks_here[position])]
-            for (strategy, name), marker in zip(STRATEGIES.items(), "os^", strict=True):
-                points = sorted((row["embedding_size"], row["step_ms"]) for row in here if row["method"] == strategy)
-                axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=name)
-            axis.set_title(f"{backend}, {ranks_here[position]} ranks", fontsize=10)
-            sizes = sorted({row["embedding_size"] for row in here})
-            axis.set_xscale("log")
-            axis.set_yscale("log")
-            axis.set_xticks(sizes, labels=[str(size) for size in sizes])
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-            if position == 0:
-                axis.set_ylabel("ms per step")
-    for axis in axes[-1]:
-        axis.set_xlabel("embedding size")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+    backends, every = (sorted({row[name] for row in rows}) for name in ("backend", "ranks"))
+    size = 3.4 * len(every) + 0.6, 2.7 * len(backends) + 0.8
+    figure, axes = plt.subplots(len(backends), len(every), figsize=size, sharex=True, sharey=True, squeeze=False)
+    for (backend, ranks), axis in zip(product(backends, every), axes.flat, strict=True):
+        here = [row for row in rows if (row["backend"], row["ranks"]) == (backend, ranks)]
+        axis.set_visible(bool(here))
+        for (strategy, name), marker in zip(STRATEGIES.items(), "os^", strict=True):
+            points = sorted((row["embedding_size"], row["step_ms"]) for row in here if row["method"] == strategy)
+            axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=name)
+        axis.set_title(f"{backend}, {ranks} ranks", fontsize=10)
+        axis.loglog()
+        sizes = sorted({row["embedding_size"] for row in rows})
+        axis.set_xticks(sizes, labels=[str(size) for size in sizes])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    figure.supxlabel("embedding size", fontsize=10, y=0.35 / size[1])
+    figure.supylabel("ms per step", fontsize=10)
+    handles = axes.flat[0].get_lines()
+    figure.legend(handles, STRATEGIES.values(), loc="lower center", ncols=3, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.35 / size[1], 1, 1))
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -9,152 +9,245 @@ Every method is checked before it is timed (`gate`). Methods take turns, so that
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
 
 import wholebatch as wb
+from wholebatch import kernels
+from wholebatch._base.precision import accumulation_dtype
+from wholebatch._measure import rise_of_peak, seconds_of
 from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
-from wholebatch.planning.declared import call_of, is_declared, leaves_of, with_options
+from wholebatch.planning.declared import is_declared
 from wholebatch.planning.sizes import MAX_SIM
 from wholebatch.planning.subject import SCALE
 
-from .gate import GATE_SIZE, check, check_declared, check_peer
-from .late_interaction import OfTokens
-from .measurement import Job, Measurement, Row
-from .peers import PEERS, Peer
-from .subjects import DTYPES, SUBJECTS, Configuration
+from .gate import GATE_SIZE, check, check_value
+from .peers import PEERS
+from .subjects import DTYPES, Configuration, Loss, Made, Subject
 
+_FLOOR_ROWS = 8192
 _LONG = 512  # embedding size from which kernels work in other parts
 
 
+@dataclass(frozen=True)
+class Row:
+    """One figure: a step of one method, on the slowest rank."""
+
+    loss: str
+    method: str
+    package: str  # with its version
+    ranks: int
+    threads: int
+    batch_size: int  # on all ranks
+    embedding_size: int
+    dtype: str
+    keep: float  # bytes of exp(S) per entry
+    exchange: str
+    device: str  # "cpu", or the GPU's name
+    kernel: str
+    step_ms: float | None = None  # None if it did not run; `note` says why
+    times_floor: float | None = None
+    tflops: float | None = None  # of all ranks: 2 for each multiply-add that the flat loss takes
+    transient_mb: float | None = None  # None where it cannot be measured
+    note: str = ""
+    choices: Sequence[str] = ()  # where kernel="auto" has chosen: kernels or PyTorch for each form of call, and why
+
+
+@dataclass(frozen=True)
+class Job:
+    """The measurement of one loss.
+
+    Args:
+        name: of the loss.
+        configurations: of this library's loss; the others are compared with the first.
+        batch_size: over all ranks.
+        embedding_size: d.
+        steps: that are timed of each method; figures are medians.
+        threads: of each rank.
+        versions: of the packages whose peers are measured.
+        beside: for a declared loss, a loss of this library that takes turns with it.
+        tokens: of a query, and of a document, in late interaction.
+    """
+
+    name: str
+    configurations: Sequence[Configuration]
+    batch_size: int
+    embedding_size: int
+    steps: int
+    threads: int
+    versions: Mapping[str, str]
+    beside: str | None = None
+    tokens: tuple[int, int] = (1, 1)
+
+
 def measure(comm: Communicator, job: Job, device: torch.device) -> list[Row]:
-    """Measure every configuration of one loss, and its peers. Collective.
+    """Measure every configuration of one loss, and its peers; those that did not run come last. Collective.
 
     Raises:
         AssertionError: if a method computes a wrong loss or gradient; then nothing is timed.
     """
     torch.set_num_threads(job.threads)
-    kind = OfTokens if job.name == MAX_SIM else _OfDeclared if is_declared(job.name) else _OfLibrary
-    return kind(comm, job, device).rows()
+    return Methods(comm, job, device).timed()
 
 
-class _OfPairs(Measurement):
-    """A loss of two feature matrices.
+def dense(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Return the loss of late interaction from one tensor of all products of tokens, (b, b, t, u)."""
+    logits = scale * torch.einsum("btd,cud->bctu", x, y).max(3).values.sum(2)
+    return torch.nn.functional.cross_entropy(logits.float(), torch.arange(len(x), device=x.device))
+
+
+class Methods:
+    """The methods of one loss, each checked as it is added, and timed in turns.
 
     Args:
-        comm, job, device: as for every :class:`Measurement`.
-        rows_per_example: rows of S for each example.
-        work_units: likewise.
+        comm: the ranks.
+        job: what to measure.
+        device: of this rank.
     """
 
-    def __init__(
-        self, comm: Communicator, job: Job, device: torch.device, rows_per_example: int, work_units: int
-    ) -> None:
-        self.local = Partition.even(job.batch_size, comm.size).counts[comm.rank]
-        every = rows_per_example * job.batch_size
-        super().__init__(
-            comm,
-            job,
-            device,
-            towers=[(self.local,)] * 2,
-            shape=(rows_per_example * self.local, every),
-            all_rows=every,
-            work_units=work_units,
-        )
-
-
-class _OfLibrary(_OfPairs):
-    """A loss of this library, and those of other libraries."""
-
     def __init__(self, comm: Communicator, job: Job, device: torch.device) -> None:
-        self.entry = SUBJECTS[job.name]
-        super().__init__(comm, job, device, self.entry.rows_per_example, self.entry.work_units)
-
-    def add_methods(self) -> None:
-        """Check each method and add it to the runs."""
-        for configuration in self.job.configurations:
+        self._comm, self._job, self._device = comm, job, device
+        self._runs: list[tuple[Row, Callable[[], None]]] = []
+        self._refused: list[Row] = []
+        tokens = job.tokens if job.name == MAX_SIM else (1, 1)
+        self._subject = Subject(job.name, tokens)
+        self._local, each = Partition.even(job.batch_size, comm.size).counts[comm.rank], self._subject.rows_per_example
+        self._shape = each * self._local * tokens[0], each * job.batch_size * tokens[1]
+        for configuration in job.configurations:
             self._add_configuration(configuration)
-        for peer in PEERS.get(self.job.name, ()):
-            suits_device = peer.on_cpu or self.device.type != "cpu"
-            if peer.package in self.job.versions and suits_device and (self.comm.size == 1 or peer.on_ranks):
-                self._add_peer(peer)
+        first = job.configurations[0]
+        theirs = replace(first, keep=0.0, exchange="", kernel="")
+        of_dtype = f" {first.dtype}" if first.dtype != "float32" else ""
+        if is_declared(job.name):
+            self._add_beside(first)
+        elif job.name == MAX_SIM and comm.size == 1:
+            method = f"dense: einsum, max, cross_entropy{of_dtype}"
+            self._add_checked(method, f"torch {torch.__version__}", theirs, dense, GATE_SIZE)
+        for peer in PEERS.get(job.name, ()):
+            suits_device = peer.on_cpu or device.type != "cpu"
+            if peer.package not in job.versions or not suits_device or (comm.size > 1 and not peer.on_ranks):
+                continue
+            method, package, note = f"{peer.label}{of_dtype}", f"{peer.package} {job.versions[peer.package]}", ""
+            try:
+                loss = peer.build(comm, SCALE)
+            except ImportError as error:  # the package is installed without something that it needs
+                note = f"skipped: {error}"
+            if not note and job.embedding_size % peer.multiple:
+                note = f"skipped: the embedding size must be a multiple of {peer.multiple}"
+            if note:
+                self._refused.append(replace(self._row(method, package, theirs), note=note))
+            else:
+                by_name = lambda x, y, scale, bias, loss=loss: loss(x, y, scale, bias)  # noqa: E731
+                self._add_checked(method, package, theirs, by_name, max(peer.multiple, GATE_SIZE))
 
     def _add_configuration(self, configuration: Configuration) -> None:
-        large = GATE_SIZE if self.device.type == "cpu" else min(self.job.embedding_size, _LONG)
+        comm, job, device, subject = self._comm, self._job, self._device, self._subject
+        large = GATE_SIZE if device.type == "cpu" else min(job.embedding_size, _LONG)
         for size in {GATE_SIZE, large}:
-            check(self.comm, self.job.name, configuration, self.device, size)
-        options = configuration.options(self.entries, self.device)
-        learned = self.entry.scale_argument == "logit_scale"
+            check(comm, subject, configuration, device, size)
+        label = configuration.label(comm.size)
+        if job.name == MAX_SIM:
+            label = label.replace(f"keep {configuration.keep:g} bytes/entry", "winners kept")
+        if is_declared(job.name):
+            label = label.replace("wholebatch", "declared")
+        self._add(label, configuration, subject)
 
-        def loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-            return self.entry.call(
-                wb.functional, x, y, scale=scale if learned else SCALE, bias=bias, group=self.comm, **options
-            )
-
-        self.add(configuration.label(self.comm.size), f"wholebatch {wb.__version__}", configuration, loss)
-
-    def _add_peer(self, peer: Peer) -> None:
-        first = self.job.configurations[0].dtype
-        label = peer.label if first == "float32" else f"{peer.label} {first}"
-        package = f"{peer.package} {self.job.versions[peer.package]}"
-        configuration = Configuration(exchange="", dtype=first, kernel="")
-        try:
-            loss = peer.build(self.comm, SCALE)
-        except ImportError as error:  # the package is installed without something that it needs
-            self.refused.append(self.row(label, package, configuration, f"skipped: {error}"))
-            return
-        if self.job.embedding_size % peer.multiple:
-            note = f"skipped: the embedding size must be a multiple of {peer.multiple}"
-            self.refused.append(self.row(label, package, configuration, note))
-            return
-        check_peer(self.comm, self.job.name, loss, self.device, DTYPES[first], max(peer.multiple, GATE_SIZE))
-        self.add(label, package, configuration, loss)
-
-
-class _OfDeclared(_OfPairs):
-    """A declared loss, its dense reference on one rank, and perhaps a loss of this library."""
-
-    def __init__(self, comm: Communicator, job: Job, device: torch.device) -> None:
-        loss_fn, _ = call_of(job.name, 1, job.embedding_size)
-        super().__init__(comm, job, device, 1, 2 if loss_fn.declaration.symmetric else 4)
-
-    def add_methods(self) -> None:
-        """Check each method and add it to the runs."""
-        job, package = self.job, f"wholebatch {wb.__version__}"
-        for configuration in job.configurations:
-            check_declared(self.comm, job.name, configuration, self.device, job.beside)
-            method = configuration.label(self.comm.size).replace("wholebatch", "declared")
-            self._add_declared(method, package, configuration, dense=False)
-        first = job.configurations[0]
-        if self.comm.size == 1:
-            self._add_declared("its dense reference", package, replace(first, exchange=""), dense=True)
+    def _add_beside(self, first: Configuration) -> None:
+        """Add the dense reference of a declared loss, on one rank, and a loss of this library of the same value."""
+        comm, job = self._comm, self._job
+        if comm.size == 1:
+            self._add("its dense reference", replace(first, exchange=""), self._subject, lambda made: made.reference)
         if job.beside is not None:
-            self._add_built_in(job.beside, package, first)
+            beside, group = Subject(job.beside), {"group": comm}
 
-    def _add_declared(self, method: str, package: str, configuration: Configuration, *, dense: bool) -> None:
-        job, dtype = self.job, DTYPES[configuration.dtype]
-        torch.manual_seed(self.comm.rank)
-        made, arguments = call_of(
-            job.name, self.local, job.embedding_size, dtype=dtype, device=self.device, seed=self.comm.rank
-        )
-        loss_fn = with_options(made, group=self.comm, reduction="mean", **configuration.exchange_only)
-        for leaf in leaves_of(made, arguments):
-            leaf.grad = torch.ones_like(leaf)
+            def loss(x: Tensor, y: Tensor | None = None, **_others: object) -> Tensor:
+                return beside.call(wb.functional, x=x, y=y, options=group)
+
+            check_value(comm, self._subject, loss, self._device, torch.float64)
+            self._add(f"built in, {job.beside}", first, beside)
+
+    def _add_checked(self, method: str, package: str, configuration: Configuration, loss: Loss, size: int) -> None:
+        """Add a loss of another library, or a formula."""
+        check_value(self._comm, self._subject, loss, self._device, DTYPES[configuration.dtype], size)
+        self._add(method, configuration, self._subject, lambda made: loss, package)
+
+    def _add(
+        self,
+        method: str,
+        configuration: Configuration,
+        subject: Subject,
+        choose: Callable[[Made], Loss] | None = None,
+        package: str = f"wholebatch {wb.__version__}",
+    ) -> None:
+        """Add a method with inputs of its own; without `choose` it is this library's function."""
+        comm, job = self._comm, self._job
+        made = subject.make(self._local, job.embedding_size, DTYPES[configuration.dtype], self._device, comm.rank)
+        options = subject.options(configuration, job.batch_size, job.embedding_size, comm.size, self._device)
+        loss = partial(made.ours, options={**options, "group": comm}) if choose is None else choose(made)
 
         def step() -> None:
-            (loss_fn.reference if dense else loss_fn)(**arguments).backward()
+            loss(**made.arguments).backward()
 
-        self.runs.append((self.row(method, package, configuration), step))
+        for leaf in made.leaves:
+            leaf.grad = torch.ones_like(leaf)  # this memory is in use already and does not count as the loss's
+        self._runs.append((self._row(method, package, configuration), step))
 
-    def _add_built_in(self, name: str, package: str, configuration: Configuration) -> None:
-        entry, options = SUBJECTS[name], configuration.options(self.entries, self.device)
-        learned = entry.scale_argument == "logit_scale"
+    def _row(self, method: str, package: str, of: Configuration) -> Row:
+        job, on = self._job, "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
+        sizes = self._comm.size, job.threads, job.batch_size, job.embedding_size
+        return Row(self._subject.title, method, package, *sizes, of.dtype, of.keep, of.exchange, on, of.kernel)
 
-        def loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-            of = scale if learned else SCALE
-            return entry.call(wb.functional, x, y, scale=of, bias=bias, group=self.comm, **options)
+    def timed(self) -> list[Row]:
+        """Time and return all methods; those that did not run come last."""
+        comm, device, job = self._comm, self._device, self._job
+        shape = [min(_FLOOR_ROWS, n) for n in self._shape]
+        floors = {of.dtype: _floor(shape, job.embedding_size, device, DTYPES[of.dtype]) for of in job.configurations}
+        ready: list[tuple[Row, Callable[[], None], list[float]]] = []
+        refused = list(self._refused)
+        for row, step in self._runs:
+            try:
+                step()  # libraries load, threads start
+                choices = [*map(str, kernels.choices())] if row.kernel == "auto" else []
+                peak = rise_of_peak(comm, step, device)
+            except RuntimeError as error:  # it asks for more memory than there is, on every rank alike
+                asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", str(error))
+                if asked is None:
+                    raise
+                at_once = asked[2] or f"{int(asked[1]) / 1e9:.1f} GB"
+                refused.append(replace(row, note=f"did not run: asks for {at_once} at once"))
+            else:
+                transient = None if peak is None else round(peak / 1e6, 2)
+                ready.append((replace(row, choices=choices, transient_mb=transient), step, []))
+        times: dict[str, list[float]] = {dtype: [] for dtype in floors}
+        for _ in range(job.steps):
+            for dtype, floor in floors.items():
+                times[dtype].append(1e3 * seconds_of(comm, floor, device))
+            for _, step, of_step in ready:
+                of_step.append(1e3 * seconds_of(comm, step, device))
+        units, (rows, columns) = self._subject.work_units(job.embedding_size), self._shape
+        of_floor = units * rows * columns / math.prod(shape)
+        flop = 2 * units * rows * job.batch_size / self._local * columns * job.embedding_size  # of all ranks
+        return [
+            replace(
+                row,
+                step_ms=round(ms := median(of_step), 3),
+                times_floor=round(ms / (of_floor * median(times[row.dtype])), 3),
+                tflops=float(f"{flop / (ms * 1e9):.3g}"),
+            )
+            for row, _, of_step in ready
+        ] + refused
 
-        self.add(f"built in, {name}", package, configuration, loss)
+
+def _floor(shape: Sequence[int], embedding_size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a product in the precision in which tiles are computed: on a CPU, half precision is widened."""
+    dtype = accumulation_dtype(dtype) if device.type == "cpu" else dtype
+    left, right = (torch.randn(n, embedding_size, device=device, dtype=dtype) for n in shape)
+    return partial(torch.mm, left, right.T, out=left.new_empty(*shape))

@@ -11,7 +11,7 @@ import matplotlib
 from wholebatch._cli.display import print_table as print_rows
 from wholebatch._cli.display import print_text
 
-from .measurement import Row
+from .loss import Row
 
 _HEADER = ("method", "ms", "x floor", "x first", "TFLOP/s", "MB")
 _PANEL = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device")
@@ -65,32 +65,27 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
 
     rows = [row for row in rows if row["step_ms"] is not None]
-    panels = list(dict.fromkeys(tuple(row[name] for name in _PANEL) for row in rows))
-    groups = [[row for row in rows if tuple(row[name] for name in _PANEL) == panel] for panel in panels]
-    heights = [len(group) + 1.2 for group in groups]
+    panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault(tuple(row[name] for name in _PANEL), []).append(row)
+    heights = [len(group) + 1.2 for group in panels.values()]
     figure, axes = plt.subplots(
-        len(panels),
-        2,
-        figsize=(10, 0.32 * sum(heights) + 0.8),
-        squeeze=False,
-        height_ratios=heights,
+        len(panels), 2, figsize=(10, 0.32 * sum(heights) + 0.8), squeeze=False, height_ratios=heights
     )
-    for (loss, batch_size, embedding_size, *on), group, (time_axis, memory_axis) in zip(
-        panels, groups, axes, strict=True
-    ):
+    for ((loss, batch_size, embedding_size, *on), group), line in zip(panels.items(), axes, strict=True):
         names = [row["method"] for row in group]
         colors = ["tab:blue" if row["package"].startswith("wholebatch") else "tab:gray" for row in group]
-        for axis, field, form in ((time_axis, "times_floor", "{:.2f}".format), (memory_axis, "transient_mb", _digits)):
+        for axis, field in zip(line, ("times_floor", "transient_mb"), strict=True):
             values = [row[field] or 0.0 for row in group]
-            bars = axis.barh(names, values, color=colors)
-            axis.bar_label(bars, labels=[form(value) for value in values], padding=3, fontsize=8)
+            labels = [f"{value:.2f}" if field == "times_floor" else _digits(value) for value in values]
+            axis.bar_label(axis.barh(names, values, color=colors), labels=labels, padding=3, fontsize=8)
             axis.invert_yaxis()
             axis.margins(x=0.12)
             axis.tick_params(labelsize=8)
             axis.spines[["top", "right"]].set_visible(False)
-        memory_axis.set_yticks([])
-        time_axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        time_axis.set_title(f"{loss}, B = {batch_size}, d = {embedding_size}, {_on(*on)}", fontsize=9, loc="left")
+        line[1].set_yticks([])
+        line[0].axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        line[0].set_title(f"{loss}, B = {batch_size}, d = {embedding_size}, {_on(*on)}", fontsize=9, loc="left")
     axes[-1][0].set_xlabel("time; 1: torch.mm for the same multiply-adds", fontsize=9)
     axes[-1][1].set_xlabel("transient memory, MB", fontsize=9)
     machines = ", ".join(dict.fromkeys(f"{row['machine']}, torch {row['torch']}" for row in rows))

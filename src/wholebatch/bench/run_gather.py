@@ -29,21 +29,16 @@ def run_gather(config: GatherConfig) -> None:
     """
     if any(variable in os.environ for variable in MPI_SIZES):
         try:
-            comm = wb.comm.MPICommunicator()
+            comm: Communicator = wb.comm.MPICommunicator()
         except ImportError as error:
             raise UserError(str(error)) from error
         from mpi4py import MPI
 
-        torch.set_num_threads(1)
-        implementation = (
-            MPI.Get_library_version().split("\n")[0].split(",")[0].replace("MPICH Version:", "MPICH").split()
-        )
-        _run_here(config, comm, " ".join(implementation).replace(" v", " "))
+        name = MPI.Get_library_version().split("\n")[0].split(",")[0].replace("MPICH Version:", "MPICH")
+        backend = " ".join(name.split()).replace(" v", " ")
     elif launcher_size() is not None:
         dist.init_process_group("gloo")
-        torch.set_num_threads(1)
-        _run_here(config, wb.comm.TorchCommunicator(), "gloo")
-        dist.destroy_process_group()
+        comm, backend = wb.comm.TorchCommunicator(), "gloo"
     else:
         for ranks in config.ranks:
             try:
@@ -51,17 +46,21 @@ def run_gather(config: GatherConfig) -> None:
             except RankError as error:
                 raise UserError(f"a rank failed: {str(error).splitlines()[0]} (memory?)") from error
             _finish(config, "gloo", rows)
+        return
+    rows = _measured(comm, config)
+    if comm.rank == 0:
+        _finish(config, backend, rows)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _on_gloo(config: GatherConfig) -> list[gather.Row]:
+    return _measured(wb.comm.TorchCommunicator(), config)
+
+
+def _measured(comm: Communicator, config: GatherConfig) -> list[gather.Row]:
     torch.set_num_threads(1)
-    return gather.measure(wb.comm.TorchCommunicator(), config.embedding_sizes, config.rows_per_rank, config.steps)
-
-
-def _run_here(config: GatherConfig, comm: Communicator, backend: str) -> None:
-    rows = gather.measure(comm, config.embedding_sizes, config.rows_per_rank, config.steps)
-    if comm.rank == 0:
-        _finish(config, backend, rows)
+    return gather.measure(comm, config.embedding_sizes, config.rows_per_rank, config.steps)
 
 
 def _finish(config: GatherConfig, backend: str, rows: list[gather.Row]) -> None:

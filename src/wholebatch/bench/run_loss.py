@@ -8,18 +8,18 @@ from dataclasses import asdict
 from itertools import product
 
 import torch
+import torch.distributed as dist
 
 import wholebatch as wb
 from wholebatch._base.third_party import version
 from wholebatch._base.user_error import UserError
 from wholebatch._launch.processes import run_processes
 from wholebatch._measure import threads_of_a_rank
-from wholebatch.comm import Communicator
 from wholebatch.testing import RankError
 
 from . import loss, loss_display, records
 from .config import LOSS_RUN, MAX_SIM, LossConfig
-from .measurement import Job, Row
+from .loss import Job
 from .peers import PEERS
 from .subjects import SUBJECTS, Configuration
 
@@ -53,7 +53,7 @@ def run_loss(config: LossConfig) -> None:
     print(f"{config.results} and {config.results.with_suffix('.png')} hold these results")
 
 
-def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[Row]:
+def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[loss.Row]:
     """Measure one loss on new processes, so that none uses memory that another has left."""
     sweep = SUBJECTS[name].sweep if name in SUBJECTS else None
     keeps: tuple[float, ...] = (0.0,)  # of a loss that has nothing to keep
@@ -73,30 +73,18 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
     )  # fmt: skip
     try:
         backend = "nccl" if config.device == "cuda" and ranks > 1 else "gloo"
-        measure = _loss_on_ranks if ranks > 1 else _loss_alone
-        return run_processes(measure, ranks, job, config.device, backend=backend, timeout_s=7200)[0]
+        return run_processes(_measure_here, ranks, job, config.device, backend=backend, timeout_s=7200)[0]
     except RankError as error:
         reason = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1].strip()
         raise UserError(f"{name} on {ranks} ranks failed, and nothing was timed: {reason}") from error
 
 
-def _loss_on_ranks(job: Job, device: str) -> list[Row]:
-    return _loss_of(wb.comm.TorchCommunicator(), job, device)
-
-
-def _loss_alone(job: Job, device: str) -> list[Row]:
-    return _loss_of(wb.comm.LocalCommunicator(), job, device)
-
-
-def _limit_memory(processes: int) -> None:
-    """Make an allocation of more memory than there is an error; otherwise the machine would kill the process later."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    resource.setrlimit(resource.RLIMIT_AS, (physical // processes, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
-def _loss_of(comm: Communicator, job: Job, device: str) -> list[Row]:
+def _measure_here(job: Job, device: str) -> list[loss.Row]:
+    comm = wb.comm.TorchCommunicator() if dist.get_world_size() > 1 else wb.comm.LocalCommunicator()
     if device == "cuda":
         torch.cuda.set_device(comm.rank)
         return loss.measure(comm, job, torch.device("cuda", comm.rank))
-    _limit_memory(comm.size)
+    # An allocation of more memory than there is becomes an error; otherwise the machine would kill the process later.
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    resource.setrlimit(resource.RLIMIT_AS, (physical // comm.size, resource.getrlimit(resource.RLIMIT_AS)[1]))
     return loss.measure(comm, job, torch.device(device))

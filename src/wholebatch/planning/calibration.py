@@ -119,6 +119,7 @@ def calibrate(
         products[d] *= share
         again[d] *= share
     wire, message = _of_network(comm, took, device)
+    x = torch.randn(_SIZES[-1], _SIZES[-1], device=device).to(dtype)
     return Rates(
         f"measured on {comm.size} rank{'s' if comm.size > 1 else ''}, {device}, {dtype}, torch {torch.__version__}",
         products,
@@ -128,7 +129,7 @@ def calibrate(
         memory,
         wire,
         message,
-        encoders=_of_encoders(took, dtype, device),
+        encoders=2 * len(x) ** 3 / took(lambda: torch.mm(x, x)),  # a linear map stands for an encoder
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         ranks=comm.size if device.type == "cpu" else None,
@@ -157,13 +158,6 @@ def _of_tiles(
             torch.mm(x, y.T, out=tile)
 
     return 3 * often * of_one / took(all_three), often * of_one / took(the_first)
-
-
-def _of_encoders(took: Callable[[Callable[[], object]], float], dtype: torch.dtype, device: torch.device) -> float:
-    """Return the flops per second of a linear map in the features' dtype, which stands for an encoder."""
-    width = _SIZES[-1]
-    x, weight = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-    return 2 * width**3 / took(lambda: torch.mm(x, weight))
 
 
 def _of_network(

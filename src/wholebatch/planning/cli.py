@@ -128,27 +128,11 @@ def _rates(path: Path) -> Rates:
 
 def _arguments(config: PlanConfig) -> dict[str, Any]:
     """Return the arguments of :func:`wholebatch.plan`, without rates."""
-    return {
-        "batch_size": config.batch_size,
-        "embedding_size": config.embedding_size,
-        "ranks": config.ranks,
-        "loss": config.loss,
-        "dtype": config.dtype,
-        "device": config.device.lower(),
-        "memory_limit": _bytes("memory_limit", config.memory_limit, positive=True),
-        "model_bytes": _bytes("model_bytes", config.model_bytes),
-        "gradient_bytes": _bytes("gradient_bytes", config.gradient_bytes),
-        "encoder_bytes": tuple(_bytes("encoder_bytes", text) for text in config.encoder_bytes),
-        "encoder_flops": config.encoder_flops,
-        "chunk_size": config.chunk_size,
-        "keep_graphs": config.keep_graphs,
-        "classes": config.classes,
-        "sample_rate": config.sample_rate,
-        "query_tokens": config.query_tokens,
-        "document_tokens": config.document_tokens,
-        "documents_per_query": config.documents_per_query,
-        "bandwidth": _bytes("bandwidth", config.bandwidth, positive=True),
-    }
+    found = {name: value for name, value in vars(config).items() if name not in ("measure", "rates", "save", "json")}
+    for name in ("memory_limit", "bandwidth", "model_bytes", "gradient_bytes"):
+        found[name] = _bytes(name, found[name], positive=name in ("memory_limit", "bandwidth"))
+    encoder_bytes = tuple(_bytes("encoder_bytes", text) for text in config.encoder_bytes)
+    return {**found, "device": config.device.lower(), "encoder_bytes": encoder_bytes}
 
 
 def _bytes(name: str, text: str | None, *, positive: bool = False) -> int | None:

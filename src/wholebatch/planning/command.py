@@ -40,7 +40,9 @@ def run(arguments: Mapping[str, Any], rates: Rates | None, *, measure: bool, sav
     """
     measured: list[Measured] = []
     if measure:
-        _check_gpus(arguments)
+        gpus, ranks = torch.cuda.device_count(), arguments["ranks"]
+        if arguments["device"] == "cuda" and gpus < ranks:
+            raise UserError(f"--measure needs a GPU for each of {ranks} ranks, and there are {gpus}")
         estimated = replace(given("cpu", torch.float32), device=arguments["device"])
         rates = _rates_here(plan(**arguments, rates=estimated), arguments["device"], save)
     found = plan(**arguments, rates=rates)
@@ -56,12 +58,6 @@ def run(arguments: Mapping[str, Any], rates: Rates | None, *, measure: bool, sav
         elif measure:
             print("no option fits, so none was run")
     return 0 if found.chosen is not None else 1
-
-
-def _check_gpus(arguments: Mapping[str, Any]) -> None:
-    gpus, ranks = torch.cuda.device_count(), arguments["ranks"]
-    if arguments["device"] == "cuda" and gpus < ranks:
-        raise UserError(f"--measure needs a GPU for each of {ranks} ranks, and there are {gpus}")
 
 
 def _rates_here(sizes: Plan, device: str, save: Path | None) -> Rates:

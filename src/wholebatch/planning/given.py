@@ -40,7 +40,8 @@ def given(device: str, dtype: torch.dtype) -> Rates:
     if device == "cpu":
         slower = 2.0 if wide else 1.0
         products = {d: rate / slower for d, rate in _CPU_PRODUCTS.items()}
-        entry = {loss: {kept: slower * of for kept, of in _cpu_entry(loss).items()} for loss in LOSSES}
+        measured = {of: of if of in _CPU_ENTRY else _UNMEASURED[CATALOG[of].kind] for of in LOSSES}
+        entry = {of: {kept: slower * s for kept, s in _CPU_ENTRY[known].items()} for of, known in measured.items()}
         source = "given, of two cores of an AMD EPYC for each rank; --measure measures those of this machine"
         return Rates(
             source, products, products, entry, call=2e-3, memory=2e9, wire=1e9, message=1e-3, encoders=products[1024]
@@ -66,11 +67,6 @@ def given(device: str, dtype: torch.dtype) -> Rates:
         capacity=card.capacity,
         device="cuda",
     )
-
-
-def _cpu_entry(loss: str) -> dict[int, float]:
-    """Return {bytes kept: seconds} of an entry of S on a CPU."""
-    return _CPU_ENTRY[loss] if loss in _CPU_ENTRY else _CPU_ENTRY[_UNMEASURED[CATALOG[loss].kind]]
 
 
 def _card_here() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -102,9 +101,10 @@ def plan(
     (True, 'wb.CLIPLoss(memory=1241513984)')
     """
     user = loss if is_declared(loss) else None
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     sizes = Sizes.from_arguments(
         batch_size=batch_size, embedding_size=embedding_size, ranks=ranks, declared=user is not None,
-        loss=loss if user is None else name_of(user), dtype=_name_of(dtype),
+        loss=loss if user is None else name_of(user), dtype=dtype,
         device=device, memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes,
         encoder_bytes=encoder_bytes, encoder_flops=encoder_flops, chunk_size=chunk_size, keep_graphs=keep_graphs,
         classes=classes, sample_rate=sample_rate, bandwidth=bandwidth, query_tokens=query_tokens,
@@ -166,11 +166,6 @@ def shapes_of(sizes: Sizes, counts: Counts | None) -> Shapes:
         )
     rate = 1.0 if sizes.sample_rate is None else sizes.sample_rate
     return Shapes(*form, classes=sizes.classes or 0, sample_rate=rate, declared=counts)
-
-
-def _name_of(dtype: Any) -> Any:  # whatever a user gives; `Sizes` checks it
-    """Return the name of a dtype that may be given by its name."""
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _choice(fitting: Sequence[Option], *, encoders: bool) -> Option | None:

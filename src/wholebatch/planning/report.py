@@ -160,11 +160,12 @@ def _row(plan: Plan, number: int, option: Option) -> tuple[str, ...]:
     marks = ["chosen"] if option is plan.chosen else []
     marks += ["auto"] if option.auto else []
     marks += [] if option.fits else ["too large"]
+    again = f"{option.encoded_again:.0%}" if option.kept_graphs else "all"
     return (
         str(number),
         option.exchange or "-",
         option.similarities,
-        _encoders(option),
+        "at once" if option.chunk_size is None else f"chunks of {option.chunk_size}, {again} twice",
         amount(option.peak),
         amount(option.wire),
         operations(option.flops),
@@ -172,11 +173,3 @@ def _row(plan: Plan, number: int, option: Option) -> tuple[str, ...]:
         str(option.largest_batch),
         ", ".join(marks),
     )
-
-
-def _encoders(option: Option) -> str:
-    if option.chunk_size is None:
-        return "at once"
-    if not option.kept_graphs:
-        return f"chunks of {option.chunk_size}, all twice"
-    return f"chunks of {option.chunk_size}, {option.encoded_again:.0%} twice"

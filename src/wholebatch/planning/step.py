@@ -49,10 +49,6 @@ class Step:
     activations: tuple[int, ...]
     forward: float
 
-    def with_batch_size(self, batch_size: int) -> Step:
-        """Return the same step with another batch."""
-        return replace(self, shapes=replace(self.shapes, batch_size=batch_size))
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -166,7 +162,10 @@ def largest_batch(step: Step, setting: Setting, limit: int) -> int:
     """Return the largest global batch that fits, a multiple of the ranks."""
     ranks = step.shapes.ranks
 
-    return ranks * _most(_LARGEST, lambda rows: _peak(step.with_batch_size(rows * ranks), setting) <= limit)
+    def fits(rows: int) -> bool:
+        return _peak(replace(step, shapes=replace(step.shapes, batch_size=rows * ranks)), setting) <= limit
+
+    return ranks * _most(_LARGEST, fits)
 
 
 def _most(largest: int, fits: Callable[[int], bool]) -> int:

@@ -10,7 +10,7 @@ bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
     SigLIP     3 units         b B             as CLIP, but gather: 2 B d a + 2 b d a
     NT-Xent    4 of half       (2b)(2B) / 2    as CLIP with 2b rows in a bytes, and   ring: b d a more
     SupCon     4 of half       b B / 2         as NT-Xent with b rows
-    PartialFC  4 k B d         k B             the larger of tiles + k d a + B d (s + 2a), k d s + B d (s + 5a)
+    PartialFC  4 k B d         k B             the larger of tiles + k d a + 4 B d a, k d s + B d (s + 6a)
     declared   4 units         b B             half if symmetric; `declared.count` finds the memory
     MaxSim     2 units of products of tokens   as `late_interaction` says
 
@@ -57,6 +57,14 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     again = 0 if shapes.one_pass else entries - kept
     held = _bytes_of_tiles(shapes, exchange, budget) + kept * budget.kept_dtype.itemsize
     wire, messages = _wire(shapes, exchange)
+    if shapes.declared is not None:
+        peak = _peak_of_declared(shapes, shapes.declared, exchange)
+    else:
+        peak = _peak_of_classes(shapes, held) if shapes.of_classes else _peak_of_pairs(shapes, exchange, held)
+    centers = 0  # and their gradient, which has a sample's rows or all
+    if shapes.of_classes:
+        gradient = shapes.centers if shapes.sample_rate == 1 else shapes.sampled
+        centers = (shapes.centers + gradient) * shapes.embedding_size * shapes.dtype.itemsize
     return Work(
         flops=2 * shapes.embedding_size * (3 * entries + again - _mirrored(shapes)),
         again=2 * shapes.embedding_size * again,
@@ -64,17 +72,11 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
         kept=kept,
         kept_size=budget.kept_dtype.itemsize,
         features=shapes.vectors * shapes.embedding_size * shapes.dtype.itemsize,
-        centers=_bytes_of_centers(shapes),
-        loss=_peak_of_loss(shapes, exchange, held),
+        centers=centers,
+        loss=peak,
         wire=wire,
         messages=messages,
     )
-
-
-def _peak_of_loss(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
-    if shapes.declared is not None:
-        return _peak_of_declared(shapes, shapes.declared, exchange)
-    return _peak_of_classes(shapes, held) if shapes.of_classes else _peak_of_pairs(shapes, exchange, held)
 
 
 def _mirrored(shapes: Shapes) -> int:
@@ -83,12 +85,6 @@ def _mirrored(shapes: Shapes) -> int:
         return 0
     tiles, rest = divmod(shapes.partition.counts[0], shapes.side)
     return tiles * shapes.side**2 + rest**2
-
-
-def _bytes_of_centers(shapes: Shapes) -> int:
-    """Return the bytes of centers and of their gradient, which has a sample's rows or all."""
-    gradient = shapes.centers if shapes.sample_rate == 1 else shapes.sampled
-    return (shapes.centers + gradient) * shapes.embedding_size * shapes.dtype.itemsize if shapes.classes else 0
 
 
 def _bytes_of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
@@ -134,31 +130,19 @@ def _peak_of_declared(shapes: Shapes, counts: Counts, exchange: ExchangeUsed) ->
 
 
 def _peak_of_classes(shapes: Shapes, held: int) -> int:
-    """Return PartialFC's bytes: the largest of the sweep, of rounding the centers' gradient, and after it."""
-    s, a, d = shapes.size, shapes.sums_size, shapes.embedding_size
-    embeddings, centers = shapes.batch_size * d, shapes.sampled * d
-    if shapes.sample_rate < 1:
-        return _peak_of_sample(shapes, held)
-    in_sweep = held + centers * a + embeddings * (s + 2 * a)
-    rounding = centers * (a + s) + embeddings * a if s < a else 0
-    after = centers * s + embeddings * (s + 5 * a)
-    if s < a:  # embeddings are widened once, and their gradient is rounded once
-        after += embeddings * (a + s)
-    return max(in_sweep, rounding, after)
+    """Return PartialFC's bytes: the largest of the sweep, of rounding the centers' gradient, and after it.
 
-
-def _peak_of_sample(shapes: Shapes, held: int) -> int:
-    """Return a sampled PartialFC's bytes: its gradient takes the memory of the last step's, and no center is copied.
-
-    A sweep reads the rows of one tile at a time. Several ranks also hold the embeddings that they have gathered.
+    The gradient of a sample takes the memory of the last step's, no center is copied, and a sweep reads the rows of one
+    tile at a time.
     """
     s, a, d = shapes.size, shapes.sums_size, shapes.embedding_size
-    embeddings, centers = shapes.batch_size * d, shapes.sampled * d
-    of_tile = min(shapes.side, shapes.sampled) * d * s
-    gathered = embeddings * s if shapes.ranks > 1 else 0
-    in_sweep = held + of_tile + gathered + embeddings * (s + 2 * a) + centers * (a - s)
-    rounding = centers * a + embeddings * a if s < a else 0
-    return max(in_sweep, rounding, embeddings * (s + 5 * a))
+    embeddings, centers, halves = shapes.batch_size * d, shapes.sampled * d, shapes.size < shapes.sums_size
+    in_sweep = held + centers * a + 4 * embeddings * a
+    rounding = centers * (a + s) + 4 * embeddings * a if halves else 0
+    after = centers * s + embeddings * (s + 6 * a) + (embeddings * s if halves else 0)
+    if shapes.sample_rate == 1:
+        return max(in_sweep, rounding, after)
+    return max(in_sweep + min(shapes.side, shapes.sampled) * d * s, rounding, after) - centers * s
 
 
 def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
