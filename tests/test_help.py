@@ -1,5 +1,6 @@
 """Help and mistakes in options need no torch, so every command answers quickly; a mistake never ends in a traceback."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,51 +8,54 @@ import sys
 import pytest
 
 PROGRAM = """
-import sys
+import io, json, os, sys
+from contextlib import redirect_stderr, redirect_stdout
 from wholebatch.__main__ import main
+known = set(sys.modules)
 {extra}
-try:
-    code = main(sys.argv[1:])
-except SystemExit as ended:
-    code = ended.code
-print([name for name in ("torch", "numpy", "matplotlib") if name in sys.modules], file=sys.stderr)
-sys.exit(code)
+for folder, argv in json.load(sys.stdin):
+    os.chdir(folder)
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        try:
+            code = main(argv)
+        except SystemExit as ended:
+            code = ended.code
+    imported = [name for name in ("torch", "numpy", "matplotlib") if name in {{*sys.modules}} - known]
+    known |= {{*sys.modules}}
+    print(json.dumps([code, output.getvalue(), errors.getvalue().strip("\\n"), imported]))
 """
 
 
+def run_all(calls, extra=""):
+    """Call commands in one process, each in a folder; each one's exit code, output, errors, and packages it imports."""
+    program = [sys.executable, "-W", "error", "-c", PROGRAM.format(extra=extra)]
+    done = subprocess.run(program, input=json.dumps(calls), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def run(*argv, extra=""):
-    """The command's exit code, its output, its error output, and the packages that it has imported."""
-    program = [sys.executable, "-W", "error", "-c", PROGRAM.format(extra=extra), *argv]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    *errors, imported = done.stderr.splitlines()
-    return done.returncode, done.stdout, "\n".join(errors), imported
+    return run_all([(".", argv)], extra)[0]
 
 
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--help"], "wholebatch COMMAND"),
-        (["audit", "--help"], "--preset"),
-        (["bench", "--help"], "gather"),
-        (["bench", "gather", "--help"], "--embedding-sizes"),
-        (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip,max_sim}"),
-        (["doctor", "--help"], "--embedding-size"),
-        (["embed", "--help"], "--column"),
-        (["evaluate", "--help"], "--columns"),
-        (["export", "--help"], "{sentence-transformers,open_clip}"),
-        (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc,"),
-        (["search", "--help"], "--queries"),
-        (["train", "--help"], "--batch-size"),
-    ],
-)
-def test_help_imports_no_torch(argv, text):
-    code, output, errors, imported = run(*argv)
-    assert (code, errors, imported) == (0, "", "[]")
-    assert text in output
+HELP = [
+    (["--help"], "wholebatch COMMAND"),
+    (["audit", "--help"], "--preset"),
+    (["bench", "--help"], "gather"),
+    (["bench", "gather", "--help"], "--embedding-sizes"),
+    (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip,max_sim}"),
+    (["doctor", "--help"], "--embedding-size"),
+    (["embed", "--help"], "--column"),
+    (["evaluate", "--help"], "--columns"),
+    (["export", "--help"], "{sentence-transformers,open_clip}"),
+    (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc,"),
+    (["search", "--help"], "--queries"),
+    (["train", "--help"], "--batch-size"),
+]
 
 
 def test_the_check_above_can_fail():
-    assert run("--help", extra="import numpy")[3] != "[]"
+    assert run("--help", extra="import numpy")[3] == ["numpy"]
 
 
 PLAN = "plan --batch-size 64 --embedding-size 8"
@@ -173,15 +177,31 @@ MISTAKES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Return {command: what `run` returns}, of all commands below in one process, each in a folder of its own."""
+    folders = {}
+    for argv, _ in HELP + MISTAKES:
+        folders[str(argv)] = folder = tmp_path_factory.mktemp("help")
+        (folder / "bad.json").write_text('{"a":')
+        for name in ("folder.json", "folder.csv", "run"):
+            (folder / name).mkdir()
+        (folder / "run" / "config.json").write_text("{}")
+    calls = [argv.split() if isinstance(argv, str) else argv for argv, _ in HELP + MISTAKES]
+    return dict(zip(folders, run_all([*zip(map(str, folders.values()), calls, strict=True)]), strict=True))
+
+
+@pytest.mark.parametrize(("argv", "text"), HELP)
+def test_help_imports_no_torch(argv, text, outcomes):
+    code, output, errors, imported = outcomes[str(argv)]
+    assert (code, errors, imported) == (0, "", [])
+    assert text in output
+
+
 @pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[str(argv) for argv, _ in MISTAKES])
-def test_mistakes_import_no_torch(argv, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.json").write_text('{"a":')
-    for name in ("folder.json", "folder.csv", "run"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "run" / "config.json").write_text("{}")
-    code, output, errors, imported = run(*(argv.split() if isinstance(argv, str) else argv))
-    assert (code, output, imported) == (2, "", "[]")
+def test_mistakes_import_no_torch(argv, message, outcomes):
+    code, output, errors, imported = outcomes[str(argv)]
+    assert (code, output, imported) == (2, "", [])
     assert message in " ".join(re.sub("[─│╭╮╰╯]", " ", errors).split())
     assert "Traceback" not in errors
 
@@ -190,7 +210,7 @@ def test_a_launcher_with_missing_variables_is_reported(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for argv in (["bench", "gather"], ["bench", "loss"], ["audit", "my_file:problem"], ["train"]):
         code, output, errors, imported = run(*argv)
-        assert (code, output, imported) == (2, "", "[]")
+        assert (code, output, imported) == (2, "", [])
         assert "launcher" in errors or "torchrun" in errors
 
 

@@ -91,6 +91,7 @@ DECLARATIONS = {
     "mean of a tile": (lambda: declared(lambda s, x, y, p: s - s.mean()), "its values change when the tile is cut"),
     "sum": (lambda: declared(lambda s, x, y, p: s.sum(1)), "must return one value for each entry, (4, 6) in a tile"),
     "transposed": (lambda: declared(lambda s, x, y, p: s.T), "must return one value for each entry"),
+    "one dimension more": (lambda: declared(lambda s, x, y, p: s[None]), "must return one value for each entry"),
     "integers": (
         lambda: declared(lambda s, x, y, p: (s > 0).long()),
         "must return floating-point numbers, got torch.int64",
