@@ -189,9 +189,9 @@ def _begin(
     def write() -> tuple[Sequence[Tracker], str]:
         if folder is None:
             return [], ""
+        folder.add_start(start)  # first: it also reads the file, which may be damaged
         if config.until_step is not None:
             folder.extend(schedule.extensions)
-        folder.add_start(start)
         return start_trackers(config, folder.path, start.step)
 
     (trackers, missing), _ = on_all_ranks("set-up", write)
