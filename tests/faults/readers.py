@@ -338,7 +338,7 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
         path = folder / f"hostile.{reader}"
         shutil.copyfile(base / f"whole.{reader}", path)
         said, more = damage(path, dice), ["--skip-bad"] * dice.randint(0, 1)
-        if dice.random() < 0.4:
+        if dice.random() < 0.15:  # seconds each
             new = ["--data", str(path), "--run-folder", str(folder / "run"), "--steps", "1", *more]
             return ["train", *new, *SMALL, *_FEW, *_FEWER], f"{said}, trained on"
         return ["embed", run, str(path), "--side", dice.choice(_SIDES), "--out", out, "--workers", "0", *more], said
