@@ -261,6 +261,15 @@ def edit(value: Any, dice: random.Random) -> str:
     return "another key"
 
 
+def edit_class_names(path: Path, dice: random.Random) -> str:
+    """Change what the library datasets has left in a parquet file about its classes; return the way."""
+    about = {"info": {"features": {name: {"_type": "ClassLabel", "names": ["a", "b"]} for name in ("text", "n")}}}
+    said = edit(about, dice)
+    metadata = {"huggingface": json.dumps(about) if dice.random() < 0.9 else "[" * 10**5}
+    pq.write_table(pq.read_table(path).replace_schema_metadata(metadata), path)
+    return said
+
+
 def reseal(run: Path, name: str, dice: random.Random) -> str:
     """Change a value in a file of a run, and write digests that fit in all its files of weights."""
     path = run / name
@@ -337,7 +346,9 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
     if reader in (*TABLES, "tar"):
         path = folder / f"hostile.{reader}"
         shutil.copyfile(base / f"whole.{reader}", path)
-        said, more = damage(path, dice), ["--skip-bad"] * dice.randint(0, 1)
+        of_names = reader == "parquet" and dice.random() < 0.3
+        said = edit_class_names(path, dice) if of_names else damage(path, dice)
+        more = ["--skip-bad"] * dice.randint(0, 1)
         if dice.random() < 0.15:  # seconds each
             new = ["--data", str(path), "--run-folder", str(folder / "run"), "--steps", "1", *more]
             return ["train", *new, *SMALL, *_FEW, *_FEWER], f"{said}, trained on"
@@ -479,19 +490,18 @@ def run_cases(
 
 def main(argv: list[str] | None = None) -> int:
     parser = common.options(__doc__, count=300)
-    parser.add_argument("--reader", choices=READERS, help="one kind of file; all otherwise")
+    parser.add_argument("--reader", choices=READERS, nargs="+", default=READERS, help="kinds of files")
     parser.add_argument("--only", type=int, help="the number of a single case")
     arguments = parser.parse_args(argv)
     began = time.monotonic()
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     counts = range(arguments.count) if arguments.only is None else [arguments.only]
-    readers = [arguments.reader] if arguments.reader else READERS
     with tempfile.TemporaryDirectory(prefix="wholebatch-readers-") as name:
         os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
         build(Path(name))
         outcomes = []
-        for reader in readers:
+        for reader in arguments.reader:
             start = time.monotonic()
             found = [*run_cases(Path(name), arguments.seed, [(reader, number) for number in counts])]
             tally = {kind: sum(one.outcome == kind for one in found) for kind in CLASSES}

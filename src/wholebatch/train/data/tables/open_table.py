@@ -119,13 +119,14 @@ def _with_class_names(arrow: Any) -> Any:
 
     pa = need_pyarrow()
     try:
-        features = json.loads((arrow.schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, ValueError, TypeError):
+        features = json.loads((arrow.schema.metadata or {})[b"huggingface"])["info"]["features"].items()
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # it has none, or they are damaged
         return arrow
-    for name, feature in features.items():
+    for name, feature in features:
         names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
-        if isinstance(names, list) and name in arrow.column_names:
-            texts = pc.take(pa.array(names, pa.string()), _known(arrow[name], len(names)))
+        if isinstance(names, list) and name in arrow.column_names and pa.types.is_integer(arrow[name].type):
+            valid = [str(each).encode(errors="replace").decode() for each in names]
+            texts = pc.take(pa.array(valid, pa.string()), _known(arrow[name], len(names)))
             arrow = arrow.set_column(arrow.column_names.index(name), name, texts)
     return arrow
 
