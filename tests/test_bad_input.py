@@ -259,6 +259,8 @@ NEW_MISTAKES = [
         (name, {"labels": torch.zeros(3, device="meta").long()}, "labels must be a dense tensor with data")
         for name in LABELED
     ),
+    *((name, {"labels": nested().long()}, "labels must be a dense tensor .* got a nested tensor") for name in LABELED),
+    ("sup_con_loss", {"weights": nested()}, "weights must be .*nested"),
     ("sup_con_loss", {"features": features(6).view(3, 2, 4).to_sparse()}, "features must have shape|dense tensor"),
     ("info_nce_loss", {"hard_negatives": features().view(3, 1, 4).to_sparse()}, "hard_negatives must (have|be)"),
     ("clip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),

@@ -312,6 +312,12 @@ def test_deeply_nested_options_are_one_line(tmp_path, capsys):
         assert f"--config: {path} is no file of options" in mistake(capsys, "train", "--config", path)
 
 
+def test_a_number_of_the_options_that_no_float_holds_is_one_line(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text("learning-rate = -1" + 400 * "0")
+    assert "--learning-rate must be a number, got -10" in mistake(capsys, "train", "--config", path)
+
+
 def test_a_file_of_a_run_is_executed_if_asked(data, tmp_path, capsys):
     """By --trust, or where the command line names it, in `train` as in the commands that use a run."""
     marker, mine, run = tmp_path / "executed", tmp_path / "mine.py", tmp_path / "run"
