@@ -171,6 +171,13 @@ def test_names_of_classes_that_do_not_fit_their_numbers(tmp_path, about, labels)
     assert found.to_pydict() == {"n": labels, "text": ["red", "blue"], "x": [0.5, 1.5]}
 
 
+def test_texts_of_a_parquet_file_that_are_not_utf8_are_one_line(tmp_path):
+    texts = pa.array([b"red", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"image": ["a.png", "b.png"], "text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read as a parquet file: .*UTF8"):
+        open_table(str(tmp_path / "a.parquet"))
+
+
 @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".tsv"])
 def test_a_compressed_table_is_one_line_with_the_fix(tmp_path, ending):
     path = tmp_path / f"pairs{ending}.gz"

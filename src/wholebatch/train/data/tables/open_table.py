@@ -102,7 +102,9 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
     """Yield the record batches of a parquet file, with plain types."""
     with _parquet_file(path) as file:
         schema = plain_schema(file.schema_arrow)
-        yield from _cast(file.iter_batches(batch_size=_ROWS), schema)
+        for batch in _cast(file.iter_batches(batch_size=_ROWS), schema):
+            batch.validate(full=True)  # pyarrow reads texts that are not UTF-8
+            yield batch
 
 
 def _cast(batches: Iterable[Any], schema: Any) -> Iterator[Any]:
