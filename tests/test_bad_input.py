@@ -14,6 +14,15 @@ def features(rows=3, d=4, **options):
     return torch.randn(rows, d, **options)
 
 
+class NotComparable:
+    """Like an array, whose comparison with a word is no truth value."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise ValueError("the truth value of an array with more than one element is ambiguous")
+
+
 def nested():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors is in prototype stage")
@@ -250,6 +259,8 @@ NEW_MISTAKES = [
         (name, {"labels": torch.zeros(3, device="meta").long()}, "labels must be a dense tensor with data")
         for name in LABELED
     ),
+    *((name, {"labels": nested().long()}, "labels must be a dense tensor .* got a nested tensor") for name in LABELED),
+    ("sup_con_loss", {"weights": nested()}, "weights must be .*nested"),
     ("sup_con_loss", {"features": features(6).view(3, 2, 4).to_sparse()}, "features must have shape|dense tensor"),
     ("info_nce_loss", {"hard_negatives": features().view(3, 1, 4).to_sparse()}, "hard_negatives must (have|be)"),
     ("clip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
@@ -286,6 +297,12 @@ NEW_MISTAKES = [
         {"negative_ids": torch.zeros(2).long()},
         "negative_ids requires negatives, and query_ids or key_ids",
     ),
+    (
+        "info_nce_loss",
+        {"hard_negative_ids": torch.zeros(3, 1).long()},
+        "hard_negative_ids requires hard_negatives, and query_ids or key_ids",
+    ),
+    ("info_nce_loss", {"directions": NotComparable()}, "directions must be one of 'query_to_key', .*NotComparable"),
     ("info_nce_loss", {"directions": "key_to_key"}, "must have 'query_to_key' or 'key_to_query' among them"),
     (
         "info_nce_loss",

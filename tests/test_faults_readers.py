@@ -1,6 +1,9 @@
 """A small share of the campaign of hostile files, and planted defects that it must count."""
 
+import io
 import os
+import pickle
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import readers
 
 from wholebatch._base.user_error import UserError
+from wholebatch.train import cli as train_cli
 from wholebatch.train.after import cli
 
 SLOW = ("folder", "state")  # seconds each
@@ -72,6 +76,16 @@ def warns(*_, **__):
     raise UserError("refused")
 
 
+def starts(*_, **__):
+    subprocess.run(["true"], check=True)
+    raise UserError("refused")
+
+
+def unpickles(*_, **__):
+    pickle.loads(pickle.dumps(io.BytesIO))
+    raise UserError("refused")
+
+
 def ends(*_, **__):
     raise SystemExit(1)
 
@@ -80,7 +94,7 @@ def ends(*_, **__):
     ("defect", "outcome"),
     [
         (fails, "traceback"), (sleeps, "waits"), (executes, "executed"), (prints_raw, "obeyed"),
-        (warns, "several lines"), (ends, "another code"),
+        (warns, "several lines"), (ends, "another code"), (starts, "started"), (unpickles, "started"),
     ],
 )  # fmt: skip
 def test_planted_defects_are_counted(monkeypatch, defect, outcome):
@@ -95,3 +109,22 @@ def test_a_file_that_a_refused_command_leaves_is_counted(monkeypatch, tmp_path):
 
     monkeypatch.setattr(cli, "main", writes)
     assert readers.outcome_of(["embed"], tmp_path)[0] == "writes"
+
+
+def test_a_file_that_a_refused_resume_changes_is_counted(monkeypatch, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lock").touch()
+    (run / "config.json").write_text("{}")
+
+    def change(name):
+        def resume(*_, **__):
+            (run / name).write_text("changed")
+            raise UserError("refused")
+
+        monkeypatch.setattr(train_cli, "main", resume)
+        return readers.outcome_of(["train", "--resume", str(run)], tmp_path)[0]
+
+    assert change("lock") == "refused"
+    assert change("config.json") == "writes"
+    assert change("another") == "writes"

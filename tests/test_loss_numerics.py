@@ -306,3 +306,11 @@ def test_sharp_temperatures_have_gradients():
             wb.functional.nt_xent_loss(z, z.detach(), temperature=temperature),
         ):
             assert torch.autograd.grad(loss, z)[0].isfinite().all()
+
+
+def test_terms_of_a_gradient_in_half_precision_are_added_before_they_are_rounded():
+    """Each entry is 131,072 of the covariance less 100,000 of the invariance; float16 ends at 65,504."""
+    z0 = torch.tensor([[32.0, 32.0], [-32.0, -32.0]], dtype=torch.float16, requires_grad=True)
+    z1 = (251 * z0).detach()
+    wb.functional.vicreg_loss(z0, z1).backward()
+    assert torch.equal(z0.grad, z0.detach() * 971)

@@ -347,6 +347,13 @@ def test_a_shard_that_is_removed_after_the_start(tmp_path):
     assert "there is no file or folder" in error_of(path)
 
 
+def test_a_link_to_nothing_is_not_what_was_meant(tmp_path):
+    (tmp_path / "pairs.csv").symlink_to("nothing")
+    assert error_of(tmp_path / "pairs.csv").endswith(f"there is no file or folder {str(tmp_path / 'pairs.csv')!r}")
+    (tmp_path / "pair.csv").touch()
+    assert error_of(tmp_path / "pairs.csv").endswith(f"; did you mean {str(tmp_path / 'pair.csv')!r}?")
+
+
 # Pictures that cannot be read.
 def with_bad_pictures(folder, bad=(3, 7, 11)):
     names = write_pictures(folder, 20)

@@ -1,6 +1,7 @@
 """Run folders that someone has edited: another run's weights, features of other rows, sizes, optimizers, code."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -28,6 +29,7 @@ class Letters(torch.nn.Module):
     def forward(self, ids):
         return self.table(ids).mean(1)
 """
+NAN = float("nan")
 FEW = ["--steps", "2", "--no-audit", "--no-tensorboard", "--workers", "0"]
 
 
@@ -49,6 +51,21 @@ def runs(data, tmp_path_factory):
 @pytest.fixture
 def run(runs, tmp_path):
     return shutil.copytree(runs / "0", tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def run_of_classes(tmp_path_factory):
+    """Train a run of `--task identify`."""
+    folder = tmp_path_factory.mktemp("classes")
+    faces = write_pairs(folder / "data", faces=("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono"))
+    made = ["--data", faces, "--run-folder", folder / "run", "--task", "identify"]
+    assert call("train", *made, *SMALL, *FEW) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def classes(run_of_classes, tmp_path):
+    return shutil.copytree(run_of_classes, tmp_path / "classes")
 
 
 def call(*argv):
@@ -231,6 +248,31 @@ def test_built_in_encoders_are_those_of_the_configuration(run, capsys):
     assert call("search", run, "A", "-k", "1") == 0
 
 
+def nan(x):
+    return x * NAN
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "change", "message"),
+    [
+        ("search", "image.project.weight", nan, "gives numbers that are not finite, by its final weights"),
+        ("embed", "image.project.weight", nan, "gives numbers that are not finite, by its final weights"),
+        ("evaluate", "project.weight", nan, "gives numbers that are not finite, by its final weights"),
+        ("evaluate", "centers", nan, "gives numbers that are not finite, by its final weights"),
+        ("evaluate", "centers", lambda x: x[:1], r"has centers of shape \(1, 32\) in its final weights, expected"),
+    ],
+)
+def test_weights_that_give_no_numbers_are_refused(run, classes, data, tmp_path, capsys, command, name, change, message):
+    run = classes if command == "evaluate" else run
+    with TensorFile(run / "model.safetensors") as file:
+        tensors, metadata = {each: file.read(each) for each in file.entries}, file.metadata
+    write_tensors(run / "model.safetensors", tensors | {name: change(tensors[name])}, metadata)
+    more = {"search": ["A", "-k", "1"], "embed": [data, "--side", "image", "--out", tmp_path / "out.npy"]}
+    said = mistake(capsys, command, run, *more.get(command, [data]), "--workers", "0")
+    assert re.search(message, said)
+    assert not (tmp_path / "out.npy").exists()
+
+
 # Training
 
 
@@ -246,11 +288,34 @@ def test_impossible_states_of_an_optimizer_are_refused(run, capsys, name, value)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+def test_weights_that_are_not_finite_are_not_resumed_from(run, capsys):
+    rewrite(run / CHECKPOINT, lambda tensors, _: tensors["model.encoder.image.project.weight"].view(-1)[:1].fill_(NAN))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    said = mistake(capsys, "train", "--resume", run, "--until-step", "3", "--no-tensorboard", "--workers", "0")
+    assert f"{CHECKPOINT} has weights that are not finite in 'model.encoder.image.project.weight'" in said
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_resume_that_is_refused_writes_nothing(run, capsys):
+    """starts.json is read after all else; the extension by --until-step is written after that."""
+    (run / "starts.json").write_text("{")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    said = mistake(capsys, "train", "--resume", run, "--until-step", "3", "--no-tensorboard", "--workers", "0")
+    assert f"{run / 'starts.json'} is damaged" in said
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 def test_deeply_nested_options_are_one_line(tmp_path, capsys):
     path = tmp_path / "config.toml"
     for text in ("a = " + "[" * 10**5, "a" + ".a" * 10**5 + " = 1"):
         path.write_text(text)
         assert f"--config: {path} is no file of options" in mistake(capsys, "train", "--config", path)
+
+
+def test_a_number_of_the_options_that_no_float_holds_is_one_line(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text("learning-rate = -1" + 400 * "0")
+    assert "--learning-rate must be a number, got -10" in mistake(capsys, "train", "--config", path)
 
 
 def test_a_file_of_a_run_is_executed_if_asked(data, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Pictures of a user in every mode that Pillow reads, with pixels whose right value is known."""
 
+import logging
 import struct
 import warnings
 import zlib
@@ -244,6 +245,19 @@ def test_files_that_are_not_pictures_give_one_line_with_their_name(tmp_path, mon
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ValueError, match="Is a directory"):
         read_image(tmp_path / "folder.png", size=SIZE, channels=1)
+
+
+def test_messages_that_pillow_logs_are_not_printed(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "picture.tif"
+    Image.new("RGB", (SIZE, SIZE)).save(path)
+    samples = struct.pack("<HHI", 277, 3, 1)  # the entry of the number of samples per pixel, which is 3
+    content = path.read_bytes()
+    assert content.count(samples) == 1
+    path.write_bytes(content.replace(samples + b"\x03\x00", samples + b"\x00\x08"))
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a program; pytest's own would take them
+    with pytest.raises(ValueError, match="no picture of a known format"):
+        open_picture(path)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_picture_just_over_pillows_limit_is_read_silently(tmp_path, monkeypatch):

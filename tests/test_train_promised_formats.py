@@ -154,6 +154,32 @@ def test_whole_numbers_of_pandas_are_labels(tmp_path):
     assert texts_of(pairs_of(path, task="identify", skip_bad=True)) == ["0", "1"]
 
 
+CLASS_NAMES = {
+    '{"info": {"features": [1]}}': [0, 1],
+    '{"info": {"features": null}}': [0, 1],
+    "[" * 10**5: [0, 1],
+    '{"info": {"features": {"n": {"_type": "ClassLabel", "names": ["a", "b"]}}}}': ["a", "b"],
+    '{"info": {"features": {"n": {"_type": "ClassLabel", "names": [1, "\\ud800"]}}}}': ["1", "?"],
+    '{"info": {"features": {"text": {"_type": "ClassLabel", "names": ["a"]}}}}': [0, 1],
+    '{"info": {"features": {"x": {"_type": "ClassLabel", "names": ["a"]}}}}': [0, 1],
+}
+
+
+@pytest.mark.parametrize(("about", "labels"), CLASS_NAMES.items(), ids=range(len(CLASS_NAMES)))
+def test_names_of_classes_that_do_not_fit_their_numbers(tmp_path, about, labels):
+    table = pa.table({"n": [0, 1], "text": ["red", "blue"], "x": [0.5, 1.5]})
+    pq.write_table(table.replace_schema_metadata({"huggingface": about}), tmp_path / "a.parquet")
+    found = open_table(str(tmp_path / "a.parquet")).arrow
+    assert found.to_pydict() == {"n": labels, "text": ["red", "blue"], "x": [0.5, 1.5]}
+
+
+def test_texts_of_a_parquet_file_that_are_not_utf8_are_one_line(tmp_path):
+    texts = pa.array([b"red", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"image": ["a.png", "b.png"], "text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read as a parquet file: .*UTF8"):
+        open_table(str(tmp_path / "a.parquet"))
+
+
 @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".tsv"])
 def test_a_compressed_table_is_one_line_with_the_fix(tmp_path, ending):
     path = tmp_path / f"pairs{ending}.gz"

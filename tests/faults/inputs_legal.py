@@ -93,7 +93,10 @@ LEGAL: dict[str, str] = {
     "temperature": f"{_TEMPERATURE} {_SCALAR_TENSOR}",
     **{f"{entry}.temperature": _TEMPERATURE for entry in ("SmoothAPLoss", "smooth_ap_loss")},
     **dict.fromkeys(("alpha", "gamma", "epsilon", "s", "m1"), _POSITIVE),
-    **dict.fromkeys(("beta", "hardness", "invariance", "variance", "covariance", "redundancy"), _NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("beta", "hardness", "hard_negative_hardness", "invariance", "variance", "covariance", "redundancy"),
+        _NOT_NEGATIVE,
+    ),
     **{
         f"{entry}.{name}": _POSITIVE for entry in ("MultiSimilarityLoss", "multi_similarity_loss") for name in ("beta",)
     },

@@ -168,7 +168,8 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
         name = rng.choice([k for k in tensors if local[k].is_floating_point()])
         x = local[name].clone()
         x.frozen = True  # type: ignore[attr-defined]
-        return changed("legal", f"{name} needs no gradient", **{name: x})
+        kind: Kind = "mistake" if name == "centers" else "legal"  # centers are learned on all ranks, or on none
+        return changed(kind, f"{name} needs no gradient", **{name: x})
 
     def raising() -> Fault:
         name = rng.choice([k for k in ("encoder", "loss_fn") if k in local])

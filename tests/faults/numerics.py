@@ -10,7 +10,9 @@ features in another order and moved by an eps of float32, up or down, which is a
 
 Forbidden:
     not finite      NaN or infinity where the truth is finite and the output's dtype holds it
-    wrong           |gradient - truth| / |truth| of an input above the largest of twice plain PyTorch's, 1e-6 and 4 eps
+    wrong           |gradient - truth| / |truth| of an input above the largest of twice plain PyTorch's, 1e-6 and 4 eps;
+                    that of a scale, an inner product of features and their gradients, may also be wrong by an eps of
+                    float32 times the sum of their products' absolute values
     error           an exception, except documented refusals
 Out of scope, and counted:
     no truth        the float64 answer itself is not finite, or the reference raises
@@ -42,13 +44,27 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import loss_cases
-from loss_cases import HARD_NEGATIVES, IDS, LOSSES, NEGATIVES, NO_NEGATIVES, QUEUE, TEACHER, Case, Input, X, Y, labeled
+from loss_cases import (
+    HARD_NEGATIVES,
+    IDS,
+    LOSSES,
+    NEGATIVES,
+    NO_NEGATIVES,
+    QUEUE,
+    TEACHER,
+    TOKENS,
+    Case,
+    Input,
+    X,
+    Y,
+    labeled,
+)
 
 import wholebatch as wb
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORBIDDEN = ("not finite", "wrong", "error")
-_FEATURES = (X, Y, NEGATIVES, NO_NEGATIVES, HARD_NEGATIVES, QUEUE, TEACHER)
+_FEATURES = (X, Y, NEGATIVES, NO_NEGATIVES, HARD_NEGATIVES, QUEUE, TEACHER, *TOKENS)
 _RUNS, _PLAIN_RUNS, _ILL_POSED = 4, 8, 1e-6
 _NORMS = {torch.float32: (-20, 20), torch.bfloat16: (-20, 20), torch.float16: (-6, 4)}  # as powers of ten
 _CENTERS = Input(lambda g, _n, x, _y: torch.randn(11, x.shape[1], dtype=torch.float64, generator=g), replicated=True)
@@ -223,6 +239,8 @@ def evaluated(trial: Trial) -> Verdict:
         theirs = [_merged(trial, number, torch.where(held, p[number].double(), 0)) for p in plain]
         error, bare = _apart(ours, true), max(_apart(p, true) for p in theirs)
         allowed = max(2 * bare, 1e-6, 4 * torch.finfo(of.dtype).eps) + 4 * _apart(rounded, true)
+        if number > len(trial.case.differentiable):  # of a scale, or of a bias
+            allowed += torch.finfo(torch.float32).eps * _condition(trial, truth, true)
         if number == 0:
             allowed += 1e-6 / true.abs().clamp(min=1e-300).item()  # the error of a loss near 0 is relative to a logit
         if not error <= allowed:
@@ -252,14 +270,21 @@ def _merged(trial: Trial, number: int, of: Tensor) -> Tensor:
     if trial.case.smooth or not number or number > len(trial.case.differentiable):
         return of.double()
     z, of = trial.inputs[trial.case.differentiable[number - 1]], of.double()
-    if z.dim() != 2 or of.shape != z.shape:
+    if z.dim() < 2 or of.shape != z.shape:
         return of
-    z = z.double()
+    z, of = z.double().flatten(0, -2), of.flatten(0, -2)
     if "not normalized" in trial.name:  # all short rows are equally far from a long one
         z = (z / z.abs().amax().clamp(min=1e-30) * 2**26).round()
     _, group = torch.unique(z, dim=0, return_inverse=True)
     of = torch.where((z == 0).all(1, keepdim=True), 0.0, of)
     return torch.zeros_like(of).index_add_(0, group, of)
+
+
+def _condition(trial: Trial, truth: list[Tensor], true: Tensor) -> float:
+    """Return the sum of |x dL/dx| over all numbers of all features, relative to the gradient of the scale."""
+    pairs = zip(trial.case.differentiable, truth[1:], strict=False)
+    size = sum((trial.inputs[position].double() * grad).abs().sum().item() for position, grad in pairs)
+    return size / max(trial.scale * true.abs().item(), 1e-300)
 
 
 def _apart(found: Tensor, true: Tensor) -> float:

@@ -5,13 +5,16 @@
 Each case makes one file hostile: flipped bits, cut off, huge numbers, nested brackets, another format under the name, a
 link, a loop of links, a pipe, a folder, bytes of code 0, a long line, bytes that are no UTF-8, letters that a terminal
 obeys, a pickle. In the files of a run that have digests, half of the cases have digests that fit. Then a command reads
-it. It must read the file, or end with exit code 2 and one line; within a limit of time and of memory, with nothing
-executed, nothing written that a failed command should not write, and nothing printed that a terminal obeys.
+it: tables are searched and trained on, and runs are searched, evaluated, exported and resumed. It must read the file,
+or end with exit code 2 and one line; within a limit of time and of memory, with nothing executed and no process
+started, nothing written that a failed command should not write, and nothing printed that a terminal obeys. One process
+judges all cases.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import io
 import json
@@ -22,6 +25,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import struct
 import sys
 import tarfile
@@ -42,7 +46,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from files import Bomb
+from files import FACES, Bomb
 from glyph_files import SMALL, write_pairs
 from PIL import Image
 
@@ -50,6 +54,7 @@ from wholebatch.__main__ import main as command
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch.train.encoders.saved import digest_of
+from wholebatch.train.run import starts
 from wholebatch.train.run.checkpoint import digests_of_run
 
 CLASSES = {
@@ -59,42 +64,52 @@ CLASSES = {
     "traceback": "an exception that is no mistake of the user's",
     "waits": "not done within the limit of time",
     "executed": "code in a file was executed",
-    "writes": "a command that was refused has left a file or a run folder",
+    "started": "a process was started, or a pickle was read",
+    "writes": "a command that was refused has left a file or a run folder, or changed the run that it should resume",
     "obeyed": "output has characters that a terminal obeys",
     "another code": "an exit code that is neither 0 nor 2",
 }
 ALLOWED = ("read", "refused")
 LIMIT_S = 60
 MEMORY = 24 * 2**30
-PICTURES = ("png", "jpg", "gif", "bmp", "tif", "webp", "ppm", "ico", "tga")
+PICTURES = ("png", "jpg", "gif", "bmp", "tif", "webp", "ppm", "ico", "tga", "jp2", "avif")
 TABLES = ("csv", "tsv", "jsonl", "parquet")
 OF_RUN = ("config.json", "encoders/encoders.json", "encoders/text/encoder.json", "model.safetensors")
 STATE = ("config.json", "metrics.jsonl", "checkpoint.safetensors")
 FEATURES = ("kept", "npy", "features.parquet")
 OPTIONS = ("toml", "json")
 READERS = (*PICTURES, *TABLES, "folder", "tar", "run", "state", "best", *FEATURES, *OPTIONS)
+_STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.system")
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_FEW = ["--steps", "2", "--no-audit", "--no-tensorboard", "--workers", "0"]
+_FEW = ["--no-audit", "--no-tensorboard", "--workers", "0"]
+_FEWER = ["--validation-texts", "4", "--test-texts", "4", "--batch-size", "4"]
+_SIDES = ("image", "text")
+_CLASSES = ["--task", "identify", "--head.margin", "adaface", "--head.sample-rate", "0.4"]
 
 
 # Whole files.
 def build(base: Path) -> None:
-    """Train a run, search in it, and write a whole file for each reader."""
+    """Train a run of each task, search in one, and write a whole file for each reader."""
     table = write_pairs(base / "data")
-    made = ["--data", str(table), "--run-folder", str(base / "run"), "--keep-best", "--checkpoint-every", "1"]
-    quietly(["train", *made, *SMALL, *_FEW])
-    quietly(["train", "--resume", str(base / "run"), "--until-step", "3", "--workers", "0"])
+    for run, data, task in (("run", table, []), ("classes", write_pairs(base / "faces", faces=FACES), _CLASSES)):
+        made = ["--data", str(data), "--run-folder", str(base / run), "--steps", "2", "--keep-best"]
+        quietly(["train", *made, "--checkpoint-every", "1", *SMALL, *_FEW, *task])
+        quietly(["train", "--resume", str(base / run), "--until-step", "3", "--workers", "0"])
     quietly(["search", str(base / "run"), "A", "-k", "1"])
-    rows = [f"images/{0x41 + i:x}.png" for i in range(8)]
+    rows = [f"images/{0x41 + i:x}.png" for i in range(16)]
+    images = [str(base / "data" / row) for row in rows]
     texts = [f'a letter, "{name}"' for name in rows]
     picture = Image.open(base / "data" / rows[0]).convert("RGB").resize((20, 12))
     for ending in PICTURES:
         picture.save(base / f"whole.{ending}")
-    lines = [{"text": text, "group": i, "pos": [text]} for i, text in enumerate(texts)]
+    lines = [
+        {"image": i, "text": t, "group": n, "many": [t]} for n, (i, t) in enumerate(zip(images, texts, strict=True))
+    ]
     (base / "whole.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (base / "whole.csv").write_text("text,n\n" + "".join(f'"a letter, {i}",{i}\n' for i in range(8)))
-    (base / "whole.tsv").write_text("text\tn\n" + "".join(f"a letter {i}\t{i}\n" for i in range(8)))
-    pq.write_table(pa.table({"text": texts, "n": range(8)}), base / "whole.parquet")
+    for ending, comma in (("csv", ","), ("tsv", "\t")):
+        cells = ["image", "text", "n"], *([image, f"letter {n}", str(n)] for n, image in enumerate(images))
+        (base / f"whole.{ending}").write_text("".join(comma.join(row) + "\n" for row in cells))
+    pq.write_table(pa.table({"image": images, "text": texts, "n": range(16)}), base / "whole.parquet")
     with tarfile.open(base / "whole.tar", "w") as file:
         for i, name in enumerate(rows):
             file.add(base / "data" / name, f"{i}.png")
@@ -246,6 +261,15 @@ def edit(value: Any, dice: random.Random) -> str:
     return "another key"
 
 
+def edit_class_names(path: Path, dice: random.Random) -> str:
+    """Change what the library datasets has left in a parquet file about its classes; return the way."""
+    about = {"info": {"features": {name: {"_type": "ClassLabel", "names": ["a", "b"]} for name in ("text", "n")}}}
+    said = edit(about, dice)
+    metadata = {"huggingface": json.dumps(about) if dice.random() < 0.9 else "[" * 10**5}
+    pq.write_table(pq.read_table(path).replace_schema_metadata(metadata), path)
+    return said
+
+
 def reseal(run: Path, name: str, dice: random.Random) -> str:
     """Change a value in a file of a run, and write digests that fit in all its files of weights."""
     path = run / name
@@ -317,26 +341,41 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
             file.write(dice.choice((b"", b"\x1b[2J", b"\xff\xfe", bytes(99), b"a" * (2**20 + 1))))
         picture = dice.choice(sorted(data.glob("4?.png")))
         said = f"{name!a:.30}, {damage(picture, dice)}"
-        more = [*["--skip-bad"] * dice.randint(0, 1), "--side", dice.choice(("image", "text"))]
+        more = [*["--skip-bad"] * dice.randint(0, 1), "--side", dice.choice(_SIDES)]
         return ["embed", run, str(data), "--out", out, "--workers", "0", *more], said
     if reader in (*TABLES, "tar"):
         path = folder / f"hostile.{reader}"
         shutil.copyfile(base / f"whole.{reader}", path)
-        said = damage(path, dice)
-        return ["embed", run, str(path), "--side", "text", "--out", out, "--workers", "0"], said
+        of_names = reader == "parquet" and dice.random() < 0.3
+        said = edit_class_names(path, dice) if of_names else damage(path, dice)
+        more = ["--skip-bad"] * dice.randint(0, 1)
+        if dice.random() < 0.15:  # seconds each
+            new = ["--data", str(path), "--run-folder", str(folder / "run"), "--steps", "1", *more]
+            return ["train", *new, *SMALL, *_FEW, *_FEWER], f"{said}, trained on"
+        return ["embed", run, str(path), "--side", dice.choice(_SIDES), "--out", out, "--workers", "0", *more], said
     if reader in ("run", "state", "best"):
-        copy = folder / "run"
-        shutil.copytree(base / "run", copy)
-        names = {"run": OF_RUN, "state": STATE, "best": ("best.safetensors",)}[reader]
-        name = dice.choice(names)
-        fits = dice.random() < 0.5
-        said = f"{name}: {reseal(copy, name, dice) if fits else damage(copy / name, dice)}"
+        task, copy = dice.choice(("run", "classes")), folder / "run"
+        shutil.copytree(base / task, copy)
+        heads = [str(path.relative_to(copy)) for path in sorted(copy.glob("head-*/*"))]
+        names = {"run": OF_RUN, "state": (*STATE, *heads), "best": ("best.safetensors",)}[reader]
+        name = dice.choice([name for name in names if (copy / name).exists()])
+        fits = name not in heads and dice.random() < 0.5
+        said = f"{task}/{name}: {reseal(copy, name, dice) if fits else damage(copy / name, dice)}"
         if reader == "state":
-            return ["train", "--resume", str(copy), "--until-step", "3", "--no-tensorboard", "--workers", "0"], said
-        shutil.rmtree(copy / "features")
-        weights = "best" if reader == "best" else dice.choice(("auto", "checkpoint"))
-        query = ["A", "-k", "2", "--workers", "0", "--sheet", str(folder / "s.png")]
-        return ["search", str(copy), *query, "--weights", weights], said
+            return ["train", "--resume", str(copy), "--until-step", "4", "--no-tensorboard", "--workers", "0"], said
+        shutil.rmtree(copy / "features", ignore_errors=True)
+        weights = ["--weights", "best" if reader == "best" else dice.choice(("auto", "checkpoint"))]
+        few = ["--workers", "0", *weights]
+        commands = [
+            ["search", str(copy), "A", "-k", "2", *few, "--sheet", str(folder / "s.png")],
+            ["embed", str(copy), str(base / "data" / "images"), "--side", "image", "--out", out, *few],
+            ["evaluate", str(copy), str(base / ("data" if task == "run" else "faces") / "pairs.csv"), *few],
+        ]
+        if task == "classes":
+            del commands[0]  # it has no side of texts
+        elif dice.random() < 0.1:
+            commands = [["export", str(copy), str(folder / "exported"), "--to", "sentence-transformers", *weights]]
+        return dice.choice(commands), said
     if reader == "kept":
         copy = folder / "run"
         shutil.copytree(base / "run", copy)
@@ -359,9 +398,40 @@ def _late(*_: object) -> None:
     raise Late
 
 
+_started: list[str] = []
+
+
+def _record_start(event: str, arguments: tuple[Any, ...]) -> None:
+    """Record each start of a process, except that of git in the folder of this package, which says its commit."""
+    if event == "pickle.find_class" or event in _STARTS:
+        ours = event == "subprocess.Popen" and list(arguments[1][:3]) == [
+            "git",
+            "-C",
+            str(Path(starts.__file__).parent),
+        ]
+        if not ours:
+            _started.append(f"{event} {arguments[:2]!a:.300}")
+
+
+sys.addaudithook(_record_start)
+
+
+def content_of(run: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return type, size and content of all files of a run but its lock."""
+    found = {}
+    for path in run.rglob("*"):
+        facts = path.lstat()
+        content = path.read_bytes() if stat.S_ISREG(facts.st_mode) else b""
+        found[str(path.relative_to(run))] = stat.S_IFMT(facts.st_mode), facts.st_size, content
+    return {name: facts for name, facts in found.items() if name != "lock"}
+
+
 def outcome_of(argv: list[str], folder: Path, limit_s: float = LIMIT_S) -> tuple[str, str]:
     """Run a command in this process, and return its outcome and what it said."""
     out, errors = io.StringIO(), io.StringIO()
+    resumed = "--resume" in argv
+    content = content_of(folder / "run") if resumed else {}
+    _started.clear()
     before = signal.signal(signal.SIGALRM, _late)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     code: object = None
@@ -381,6 +451,8 @@ def outcome_of(argv: list[str], folder: Path, limit_s: float = LIMIT_S) -> tuple
     if MARKER.exists():
         MARKER.unlink()
         return "executed", said
+    if _started:
+        return "started", "; ".join(_started)
     lines = said.splitlines()
     if found := _OBEYED.search(re.sub(r"[\r\n\t]", "", out.getvalue() + said)):
         return "obeyed", f"{found[0]!a} in {(out.getvalue() + said)[:2000]!a}"
@@ -391,8 +463,12 @@ def outcome_of(argv: list[str], folder: Path, limit_s: float = LIMIT_S) -> tuple
     if len(lines) != 1 or not lines[0].startswith(f"wholebatch {argv[0]}: error: "):
         return "several lines", said[-3000:]
     left = [path for path in (folder / "out.npy", folder / "s.png") if path.exists()]
-    if argv[0] == "train" and "--resume" not in argv and (folder / "run").exists():
+    if argv[0] == "train" and not resumed and (folder / "run").exists():
         left.append(folder / "run")
+    if resumed and (after := content_of(folder / "run")) != content:
+        left += [
+            folder / "run" / name for name in after.keys() | content.keys() if after.get(name) != content.get(name)
+        ]
     return ("writes", f"{left}: {said}") if left else ("refused", said.strip())
 
 
@@ -405,26 +481,27 @@ def run_cases(
         with tempfile.TemporaryDirectory(prefix="wholebatch-readers-") as name:
             folder = Path(name)
             argv, said = case(reader, base, folder, dice)
+            faulthandler.dump_traceback_later(5 * LIMIT_S, exit=True)  # where a signal does not end the wait
             outcome, detail = outcome_of(argv, folder, limit_s)
+            faulthandler.cancel_dump_traceback_later()
         repeat = f"python tests/faults/readers.py --seed {seed} --reader {reader} --only {number}"
         yield common.Outcome(outcome, f"{reader}: {said}", detail, repeat, outcome in ALLOWED)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = common.options(__doc__, count=300)
-    parser.add_argument("--reader", choices=READERS, help="one kind of file; all otherwise")
+    parser.add_argument("--reader", choices=READERS, nargs="+", default=READERS, help="kinds of files")
     parser.add_argument("--only", type=int, help="the number of a single case")
     arguments = parser.parse_args(argv)
     began = time.monotonic()
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     counts = range(arguments.count) if arguments.only is None else [arguments.only]
-    readers = [arguments.reader] if arguments.reader else READERS
     with tempfile.TemporaryDirectory(prefix="wholebatch-readers-") as name:
         os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
         build(Path(name))
         outcomes = []
-        for reader in readers:
+        for reader in arguments.reader:
             start = time.monotonic()
             found = [*run_cases(Path(name), arguments.seed, [(reader, number) for number in counts])]
             tally = {kind: sum(one.outcome == kind for one in found) for kind in CLASSES}

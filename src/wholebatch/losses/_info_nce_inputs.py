@@ -44,7 +44,8 @@ class InfoNCETensors:
     @property
     def is_simple(self) -> bool:
         """Whether all tensors are among `inputs`, in the shapes in which the caller passed them."""
-        return self.hard_negatives is None and self.query_guides is None and self.key_guides is None
+        others = (self.hard_negatives, self.hard_negative_ids, self.query_guides, self.key_guides)
+        return all(x is None for x in others)
 
     @property
     def _ids(self) -> dict[str, tuple[Tensor | None, str]]:

@@ -68,7 +68,7 @@ def agree_labeled(
         if shape is not None:
             one, each = tuple(shape[:1]), tuple(shape)
             for name, x, allowed in (("labels", labels, (one,)), ("weights", weights, (one, each))):
-                if isinstance(x, Tensor) and tuple(x.shape) not in allowed:
+                if is_dense(x) and tuple(x.shape) not in allowed:
                     raise ValueError(
                         f"{name} must have shape {' or '.join(map(str, allowed))} for features of shape "
                         f"{tuple(features.shape)}, (examples, views, embedding size); got {tuple(x.shape)}"
@@ -98,7 +98,7 @@ def agree_labeled(
             must_match=(*checks.must_match, "ignore_index"),
             settings=None
             if checks.settings is None or ignored is not None
-            else (*checks.settings, shape, getattr(labels, "shape", None), getattr(weights, "shape", None)),
+            else (*checks.settings, shape, *(x.shape if is_dense(x) else None for x in (labels, weights))),
         ),
     )
     return Labeled(facts, shape, kept)
@@ -106,7 +106,7 @@ def agree_labeled(
 
 def _of_views(x: Any, shape: Sequence[int]) -> Any:
     """Return (b,) or (b, v) as (b v,), and other shapes as they are: the check refuses them."""
-    if not isinstance(x, Tensor) or x.dim() not in (1, 2):
+    if not is_dense(x) or x.dim() not in (1, 2):
         return x
     return x.repeat_interleave(shape[1]) if x.dim() == 1 else x.flatten()
 

@@ -173,6 +173,7 @@ def info_nce_loss(
     )
 
     harder = isinstance(hardness, int | float) and hardness != 0  # others are refused by `check`
+    are_names = all(isinstance(name, str) for name in settings.directions)  # others are refused by `check`
     of_scale = exclude_above is not None or harder or hard_negatives is not None
 
     def check() -> dict[str, Any]:
@@ -182,7 +183,7 @@ def info_nce_loss(
     facts = agree(
         "info_nce_loss",
         Options(reduction=reduction, **options),
-        tensors.inputs(logit_scale, any_scale=settings.directions in _WITH_PAIRS),
+        tensors.inputs(logit_scale, any_scale=are_names and settings.directions in _WITH_PAIRS),
         Checks(
             check,
             tensors.read_back,

@@ -71,11 +71,11 @@ def vicreg_loss(
         Options(**options),
         two_view_features(z0, z1),
         Checks.of(_check, invariance=invariance, variance=variance, covariance=covariance, epsilon=epsilon),
-    )
+    ).widened()
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
         raise ValueError("vicreg_loss: a variance needs at least two rows in the global batch, got 1")
-    difference = (facts.inputs["z0"].to(facts.dtype) - facts.inputs["z1"].to(facts.dtype)).square().sum()
+    difference = (facts.inputs["z0"] - facts.inputs["z1"]).square().sum()
     d = facts.embedding_size
     loss = invariance * shared_sum(comm, difference) / (count * d)
     for name in ("z0", "z1"):

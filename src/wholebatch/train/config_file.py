@@ -123,7 +123,7 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
             return value
         if choice is Path and isinstance(value, str):
             return path.absolute().parent / value
-        if choice is float and type(value) in (int, float):
+        if choice is float and (type(value) is float or (type(value) is int and abs(value) < 2**1023)):
             return float(value)
         if isinstance(choice, type) and type(value) is choice:
             return _rooted(name, value, path) if isinstance(value, str) else value

@@ -138,8 +138,13 @@ def _top_classes(run: OpenRun, features: Tensor) -> Tensor:
     alone = wb.comm.LocalCommunicator()
     head = make_head(run.config, run.width, len(run.classes), torch.device("cpu"), alone)
     assert run.centers is not None
+    if run.centers.shape != head.weight.shape:
+        raise UserError(
+            f"RUN: {str(run.folder)!r} has centers of shape {tuple(run.centers.shape)} in its {run.kind_of_weights} "
+            f"weights, expected {tuple(head.weight.shape)} for {len(run.classes):,} classes; was the file edited?"
+        )
     with torch.no_grad():
-        head.weight.copy_(run.centers)
+        head.weight.copy_(run.finite(run.centers))
     return head.top_classes(features, min(_TOP, len(run.classes))).class_ids
 
 

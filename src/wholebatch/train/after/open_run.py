@@ -93,7 +93,16 @@ class OpenRun:
             found = self.model.encode(side, inputs)
         else:
             found = F.normalize(self.model(inputs), dim=-1)
-        return found.float().cpu()
+        return self.finite(found.float().cpu())
+
+    def finite(self, x: Tensor) -> Tensor:
+        """Return features or centers, unless weights have made them infinite or NaN."""
+        if not bool(x.isfinite().all()):
+            raise UserError(
+                f"RUN: {str(self.folder)!r} gives numbers that are not finite, by its {self.kind_of_weights} weights; "
+                "choose others by --weights, or train it again"
+            )
+        return x
 
 
 def open_run(

@@ -51,10 +51,9 @@ def near_miss(path: Path, endings: tuple[str, ...] = ()) -> str:
     """
     similar: list[str] = []
     with suppress(OSError), os.scandir(path.parent) as entries:  # no such folder, or none that can be read
-        some = islice(entries, _MOST_NAMES)
-        similar = get_close_matches(
-            path.name, [x.name for x in some if x.name.endswith(endings) or x.is_dir()], 1, 0.75
-        )
+        fitting = [x.name for x in islice(entries, _MOST_NAMES) if x.name.endswith(endings) or x.is_dir()]
+        others = [name for name in fitting if name != path.name]  # it may be a link to nothing
+        similar = get_close_matches(path.name, others, 1, 0.75)
     return f"; did you mean {str(path.with_name(similar[0]))!r}?" if similar else ""
 
 

@@ -151,6 +151,9 @@ def read_checkpoint(
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} has no state of torch's random generator in 'rng.cpu': {reason}") from error
+    for name in (f"model.{name}" for name, p in model.named_parameters() if p.requires_grad):
+        if not bool(tensors[name].isfinite().all()):  # a checkpoint is written of finite weights alone
+            raise UserError(f"{path} has weights that are not finite in {name!r}; was it edited?")
     for name in (name for name in tensors if name.startswith("optimizer.")):
         x, most = tensors[name], facts["step"] if name.endswith(".step") else math.inf
         if not bool((x.isfinite() & ((x >= 0) | name.endswith(".exp_avg")) & (x <= most)).all()):

@@ -6,6 +6,7 @@ A run has a copy of this file, which reads pictures without this package. So it 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import stat
 import warnings
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
 """Formats of pixels, by Pillow's names, whatever a file is called: of others, one starts a program (EPS)."""
+
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # else Python prints what Pillow logs of a damaged file
 
 BACKGROUND = 255
 """The color behind transparent pixels: white, as on a page. Their color in the file is arbitrary."""

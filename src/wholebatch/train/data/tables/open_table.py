@@ -102,7 +102,9 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
     """Yield the record batches of a parquet file, with plain types."""
     with _parquet_file(path) as file:
         schema = plain_schema(file.schema_arrow)
-        yield from _cast(file.iter_batches(batch_size=_ROWS), schema)
+        for batch in _cast(file.iter_batches(batch_size=_ROWS), schema):
+            batch.validate(full=True)  # pyarrow reads texts that are not UTF-8
+            yield batch
 
 
 def _cast(batches: Iterable[Any], schema: Any) -> Iterator[Any]:
@@ -119,13 +121,14 @@ def _with_class_names(arrow: Any) -> Any:
 
     pa = need_pyarrow()
     try:
-        features = json.loads((arrow.schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, ValueError, TypeError):
+        features = json.loads((arrow.schema.metadata or {})[b"huggingface"])["info"]["features"].items()
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # it has none, or they are damaged
         return arrow
-    for name, feature in features.items():
+    for name, feature in features:
         names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
-        if isinstance(names, list) and name in arrow.column_names:
-            texts = pc.take(pa.array(names, pa.string()), _known(arrow[name], len(names)))
+        if isinstance(names, list) and name in arrow.column_names and pa.types.is_integer(arrow[name].type):
+            valid = [str(each).encode(errors="replace").decode() for each in names]
+            texts = pc.take(pa.array(valid, pa.string()), _known(arrow[name], len(names)))
             arrow = arrow.set_column(arrow.column_names.index(name), name, texts)
     return arrow
 
