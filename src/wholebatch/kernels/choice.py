@@ -20,19 +20,27 @@ _LOG = logging.getLogger("wholebatch")
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for one form of call."""
+    """The choice for one form of call.
 
-    call: str  # the loss
-    form: str  # its form, for people
-    in_kernels: bool  # whether kernels compute its tiles
-    why: str = ""  # why they do not; "" if they do
-    # kernels: the kernels that were checked and gave the right results; the names of those that load features by
-    # pointers, not by tensor descriptors, end in "_by_pointers"
+    Attributes:
+        call: the loss.
+        form: its form, for people.
+        in_kernels: whether kernels compute its tiles.
+        why: why they do not; "" if they do.
+        kernels: the kernels that were checked and gave the right results; the names of those that load features by
+            pointers, not by tensor descriptors, end in "_by_pointers".
+        milliseconds: of a sweep in kernels and in plain PyTorch, by the slowest rank; None: not measured.
+        failed: whether a kernel failed its check.
+        cached: whether this rank found kernels and times in a file of an earlier run (see `kernels.verdicts`).
+    """
+
+    call: str
+    form: str
+    in_kernels: bool
+    why: str = ""
     kernels: tuple[str, ...] = ()
-    # milliseconds: of a sweep in kernels and in plain PyTorch, by the slowest rank; None: not measured
     milliseconds: tuple[float, float] | None = None
-    failed: bool = False  # whether a kernel failed its check
-    # cached: whether this rank found kernels and times in a file of an earlier run (see `kernels.verdicts`)
+    failed: bool = False
     cached: bool = False
 
     def __str__(self) -> str:
