@@ -1,4 +1,4 @@
-"""What ranks do together: an action that succeeds on all or fails on all, and long waits for the first rank."""
+"""Actions that succeed on all ranks or fail on all, and long waits for the first rank."""
 
 from __future__ import annotations
 

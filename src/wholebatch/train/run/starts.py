@@ -1,4 +1,4 @@
-"""What a run is started on: when, at which step, on what device, with which versions of software."""
+"""The start of a run: its time, its step, its device and the versions of software."""
 
 from __future__ import annotations
 
