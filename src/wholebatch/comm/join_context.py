@@ -28,7 +28,7 @@ def _keep_record_of_open_contexts() -> None:
         _open.discard(join)
         return leave(join, *error)
 
-    Join.__enter__, Join.__exit__ = noted_enter, noted_leave
+    Join.__enter__, Join.__exit__ = noted_enter, noted_leave  # type: ignore[method-assign]
 
 
 _keep_record_of_open_contexts()
