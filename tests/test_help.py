@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
-from wholebatch.__main__ import main
 known = set(sys.modules)
+from wholebatch.__main__ import main
 {extra}
 for folder, argv in json.load(sys.stdin):
     os.chdir(folder)
@@ -27,7 +27,7 @@ for folder, argv in json.load(sys.stdin):
 
 
 def run_all(calls, extra=""):
-    """Call commands in one process, each in a folder; each one's exit code, output, errors, and packages it imports."""
+    """Call commands in one process, each in a folder; each one's exit code, output, errors, and first imports."""
     program = [sys.executable, "-W", "error", "-c", PROGRAM.format(extra=extra)]
     done = subprocess.run(program, input=json.dumps(calls), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -52,10 +52,6 @@ HELP = [
     (["search", "--help"], "--queries"),
     (["train", "--help"], "--batch-size"),
 ]
-
-
-def test_the_check_above_can_fail():
-    assert run("--help", extra="import numpy")[3] == ["numpy"]
 
 
 PLAN = "plan --batch-size 64 --embedding-size 8"
@@ -196,6 +192,10 @@ def test_help_imports_no_torch(argv, text, outcomes):
     code, output, errors, imported = outcomes[str(argv)]
     assert (code, errors, imported) == (0, "", [])
     assert text in output
+
+
+def test_the_check_above_can_fail():
+    assert run("--help", extra="import numpy")[3] == ["numpy"]
 
 
 @pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[str(argv) for argv, _ in MISTAKES])

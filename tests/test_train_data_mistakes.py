@@ -502,7 +502,7 @@ def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypa
         raise OSError(30, "Read-only file system")
 
     path, said = with_bad_pictures(tmp_path), []
-    monkeypatch.setattr("wholebatch.train.data.cache.kept.replacing", fails)
+    monkeypatch.setattr("wholebatch.train.data.cache.kept.write_tensors", fails)
     for _ in range(2):
         table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
     assert len(pictures_read) == 40
