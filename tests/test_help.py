@@ -63,6 +63,8 @@ MISTAKES = [
         "there is no command 'trian'; choose one of: audit, bench, doctor, embed, evaluate, export, plan, search, "
         "train; perhaps you meant train",
     ),
+    (f"search {'red-bird' * 40} red", "cannot be reached: File name too long"),
+    (f"train --run-folder {'run' * 100}", "cannot be reached: File name too long"),
     ("audit", "name a problem, as FILE.py:FUNCTION, or presets"),
     ("audit my_file", "name the problem as FILE.py:FUNCTION or as MODULE:FUNCTION, as in my_project"),
     ("audit my_file:problem --rank 2", "Perhaps you meant"),

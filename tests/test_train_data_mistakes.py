@@ -386,6 +386,13 @@ def test_bad_pictures_are_left_out_counted_and_listed(tmp_path, workers):
     assert again.digest != pairs.digest, "a picture that has become readable makes other data"
 
 
+def test_examples_are_rows_that_are_used(tmp_path):
+    said = []
+    load_data(replace(CONFIG, data=str(with_bad_pictures(tmp_path, bad=(0, 1))), skip_bad=True), 1, said.append)
+    examples = [line for line in said if line.startswith("for example ")]
+    assert [f"text {number}" in example for number, example in zip((2, 3, 4), examples, strict=True)] == [True] * 3
+
+
 def test_a_place_is_one_path_and_is_said_once(tmp_path):
     folder = tmp_path / "photos"
     (folder / "cats").mkdir(parents=True)
