@@ -32,7 +32,7 @@ from wholebatch.train.data.pictures.reading import open_picture
 from wholebatch.train.data.sides import FilePictures
 from wholebatch.train.data.tables.open_table import open_table
 from wholebatch.train.data.tables.roles import asked_roles
-from wholebatch.train.run.record import read_record
+from wholebatch.train.run.record import DataFacts, read_record
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -711,7 +711,8 @@ def meets(paths):
     """Load the data of this rank, as the start of a run does, and return the error."""
     config = replace(CONFIG, data=paths[dist.get_rank()])
     try:
-        launch._together(lambda: launch._Prepared(*load_data(config, 2)), config)
+        chosen, data = load_data(config, 2)
+        launch._together(lambda: launch._Prepared(chosen, data, DataFacts(config.data, "", data[0].digest)), config)
     except UserError as error:
         return str(error)
     return ""
