@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
-from wholebatch.__main__ import main
 known = set(sys.modules)
+from wholebatch.__main__ import main
 {extra}
 for folder, argv in json.load(sys.stdin):
     os.chdir(folder)
@@ -27,7 +27,7 @@ for folder, argv in json.load(sys.stdin):
 
 
 def run_all(calls, extra=""):
-    """Call commands in one process, each in a folder; each one's exit code, output, errors, and packages it imports."""
+    """Call commands in one process, each in a folder; each one's exit code, output, errors, and first imports."""
     program = [sys.executable, "-W", "error", "-c", PROGRAM.format(extra=extra)]
     done = subprocess.run(program, input=json.dumps(calls), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -54,10 +54,6 @@ HELP = [
 ]
 
 
-def test_the_check_above_can_fail():
-    assert run("--help", extra="import numpy")[3] == ["numpy"]
-
-
 PLAN = "plan --batch-size 64 --embedding-size 8"
 LOSS, GATHER = "bench loss", "bench gather"
 MISTAKES = [
@@ -67,6 +63,8 @@ MISTAKES = [
         "there is no command 'trian'; choose one of: audit, bench, doctor, embed, evaluate, export, plan, search, "
         "train; perhaps you meant train",
     ),
+    (f"search {'red-bird' * 40} red", "cannot be reached: File name too long"),
+    (f"train --run-folder {'run' * 100}", "cannot be reached: File name too long"),
     ("audit", "name a problem, as FILE.py:FUNCTION, or presets"),
     ("audit my_file", "name the problem as FILE.py:FUNCTION or as MODULE:FUNCTION, as in my_project"),
     ("audit my_file:problem --rank 2", "Perhaps you meant"),
@@ -196,6 +194,10 @@ def test_help_imports_no_torch(argv, text, outcomes):
     code, output, errors, imported = outcomes[str(argv)]
     assert (code, errors, imported) == (0, "", [])
     assert text in output
+
+
+def test_the_check_above_can_fail():
+    assert run("--help", extra="import numpy")[3] == ["numpy"]
 
 
 @pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[str(argv) for argv, _ in MISTAKES])

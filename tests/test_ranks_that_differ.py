@@ -1,6 +1,7 @@
 """Ranks with other versions, with modules in another order, or in torch's Join context raise, all of them."""
 
 import copy
+from importlib import import_module, reload
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.comm import handshake, records
+from wholebatch.comm import handshake, join_context, records
 from wholebatch.testing import run_ranks
+
+agree = import_module("wholebatch.contract.agree")
 
 SCALE = 3.0
 
@@ -218,3 +221,21 @@ def test_a_join_context_is_open_from_its_beginning_to_its_end(built_first):
     for before, inside, *later in run_ranks(kept_join_body, 2, built_first, timeout_s=60):
         assert "Join must be left out around losses" in inside
         assert [before, *later] == [""] * 4
+
+
+def first_use_inside_of_join_body():
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    Join.__enter__, Join.__exit__ = Join.__enter__.__wrapped__, Join.__exit__.__wrapped__  # as before any use
+    with Join([ddp]):
+        handshake.refuse_join_context = agree.refuse_join_context = reload(join_context).refuse_join_context
+        try:
+            wb.functional.clip_loss(torch.eye(2), torch.eye(2), logit_scale=1.0)
+        except ValueError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_a_join_context_around_the_first_use_of_a_loss_is_seen():
+    """Nothing notes the contexts before the first use."""
+    for said in run_ranks(first_use_inside_of_join_body, 2):
+        assert "torch.distributed.algorithms.Join must be left out around losses" in said

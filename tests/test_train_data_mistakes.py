@@ -32,7 +32,7 @@ from wholebatch.train.data.pictures.reading import open_picture
 from wholebatch.train.data.sides import FilePictures
 from wholebatch.train.data.tables.open_table import open_table
 from wholebatch.train.data.tables.roles import asked_roles
-from wholebatch.train.run.record import read_record
+from wholebatch.train.run.record import DataFacts, read_record
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -386,6 +386,13 @@ def test_bad_pictures_are_left_out_counted_and_listed(tmp_path, workers):
     assert again.digest != pairs.digest, "a picture that has become readable makes other data"
 
 
+def test_examples_are_rows_that_are_used(tmp_path):
+    said = []
+    load_data(replace(CONFIG, data=str(with_bad_pictures(tmp_path, bad=(0, 1))), skip_bad=True), 1, said.append)
+    examples = [line for line in said if line.startswith("for example ")]
+    assert [f"text {number}" in example for number, example in zip((2, 3, 4), examples, strict=True)] == [True] * 3
+
+
 def test_a_place_is_one_path_and_is_said_once(tmp_path):
     folder = tmp_path / "photos"
     (folder / "cats").mkdir(parents=True)
@@ -502,7 +509,7 @@ def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypa
         raise OSError(30, "Read-only file system")
 
     path, said = with_bad_pictures(tmp_path), []
-    monkeypatch.setattr("wholebatch.train.data.cache.kept.replacing", fails)
+    monkeypatch.setattr("wholebatch.train.data.cache.kept.write_tensors", fails)
     for _ in range(2):
         table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
     assert len(pictures_read) == 40
@@ -704,7 +711,8 @@ def meets(paths):
     """Load the data of this rank, as the start of a run does, and return the error."""
     config = replace(CONFIG, data=paths[dist.get_rank()])
     try:
-        launch._together(lambda: launch._Prepared(*load_data(config, 2)), config)
+        chosen, data = load_data(config, 2)
+        launch._together(lambda: launch._Prepared(chosen, data, DataFacts(config.data, "", data[0].digest)), config)
     except UserError as error:
         return str(error)
     return ""

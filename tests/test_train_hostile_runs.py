@@ -296,15 +296,6 @@ def test_weights_that_are_not_finite_are_not_resumed_from(run, capsys):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_resume_that_is_refused_writes_nothing(run, capsys):
-    """starts.json is read after all else; the extension by --until-step is written after that."""
-    (run / "starts.json").write_text("{")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    said = mistake(capsys, "train", "--resume", run, "--until-step", "3", "--no-tensorboard", "--workers", "0")
-    assert f"{run / 'starts.json'} is damaged" in said
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
 def test_deeply_nested_options_are_one_line(tmp_path, capsys):
     path = tmp_path / "config.toml"
     for text in ("a = " + "[" * 10**5, "a" + ".a" * 10**5 + " = 1"):

@@ -5,6 +5,7 @@ This module imports no torch: the module of a command imports it when needed.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import select
@@ -24,6 +25,7 @@ class _Command(NamedTuple):
     packages: tuple[str, ...]
 
 
+_UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # paths that a user names
 _TRAIN = ("tyro", "rich", "jinja2", "matplotlib", "numpy", "PIL")
 _COMMANDS = {
     "audit": _Command(
@@ -45,7 +47,7 @@ _COMMANDS = {
         "measure a trained model's retrieval or classification on a table", "wholebatch.train.after.cli", _TRAIN,
     ),
     "export": _Command(
-        "write a trained model for torch alone, sentence-transformers or open_clip",
+        "write a trained model as a folder of sentence-transformers or open_clip",
         "wholebatch.train.after.cli", _TRAIN,
     ),
     "plan": _Command(
@@ -115,6 +117,10 @@ def _run(arguments: Sequence[str]) -> int:
         code = int(importlib.import_module(command.module).main(arguments[1:], prog=prog) or 0)
     except UserError as error:
         return _mistake(prog, str(error), error.exit_code)
+    except OSError as error:
+        if error.errno not in _UNREACHABLE or error.filename is None:
+            raise
+        return _mistake(prog, f"{str(error.filename)!r} cannot be reached: {error.strerror}")
     if "WORLD_SIZE" in os.environ:
         # Under torchrun. gloo's threads outlive destroy_process_group, and occasionally abort a process that tears the
         # interpreter down ("terminate called without an active exception": any DDP program, torch 2.13). All output is

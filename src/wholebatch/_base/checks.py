@@ -1,6 +1,6 @@
 """Checks of tensors, one function each; an error names the argument, the accepted and the given value, and the fix.
 
-The checks of flags, numbers and names are in `_settings`, which imports no torch; they are exported here as well.
+The checks of flags, numbers and names are in `settings`, which imports no torch; they are exported here as well.
 """
 
 from __future__ import annotations

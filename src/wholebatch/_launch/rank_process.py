@@ -1,6 +1,6 @@
 """The life of one rank's process: join the process group, call the function, send its result, end.
 
-`_processes` starts these processes and waits for them.
+`processes` starts these processes and waits for them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -10,7 +11,8 @@ from torch.distributed.algorithms.join import Join
 
 from .transport import Transport
 
-_open: WeakSet[Join] = WeakSet()
+# Of the contexts that exist when a loss is first used, torch does not know which are open: all count until they end.
+_open: WeakSet[Join] = WeakSet(x for x in gc.get_objects() if type(x) is Join and x._enable)
 
 
 def _keep_record_of_open_contexts() -> None:

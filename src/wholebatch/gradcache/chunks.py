@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._base.modules import modules_in, parameters_in
-from .engines.known import Synchronized, is_registered, synchronized
+from .._base.modules import parameters_in
+from .engines.known import Synchronized, synchronized
 from .inputs.padding import NO_MASK, padded_lengths
 from .inputs.parts import Part, index_of, numbers_of_rows
 from .inputs.trees import new_containers, representations, rows_of
@@ -58,7 +58,6 @@ class Encoder:
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
         self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
-        self.closed = False  # whether later chunks need no observation: `calls_only_its_own` after the first
         self.buffers = Buffers()  # of all models of the step
 
     def call(self, part: Any) -> Any:
@@ -89,18 +88,6 @@ class Encoder:
         self.versions = called.versions | self.versions
         self.synchronized |= {id(engine.module): engine for engine in called.engines}
         self.add_parameters(parameters_in(*called.modules))
-
-    def calls_only_its_own(self) -> bool:
-        """Return whether all calls so far were of modules inside the model, and all engines inside are known.
-
-        A hook on all modules costs as much as small layers do. So later chunks are not observed, and the second pass
-        checks that they have reached no other parameters.
-        """
-        inside = {id(inner) for module in self.local for inner in modules_in(module)}
-        if any(e.control.sharded or is_registered(e.control) for e in self.engines):
-            return False  # whose graphs may have other parameters
-        all_held = {id(engine.module) for engine in self.engines} == self.synchronized.keys()
-        return bool(inside) and all_held and self.seen.keys() <= inside
 
 
 @dataclass(eq=False)
@@ -155,20 +142,6 @@ class Chunk:
         if rows is not None:
             return self.encoder.read(len(rows), out)
         return self.encoder.read(rows_of(part, self.encoder.name) if self.encoder.count_rows else None, out)
-
-    def foreign(self, leaves: Iterable[Tensor]) -> ValueError | None:
-        """Return an error if the chunk, which was not observed, has reached parameters that are not its model's."""
-        if self.first or not self.encoder.closed:
-            return None
-        known = {*self.encoder.parameters, *map(id, self.encoder.leaves)}
-        found = [p for p in leaves if id(p) not in known and isinstance(p, nn.Parameter)]
-        if not found:
-            return None
-        return ValueError(
-            f"{self.encoder.name} must register the modules that it calls, and its chunk {self.number} reaches a "
-            f"parameter of shape {tuple(found[0].shape)} of a module that is not inside, and that chunk 0 does not "
-            "call: make it an attribute of the model, in an nn.ModuleList if there are several"
-        )
 
     def forget(self) -> None:
         """Free the graph."""

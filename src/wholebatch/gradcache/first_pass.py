@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -82,22 +82,12 @@ def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keep
 def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
     """Observe the first call of the chunk's model in this context: hold and record the engines that it calls."""
     encoder = chunk.encoder
-    if encoder.closed:
-        chunk.engines = [*encoder.synchronized.values()]
-        with ExitStack() as stack:
-            for engine in chunk.engines:
-                stack.enter_context(engine.hold())
-            yield
-        return
     with observer.call(encoder.model, visible=encoder.visible) as called:
         try:
             yield
         finally:
             chunk.engines = called.engines or encoder.engines
             encoder.add_called(called)
-    if encoder.calls_only_its_own():
-        encoder.closed = True
-        observer.buffers.add(encoder.local[0])  # with those that the call has made
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -1,8 +1,7 @@
 """Observe which modules a model calls, whether it has them from a closure, a global or an object's attribute.
 
-A hook on all modules records them, in the first chunk alone if that calls nothing outside of its model. The outermost
-ones are the models of the call: a step tracks their buffers and the gradients of their parameters. Engines are held
-before their forward pass decides whether they synchronize.
+A hook on all modules records them. The outermost ones are the models of the call: a step tracks their buffers and the
+gradients of their parameters. Engines are held before their forward pass decides whether they synchronize.
 
 Modules inside a compiled graph are not observed; the compiled module itself is, with all modules inside it.
 """
@@ -114,7 +113,8 @@ class Called:
         if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         self.seen[id(module)] = module
-        self.add(module)
+        if id(module) not in self._seen:
+            self.add(module)
         control = control_of(module)
         if control is not None:
             self._add_engine(Synchronized(module, control))

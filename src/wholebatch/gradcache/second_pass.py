@@ -56,7 +56,6 @@ def second_pass(
             if not chunk.found:
                 pairs += _zeros_for_engines(chunk, done, release)
         leaves = leaves_of(chunk.found)
-        error = error or chunk.foreign(leaves)
         about_to_change(leaves)  # an input may have a gradient, too
         given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
         pairs += _roots(chunk, given, whole=bool(done))

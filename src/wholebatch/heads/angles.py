@@ -1,6 +1,6 @@
 r"""Angles between embeddings and the centers of their classes, with an exact gradient, also near 0 and pi.
 
-    theta = acos(c),  c = x . w        x, w normalized (see `_normalize`)
+    theta = acos(c),  c = x . w        x, w normalized (see `_base.normalize`)
           = 2 atan2(sqrt(|x - w|^2 + r), sqrt(|x + w|^2 + r)),        r = (1 - |x|^2) + (1 - |w|^2)
 
 where r is 0 except for rows that were shorter than 1e-12. The second form is exact to rounding at any angle; the first
@@ -52,8 +52,8 @@ def target_angles(
         x: (B, d), embeddings of any length.
         centers: (C_r, d), of any length.
         at: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
-        clamp: whether embeddings are divided by max(norm, 1e-12), as in `_normalize`, and whether centers are. If not,
-            they are divided by their norm, however small.
+        clamp: whether embeddings are divided by max(norm, 1e-12), as in `_base.normalize`, and whether centers are. If
+            not, they are divided by their norm, however small.
         index: (K_r,), ascending, the rows of `centers` that `at` counts; None: all. The gradient by the returned
             centers must then be sparse, with these rows.
 

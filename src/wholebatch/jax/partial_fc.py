@@ -164,7 +164,7 @@ class _PartialFC:
         (x, power), labels, (centers, _) = moderate(rows["embeddings"]), rows["labels"], moderate(rows["centers"])
         num_classes = rows.get("totals", {}).get("centers", len(centers) * axis.size)
         valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centers))
-        counted = labels != self.ignore_index
+        counted = checks.labeled(labels, self.ignore_index)
         counted = counted if valid is None else counted & valid
         sweep = self.options.sweep(axis, x)
         labels = jnp.where(counted, labels, _NO_CLASS)

@@ -1,6 +1,6 @@
 """Statistics of the batch that a loss can report beside its value, from numbers that its sweep computes anyway.
 
-A loss computes them when it is called through :func:`with_statistics`, see `_statistics_request`.
+A loss computes them when it is called through :func:`with_statistics`, see `_base.statistics_request`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Similarities of rows: by matrix products in a tile, and from the two rows themselves for a single pair.
 
     dot                     s_ij = x_i . y_j
-    cosine                  s_ij = x_i . y_j / (|x_i| |y_j|), by the rule of `_normalize`
+    cosine                  s_ij = x_i . y_j / (|x_i| |y_j|), by the rule of `_base.normalize`
     neg_squared_distance    s_ij = -|x_i - y_j|^2 = min(0, 2 x_i . y_j - |x_i|^2 - |y_j|^2)
     max_sim                 s_ij = sum_t max_u x_it . y_ju, rows and columns of several vectors ("tokens") each
 
@@ -150,7 +150,7 @@ def _gradient(grad: Tensor, of: Tensor, other: Tensor, *, distance: bool) -> Ten
 
 
 class _Normalized(torch.autograd.Function):
-    """Rows by the rule of `_normalize`, a few at a time: forward and backward hold one matrix beside the result."""
+    """Rows by the rule of `_base.normalize`, a few at a time: both passes hold one matrix beside the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

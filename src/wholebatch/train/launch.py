@@ -229,7 +229,9 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
         folder.resume_after(step)
         return prepared._replace(folder=folder, step=step, extensions=_extensions(config, record.extensions, step))
     path = _folder(config)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path), prepared.facts, rows.left_out)
+    folder = RunFolder.create(
+        path, dataclasses.replace(config, run_folder=path.absolute()), prepared.facts, rows.left_out
+    )
     held.callback(folder.close)
     if rows.left_out:
         progress.say_of_data(f"{path / LEFT_OUT} lists the {len(rows.left_out):,} rows that are left out")

@@ -55,6 +55,9 @@ def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument
             rows = (row for tile in tiles for row in tile.split(1))
             write_tensors(path, expected, facts, (torch.cat([*islice(rows, len(x))]) for x in expected.values()))
             kept = _opened(path)
+            if kept.metadata.get("weights") != run.weights:
+                kept.close()
+                raise UserError(f"{path} was replaced meanwhile by features of other weights; run this command again")
     except OSError as error:
         raise UserError(
             f"{str(path.parent)!r} cannot be written or read ({error.strerror or error}); write the features elsewhere "

@@ -74,8 +74,13 @@ def search(options: SearchConfig) -> None:
     if found.items is not None and found.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"
         lines = [_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])]
-        with written(path, "the pictures", "--sheet") as file:
-            draw_sheet(lines, file)
+        try:
+            with written(path, "the pictures", "--sheet") as file:
+                draw_sheet(lines, file)
+        except UserError as error:
+            if options.sheet is not None:
+                raise
+            say(f"no sheet of the pictures: {error}")
     elif options.sheet is not None:
         raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -42,7 +43,9 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
     else:
         table = open_table(config.data, say)
         pairs = table_pairs(table, config, say)
-        for row in table.arrow.select(table.names).slice(0, 3).to_pylist():
+        left_out = {each.place for each in pairs.left_out}
+        examples = (row for row in range(len(table)) if table.where(row) not in left_out)
+        for row in table.arrow.select(table.names).take([*islice(examples, 3)]).to_pylist():
             say(textwrap.shorten(f"for example {row}", 200, placeholder=" ..."))
     config = with_loss(with_pictures(config, pairs, say), pairs, say)
     if config.task == "identify":

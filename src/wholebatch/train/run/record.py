@@ -117,7 +117,9 @@ def digests_of_run(folder: Path, step: int | None = None) -> dict[str, str | Non
     if not (folder / CONFIG).exists():
         return dict.fromkeys(("config", "data", *([] if step is None else ["extensions"])))
     values = _values(folder)
-    run = values.pop(RUN)
+    run = values.pop(RUN, None)
+    if not isinstance(run, dict):
+        raise _not_of_this_version(folder / CONFIG, ValueError(f"{RUN!r} must be an object, got {run!r}"))
     options = {name: value for name, value in values.items() if name not in FREE}
     found: dict[str, str | None] = {"config": _digest(options), "data": _digest(run["data"])}
     if step is not None:

@@ -25,6 +25,7 @@ def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
         raise UserError(
             f"--resume continues with the configuration of the run: {'; '.join(changed)}. "
             "Leave these options out, or start a new run"
+            + (f"; --until-step {asked.steps} makes more steps" if asked.steps > saved.steps else "")
         )
 
 
