@@ -885,6 +885,7 @@ def test_every_command_of_the_page_runs(photos, monkeypatch, capsys):
 
 def test_a_sheet_that_nobody_asked_for_stops_no_search(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "search.png").unlink(missing_ok=True)
     (copy / "search.png").mkdir()
     succeeds("search", copy, "letter", "-k", "1")
     assert f"no sheet of the pictures: --sheet: '{copy / 'search.png'}' cannot be written" in capsys.readouterr().out
