@@ -155,6 +155,15 @@ def test_a_label_of_no_class_is_an_error_or_nan():
     assert np.isfinite(loss(x, jnp.array([0, 1, -100]), x))
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_an_ignored_label_that_no_label_can_be_leaves_no_row_out(dtype):
+    """Narrowed to the labels' dtype, 2^32 would be class 0."""
+    x, labels = jnp.eye(4, 6) + 0.1, jnp.array([0, 1, 2, 0], dtype)
+    every_row = wbj.partial_fc_loss(x, labels, x)
+    assert every_row > 1
+    assert wbj.partial_fc_loss(x, labels, x, ignore_index=2**32) == every_row
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint32])
 def test_labels_of_any_integer_dtype(dtype):
     """Some dtypes hold neither ignore_index nor the number of classes."""

@@ -147,7 +147,7 @@ class Step:
 
     def encoders(self) -> list[Encoder]:
         """Return the encoders, in order."""
-        return [chunk.encoder for chunk in self.chunks if chunk.number == 0]
+        return [chunk.encoder for chunk in self.chunks if chunk.first]
 
     def engines(self) -> list[Synchronized]:
         """Return the engines that the first pass has called."""
