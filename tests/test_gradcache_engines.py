@@ -1,6 +1,8 @@
 """Gradient caching under DDP and FSDP2: one synchronization a step, and the gradient of the whole batch."""
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -28,6 +30,7 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from wholebatch.gradcache.engines.known import synchronized
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -334,6 +337,20 @@ def after_an_error_body(engine):
         assert_all_same(found, true)
         model.zero_grad()
     return True
+
+
+def test_a_class_may_become_an_engine_after_a_step_and_is_not_kept():
+    class Model(nn.Linear):
+        pass
+
+    model = Model(2, 2)
+    assert synchronized([model]) == []
+    Model.no_sync = nullcontext
+    assert [engine.module for engine in synchronized([model])] == [model]
+    kept = weakref.ref(Model)
+    del model, Model
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

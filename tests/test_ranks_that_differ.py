@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch.comm import handshake, join_context, records
-from wholebatch.testing import run_ranks
+from wholebatch.testing import RankError, run_ranks
 
 agree = import_module("wholebatch.contract.agree")
 
@@ -189,6 +189,29 @@ def test_a_loss_in_a_join_context_raises_on_all_ranks(kind):
     for found in run_ranks(join_body, 2, kind, timeout_s=60):
         assert "Join must be left out around losses" in found
         assert "pass (0, d) rows when a rank has run out" in found
+
+
+def join_without_a_batch_body(kind):
+    """Rank 1 has no batch at all, so that it calls no loss."""
+    rank, (x, y) = dist.get_rank(), [z.float() for z in batch(8)]
+    ddp = DistributedDataParallel(mlp(0).float())
+    group = wb.comm.LocalCommunicator() if kind == "alone" else None
+
+    def encode(z):
+        return ddp(z)
+
+    cache = wb.GradCache([encode, encode], 2, wb.CLIPLoss(group=group), group=group)
+    call = {"loss": lambda: wb.functional.clip_loss(ddp(x), ddp(y), SCALE)}.get(kind, lambda: cache(x, y))
+    with Join([ddp]):
+        for _ in range(1 - rank):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["loss", "GradCache", "alone"])
+def test_a_loss_in_a_join_context_raises_where_another_rank_has_no_batch(kind):
+    """The rank without a batch waits in a collective of Join, so nothing may be sent before the error."""
+    with pytest.raises(RankError, match=r"rank 0[^~]*ValueError: torch.distributed.algorithms.Join must be left out"):
+        run_ranks(join_without_a_batch_body, 2, kind, timeout_s=60)
 
 
 def kept_join_body(built_first):

@@ -318,6 +318,10 @@ def test_members_that_climb_out_are_names_and_nothing_is_written(tmp_path):
         ({}, "holds no pictures, such as 000017.jpg; it has no members"),
         ({"0.heic": b"x", "0.txt": b"a"}, r"holds no pictures, .*; its members end in .heic, .txt"),
         ({"0.png": png(0), "0.jpg": png(0)}, "0.png and 0.jpg are two pictures of one row"),
+        ({"0.png": png(0), "0.txt": b"a", "0.text": b"b"}, "0.txt and 0.text are two texts of one row"),
+        ({"0.cls": b"a", "0.label": b"a", "0.png": png(0)}, "0.cls and 0.label are two labels of one row"),
+        ({"0.png": png(0), "0.txt": b"a", "1.txt": b"b"}, "a.tar, 1.txt: no picture stands beside it; --skip-bad"),
+        ({"0.png": png(0), "0.json": b'{"text": "a"}', "1.png": png(1), "1.json": b"\xff"}, "a.tar, 1.png: 1.json: not UTF-8"),
         ({"0.png": png(0), "0.json": b"{"}, r"a.tar, 0.json: not JSON \("),
         ({"0.png": png(0), "0.json": b"[]"}, "0.json: expected a JSON object"),
         ({"0.png": png(0), "0.json": b'{"text": "\\udfff"}'}, "0.json: half of a surrogate pair in 'text'"),
@@ -336,6 +340,55 @@ def test_members_of_shards(tmp_path, members, message):
         for name, content in members.items():
             add(tar, name, content)
     assert re.search(message, error_of(tmp_path / "a.tar", image_size=0))
+
+
+@pytest.mark.parametrize("own", ["0.txt", "0.text"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_members_own_text_comes_before_a_field_of_json(tmp_path, own, first):
+    members = {own: b"own", "0.json": b'{"text": "of json", "width": 7}'}
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in [*members][:: 1 if first else -1]:
+            add(tar, name, members[name])
+        add(tar, "0.png", png(0))
+    table = open_table(str(tmp_path / "a.tar"))
+    assert [table.arrow[name].to_pylist() for name in ("text", "width")] == [["own"], ["7"]]
+    assert table.where(0).endswith("a.tar, 0.png")
+
+
+def test_every_row_of_a_shard_that_cannot_be_used_is_left_out_with_its_reason(tmp_path):
+    members = {
+        "0.png": png(0),
+        "0.json": b'{"text": "a"}',
+        "1.json": b'{"text": "b"}',
+        "2.png": png(2),
+        "2.json": b"\xff",
+    }
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in members.items():
+            add(tar, name, content)
+        add(tar, "3.png", png(3))
+        add(tar, "3.json", b'{"text": "d", "\\u0000reason": "none"}')
+    said = []
+    pairs = table_pairs(open_table(str(tmp_path / "a.tar")), replace(CONFIG, skip_bad=True), said.append)
+    assert {each.place.rpartition(" ")[2]: each.reason for each in pairs.left_out} == {
+        "1.json": "no picture stands beside it",
+        "2.png": "2.json: not UTF-8 text: invalid start byte at byte 0",
+    }
+    assert sorted(pairs.sides["text"].items(pairs.order)) == ["a", "d"]
+
+
+def test_a_row_without_values_is_said_once(tmp_path):
+    path = with_bad_pictures(tmp_path, bad=(3,))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:8], b"\xff,x\n", *lines[9:]]))
+    said = []
+    pairs = table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
+    assert len(pairs.left_out) == 2
+    assert sum("line 9" in line for line in said) == 1
+    assert [line for line in said if "left out" in line] == [
+        "1 of 20 rows are left out, because they have no text that can be read:",
+        "1 of 20 rows are left out, because their picture cannot be read:",
+    ]
 
 
 def test_a_shard_that_is_removed_after_the_start(tmp_path):

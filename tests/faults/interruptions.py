@@ -203,7 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interruptions", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--spawn", action="store_true", help="start programs as users do")
     parser.add_argument("--plant", choices=PLANTS, default="", help="a planted defect, which should be found")
     parser.add_argument("--json", type=Path, help="a file for all outcomes")

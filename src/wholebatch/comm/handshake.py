@@ -72,6 +72,8 @@ def handshake(
         TypeError: the same, where all complaints are about arguments that do not fit a signature.
         CommunicationError: if a rank does not come, or sends something else.
     """
+    if transport.size > 1:
+        refuse_join_context()
     given, caller = caller, caller if isinstance(caller, str) else "handshake"
     cause: Exception | None = None
     facts: Any = {}
@@ -79,7 +81,6 @@ def handshake(
         check_instance("caller", given, str, "a string, whose arguments these are")
         for name in check_sequence("must_match", must_match, "names of facts"):
             check_instance("must_match", name, str, "names of facts")
-        refuse_join_context(transport)
         facts = check_callable("state", state)()
         check_instance("the return value of state", facts, Mapping, "a mapping of JSON values")
         if transport.size == 1:

@@ -9,8 +9,6 @@ from weakref import WeakSet
 
 from torch.distributed.algorithms.join import Join
 
-from .transport import Transport
-
 # Of the contexts that exist when a loss is first used, torch does not know which are open: all count until they end.
 _open: WeakSet[Join] = WeakSet(x for x in gc.get_objects() if type(x) is Join and x._enable)
 
@@ -36,9 +34,9 @@ def _keep_record_of_open_contexts() -> None:
 _keep_record_of_open_contexts()
 
 
-def refuse_join_context(transport: Transport) -> None:
-    """Raise ValueError inside of an open Join context."""
-    if transport.size > 1 and _open:
+def refuse_join_context() -> None:
+    """Raise ValueError inside of an open Join context, before any collective: ranks may be left that call no loss."""
+    if _open:
         raise ValueError(
             "torch.distributed.algorithms.Join must be left out around losses, with whose collectives its own meet "
             "when a rank has run out of batches: pass (0, d) rows when a rank has run out"

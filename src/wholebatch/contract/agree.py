@@ -187,7 +187,8 @@ class _Call:
         One process reads them, with `read`.
         """
         try:
-            refuse_join_context(self.comm.transport)
+            if self.comm.transport.size > 1:
+                refuse_join_context()
             alone, of_rows = read and self.comm.transport.size == 1, None
             if in_kernels and self.inputs.may_be_fused():
                 others = _further_numbers(self.comm, self.checks)

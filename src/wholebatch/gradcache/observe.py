@@ -34,6 +34,7 @@ class Observer:
 
     def __init__(self, buffers: Buffers, *, may_be_collective: bool = True) -> None:
         self.buffers, self.may_be_collective = buffers, may_be_collective
+        self.no_engines: set[type] = set()  # classes of modules that have been asked for
         self._broadcast: set[int] = set()  # engines that have been called: DDP broadcasts buffers in the first
 
     @contextmanager
@@ -115,7 +116,7 @@ class Called:
         self.seen[id(module)] = module
         if id(module) not in self._seen:
             self.add(module)
-        control = control_of(module)
+        control = control_of(module, self._observer.no_engines)
         if control is not None:
             self._add_engine(Synchronized(module, control))
         elif _compiled(module):

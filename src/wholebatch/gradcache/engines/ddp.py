@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ...comm.join_context import refuse_join_context
 from .attributes import with_attributes
 from .sync_control import SyncControl
 
@@ -48,11 +49,17 @@ def _awaited(module: Any) -> Iterable[Tensor]:
     return () if finds else (p for _, p in parameters_of_ddp(module))
 
 
+def _check(module: Any) -> None:
+    if module.process_group.size() > 1:
+        refuse_join_context()
+
+
 DDP = SyncControl(
     lambda module: isinstance(module, DistributedDataParallel),
     _hold,
     decides="forward",
     collective=False,
+    check=_check,
     awaits=_awaited,
     is_off=lambda module: not module.require_backward_grad_sync,
     resume=_resume,

@@ -20,7 +20,6 @@ from .sync_control import SyncControl, no_sync
 _OTHERS = SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), no_sync)
 _CONTROLS = [DDP, FSDP2, FSDP1, DEEPSPEED_3, DEEPSPEED, _OTHERS]
 _BUILT_IN = tuple(_CONTROLS)
-_NO_ENGINES: set[type] = set()  # classes that have been seen, of modules that no built-in control matches
 
 
 def register_sync_control(control: SyncControl) -> None:
@@ -41,13 +40,19 @@ def is_registered(control: SyncControl) -> bool:
     return not any(control is one for one in _BUILT_IN)
 
 
-def control_of(module: nn.Module) -> SyncControl | None:
-    """Return the switch of the engine whose module this is."""
-    registered, kind = _CONTROLS[: -len(_BUILT_IN)], type(module)
-    for control in registered if kind in _NO_ENGINES else _CONTROLS:
+def control_of(module: nn.Module, no_engines: set[type] | None = None) -> SyncControl | None:
+    """Return the switch of the engine whose module this is.
+
+    Args:
+        module: any module.
+        no_engines: classes that no built-in control has matched in the same step, and to which those of this step are
+            added: a step asks for thousands of modules of few classes.
+    """
+    no_engines, kind = set() if no_engines is None else no_engines, type(module)
+    for control in _CONTROLS[: -len(_BUILT_IN)] if kind in no_engines else _CONTROLS:
         if control.matches(module):
             return control
-    _NO_ENGINES.add(kind)
+    no_engines.add(kind)
     return None
 
 
@@ -77,11 +82,12 @@ class Synchronized:
 def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:
     """Return the outermost modules among these and their children that an engine synchronizes, each once."""
     found: dict[int, Synchronized | None] = {}
+    no_engines: set[type] = set()
     todo = [*modules][::-1]
     while todo:
         module = todo.pop()
         if id(module) not in found:
-            control = control_of(module)
+            control = control_of(module, no_engines)
             found[id(module)] = None if control is None else Synchronized(module, control)
             if control is None:
                 todo += [inner for inner in reversed(module._modules.values()) if inner is not None]

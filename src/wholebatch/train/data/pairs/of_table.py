@@ -43,7 +43,7 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
         if role == "image":
             pictures, usable = FilePictures(table, roles[role][0]), torch.arange(len(table))
             if config.skip_bad:
-                usable, bad = readable_rows(pictures, say, workers=config.workers)
+                usable, bad = readable_rows(pictures, say, workers=config.workers, said=left_out)
                 left_out = tuple({each.place: each for each in (*bad, *left_out)}.values())
             found = kept_numbers(pictures, usable)
             fingerprint += [role, usable, found.numbers[usable], found.sizes[usable]]

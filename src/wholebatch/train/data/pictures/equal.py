@@ -115,8 +115,15 @@ def _sizes_of_files(side: FilePictures, rows: Tensor) -> list[int]:
     return found
 
 
+def _place(side: FilePictures, row: int) -> Any:
+    try:
+        return side.place(row)
+    except UserError as error:
+        raise UserError(f"{error}; --skip-bad leaves such rows out") from error
+
+
 def _size(side: FilePictures, row: int) -> int:
-    path: Path = side.place(row)
+    path: Path = _place(side, row)
     try:
         return path.stat().st_size
     except FileNotFoundError as error:
@@ -148,7 +155,7 @@ def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
 
 
 def _size_of_place(side: FilePictures, row: int) -> int:
-    place = side.place(row)
+    place = _place(side, row)
     return len(place) if isinstance(place, bytes) else place[2] if isinstance(place, tuple) else _size(side, row)
 
 

@@ -35,7 +35,7 @@ def rows_with_texts(
 ) -> tuple[Tensor, tuple[LeftOut, ...]]:
     """Return the rows that are not `empty`, and the others, whose number is said; UserError if all are empty."""
     left_out = tuple(LeftOut(table.where(row), reason) for row, reason in empty.items())
-    say_left_out(left_out, len(table), "they have no text", say)
+    say_left_out(left_out, len(table), "they have no text that can be read", say)
     is_there = torch.ones(len(table), dtype=torch.bool)
     is_there[[*empty]] = False
     if left_out and not is_there.any():

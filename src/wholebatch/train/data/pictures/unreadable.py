@@ -7,7 +7,7 @@ permission or a disk that is not there, may pass without a change of any file, s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,13 +45,16 @@ class Readable(NamedTuple):
     left_out: tuple[LeftOut, ...]
 
 
-def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: int) -> Readable:
+def readable_rows(
+    side: FilePictures, say: Callable[[str], None], *, workers: int, said: Sequence[LeftOut] = ()
+) -> Readable:
     """Return the rows whose picture can be read; the number of the others is said, and the first of them.
 
     Args:
         side: the pictures.
         say: called with lines.
         workers: processes that read; -1: as many as there are CPUs, at most 32.
+        said: rows that have been said to be left out.
     """
     import PIL
 
@@ -74,7 +77,8 @@ def readable_rows(side: FilePictures, say: Callable[[str], None], *, workers: in
     left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
     if len(bad) == count:
         raise UserError(f"none of the {count} pictures of --data can be read; the first: {left_out[0]}")
-    say_left_out(left_out, count, "their picture cannot be read", say)
+    places = {each.place for each in said}
+    say_left_out([each for each in left_out if each.place not in places], count, "their picture cannot be read", say)
     is_readable = torch.ones(count, dtype=torch.bool)
     is_readable[[each.row for each in bad]] = False
     return Readable(is_readable.nonzero()[:, 0], left_out)

@@ -1,9 +1,9 @@
 """Tar shards, as img2dataset and webdataset write them: a table of where each picture lies in which file.
 
 The members that belong to one row have the same name up to its first dot: 000017.jpg, 000017.txt, 000017.json; they
-are neighbors, as webdataset wants them. The headers are read once; a picture is read from its place when a batch needs
-it, in any order. Of the endings that webdataset knows, those below are read; pickles (.pyd, .pth) and others are left
-alone.
+are neighbors, as webdataset wants them. A member of its own, such as .txt, comes before a field of .json with its name.
+The headers are read once; a picture is read from its place when a batch needs it, in any order. Of the endings that
+webdataset knows, those below are read; pickles (.pyd, .pth) and others are left alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from .table import MEMBER, REASON, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}
 _MOST_TEXT_BYTES = 2**20
+_NO_PICTURE = "no picture stands beside it"
 _FOR_WORKERS = 4  # shards that are worth their start
 
 
 def shard_batches(shards: list[Path]) -> Iterator[Any]:
     """Yield a record batch for each shard: `image` as {shard, offset, size}, texts, and the fields of .json files.
 
-    The first shard has the names of the fields; a row of a later one without a field has null there. Members without a
-    picture are left out. Many shards are read by a worker process for each CPU.
+    The first shard has the names of the fields; a row of a later one without a field has null there, as one without a
+    picture has in `image`. Many shards are read by a worker process for each CPU.
     """
     pa = need_pyarrow()
     workers = min(cpus_of_a_rank(1), len(shards)) if len(shards) >= _FOR_WORKERS else 0
@@ -49,21 +50,22 @@ def _batch(shard: Path) -> Any:
     pa = need_pyarrow()
     place = pa.struct([("shard", pa.string()), ("offset", pa.int64()), ("size", pa.int64())])
     endings: set[str] = set()
-    rows = [row for row in _rows(shard, endings) if "image" in row]
-    if not rows:
+    rows = [*_rows(shard, endings)]
+    if not any("image" in row for row in rows):
         there = f"its members end in {', '.join(sorted(endings)[:8])}" if endings else "it has no members"
         raise UserError(f"{shard} holds no pictures, such as 000017.jpg; {there}")
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("image", MEMBER, REASON)))
-    columns = [pa.array([row["image"] for row in rows], place)]
+    columns = [pa.array([row.get("image") for row in rows], place)]
     columns += [pa.array([row.get(name) for row in rows], pa.string()) for name in names]
     columns += [pa.array([f"{shard.name}, {row[MEMBER]}" for row in rows], pa.string())]
-    columns += [pa.array([row.get(REASON) for row in rows], pa.string())]
+    columns += [pa.array([row.get(REASON, None if "image" in row else _NO_PICTURE) for row in rows], pa.string())]
     return pa.record_batch(columns, ["image", *names, MEMBER, REASON])
 
 
 def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
     """Yield the fields of each row of a shard; `endings` gets those of its members."""
     row: dict[str, Any] = {}
+    members_of: dict[str, str] = {}  # by the field of the row that each is
     stem, stems = None, set[tuple[str, str]]()
     try:
         with tarfile.open(shard, mode="r:") as members:
@@ -80,7 +82,7 @@ def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
                 if (folder, key) != stem:
                     if row:
                         yield row
-                    row, stem = {}, (folder, key)
+                    row, members_of, stem = {MEMBER: _as_utf8(member.name)}, {}, (folder, key)
                     if stem in stems:
                         raise UserError(
                             f"{shard}, {_as_utf8(member.name)}: other members of its row stand before other rows; the "
@@ -88,11 +90,17 @@ def _rows(shard: Path, endings: set[str]) -> Iterator[dict[str, Any]]:
                             "--sort=name)"
                         )
                     stems.add(stem)
-                if "image" in fields and "image" in row:
+                if ending.lower() == "json":
+                    row = fields | row
+                    continue
+                field = next(iter(fields))
+                if field in members_of:
                     raise UserError(
-                        f"{shard}: {row[MEMBER]} and {fields[MEMBER]} are two pictures of one row; expected one: "
-                        "give the other another name, or leave it out"
+                        f"{shard}: {members_of[field]} and {_as_utf8(member.name)} are two "
+                        f"{'picture' if field == 'image' else field}s of one row; expected one: give the other another "
+                        "name, or leave it out"
                     )
+                members_of[field] = _as_utf8(member.name)
                 row |= fields
             _check_end(shard, members.offset)
     except UserError:
@@ -133,9 +141,7 @@ def _fields(shard: Path, members: tarfile.TarFile, member: tarfile.TarInfo, endi
             return _json_fields(text, f"{shard}, {name}") if ending == "json" else {_TEXTS[ending]: text.strip()}
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 text: {error.reason} at byte {error.start}"
-    if ending == "json":
-        raise UserError(f"{shard}, {name}: {reason}")
-    return {_TEXTS[ending]: None, REASON: f"{name}: {reason}"}
+    return {**({} if ending == "json" else {_TEXTS[ending]: None}), REASON: f"{name}: {reason}"}
 
 
 def _json_fields(text: str, where: str) -> dict[str, str]:
@@ -150,7 +156,7 @@ def _json_fields(text: str, where: str) -> dict[str, str]:
     for name, each in found.items():
         if not (is_utf8(name) and is_utf8(each)):
             raise UserError(f"{where}: half of a surrogate pair in {name!a}; write the whole pair")
-    return {name: each for name, each in found.items() if name not in ("image", MEMBER)}
+    return {name: each for name, each in found.items() if name != "image" and not name.startswith("\0")}
 
 
 def _as_utf8(name: str) -> str:
