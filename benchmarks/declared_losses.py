@@ -53,8 +53,8 @@ def sup_con(rows: int, embedding_size: int) -> Call:
 def lifted(rows: int, embedding_size: int) -> Call:
     """Distances, of rows among themselves."""
     terms = {
-        "far": wb.LogSumExp(lambda s, x, y, p: (1e-9 - s).sqrt(), where=declared.same),
-        "near": wb.LogSumExp(lambda s, x, y, p: p.margin - (1e-9 - s).sqrt(), where=declared.different),
+        "far": wb.terms.LogSumExp(lambda s, x, y, p: (1e-9 - s).sqrt(), where=declared.same),
+        "near": wb.terms.LogSumExp(lambda s, x, y, p: p.margin - (1e-9 - s).sqrt(), where=declared.different),
     }
     loss_fn = wb.PairLoss(
         terms,
@@ -68,4 +68,4 @@ def lifted(rows: int, embedding_size: int) -> Call:
 def mined(rows: int, embedding_size: int) -> Call:
     """Three own candidates of each row beside those of the batch."""
     own = normalize(torch.randn(rows, 3, embedding_size), dim=2).requires_grad_()
-    return declared.info_nce_with_hard_negatives(), {"own": own, **_scalars(scale=14.3)}
+    return declared.info_nce_with_hard_negatives(), {"candidates": own, **_scalars(scale=14.3)}

@@ -61,8 +61,8 @@ class Batch:
 def _multi_similarity(**options: object) -> wb.PairLoss:
     return wb.PairLoss(
         {
-            "far": wb.LogSumExp(lambda s, x, y, p: -2 * (s - 0.5), where=declared.same),
-            "near": wb.LogSumExp(lambda s, x, y, p: 50 * (s - 0.5), where=declared.different),
+            "far": wb.terms.LogSumExp(lambda s, x, y, p: -2 * (s - 0.5), where=declared.same),
+            "near": wb.terms.LogSumExp(lambda s, x, y, p: 50 * (s - 0.5), where=declared.different),
         },
         lambda r, x, p: softplus(r.far) / 2 + softplus(r.near) / 50,
         similarity="cosine",

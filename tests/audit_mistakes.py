@@ -498,7 +498,7 @@ def declared_data_without_gradient():
             bias = gathered(bias, local=False)[dist.get_rank() * len(x) :][: len(x)]
         return model["loss"](x, y, y_data={"bias": bias})
 
-    terms = {"all": wb.LogSumExp(lambda s, x, y, p: p.scale * s + y.bias), "own": wb.Partner()}
+    terms = {"all": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s + y.bias), "own": wb.terms.Partner()}
     return declared(loss, terms)
 
 
@@ -509,7 +509,7 @@ def declared_loss(model, batch):
 
 def declared(loss, terms=None, *, uneven=False, **options):
     """Return a problem whose model holds a declared loss with a learned scale."""
-    terms = terms or {"all": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner))}
+    terms = terms or {"all": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner))}
     loss_fn = wb.PairLoss(
         terms,
         lambda r, x, p: r.all - (r.own if "own" in terms else 0),

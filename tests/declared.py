@@ -38,8 +38,8 @@ def all_minus_own(r, x, p):
 def clip(**options):
     return wb.PairLoss(
         {
-            "rows": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner)),
-            "cols": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - y.partner)),
+            "rows": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner)),
+            "cols": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - y.partner)),
         },
         lambda r, x, p: r.rows / 2,
         column_loss=lambda r, y, p: r.cols / 2,
@@ -49,11 +49,13 @@ def clip(**options):
 
 def info_nce(**options):
     """Keys, and further negatives of all queries in the same tower, without a partner."""
-    return wb.PairLoss({"all": wb.LogSumExp(scaled), "own": wb.Partner(scaled)}, all_minus_own, **options)
+    return wb.PairLoss({"all": wb.terms.LogSumExp(scaled), "own": wb.terms.Partner(scaled)}, all_minus_own, **options)
 
 
 def info_nce_with_hard_negatives(**options):
-    return wb.PairLoss({"all": wb.LogSumExp(scaled, over="both"), "own": wb.Partner(scaled)}, all_minus_own, **options)
+    return wb.PairLoss(
+        {"all": wb.terms.LogSumExp(scaled, over="both"), "own": wb.terms.Partner(scaled)}, all_minus_own, **options
+    )
 
 
 def info_nce_in_four_directions(**options):
@@ -61,18 +63,18 @@ def info_nce_in_four_directions(**options):
         return torch.stack([torch.logaddexp(r.qk, r.own), r.kq, r.qq, r.kk]).logsumexp(0) - r.own
 
     terms = {
-        "qk": wb.LogSumExp(lambda s, x, y, p: p.scale * s.qk),
-        "own": wb.Partner(lambda s, x, y, p: p.scale * s.qk),
+        "qk": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s.qk),
+        "own": wb.terms.Partner(lambda s, x, y, p: p.scale * s.qk),
     }
-    terms["kq"] = wb.LogSumExp(lambda s, x, y, p: p.scale * s.kq, where=other)
-    terms["qq"] = wb.LogSumExp(lambda s, x, y, p: p.scale * s.qq, where=other)
-    terms["kk"] = wb.LogSumExp(lambda s, x, y, p: p.scale * s.kk, where=other)
+    terms["kq"] = wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s.kq, where=other)
+    terms["qq"] = wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s.qq, where=other)
+    terms["kk"] = wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s.kk, where=other)
     return wb.PairLoss(terms, loss, similarity=dict.fromkeys(("qk", "kq", "qq", "kk"), "dot"), **options)
 
 
 def nt_xent(**options):
     return wb.PairLoss(
-        {"all": wb.LogSumExp(scaled, where=other), "own": wb.Sum(scaled, where=same)},
+        {"all": wb.terms.LogSumExp(scaled, where=other), "own": wb.terms.Sum(scaled, where=same)},
         all_minus_own,
         similarity="cosine",
         **options,
@@ -81,7 +83,11 @@ def nt_xent(**options):
 
 def sup_con(**options):
     return wb.PairLoss(
-        {"all": wb.LogSumExp(scaled, where=other), "own": wb.Mean(scaled, where=same), "n": wb.Count(where=same)},
+        {
+            "all": wb.terms.LogSumExp(scaled, where=other),
+            "own": wb.terms.Mean(scaled, where=same),
+            "n": wb.terms.Count(where=same),
+        },
         lambda r, x, p: (torch.where(r.n > 0, r.all - r.own, 0.0), (r.n > 0).double()),
         similarity="cosine",
         **options,
@@ -91,8 +97,8 @@ def sup_con(**options):
 def siglip(**options):
     return wb.PairLoss(
         {
-            "all": wb.Sum(lambda s, x, y, p: softplus(p.scale * s + p.bias)),
-            "own": wb.Partner(lambda s, x, y, p: p.scale * s + p.bias),
+            "all": wb.terms.Sum(lambda s, x, y, p: softplus(p.scale * s + p.bias)),
+            "own": wb.terms.Partner(lambda s, x, y, p: p.scale * s + p.bias),
         },
         all_minus_own,
         **options,
@@ -101,7 +107,7 @@ def siglip(**options):
 
 def dcl(**options):
     return wb.PairLoss(
-        {"negatives": wb.LogSumExp(scaled, where=different), "own": wb.Sum(scaled, where=same)},
+        {"negatives": wb.terms.LogSumExp(scaled, where=different), "own": wb.terms.Sum(scaled, where=same)},
         lambda r, x, p: torch.where(r.negatives.isneginf(), 0.0, r.negatives - r.own),
         similarity="cosine",
         **options,
@@ -116,8 +122,8 @@ def debiased(tau_plus=0.1, beta=0.5, **options):
         return (1 + corrected * (-r.own).exp()).log()
 
     up, down = (lambda s, x, y, p: (1 + beta) * p.scale * s), (lambda s, x, y, p: beta * p.scale * s)
-    terms = {"up": wb.LogSumExp(up, where=different), "down": wb.LogSumExp(down, where=different)}
-    terms |= {"own": wb.Sum(scaled, where=same), "n": wb.Count(where=different)}
+    terms = {"up": wb.terms.LogSumExp(up, where=different), "down": wb.terms.LogSumExp(down, where=different)}
+    terms |= {"own": wb.terms.Sum(scaled, where=same), "n": wb.terms.Count(where=different)}
     return wb.PairLoss(terms, loss, similarity="cosine", **options)
 
 
@@ -127,7 +133,7 @@ def multi_similarity(**options):
         lambda x, y, s: same(x, y) & (s < x.near + EPSILON),
         lambda x, y, s: different(x, y) & (s > x.far - EPSILON),
     )
-    terms = {"far": wb.LogSumExp(far, mined_far), "near": wb.LogSumExp(near, mined_near)}
+    terms = {"far": wb.terms.LogSumExp(far, mined_far), "near": wb.terms.LogSumExp(near, mined_near)}
     return wb.PairLoss(
         terms, lambda r, x, p: softplus(r.far) / 2 + softplus(r.near) / 50, similarity="cosine", **options
     )
@@ -147,7 +153,7 @@ def circle(m=0.4, gamma=8.0, **options):
     def loss(r, x, p):
         return softplus(r.near + r.far), (r.near + r.far).isfinite().double()
 
-    terms = {"near": wb.LogSumExp(near, where=different), "far": wb.LogSumExp(far, where=same)}
+    terms = {"near": wb.terms.LogSumExp(near, where=different), "far": wb.terms.LogSumExp(far, where=same)}
     return wb.PairLoss(terms, loss, similarity="cosine", **options)
 
 
@@ -157,7 +163,7 @@ def hard_triplet(margin=0.2, **options):
         far, near = (torch.where(complete, -s, 1.0).sqrt() for s in (r.far, r.near))
         return torch.relu(far - near + margin), complete.double()
 
-    terms = {"far": wb.Min(where=same), "near": wb.Max(where=different)}
+    terms = {"far": wb.terms.Min(where=same), "near": wb.terms.Max(where=different)}
     return wb.PairLoss(terms, loss, similarity="neg_squared_distance", **options)
 
 
@@ -170,7 +176,7 @@ def guided(margin=0.05, **options):
     def score(s, x, y, p):
         return p.scale * s.student
 
-    terms = {"all": wb.LogSumExp(score, candidate), "own": wb.Partner(score)}
+    terms = {"all": wb.terms.LogSumExp(score, candidate), "own": wb.terms.Partner(score)}
     return wb.PairLoss(terms, all_minus_own, similarity={"student": "dot", "guide": "dot"}, **options)
 
 
@@ -196,7 +202,7 @@ def declared_and_given(name, data, options):
         return loss, wb.functional.info_nce_loss(v, w, logit_scale=scale, negatives=n, **options)
     if name == "info_nce_with_hard_negatives":
         own = torch.stack([w.flip(1), v.flip(1)], 1)
-        loss = info_nce_with_hard_negatives(**options)(v, w, own=own, parameters={"scale": scale})
+        loss = info_nce_with_hard_negatives(**options)(v, w, candidates=own, parameters={"scale": scale})
         return loss, wb.functional.info_nce_loss(v, w, logit_scale=scale, hard_negatives=own, **options)
     if name == "info_nce_in_four_directions":
         x, y = {"qk": v, "kq": w, "qq": v, "kk": w}, {"qk": w, "kq": v, "qq": v, "kk": w}
@@ -226,8 +232,8 @@ def declared_and_given(name, data, options):
         return sup_con(**options)(v, x_data=classes, parameters={"scale": SCALE}), given
     if name == "multi_similarity":
         mined = {
-            "near": hardest(wb.Max, different, **options)(v, x_data=classes).detach(),
-            "far": hardest(wb.Min, same, **options)(v, x_data=classes).detach(),
+            "near": hardest(wb.terms.Max, different, **options)(v, x_data=classes).detach(),
+            "far": hardest(wb.terms.Min, same, **options)(v, x_data=classes).detach(),
         }
         loss = multi_similarity(**options)(v, x_data={**classes, **mined})
         return loss, wb.functional.multi_similarity_loss(v, classes["label"], epsilon=EPSILON, **options)

@@ -56,7 +56,15 @@ MASKS = (
     lambda x, y, s: (second(s) > -1) & (x.label != y.label),
     lambda x, y: y.keep,
 )
-KINDS = (wb.LogSumExp, wb.LogSumExp, wb.Sum, wb.Mean, wb.Max, wb.Min, wb.Count)
+KINDS = (
+    wb.terms.LogSumExp,
+    wb.terms.LogSumExp,
+    wb.terms.Sum,
+    wb.terms.Mean,
+    wb.terms.Max,
+    wb.terms.Min,
+    wb.terms.Count,
+)
 
 
 def finite(x):
@@ -73,14 +81,14 @@ def drawn(seed, rows):
     terms = {}
     for number in range(pick.randint(1, 4)):
         kind, mask = pick.choice(KINDS), pick.choice(MASKS)
-        if kind is wb.Count:
-            terms[f"t{number}"] = wb.Count(mask)
-        elif kind is wb.Mean and pick.random() < 0.5:
-            terms[f"t{number}"] = wb.Mean(pick.choice(scores), mask, log_weight=pick.choice(scores))
+        if kind is wb.terms.Count:
+            terms[f"t{number}"] = wb.terms.Count(mask)
+        elif kind is wb.terms.Mean and pick.random() < 0.5:
+            terms[f"t{number}"] = wb.terms.Mean(pick.choice(scores), mask, log_weight=pick.choice(scores))
         else:
             terms[f"t{number}"] = kind(pick.choice(scores), mask)
     if partners and pick.random() < 0.5:
-        terms["partner"] = wb.Partner(pick.choice(scores))
+        terms["partner"] = wb.terms.Partner(pick.choice(scores))
     names = [*terms]
     on_rows = pick.sample(names, pick.randint(1, len(names)))
     on_cols = pick.sample(names, pick.randint(1, len(names))) if pick.random() < 0.5 else []

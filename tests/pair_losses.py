@@ -18,8 +18,8 @@ class Batch:
     y: Any = None
     x_data: dict = field(default_factory=dict)
     y_data: dict = field(default_factory=dict)
-    own: Any = None
-    own_data: dict = field(default_factory=dict)
+    candidates: Any = None
+    candidate_data: dict = field(default_factory=dict)
     parameters: dict = field(default_factory=dict)
     weights: Any = None
 
@@ -48,8 +48,8 @@ def part(batch, rows, cols):
     at = {
         "x": rows,
         "x_data": rows,
-        "own": rows,
-        "own_data": rows,
+        "candidates": rows,
+        "candidate_data": rows,
         "weights": rows,
         "y": cols,
         "y_data": cols,
@@ -86,8 +86,8 @@ def gradients(function, batch):
 def multi_similarity(**options):
     return wb.PairLoss(
         {
-            "positives": wb.LogSumExp(lambda s, x, y, p: -p.alpha * (s - p.base), where=same),
-            "negatives": wb.LogSumExp(lambda s, x, y, p: p.beta * (s - p.base), where=different),
+            "positives": wb.terms.LogSumExp(lambda s, x, y, p: -p.alpha * (s - p.base), where=same),
+            "negatives": wb.terms.LogSumExp(lambda s, x, y, p: p.beta * (s - p.base), where=different),
         },
         lambda r, x, p: softplus(r.positives) / p.alpha + softplus(r.negatives) / p.beta,
         similarity="cosine",
@@ -102,18 +102,21 @@ def hard_triplet(**options):
         return torch.relu(far - near + p.margin), complete.double()
 
     return wb.PairLoss(
-        {"far": wb.Min(where=same), "near": wb.Max(where=different)}, loss, similarity="neg_squared_distance", **options
+        {"far": wb.terms.Min(where=same), "near": wb.terms.Max(where=different)},
+        loss,
+        similarity="neg_squared_distance",
+        **options,
     )
 
 
 def weighted_mean(**options):
     return wb.PairLoss(
         {
-            "mean": wb.Mean(lambda s, x, y, p: s * y.bias, log_weight=lambda s, x, y, p: p.scale * s + x.partner),
-            "count": wb.Count(where=lambda x, y, s: s > 0),
-            "sum": wb.Sum(lambda s, x, y, p: (s * x.bias).tanh(), where=lambda x, y, s: s > 0.5),
-            "own": wb.Partner(lambda s, x, y, p: s * y.bias),
-            "best": wb.Max(lambda s, x, y, p: s * y.bias + x.bias, where=different),
+            "mean": wb.terms.Mean(lambda s, x, y, p: s * y.bias, log_weight=lambda s, x, y, p: p.scale * s + x.partner),
+            "count": wb.terms.Count(where=lambda x, y, s: s > 0),
+            "sum": wb.terms.Sum(lambda s, x, y, p: (s * x.bias).tanh(), where=lambda x, y, s: s > 0.5),
+            "own": wb.terms.Partner(lambda s, x, y, p: s * y.bias),
+            "best": wb.terms.Max(lambda s, x, y, p: s * y.bias + x.bias, where=different),
         },
         lambda r, x, p: (r.mean + r.sum / (1 + r.count) + r.own + r.best.clamp(min=-9), 1 + x.bias**2),
         column_loss=lambda r, y, p: r.mean * y.bias + r.best.clamp(min=-9) + r.count,
@@ -124,9 +127,11 @@ def weighted_mean(**options):
 def own_negatives(**options):
     return wb.PairLoss(
         {
-            "all": wb.LogSumExp(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.label == y.label, over="both"),
-            "best": wb.Max(lambda s, x, y, p: s + y.bias, over="own"),
-            "taught": wb.Mean(lambda s, x, y, p: s, log_weight=lambda s, x, y, p: y.bias, over="own"),
+            "all": wb.terms.LogSumExp(
+                lambda s, x, y, p: p.scale * s, where=lambda x, y: x.label == y.label, over="both"
+            ),
+            "best": wb.terms.Max(lambda s, x, y, p: s + y.bias, over="own"),
+            "taught": wb.terms.Mean(lambda s, x, y, p: s, log_weight=lambda s, x, y, p: y.bias, over="own"),
         },
         lambda r, x, p: r.all + r.best.clamp(min=-9) + r.taught,
         **options,
@@ -167,9 +172,9 @@ def batch_for(name, rows, cols, seed=0, dtype=torch.float64):
         return Batch(numbers(rows, 5), x_data={"label": labels(rows)}, parameters={"scale": 10.0})
     x_data, y_data = {"bias": numbers(rows), "label": labels(rows)}, {"bias": numbers(cols), "label": labels(cols)}
     if name == "own_negatives":
-        own_data = {"bias": numbers(rows, 3), "label": torch.randint(0, 3, (rows, 3), generator=made)}
+        candidate_data = {"bias": numbers(rows, 3), "label": torch.randint(0, 3, (rows, 3), generator=made)}
         return Batch(
-            numbers(rows, 5), numbers(cols, 5), x_data, y_data, numbers(rows, 3, 5), own_data, {"scale": one(2.0)}
+            numbers(rows, 5), numbers(cols, 5), x_data, y_data, numbers(rows, 3, 5), candidate_data, {"scale": one(2.0)}
         )
     weights = torch.rand(rows, generator=made, dtype=dtype).requires_grad_() if rows == cols else None
     if rows != cols or name == "weighted_mean":

@@ -9,13 +9,13 @@ from wholebatch import recipes
 SCALE = 3.0
 
 
-def info_nce(x, y, negative, scale=SCALE, own=None, own_negative=None):
+def info_nce(x, y, negative, scale=SCALE, candidates=None, is_negative=None):
     """Return the mean cross-entropy of each row's partner among it and its negatives, by a loop over rows."""
     losses = []
     for i in range(len(x)):
         keys = [y[i], *(y[j] for j in range(len(y)) if j != i and negative(i, j))]
-        if own is not None:
-            keys += [own[i, k] for k in range(own.shape[1]) if own_negative is None or own_negative(i, k)]
+        if candidates is not None:
+            keys += [candidates[i, k] for k in range(candidates.shape[1]) if is_negative is None or is_negative(i, k)]
         logits = torch.stack([scale * (x[i] * key).sum() for key in keys])
         losses.append(cross_entropy(logits[None], torch.tensor([0])))
     return torch.stack(losses).mean()
@@ -36,36 +36,36 @@ def near_duplicate(x, y, **_):
     return info_nce(x["pairs"], y["pairs"], far)
 
 
-def mined(x, y, *, own, **_):
-    return info_nce(x, y, lambda i, j: True, own=own)
+def mined(x, y, *, candidates, **_):
+    return info_nce(x, y, lambda i, j: True, candidates=candidates)
 
 
-def guided(x, y, *, own, margin, relative, **_):
+def guided(x, y, *, candidates, margin, relative, **_):
     def allowed(i, guide):
         pair = cosine_similarity(x["guide"][i], y["guide"][i], dim=0)
         beyond = pair - (pair.abs() * margin if relative else margin)
         return bool(cosine_similarity(x["guide"][i], guide, dim=0) <= beyond)
 
     q, k = normalize(x["features"], dim=1), normalize(y["features"], dim=1)
-    mined = normalize(own["features"], dim=2)
+    mined = normalize(candidates["features"], dim=2)
     return info_nce(
         q,
         k,
         lambda i, j: allowed(i, y["guide"][j]),
-        own=mined,
-        own_negative=lambda i, n: allowed(i, own["guide"][i, n]),
+        candidates=mined,
+        is_negative=lambda i, n: allowed(i, candidates["guide"][i, n]),
     )
 
 
-def listwise(x, y, *, own, own_data, **_):
-    student = torch.stack([own[i] @ x[i] for i in range(len(x))]) / 2
-    teacher = (own_data["teacher"] / 3).softmax(1)
+def listwise(x, y, *, candidates, candidate_data, **_):
+    student = torch.stack([candidates[i] @ x[i] for i in range(len(x))]) / 2
+    teacher = (candidate_data["teacher"] / 3).softmax(1)
     return 4 * kl_div(student.log_softmax(1), teacher, reduction="batchmean")
 
 
-def margins(x, y, *, own, own_data, **_):
+def margins(x, y, *, candidates, candidate_data, **_):
     positive = (x * y).sum(1)
-    return mse_loss(positive[:, None] - torch.einsum("bd,bhd->bh", x, own), own_data["margin"])
+    return mse_loss(positive[:, None] - torch.einsum("bd,bhd->bh", x, candidates), candidate_data["margin"])
 
 
 def soft_labels(x, y, **_):
@@ -170,23 +170,25 @@ def with_key_features(made, count):
 
 
 def with_own(made, count):
-    return pairs(made, count, own=rows(made, count, 3, 6))
+    return pairs(made, count, candidates=rows(made, count, 3, 6))
 
 
 def with_guides(made, count):
     guides = [rows(made, *shape, grad=False) for shape in ((count, 4), (count, 4), (count, 3, 4))]
-    x, y, own = rows(made, count, 6), rows(made, count, 6), rows(made, count, 3, 6)
+    x, y, candidates = rows(made, count, 6), rows(made, count, 6), rows(made, count, 3, 6)
     return Batch(*({"features": of, "guide": g} for of, g in zip((x, y), guides, strict=False)),
-                 own={"features": own, "guide": guides[2]})  # fmt: skip
+                 candidates={"features": candidates, "guide": guides[2]})  # fmt: skip
 
 
 def with_teacher(made, count):
     teacher = rows(made, count, 3, grad=False)
-    return Batch(rows(made, count, 6), own=rows(made, count, 3, 6), own_data={"teacher": teacher})
+    return Batch(rows(made, count, 6), candidates=rows(made, count, 3, 6), candidate_data={"teacher": teacher})
 
 
 def with_margins(made, count):
-    return pairs(made, count, own=rows(made, count, 3, 6), own_data={"margin": rows(made, count, 3, grad=False)})
+    return pairs(
+        made, count, candidates=rows(made, count, 3, 6), candidate_data={"margin": rows(made, count, 3, grad=False)}
+    )
 
 
 def with_tags(made, count):

@@ -84,8 +84,8 @@ class Model(nn.Module):
         self.head_with_state = wb.PartialFC(6, 10, margin=wb.AdaFace())
         self.pairs = wb.PairLoss(
             {
-                "all": wb.LogSumExp(lambda s, x, y, p: p.scale * s + y.bias),
-                "own": wb.Partner(lambda s, x, y, p: p.scale * s + y.bias),
+                "all": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s + y.bias),
+                "own": wb.terms.Partner(lambda s, x, y, p: p.scale * s + y.bias),
             },
             lambda r, x, p: r.all - r.own,
             parameters={"scale": wb.Scale(4.0)},
@@ -339,7 +339,7 @@ def test_losses_run_in_the_order_of_the_program_even_if_unused(backend):
 
 
 def test_losses_of_rows():
-    terms = {"all": wb.LogSumExp(lambda s, x, y, p: s), "own": wb.Partner(lambda s, x, y, p: s)}
+    terms = {"all": wb.terms.LogSumExp(lambda s, x, y, p: s), "own": wb.terms.Partner(lambda s, x, y, p: s)}
     pairs = wb.PairLoss(terms, lambda r, x, p: r.all - r.own, reduction="none")
     for loss in (wb.CLIPLoss(logit_scale=1.0, reduction="none"), pairs):
         step = lambda x, y, loss=loss: loss(x, y).square().sum()  # noqa: E731

@@ -447,7 +447,7 @@ def test_checks_that_need_values_are_refused():
         "the norms of the teacher's rows": lambda **m: f.distillation_loss(x, y, scale, x, y, scale, **m),
         "the averages": lambda **m: f.global_contrastive_loss(x, y, new, new, temperature=learned, **m),
         "its functions are compared between ranks": lambda **m: wb.PairLoss(
-            {"all": wb.LogSumExp(lambda s, x, y, p: s)}, lambda r, x, p: r.all, **m
+            {"all": wb.terms.LogSumExp(lambda s, x, y, p: s)}, lambda r, x, p: r.all, **m
         )(x),
         "the smallest and the largest label": lambda **m: f.partial_fc_loss(x, torch.arange(len(x)), y, **m),
         "the smallest and the largest label, and the norms of the centers, are": lambda **m: wb.PartialFC(

@@ -41,7 +41,7 @@ def test_each_input_of_each_loss():
 
 
 def pair_loss(score):
-    return wb.PairLoss({"all": wb.LogSumExp(score)}, lambda r, x, p: r.all)
+    return wb.PairLoss({"all": wb.terms.LogSumExp(score)}, lambda r, x, p: r.all)
 
 
 def others_body():
@@ -53,8 +53,8 @@ def others_body():
     calls = {
         "data": lambda d: masked(x, x, x_data={"k": d(ids)}, y_data={"k": ids}),
         "weights": lambda d: plain(x, x, weights=d(of_rows)),
-        "candidates": lambda d: plain(x, x, own=d(tokens)),
-        "offsets": lambda d: plain(x, x, own=x, own_offsets=d(torch.arange(5))),
+        "candidates": lambda d: plain(x, x, candidates=d(tokens)),
+        "offsets": lambda d: plain(x, x, candidates=x, candidate_offsets=d(torch.arange(5))),
         "mask": lambda d: max_sim(tokens, tokens, logit_scale=2.0, query_mask=d(torch.ones(4, 2, dtype=torch.bool))),
         "documents per query": lambda d: max_sim(tokens, tokens, logit_scale=2.0, documents_per_query=d(ids + 1)),
         "embeddings": lambda d: of_classes(d(x), ids, centers),

@@ -48,7 +48,7 @@ comm.backward(comm.all_gather(x).sum())
 comm.iall_reduce(x.detach()).wait()
 wb.CLIPLoss(group=comm)(x, y, scale).backward()
 for memory in ("auto", 2**16):
-    terms = {{"all": wb.LogSumExp(lambda s, x, y, p: 10 * s), "own": wb.Partner(), "hard": wb.Max()}}
+    terms = {{"all": wb.terms.LogSumExp(lambda s, x, y, p: 10 * s), "own": wb.terms.Partner(), "hard": wb.terms.Max()}}
     wb.PairLoss(terms, lambda r, x, p: r.all - r.own + r.hard, memory=memory)(x, y).backward()
 dist.destroy_process_group()
 {extra}

@@ -23,6 +23,7 @@ LAYERS = (
     ("contract",),
     ("nodes",),
     ("pair_loss",),
+    ("terms",),
     ("losses", "heads", "gradcache"),
     ("functional", "options", "reference", "recipes"),
     ("integrations",),

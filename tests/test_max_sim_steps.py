@@ -302,12 +302,12 @@ def test_gradient_caching_of_tokens_and_masks(counts):
 def declared(**options):
     """Return a loss over rows and columns, with partners in a score, maxima, and learned numbers."""
     terms = {
-        "all": wb.LogSumExp(
+        "all": wb.terms.LogSumExp(
             lambda s, x, y, p: p.scale * (s - x.partner) + y.bias, where=lambda x, y: x.index != y.index
         ),
-        "own": wb.Partner(),
-        "best": wb.Max(),
-        "least": wb.Min(where=lambda x, y: x.index != y.index),
+        "own": wb.terms.Partner(),
+        "best": wb.terms.Max(),
+        "least": wb.terms.Min(where=lambda x, y: x.index != y.index),
     }
     return wb.PairLoss(
         terms,
@@ -367,8 +367,8 @@ def test_distillation_from_the_scores_of_a_teacher():
     own = lambda x, y: x.index == y.query  # noqa: E731
     loss_fn = wb.PairLoss(
         {
-            "all": wb.LogSumExp(lambda s, x, y, p: p.scale * s, where=own),
-            "target": wb.Sum(lambda s, x, y, p: y.probability * (y.log_probability - p.scale * s), where=own),
+            "all": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s, where=own),
+            "target": wb.terms.Sum(lambda s, x, y, p: y.probability * (y.log_probability - p.scale * s), where=own),
         },
         lambda r, x, p: r.target + r.all,
         similarity="max_sim",
@@ -386,21 +386,23 @@ def test_distillation_from_the_scores_of_a_teacher():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: wb.PairLoss({"m": wb.Mean()}, lambda r, x, p: r.m, similarity="max_sim")(Q), "y must be given"),
+        (lambda: wb.PairLoss({"m": wb.terms.Mean()}, lambda r, x, p: r.m, similarity="max_sim")(Q), "y must be given"),
         (
-            lambda: wb.PairLoss({"m": wb.Mean(over="both")}, lambda r, x, p: r.m, similarity="max_sim"),
+            lambda: wb.PairLoss({"m": wb.terms.Mean(over="both")}, lambda r, x, p: r.m, similarity="max_sim"),
             "must not be a Mean",
         ),
         (
-            lambda: wb.PairLoss({"m": wb.Sum(over="own")}, lambda r, x, p: r.m, similarity="max_sim")(Q, D, own=Q),
-            "own must be left out with similarity='max_sim'",
+            lambda: wb.PairLoss({"m": wb.terms.Sum(over="own")}, lambda r, x, p: r.m, similarity="max_sim")(
+                Q, D, candidates=Q
+            ),
+            "candidates must be left out with similarity='max_sim'",
         ),
         (
-            lambda: wb.PairLoss({"m": wb.Mean()}, lambda r, x, p: r.m, similarity={"a": "max_sim", "b": "dot"}),
+            lambda: wb.PairLoss({"m": wb.terms.Mean()}, lambda r, x, p: r.m, similarity={"a": "max_sim", "b": "dot"}),
             "similarity must be 'max_sim' alone",
         ),
         (
-            lambda: wb.PairLoss({"m": wb.Mean()}, lambda r, x, p: r.m, similarity="max_sim")(Q[0], D),
+            lambda: wb.PairLoss({"m": wb.terms.Mean()}, lambda r, x, p: r.m, similarity="max_sim")(Q[0], D),
             "x must have shape",
         ),
     ],
@@ -411,6 +413,6 @@ def test_mistakes_of_declared_losses(call, message):
 
 
 def test_a_pair_of_tensors_is_no_tokens():
-    loss_fn = wb.PairLoss({"m": wb.Mean()}, lambda r, x, p: r.m, similarity="max_sim")
+    loss_fn = wb.PairLoss({"m": wb.terms.Mean()}, lambda r, x, p: r.m, similarity="max_sim")
     with pytest.raises(ValueError, match=r"(?s)x must be a tensor .*; beside a mask or offsets pass wb.Tokens"):
         loss_fn((Q, torch.ones(4, 3, dtype=torch.bool)), D)

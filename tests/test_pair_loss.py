@@ -56,7 +56,7 @@ def test_kept_products_are_not_computed_again(symmetric):
     x = torch.randn(1000, 16, requires_grad=True)
     found = {}
     for memory in ("flat", 2**24):
-        loss_fn = wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all, symmetric=symmetric, memory=memory)
+        loss_fn = wb.PairLoss({"all": wb.terms.LogSumExp()}, lambda r, x, p: r.all, symmetric=symmetric, memory=memory)
         loss_fn(x)  # its first use computes small tiles as well
         x.grad = None
         with FlopCounterMode(display=False) as counter:  # which counts products of tiles, not sums of gradients
@@ -92,7 +92,9 @@ def test_half_of_a_symmetric_matrix_suffices(counts):
 
 def masked_out(score, similarity="dot"):
     return wb.PairLoss(
-        {"sum": wb.Sum(score, where=lambda x, y: x.index != y.index)}, lambda r, x, p: r.sum, similarity=similarity
+        {"sum": wb.terms.Sum(score, where=lambda x, y: x.index != y.index)},
+        lambda r, x, p: r.sum,
+        similarity=similarity,
     )
 
 
@@ -122,7 +124,7 @@ def test_data_of_entries_that_are_no_candidates_enter_no_gradient():
     """A row that is nobody's candidate has data that are NaN; the parameter that multiplies them has a gradient."""
     z, bad = torch.randn(4, 3, dtype=torch.float64), torch.tensor([1.0, 2.0, float("nan"), 3.0], dtype=torch.float64)
     loss_fn = wb.PairLoss(
-        {"sum": wb.Sum(lambda s, x, y, p: p.a * s * y.price, where=lambda x, y: y.price == y.price)},
+        {"sum": wb.terms.Sum(lambda s, x, y, p: p.a * s * y.price, where=lambda x, y: y.price == y.price)},
         lambda r, x, p: r.sum,
     )
     a, b = torch.tensor([2.0], dtype=torch.float64, requires_grad=True), bad.clone().requires_grad_()
@@ -135,7 +137,14 @@ def test_data_of_entries_that_are_no_candidates_enter_no_gradient():
 
 @pytest.mark.parametrize(
     ("term", "value"),
-    [(wb.LogSumExp, -torch.inf), (wb.Max, -torch.inf), (wb.Min, torch.inf), (wb.Sum, 0), (wb.Mean, 0), (wb.Count, 0)],
+    [
+        (wb.terms.LogSumExp, -torch.inf),
+        (wb.terms.Max, -torch.inf),
+        (wb.terms.Min, torch.inf),
+        (wb.terms.Sum, 0),
+        (wb.terms.Mean, 0),
+        (wb.terms.Count, 0),
+    ],
 )
 def test_over_no_candidates(term, value):
     """Row 1 has none: its value is that of the table, and the gradient of its features is exactly 0."""
@@ -143,7 +152,7 @@ def test_over_no_candidates(term, value):
     def someone(x, y):
         return x.index != 1
 
-    made = term(where=someone) if term is wb.Count else term(lambda s, x, y, p: s, where=someone)
+    made = term(where=someone) if term is wb.terms.Count else term(lambda s, x, y, p: s, where=someone)
     seen = []
 
     def row_loss(r, x, p):
@@ -163,7 +172,9 @@ def test_a_score_of_minus_infinity_is_no_candidate():
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
 
     def declared(score, where=None):
-        return wb.PairLoss({"a": wb.LogSumExp(score, where), "b": wb.Max(score, where)}, lambda r, x, p: r.a + r.b)
+        return wb.PairLoss(
+            {"a": wb.terms.LogSumExp(score, where), "b": wb.terms.Max(score, where)}, lambda r, x, p: r.a + r.b
+        )
 
     by_score = declared(lambda s, x, y, p: torch.where(x.index == y.index, -torch.inf, s))(x)
     by_mask = declared(lambda s, x, y, p: s, lambda x, y: x.index != y.index)(x)
@@ -176,7 +187,7 @@ def test_the_distance_of_a_row_from_itself_is_not_positive():
     """Products round it to either side of 0: the root of a positive similarity is NaN."""
     z = 100 + torch.randn(64, 16)
     loss_fn = wb.PairLoss(
-        {"sum": wb.Sum(lambda s, x, y, p: (-s).sqrt())}, lambda r, x, p: r.sum, similarity="neg_squared_distance"
+        {"sum": wb.terms.Sum(lambda s, x, y, p: (-s).sqrt())}, lambda r, x, p: r.sum, similarity="neg_squared_distance"
     )
     found, expected = loss_fn(z), loss_fn.reference(z)
     assert found.isfinite()

@@ -15,8 +15,8 @@ from wholebatch.testing import run_ranks
 
 def learned_loss():
     terms = {
-        "far": wb.LogSumExp(lambda s, x, y, p: -p.alpha * s, where=same),
-        "near": wb.LogSumExp(lambda s, x, y, p: p.alpha * s, where=different),
+        "far": wb.terms.LogSumExp(lambda s, x, y, p: -p.alpha * s, where=same),
+        "near": wb.terms.LogSumExp(lambda s, x, y, p: p.alpha * s, where=different),
     }
     alpha = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     return wb.PairLoss(

@@ -142,7 +142,7 @@ def same_label(x, y):
 
 
 def soft_margin(**options):
-    terms = {"all": wb.Sum(lambda s, x, y, p: (p.margin - s).relu() * (s.detach() > 0), where=same_label)}
+    terms = {"all": wb.terms.Sum(lambda s, x, y, p: (p.margin - s).relu() * (s.detach() > 0), where=same_label)}
     return wb.PairLoss(terms, lambda r, x, p: r.all, **options)
 
 
@@ -175,7 +175,7 @@ class Schedule:
 
 def test_a_stale_function_is_found_by_a_few_entries(quick):
     score = Schedule()
-    loss_fn = wb.PairLoss({"all": wb.Sum(score)}, lambda r, x, p: r.all, compile_tiles=True)
+    loss_fn = wb.PairLoss({"all": wb.terms.Sum(score)}, lambda r, x, p: r.all, compile_tiles=True)
     x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     assert torch.allclose(loss_fn(x), loss_fn.reference(x), 1e-12, 1e-12)
     score.numbers["margin"][0] = 3.0
@@ -188,7 +188,7 @@ def test_functions_that_look_at_values_are_computed_without(quick):
     def score(s, x, y, p):
         return s * 2 if bool((x.label == 1).any()) else s * 2.0
 
-    loss_fn = wb.PairLoss({"all": wb.Sum(score)}, lambda r, x, p: r.all, compile_tiles=True)
+    loss_fn = wb.PairLoss({"all": wb.terms.Sum(score)}, lambda r, x, p: r.all, compile_tiles=True)
     x, data = torch.randn(9, 4, requires_grad=True), {"label": torch.arange(9)}
     with pytest.warns(UserWarning, match="without compiled functions"):
         found = loss_fn(x, x_data=data)
@@ -266,7 +266,7 @@ class Margin(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.margin, self.nested = 0.1, types.SimpleNamespace(margin=0.1)
-        terms = {"t": wb.Mean(lambda s, x, y, p: (s + self.margin + self.nested.margin).relu(), where=different)}
+        terms = {"t": wb.terms.Mean(lambda s, x, y, p: (s + self.margin + self.nested.margin).relu(), where=different)}
         self.loss_fn = wb.PairLoss(terms, lambda r, x, p: r.t, compile_tiles=True)
 
 

@@ -48,7 +48,11 @@ def loss_of(place, exchange, reduction):
     def column_loss(r, y, p):
         return refuse(y.mark, r.all) if place == "column_loss" else r.all
 
-    terms = {"all": wb.LogSumExp(score, where=mask), "own": wb.Partner(of_partner), "most": wb.Max(of_maximum)}
+    terms = {
+        "all": wb.terms.LogSumExp(score, where=mask),
+        "own": wb.terms.Partner(of_partner),
+        "most": wb.terms.Max(of_maximum),
+    }
     return wb.PairLoss(terms, row_loss, column_loss=column_loss, exchange=exchange, reduction=reduction)
 
 
@@ -99,11 +103,11 @@ def test_without_a_mean():
 
 
 SHRINKING = {
-    "score": {"t": wb.Sum(lambda s, x, y, p: s if len(s) < 10 else s.sum(1, keepdim=True))},
-    "mask": {"t": wb.Sum(None, lambda x, y, s: s > 0 if len(s) < 10 else s[:1] > 0)},
-    "log_weight": {"t": wb.Mean(log_weight=lambda s, x, y, p: s if len(s) < 10 else s[0])},
-    "partner": {"t": wb.Partner(lambda s, x, y, p: s if len(s) < 10 else s[:1])},
-    "maximum": {"t": wb.Max(lambda s, x, y, p: s if s.shape[1] > 1 else s[:1])},
+    "score": {"t": wb.terms.Sum(lambda s, x, y, p: s if len(s) < 10 else s.sum(1, keepdim=True))},
+    "mask": {"t": wb.terms.Sum(None, lambda x, y, s: s > 0 if len(s) < 10 else s[:1] > 0)},
+    "log_weight": {"t": wb.terms.Mean(log_weight=lambda s, x, y, p: s if len(s) < 10 else s[0])},
+    "partner": {"t": wb.terms.Partner(lambda s, x, y, p: s if len(s) < 10 else s[:1])},
+    "maximum": {"t": wb.terms.Max(lambda s, x, y, p: s if s.shape[1] > 1 else s[:1])},
 }
 
 
@@ -121,9 +125,9 @@ def test_one_number_for_a_row_of_a_large_tile_alone_is_refused(what):
 
 def test_numbers_of_rows_may_be_spread_over_tiles():
     b, x = torch.rand(24, dtype=torch.float64), torch.randn(24, 4, dtype=torch.float64)
-    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: x.b * y.b, lambda x, y: x.b > 0)}, lambda r, x, p: r.t)
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(lambda s, x, y, p: x.b * y.b, lambda x, y: x.b > 0)}, lambda r, x, p: r.t)
     assert torch.allclose(loss_fn(x, x_data={"b": b}), b.sum() ** 2 / 24)
-    of_rows = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: x.b)}, lambda r, x, p: r.t)
+    of_rows = wb.PairLoss({"t": wb.terms.Sum(lambda s, x, y, p: x.b)}, lambda r, x, p: r.t)
     assert torch.allclose(of_rows(x, x_data={"b": b}), b.sum())
 
 
@@ -135,7 +139,7 @@ def weighted_body(weight, side):
 
     functions = {"row_loss": weighted} if side == "row_loss" else {"row_loss": None, "column_loss": weighted}
     x = torch.arange(12, dtype=torch.float64).view(6, 2)[3 * dist.get_rank() :][:3].requires_grad_()
-    loss_fn = wb.PairLoss({"t": wb.Sum()}, **functions)
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum()}, **functions)
     try:
         loss = loss_fn(x)
         loss.backward()

@@ -78,7 +78,7 @@ AFFINE = {
 }
 
 
-@pytest.mark.parametrize("term", [wb.Sum, wb.LogSumExp, wb.Mean, wb.Max])
+@pytest.mark.parametrize("term", [wb.terms.Sum, wb.terms.LogSumExp, wb.terms.Mean, wb.terms.Max])
 @pytest.mark.parametrize("name", [*NOT_AFFINE, *AFFINE])
 def test_scores_that_are_affine_and_others(name, term):
     kind = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 1])
@@ -90,7 +90,7 @@ def test_scores_that_are_affine_and_others(name, term):
     agrees(wb.PairLoss({"t": term({**NOT_AFFINE, **AFFINE}[name])}, row), of)
 
 
-@pytest.mark.parametrize("term", [wb.LogSumExp, wb.Max])
+@pytest.mark.parametrize("term", [wb.terms.LogSumExp, wb.terms.Max])
 def test_an_infinite_bias_leaves_a_column_out(term):
     bias = numbers(9, seed=2)
     bias[2] = -math.inf
@@ -100,7 +100,7 @@ def test_an_infinite_bias_leaves_a_column_out(term):
 
 def test_a_masked_integer_enters_no_gradient():
     counts = torch.tensor([0, 1, 2, 3, 0, 5, 6, 7, 8])
-    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: s - p.a * y.n.log(), where=lambda x, y: y.n > 0)}, row)
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(lambda s, x, y, p: s - p.a * y.n.log(), where=lambda x, y: y.n > 0)}, row)
     a = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     assert agrees(loss_fn, batch(y_data={"n": counts}, parameters={"a": a})).isfinite()
     assert a.grad.isfinite()
@@ -108,12 +108,12 @@ def test_a_masked_integer_enters_no_gradient():
 
 def test_calls_with_other_data_and_other_numbers():
     """A function may look at what there is, and at plain numbers: what it reads belongs to the call."""
-    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: s * x.t if "t" in x else s)}, row)
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(lambda s, x, y, p: s * x.t if "t" in x else s)}, row)
     of, plain = batch(x_data={"t": numbers(9, seed=5)}), batch()
     for one in (of, plain, of):
         agrees(loss_fn, one)
     warm = wb.PairLoss(
-        {"t": wb.Sum(lambda s, x, y, p: s if p.epoch < 5 else s - x.partner), "u": wb.Count()},
+        {"t": wb.terms.Sum(lambda s, x, y, p: s if p.epoch < 5 else s - x.partner), "u": wb.terms.Count()},
         lambda r, x, p: r.t if p.epoch < 9 else r.t + r.u,
     )
     with pytest.warns(UserWarning, match="neither side reads: u"):
@@ -123,7 +123,7 @@ def test_calls_with_other_data_and_other_numbers():
 
 
 def test_a_partner_that_only_the_row_loss_reads():
-    agrees(wb.PairLoss({"t": wb.LogSumExp()}, lambda r, x, p: r.t - x.partner), batch())
+    agrees(wb.PairLoss({"t": wb.terms.LogSumExp()}, lambda r, x, p: r.t - x.partner), batch())
 
 
 class Mask(nn.Module):
@@ -139,19 +139,21 @@ class Mask(nn.Module):
 def test_forms_of_masks(where):
     n = torch.arange(9) % 3
     agrees(
-        wb.PairLoss({"t": wb.Sum(where=where), "c": wb.Count(where)}, lambda r, x, p: r.t + r.c),
+        wb.PairLoss({"t": wb.terms.Sum(where=where), "c": wb.terms.Count(where)}, lambda r, x, p: r.t + r.c),
         batch(x_data={"n": n}, y_data={"n": n}),
     )
 
 
 def test_symmetric_scores_with_partners():
-    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: (s - x.partner - y.partner).tanh())}, row, symmetric=True)
+    loss_fn = wb.PairLoss(
+        {"t": wb.terms.Sum(lambda s, x, y, p: (s - x.partner - y.partner).tanh())}, row, symmetric=True
+    )
     agrees(loss_fn, Batch(numbers(9, 4).requires_grad_()))
 
 
 def test_one_parameter_under_two_names():
     q = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: p.a * s + p.b)}, row, parameters={"a": q, "b": q})
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(lambda s, x, y, p: p.a * s + p.b)}, row, parameters={"a": q, "b": q})
     loss_fn(numbers(4, 3), numbers(4, 3, seed=1)).backward()
     assert q.grad.isfinite()
 
@@ -168,7 +170,7 @@ REFUSED = {
 def test_what_only_other_shapes_and_masks_show(name):
     score, message = REFUSED[name]
     same = torch.zeros(9, dtype=torch.long)
-    loss_fn = wb.PairLoss({"t": wb.Sum(score, where=lambda x, y: x.label != y.label)}, row)
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(score, where=lambda x, y: x.label != y.label)}, row)
     t = numbers(9, seed=4)
     with pytest.raises(ValueError, match=message):
         loss_fn(numbers(9, 4), numbers(9, 4), x_data={"label": same, "t": t}, y_data={"label": same, "t": t})
@@ -176,7 +178,9 @@ def test_what_only_other_shapes_and_masks_show(name):
 
 def test_a_row_loss_that_mixes_rows_of_several_similarities():
     loss_fn = wb.PairLoss(
-        {"t": wb.Sum(lambda s, x, y, p: s.a)}, lambda r, x, p: r.t * r.t.softmax(0), similarity={"a": "dot", "b": "dot"}
+        {"t": wb.terms.Sum(lambda s, x, y, p: s.a)},
+        lambda r, x, p: r.t * r.t.softmax(0),
+        similarity={"a": "dot", "b": "dot"},
     )
     x = {"a": numbers(9, 4), "b": numbers(9, 2)}
     with pytest.raises(ValueError, match="row_loss must compute the loss of each row"):
@@ -185,7 +189,7 @@ def test_a_row_loss_that_mixes_rows_of_several_similarities():
 
 def test_names_that_every_module_has():
     with pytest.raises(ValueError, match="parameters must not have the name 'half'"):
-        wb.PairLoss({"t": wb.Sum()}, row, parameters={"half": torch.tensor(0.5)})
+        wb.PairLoss({"t": wb.terms.Sum()}, row, parameters={"half": torch.tensor(0.5)})
 
 
 label = None  # a global with the name of an attribute, see below
@@ -212,7 +216,7 @@ def of_ranks(what):
     }[what]
     kind = (rows > 5).long() if what == "a shortcut" else (rows == 11).long()
     data = {"kind": kind, "label": rows, "b": rows.double()}
-    return wb.PairLoss({"t": wb.Sum(shortcut)}, row)(x, x, x_data=data, y_data=data)
+    return wb.PairLoss({"t": wb.terms.Sum(shortcut)}, row)(x, x, x_data=data, y_data=data)
 
 
 @pytest.mark.parametrize("what", ["a shortcut", "a late look", "a global", "an object"])
@@ -243,7 +247,10 @@ def sigmoid_losses(**options):
         return 3 * torch.sigmoid(3 * s - 1)
 
     for given in ({}, {"slope": slope}):
-        terms = {kind.__name__: kind(score, where=other, **given) for kind in (wb.Sum, wb.LogSumExp, wb.Mean)}
+        terms = {
+            kind.__name__: kind(score, where=other, **given)
+            for kind in (wb.terms.Sum, wb.terms.LogSumExp, wb.terms.Mean)
+        }
         yield wb.PairLoss(
             terms, lambda r, x, p: r.Sum + r.LogSumExp * r.Mean, column_loss=lambda r, y, p: r.Sum, **options
         )
@@ -265,20 +272,20 @@ def test_a_slope_replaces_autograd(options):
 
 
 def test_a_wrong_slope_is_refused():
-    loss_fn = wb.PairLoss({"t": wb.Sum(lambda s, x, y, p: s**2, slope=lambda s, x, y, p: s)}, lambda r, x, p: r.t)
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(lambda s, x, y, p: s**2, slope=lambda s, x, y, p: s)}, lambda r, x, p: r.t)
     with pytest.raises(ValueError, match="slope must be the derivative of the score by s"):
         loss_fn(torch.eye(3))
     with pytest.raises(ValueError, match="slope must be left out without a score"):
-        wb.Sum(slope=lambda s, x, y, p: s)
+        wb.terms.Sum(slope=lambda s, x, y, p: s)
     with pytest.raises(ValueError, match="slope must be left out beside log_weight"):
-        wb.Mean(lambda s, x, y, p: s, log_weight=lambda s, x, y, p: s, slope=lambda s, x, y, p: 1)
+        wb.terms.Mean(lambda s, x, y, p: s, log_weight=lambda s, x, y, p: s, slope=lambda s, x, y, p: 1)
 
 
 def test_a_slope_is_not_used_where_data_have_a_gradient():
     def score(s, x, y, p):
         return (s * y.bias).exp()
 
-    terms = {"t": wb.Sum(score, slope=lambda s, x, y, p: y.bias * (s * y.bias).exp())}
+    terms = {"t": wb.terms.Sum(score, slope=lambda s, x, y, p: y.bias * (s * y.bias).exp())}
     loss_fn = wb.PairLoss(terms, lambda r, x, p: r.t)
     x, bias = torch.randn(2, 5, 5, dtype=torch.float64).unbind()
     bias = bias[0].clone().requires_grad_()
@@ -291,13 +298,13 @@ def test_a_bound_changes_nothing(bound):
     x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     results = []
     for given in ({}, {"bound": bound}):
-        terms = {"t": wb.LogSumExp(lambda s, x, y, p: s.tanh(), where=other, **given)}
+        terms = {"t": wb.terms.LogSumExp(lambda s, x, y, p: s.tanh(), where=other, **given)}
         loss = wb.PairLoss(terms, lambda r, x, p: r.t, column_loss=lambda r, y, p: r.t, memory=3000)(x)
         results.append((loss, *torch.autograd.grad(loss, x)))
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-12)
     with pytest.raises(ValueError, match="bound must be a number"):
-        wb.LogSumExp(bound="1")
+        wb.terms.LogSumExp(bound="1")
 
 
 def tied(term, where, **options):
@@ -329,14 +336,14 @@ def other_label(x, y):
 
 
 @pytest.mark.parametrize("counts", [(9,), (4, 0, 5)], ids=str)
-@pytest.mark.parametrize("term", [wb.Max, wb.Min])
+@pytest.mark.parametrize("term", [wb.terms.Max, wb.terms.Min])
 def test_ties_are_split_as_in_amax(counts, term):
     x, labels, factor = tied_batch()
     x.requires_grad_()
-    none = float("-inf") if term is wb.Max else float("inf")
+    none = float("-inf") if term is wb.terms.Max else float("inf")
     s = (x @ x.T).masked_fill(labels[:, None] == labels, none)
     assert ((s == s.amax(1, keepdim=True)).sum(1) > 1).any()
-    best = [s.amax(dim) if term is wb.Max else s.amin(dim) for dim in (1, 0)]
+    best = [s.amax(dim) if term is wb.terms.Max else s.amin(dim) for dim in (1, 0)]
     loss = sum((torch.where(of.isinf(), 0.0, of) * factor).mean() for of in best)
     loss.backward()
     for options in ({}, {"exchange": "ring"}, {"memory": 1000}):
@@ -356,11 +363,11 @@ def test_ties_are_split_as_in_amax(counts, term):
 
 def test_ties_of_own_candidates():
     x, own = torch.ones(1, 2, dtype=torch.float64), torch.ones(1, 3, 2, dtype=torch.float64, requires_grad=True)
-    for term in (wb.Max, wb.Min):
+    for term in (wb.terms.Max, wb.terms.Min):
         own.grad = None
-        wb.PairLoss({"t": term(over="own", ties="split")}, lambda r, x, p: r.t)(x, own=own).backward()
+        wb.PairLoss({"t": term(over="own", ties="split")}, lambda r, x, p: r.t)(x, candidates=own).backward()
         assert torch.allclose(own.grad, torch.full_like(own, 1 / 3))
     with pytest.raises(ValueError, match="ties must be 'first' with over='both'"):
-        wb.Max(over="both", ties="split")
+        wb.terms.Max(over="both", ties="split")
     with pytest.raises(ValueError, match=r"ties='first' with compile_tiles=True"):
-        wb.PairLoss({"t": wb.Max(ties="split")}, lambda r, x, p: r.t, compile_tiles=True)
+        wb.PairLoss({"t": wb.terms.Max(ties="split")}, lambda r, x, p: r.t, compile_tiles=True)

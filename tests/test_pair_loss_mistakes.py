@@ -28,7 +28,7 @@ def read(r, x, p):
     return r.t
 
 
-def declared(score=None, where=None, row_loss=read, term=wb.Sum, **options):
+def declared(score=None, where=None, row_loss=read, term=wb.terms.Sum, **options):
     return wb.PairLoss({"t": term(score, where)}, row_loss, **options)
 
 
@@ -111,13 +111,15 @@ DECLARATIONS = {
     ),
     "mean of rows": (lambda: declared(row_loss=lambda r, x, p: r.t.mean()), "must return one number for each row"),
     "mean of differences": (
-        lambda: wb.PairLoss({"t": wb.Sum(), "u": wb.Max()}, lambda r, x, p: (r.t - r.u) * (r.t - r.u).relu().mean()),
+        lambda: wb.PairLoss(
+            {"t": wb.terms.Sum(), "u": wb.terms.Max()}, lambda r, x, p: (r.t - r.u) * (r.t - r.u).relu().mean()
+        ),
         "its values change when the rows are cut",
     ),
     "arguments in another order": (lambda: declared(lambda x, y, s, p: s), "the arguments come in this order"),
     "a mask as score": (lambda: declared(lambda x, y: x.label == y.label), "a score is called as f(s, x, y, p)"),
     "pairs of rows": (lambda: declared(row_loss=lambda r, x, p: r.t[:, None]), "must return one number for each row"),
-    "own": (lambda: wb.PairLoss({"t": wb.Sum(over="own")}, read), "needs own="),
+    "own": (lambda: wb.PairLoss({"t": wb.terms.Sum(over="own")}, read), "needs candidates="),
     "asymmetric": (lambda: declared(lambda s, x, y, p: s * x.bias, symmetric=True), "differ; pass symmetric=False"),
     "two similarities": (lambda: declared(similarity={"a": "dot"}), "x must be a mapping with the names of similarity"),
 }
@@ -136,10 +138,10 @@ def test_a_function_that_no_tile_can_be_computed_with(name):
     [
         (({}, read), "terms must be a mapping of names to terms"),
         (({"t": max}, read), r"terms\['t'\] must be a LogSumExp"),
-        (({"1": wb.Sum()}, read), "terms must have names like 'negatives'"),
-        (({"t": wb.Sum()}, None), "row_loss must be a function"),
-        (({"t": wb.Sum()}, 3), "row_loss must be callable"),
-        (({"t": wb.Mean(over="both")}, read), "must not be a Mean with over='both'"),
+        (({"1": wb.terms.Sum()}, read), "terms must have names like 'negatives'"),
+        (({"t": wb.terms.Sum()}, None), "row_loss must be a function"),
+        (({"t": wb.terms.Sum()}, 3), "row_loss must be callable"),
+        (({"t": wb.terms.Mean(over="both")}, read), "must not be a Mean with over='both'"),
     ],
 )
 def test_wrong_declarations(arguments, message):
@@ -177,10 +179,13 @@ def test_wrong_options(options, message):
         ({"x_data": {"index": LABELS}}, "must not have the name 'index'"),
         ({"x_data": {"partner": LABELS}}, "must not have the name 'partner'"),
         ({"y_data": {"label": LABELS}}, "y_data must be left out where y is"),
-        ({"own": X}, "own must have shape"),
-        ({"own_data": {"a": X}}, "need own="),
-        ({"own": torch.randn(5, 2, 3)}, "own must be left out: no term has over='own'"),
-        ({"own": X, "own_offsets": torch.ones(5, dtype=torch.int64)}, r"of counts pass torch.nn.functional.pad"),
+        ({"candidates": X}, "candidates must have shape"),
+        ({"candidate_data": {"a": X}}, "need candidates="),
+        ({"candidates": torch.randn(5, 2, 3)}, "candidates must be left out: no term has over='own'"),
+        (
+            {"candidates": X, "candidate_offsets": torch.ones(5, dtype=torch.int64)},
+            r"of counts pass torch.nn.functional.pad",
+        ),
         ({"parameters": {"sclae": 1.0}}, "did you mean 'scale'"),
         ({"parameters": {"a": "1"}}, r"parameters\['a'\] must be a number, a tensor or a module"),
         ({"weights": torch.ones(3)}, "weights must have shape"),
@@ -203,7 +208,7 @@ def test_wrong_calls(call, message):
 )
 def test_pairs_that_do_not_match(pairs):
     of_x, of_y = map(torch.tensor, pairs)
-    loss_fn = wb.PairLoss({"t": wb.Partner()}, read)
+    loss_fn = wb.PairLoss({"t": wb.terms.Partner()}, read)
     with pytest.raises(ValueError, match="each value of 'pair' in x_data must be there once"):
         loss_fn(X, X, x_data={"pair": of_x}, y_data={"pair": of_y})
     with pytest.raises(ValueError, match="partners need as many rows of x as of y"):
@@ -211,7 +216,7 @@ def test_pairs_that_do_not_match(pairs):
 
 
 def test_a_term_that_nobody_reads_is_said_once(recwarn):
-    loss_fn = wb.PairLoss({"t": wb.Sum(), "spare": wb.Sum()}, read)
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(), "spare": wb.terms.Sum()}, read)
     with pytest.warns(UserWarning, match="terms that neither side reads: spare"):
         loss_fn(X)
     loss_fn(X)
@@ -291,7 +296,7 @@ def hidden_numbers(away):
     }
     losses = {name: declared(score) for name, score in scores.items()}
     losses["mask"] = declared(None, where=lambda x, y, s: s > 0.5 * float(array[0]))
-    losses["log_weight"] = wb.PairLoss({"t": wb.Mean(log_weight=lambda s, x, y, p: s * float(array[0]))}, read)
+    losses["log_weight"] = wb.PairLoss({"t": wb.terms.Mean(log_weight=lambda s, x, y, p: s * float(array[0]))}, read)
     losses["row_loss"] = declared(row_loss=lambda r, x, p: r.t * float(row_array[0]))
     losses["column_loss"] = declared(row_loss=None, column_loss=lambda r, y, p: r.t * float(row_array[0]))
     return losses

@@ -25,7 +25,10 @@ def all_minus_own(r, x, p):
 def learned(**options):
     parameters = {"scale": nn.Parameter(torch.tensor(5.0)), "table": torch.arange(3.0), "limit": 2.0}
     return wb.PairLoss(
-        {"all": wb.LogSumExp(scaled), "own": wb.Partner(scaled)}, all_minus_own, parameters=parameters, **options
+        {"all": wb.terms.LogSumExp(scaled), "own": wb.terms.Partner(scaled)},
+        all_minus_own,
+        parameters=parameters,
+        **options,
     )
 
 
@@ -46,7 +49,7 @@ def test_parameters_of_the_constructor_belong_to_the_module():
 def test_a_scale_is_called_and_learned():
     scale = wb.Scale(10.0)
     loss_fn = wb.PairLoss(
-        {"all": wb.LogSumExp(scaled), "own": wb.Partner(scaled)}, all_minus_own, parameters={"scale": scale}
+        {"all": wb.terms.LogSumExp(scaled), "own": wb.terms.Partner(scaled)}, all_minus_own, parameters={"scale": scale}
     )
     x, y = torch.randn(6, 3), torch.randn(6, 3)
     loss = loss_fn(x, y)
@@ -91,7 +94,7 @@ def test_rows_without_weight_do_not_count():
     def row_loss(r, x, p):
         return r.all, x.keep.double()
 
-    loss_fn = wb.PairLoss({"all": wb.LogSumExp()}, row_loss)
+    loss_fn = wb.PairLoss({"all": wb.terms.LogSumExp()}, row_loss)
     keep = torch.tensor([True, False, True, True, False])
     found = loss_fn(x, y, x_data={"keep": keep})
     assert torch.allclose(found, (x @ y.T).logsumexp(1)[keep].mean())
@@ -107,7 +110,7 @@ def test_lower_precisions_are_near_the_float64_reference(name, dtype):
     """Products of half precision are widened on a CPU, so that only the inputs are rounded."""
     batch = batch_for(name, 9, 9)
     rounded = part(batch, slice(0, 9), slice(0, 9))
-    for of in ("x", "y", "own"):
+    for of in ("x", "y", "candidates"):
         x = getattr(rounded, of)
         if x is not None:
             setattr(rounded, of, x.detach().to(dtype).requires_grad_())
@@ -118,7 +121,7 @@ def test_lower_precisions_are_near_the_float64_reference(name, dtype):
     assert torch.allclose(value.double(), expected, rtol=1e-4, atol=1e-4)
     error = torch.finfo(dtype).eps
     for key, grad in grads.items():
-        assert grad.dtype == (dtype if key.split()[0] in ("x", "y", "own") else torch.float64)
+        assert grad.dtype == (dtype if key.split()[0] in ("x", "y", "candidates") else torch.float64)
         assert (grad.double() - wanted[key]).abs().max() <= (4 * error + 1e-4) * wanted[key].abs().max().clamp(min=0.1)
 
 
@@ -126,7 +129,9 @@ def test_a_partner_inside_a_score_loses_no_digits():
     """At a scale of 1e4 a difference of two logits in float32 has an error of a thousandth; s - x.partner has none."""
     x = torch.nn.functional.normalize(torch.randn(32, 8), dim=1)
     y = torch.nn.functional.normalize(x + 1e-3 * torch.randn(32, 8), dim=1)
-    inside = wb.PairLoss({"all": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner))}, lambda r, x, p: r.all)
+    inside = wb.PairLoss(
+        {"all": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner))}, lambda r, x, p: r.all
+    )
     exact = inside.reference(x.double(), y.double(), parameters={"scale": 1e4})
     assert torch.allclose(inside(x, y, parameters={"scale": 1e4}).double(), exact, rtol=0, atol=5e-3)
 
@@ -135,7 +140,7 @@ def test_integers_keep_all_digits():
     """Labels that differ in their last bit only are different, although float32 and float64 would round them to one."""
     big = 2**60
     labels = torch.tensor([big, big + 1, big, big + 1])
-    loss_fn = wb.PairLoss({"n": wb.Count(same)}, lambda r, x, p: r.n)
+    loss_fn = wb.PairLoss({"n": wb.terms.Count(same)}, lambda r, x, p: r.n)
     assert loss_fn(torch.randn(4, 2), x_data={"label": labels}) == 1
 
 
@@ -153,8 +158,8 @@ def wrong_ranks(wrong):
             term.where = (lambda x, y: x.label == y.label) if term.where is same else None
     if wrong == "a soft choice":
         far, near = loss_fn.declaration.terms["far"], loss_fn.declaration.terms["near"]
-        loss_fn.declaration.terms["far"] = wb.LogSumExp(lambda s, x, y, p: -3 * s, far.where)
-        loss_fn.declaration.terms["near"] = wb.LogSumExp(lambda s, x, y, p: 3 * s, near.where)
+        loss_fn.declaration.terms["far"] = wb.terms.LogSumExp(lambda s, x, y, p: -3 * s, far.where)
+        loss_fn.declaration.terms["near"] = wb.terms.LogSumExp(lambda s, x, y, p: 3 * s, near.where)
         row_loss = loss_fn.declaration.row_loss
 
         def soft(r, x, p):
@@ -184,7 +189,9 @@ def test_wrong_answers_are_rejected(wrong):
 
 def test_a_loss_of_constants_is_a_constant():
     loss_fn = wb.PairLoss(
-        {"all": wb.LogSumExp(), "best": wb.Max()}, lambda r, x, p: r.all - r.best, column_loss=lambda r, y, p: r.all
+        {"all": wb.terms.LogSumExp(), "best": wb.terms.Max()},
+        lambda r, x, p: r.all - r.best,
+        column_loss=lambda r, y, p: r.all,
     )
     assert not loss_fn(torch.randn(4, 3), torch.randn(4, 3)).requires_grad
 
@@ -194,8 +201,8 @@ def test_a_loss_of_constants_is_a_constant():
 
 def of_two_terms():
     terms = {
-        "near": wb.LogSumExp(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.label != y.label),
-        "count": wb.Count(where=lambda x, y: x.label == y.label),
+        "near": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.label != y.label),
+        "count": wb.terms.Count(where=lambda x, y: x.label == y.label),
     }
     return wb.PairLoss(terms, lambda r, x, p: r.near.clamp(min=0) + r.count, column_loss=lambda r, y, p: r.count)
 
@@ -249,7 +256,7 @@ def test_all_ranks_ask_for_statistics_or_none():
 
 
 def test_an_infinite_loss_of_weight_0_does_not_count():
-    terms = {"far": wb.Min(where=lambda x, y: (x.label == y.label) & (x.index != y.index))}
+    terms = {"far": wb.terms.Min(where=lambda x, y: (x.label == y.label) & (x.index != y.index))}
     loss_fn = wb.PairLoss(terms, lambda r, x, p: (r.far, (~r.far.isinf()).double()))
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     labels = {"label": torch.tensor([0, 0, 1, 2])}  # two rows have nobody
@@ -264,7 +271,7 @@ def test_a_mask_may_read_parameters():
     def where(x, y, s, p):
         return s < p.most
 
-    loss_fn = wb.PairLoss({"t": wb.Sum(where=where)}, lambda r, x, p: r.t, parameters={"most": 0.0})
+    loss_fn = wb.PairLoss({"t": wb.terms.Sum(where=where)}, lambda r, x, p: r.t, parameters={"most": 0.0})
     x = torch.randn(9, 3, dtype=torch.float64)
     s = x @ x.T
     for most in (0.0, 0.5, torch.tensor(1.0, requires_grad=True)):
@@ -280,7 +287,7 @@ def test_a_mask_may_read_parameters():
 def test_counting_tiles_disturbs_nothing():
     x, _ = statistics_batch()
     for options in ({}, {"memory": 2000}):
-        terms = {"t": wb.Mean(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.pair != y.pair)}
+        terms = {"t": wb.terms.Mean(lambda s, x, y, p: p.scale * s, where=lambda x, y: x.pair != y.pair)}
         loss_fn = wb.PairLoss(terms, lambda r, x, p: r.t, **options)
         found = [
             wb.with_statistics(loss_fn)(x, x_data={"pair": torch.arange(7)}, parameters={"scale": scale})
@@ -297,5 +304,5 @@ def data_of_another_dtype():
 
 
 def test_data_have_the_same_dtype_on_all_ranks():
-    with pytest.raises(RankError, match="names and dtypes of x_data, y_data and own_data must be the same"):
+    with pytest.raises(RankError, match="names and dtypes of x_data, y_data and candidate_data must be the same"):
         run_ranks(data_of_another_dtype, 2)

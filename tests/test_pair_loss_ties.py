@@ -30,7 +30,7 @@ def semi_hard_body(counts):
     y = torch.tensor([[1.0], [-1], [-1], [-1], [1]], dtype=torch.float64)
     loss_fn = wb.PairLoss(
         {
-            "t": wb.Mean(
+            "t": wb.terms.Mean(
                 lambda s, x, y, p: s - x.partner + p.margin,
                 where=lambda x, y, s, p: (x.index != y.index) & (s < x.partner) & (s > x.partner - p.margin),
             )
@@ -99,9 +99,9 @@ def copies_body(counts, similarity, dtype):
     shape = (64, 3, 512) if similarity == "max_sim" else (64, 512)
     x, y = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)[torch.arange(64) % 32]
     terms = {
-        "more": wb.Count(lambda x, y, s: s > x.partner),
-        "equal": wb.Count(lambda x, y, s: s == x.partner),
-        "seen_by_columns": wb.Count(lambda x, y, s: s == y.partner),
+        "more": wb.terms.Count(lambda x, y, s: s > x.partner),
+        "equal": wb.terms.Count(lambda x, y, s: s == x.partner),
+        "seen_by_columns": wb.terms.Count(lambda x, y, s: s == y.partner),
     }
     losses = [wb.PairLoss({"t": term}, row, similarity=similarity, memory=SMALL) for term in terms.values()]
     return [[float(loss_fn(*local(counts, x, y)).detach()), float(loss_fn.reference(x, y))] for loss_fn in losses]
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_similarity():
     x, y = torch.randn(12, 512, dtype=torch.float64), torch.randn(6, 512, dtype=torch.float64).repeat(2, 1)
     x.requires_grad_(), y.requires_grad_()
     loss_fn = wb.PairLoss(
-        {"t": wb.Sum(lambda s, x, y, p: s * s, lambda x, y, s: s >= x.partner)}, row, memory=2 * 5 * 5 * 8
+        {"t": wb.terms.Sum(lambda s, x, y, p: s * s, lambda x, y, s: s >= x.partner)}, row, memory=2 * 5 * 5 * 8
     )
     s = x @ y.T
     same = torch.arange(12) % 6
@@ -138,9 +138,12 @@ def test_a_loss_without_partners_does_not_pay(monkeypatch):
 
     monkeypatch.setattr(pairs, "rounding", refuse)
     x = torch.randn(6, 4)
-    terms = {"t": wb.LogSumExp(where=lambda x, y, s: s > 0), "own": wb.Partner()}
+    terms = {"t": wb.terms.LogSumExp(where=lambda x, y, s: s > 0), "own": wb.terms.Partner()}
     assert wb.PairLoss(terms, lambda r, x, p: r.t - r.own + x.partner)(x, x).isfinite()
-    affine = {"t": wb.LogSumExp(lambda s, x, y, p: 2 * (s - x.partner)), "own": wb.Partner(lambda s, x, y, p: s * s)}
+    affine = {
+        "t": wb.terms.LogSumExp(lambda s, x, y, p: 2 * (s - x.partner)),
+        "own": wb.terms.Partner(lambda s, x, y, p: s * s),
+    }
     assert wb.PairLoss(affine, lambda r, x, p: r.t - r.own)(x, x).isfinite()
     with pytest.raises(AssertionError, match="rounding was computed"):
-        wb.PairLoss({"t": wb.Sum(where=lambda x, y, s: s > x.partner)}, row)(x, x)
+        wb.PairLoss({"t": wb.terms.Sum(where=lambda x, y, s: s > x.partner)}, row)(x, x)

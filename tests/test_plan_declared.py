@@ -43,22 +43,24 @@ def not_affine(rows, embedding_size):
     def both(s, x, y, p):
         return softplus(p.scale * s) * torch.tanh(s) + s.exp()
 
-    return wb.PairLoss({"all": wb.Sum(both)}, lambda r, x, p: r.all, parameters={"scale": 2.0}), {"y": None}
+    return wb.PairLoss({"all": wb.terms.Sum(both)}, lambda r, x, p: r.all, parameters={"scale": 2.0}), {"y": None}
 
 
 def with_own(rows, embedding_size):
     own = torch.randn(rows, 3, embedding_size, requires_grad=True)
-    loss_fn = wb.PairLoss({"all": wb.LogSumExp(over="both"), "own": wb.Partner()}, lambda r, x, p: r.all - r.own)
-    return loss_fn, {"own": own}
+    loss_fn = wb.PairLoss(
+        {"all": wb.terms.LogSumExp(over="both"), "own": wb.terms.Partner()}, lambda r, x, p: r.all - r.own
+    )
+    return loss_fn, {"candidates": own}
 
 
 def several(rows, embedding_size):
-    terms = {"all": wb.LogSumExp(lambda s, x, y, p: s.a * s.b)}
+    terms = {"all": wb.terms.LogSumExp(lambda s, x, y, p: s.a * s.b)}
     return wb.PairLoss(terms, lambda r, x, p: r.all, similarity={"a": "dot", "b": "cosine"}), {}
 
 
-plain = wb.PairLoss({"all": wb.LogSumExp(), "own": wb.Partner()}, lambda r, x, p: r.all - r.own)
-reads_data = wb.PairLoss({"all": wb.LogSumExp(where=lambda x, y: x.label == y.label)}, lambda r, x, p: r.all)
+plain = wb.PairLoss({"all": wb.terms.LogSumExp(), "own": wb.terms.Partner()}, lambda r, x, p: r.all - r.own)
+reads_data = wb.PairLoss({"all": wb.terms.LogSumExp(where=lambda x, y: x.label == y.label)}, lambda r, x, p: r.all)
 MAKES = ("rows_and_columns", "symmetric", "not_affine", "with_own", "several")
 
 
@@ -104,7 +106,7 @@ def test_the_count_sees_a_tensor_more():
     def more(rows, embedding_size):
         loss_fn, arguments = not_affine(rows, embedding_size)
         score = loss_fn.declaration.terms["all"].score
-        terms = {"all": wb.Sum(lambda s, x, y, p: score(s, x, y, p) * (s * 2).sigmoid().sin())}
+        terms = {"all": wb.terms.Sum(lambda s, x, y, p: score(s, x, y, p) * (s * 2).sigmoid().sin())}
         return wb.PairLoss(terms, lambda r, x, p: r.all, parameters={"scale": 2.0}), arguments
 
     less, larger = (count(make, torch.float32) for make in (not_affine, more))
@@ -126,7 +128,7 @@ def test_memory_holds_all_tiles_of_a_step(name, bytes_):
 
 
 def test_less_memory_than_the_smallest_tiles_need_raises():
-    loss_fn = wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all, memory=8)
+    loss_fn = wb.PairLoss({"all": wb.terms.LogSumExp()}, lambda r, x, p: r.all, memory=8)
     with pytest.raises(ValueError, match=r"memory must be at least \d+ bytes for the smallest tiles of rank 0, got 8"):
         loss_fn(torch.randn(4, 2), torch.randn(4, 2))
 
@@ -188,7 +190,7 @@ def test_a_loss_is_planned_itself_or_by_a_function_or_by_name(tmp_path):
     path.write_text(
         "import torch, wholebatch as wb\nfrom beside import LABEL\n"
         "def make(rows, embedding_size):\n"
-        "    terms = {'all': wb.LogSumExp(where=lambda x, y: x.label != y.label)}\n"
+        "    terms = {'all': wb.terms.LogSumExp(where=lambda x, y: x.label != y.label)}\n"
         "    labels = {LABEL: torch.arange(rows)}\n"
         "    return wb.PairLoss(terms, lambda r, x, p: r.all.relu()), {'y': None, 'x_data': labels}\n"
     )

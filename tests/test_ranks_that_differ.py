@@ -45,7 +45,7 @@ KINDS = {  # how to build a module of two tensors, and its loss of all rows
         lambda x, y: wb.reference.clip_loss(x, y, SCALE),
     ),
     "PairLoss": (
-        lambda: wb.PairLoss({"all": wb.LogSumExp(lambda s, x, y, p: s)}, lambda r, x, p: r.all),
+        lambda: wb.PairLoss({"all": wb.terms.LogSumExp(lambda s, x, y, p: s)}, lambda r, x, p: r.all),
         lambda x, y: (x @ y.T).logsumexp(1).mean(),
     ),
     "WholeBatch": (

@@ -39,7 +39,7 @@ def out_of_memory():
 
 
 def unread_term():
-    terms = {"a": wb.LogSumExp(lambda s, x, y, p: s), "b": wb.LogSumExp(lambda s, x, y, p: 2 * s)}
+    terms = {"a": wb.terms.LogSumExp(lambda s, x, y, p: s), "b": wb.terms.LogSumExp(lambda s, x, y, p: 2 * s)}
     loss = wb.PairLoss(terms, lambda r, x, p: r.a)
     loss(torch.randn(4, 4))
 

@@ -52,7 +52,7 @@ LOSSES = {
     "GlobalContrastiveLoss": (wb.GlobalContrastiveLoss(64), (x, y, torch.arange(64))),
     "MaxSimLoss": (wb.MaxSimLoss(), (x.view(16, 4, 8), y.view(16, 4, 8), 10.0)),
     "MoCoLoss": (lambda a, b: wb.MoCoLoss()(a, b, wb.KeyQueue(24, 8).keys, logit_scale=10.0), (x, y)),
-    "PairLoss": (wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all), (x, y)),
+    "PairLoss": (wb.PairLoss({"all": wb.terms.LogSumExp()}, lambda r, x, p: r.all), (x, y)),
     "WholeBatch": (wb.WholeBatch(lambda a, b: (a @ b.T).logsumexp(1).mean()), (x, y)),
 }
 MARGINS = (

@@ -11,6 +11,7 @@ from . import partition as partition
 from . import planning as planning
 from . import recipes as recipes
 from . import reference as reference
+from . import terms as terms
 from . import testing as testing
 from .auditing._names import Problem as Problem
 from .auditing._names import audit as audit

@@ -201,7 +201,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "DistillationLoss.forward.teacher_image_features": _rows(4, 5),
     "DistillationLoss.forward.teacher_text_features": _rows(4, 5),
     "DistillationLoss.forward.teacher_logit_scale": lambda: 3.0,
-    "terms": lambda: {"mean": wb.Mean()},
+    "terms": lambda: {"mean": wb.terms.Mean()},
     "row_loss": lambda: of_user(lambda r, x, p: r.mean),
     "towers": lambda: ["image", "text"],
     **dict.fromkeys(

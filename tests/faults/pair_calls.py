@@ -34,7 +34,7 @@ def _row_loss(r: Any, x: Any, p: Any) -> Tensor:
 
 def declared(**options: Any) -> wb.PairLoss:
     """Return the loss."""
-    terms = {"same": wb.Mean(_score, where=_same), "other": wb.LogSumExp(_score, where=_different)}
+    terms = {"same": wb.terms.Mean(_score, where=_same), "other": wb.terms.LogSumExp(_score, where=_different)}
     return wb.PairLoss(terms, _row_loss, **options)
 
 

@@ -34,7 +34,9 @@ wb.MaxSimLoss(share_hard_negatives="own")  # error
 assert_type(wb.functional.max_sim_loss(x, y, logit_scale=1.0, documents_per_query=2), Tensor)
 assert_type(wb.max_sim(x, y), Tensor)
 assert_type(wb.max_sim(x, y, k=3), wb.TopDocuments)
-wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all, similarity="max_sim")(wb.Tokens(x), wb.Tokens(y, mask=x))
+wb.PairLoss({"all": wb.terms.LogSumExp()}, lambda r, x, p: r.all, similarity="max_sim")(
+    wb.Tokens(x), wb.Tokens(y, mask=x)
+)
 wb.TripletLoss(margin=0.1, kernel="triton")  # error
 wb.BarlowTwinsLoss(reduction="sum")  # error
 wb.GlobalContrastiveLoss(100, temperature=0.1, gamma="a")  # error

@@ -13,8 +13,8 @@ from .._base.checks import check_choice, check_label_smoothing
 from .._base.settings import check_flag, shown
 from ..nodes import RowStatistics
 from ..nodes.cross_entropy import many_positives, one_positive
-from ..pair_loss import Count, LogSumExp, Max, Sum
 from ..pair_loss.reductions import Term
+from ..terms import Count, LogSumExp, Max, Sum
 from ._directions import NO_ID
 from ._documents import NOBODY
 from ._pairs import EQUAL_IDS

@@ -30,7 +30,6 @@ reference     the same declaration on one dense matrix
 """
 
 from .module import PairLoss
-from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum
 from .statistics import TermStatistics
 
-__all__ = ["Count", "LogSumExp", "Max", "Mean", "Min", "PairLoss", "Partner", "Sum", "TermStatistics"]
+__all__ = ["PairLoss", "TermStatistics"]

@@ -65,11 +65,11 @@ def reductions(
     call = Arguments(
         x=x.features,
         y=y.features,
-        own=None,
+        candidates=None,
         widths={ONE: facts.embedding_size},
         x_data=dict(x.data),
         y_data=dict(y.data),
-        own_data={},
+        candidate_data={},
         owners=torch.zeros(0, dtype=torch.int64, device=x.features.device),
         parameters=dict(parameters),
         x_lengths=x.lengths,

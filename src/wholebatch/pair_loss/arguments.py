@@ -27,10 +27,10 @@ class Arguments:
     Args:
         x: (b, d), the features of all similarities side by side.
         y: (n, d), likewise; None: the rows of x are the columns, too.
-        own: (k, d), own candidates of all rows one after the other, or None.
+        candidates: (k, d), own candidates of all rows one after the other, or None.
         widths: columns of each similarity, by name.
-        x_data, y_data, own_data: vectors by name.
-        owners: (k,), the local row of each own candidate; without own empty.
+        x_data, y_data, candidate_data: vectors by name.
+        owners: (k,), the local row of each own candidate; empty without any.
         parameters: numbers and tensors by name.
         x_lengths, y_lengths: the number of vectors of each row, in late interaction; else None. x and y then have a row
             for each vector.
@@ -38,11 +38,11 @@ class Arguments:
 
     x: Any
     y: Any
-    own: Any
+    candidates: Any
     widths: dict[str, int]
     x_data: dict[str, Tensor]
     y_data: dict[str, Tensor]
-    own_data: dict[str, Tensor]
+    candidate_data: dict[str, Tensor]
     owners: Tensor
     parameters: dict[str, Any]
     x_lengths: tuple[int, ...] | None = None
@@ -55,8 +55,8 @@ class Arguments:
         x: Any,
         y: Any,
         data: tuple[Any, Any, Any],
-        own: Any,
-        own_offsets: Any,
+        candidates: Any,
+        candidate_offsets: Any,
         parameters: Any,
     ) -> Arguments:
         """Return the arguments.
@@ -64,15 +64,15 @@ class Arguments:
         Raises:
             ValueError: for an argument of the wrong kind; shapes and dtypes of features and data are checked later.
         """
-        x_data, y_data, own_data = (
-            _vectors(name, of) for name, of in zip(("x_data", "y_data", "own_data"), data, strict=True)
+        x_data, y_data, candidate_data = (
+            _vectors(name, of) for name, of in zip(("x_data", "y_data", "candidate_data"), data, strict=True)
         )
         x_lengths = y_lengths = None
         if kinds.get(ONE) in LATE:
-            if own is not None:
+            if candidates is not None:
                 raise ValueError(
-                    "own must be left out with similarity='max_sim'; pass own candidates as rows of y with the index "
-                    "of their row as data, and compare it in `where`"
+                    "candidates must be left out with similarity='max_sim'; pass own candidates as rows of y with the "
+                    "index of their row as data, and compare it in `where`"
                 )
             if y is None:
                 raise ValueError("y must be given with similarity='max_sim', which is not symmetric")
@@ -86,21 +86,23 @@ class Arguments:
         elif y_data:
             raise ValueError("y_data must be left out where y is: the rows of x are the columns, with x_data")
         owners, flat = torch.zeros(0, dtype=torch.int64, device="cpu"), None
-        if own is not None:
-            flat, owners, own_data = _own(own, own_offsets, own_data, kinds, features)
-        elif own_data or own_offsets is not None:
-            raise ValueError("own_data and own_offsets need own=, the features of each row's own candidates")
-        numbers = (_on_device_of(features, of) for of in (x_data, y_data, own_data, _parameters(parameters)))
-        x_data, y_data, own_data, found = numbers
-        return cls(features, columns, flat, widths, x_data, y_data, own_data, owners, found, x_lengths, y_lengths)
+        if candidates is not None:
+            flat, owners, candidate_data = _own(candidates, candidate_offsets, candidate_data, kinds, features)
+        elif candidate_data or candidate_offsets is not None:
+            raise ValueError(
+                "candidate_data and candidate_offsets need candidates=, the features of each row's own candidates"
+            )
+        numbers = (_on_device_of(features, of) for of in (x_data, y_data, candidate_data, _parameters(parameters)))
+        x_data, y_data, candidate_data, found = numbers
+        return cls(features, columns, flat, widths, x_data, y_data, candidate_data, owners, found, x_lengths, y_lengths)
 
     @property
     def signature(self) -> list[Any]:
         """Names, dtypes and shapes of everything that functions read, and plain numbers, without the number of rows."""
-        of_data = (self.x_data, self.y_data, self.own_data)
+        of_data = (self.x_data, self.y_data, self.candidate_data)
         dtypes = [[(name, str(one.dtype)) for name, one in of.items()] for of in of_data]
         shapes = [(name, tuple(one.shape) if isinstance(one, Tensor) else one) for name, one in self.parameters.items()]
-        return [dtypes, shapes, self.y is None, self.own is None, str(self.x.dtype), str(self.x.device)]
+        return [dtypes, shapes, self.y is None, self.candidates is None, str(self.x.dtype), str(self.x.device)]
 
     @property
     def learned(self) -> list[str]:
@@ -114,11 +116,11 @@ class Arguments:
         features = {"x": self.x}
         if self.y is not None:
             features["y"] = self.y
-        if self.own is not None:
-            features["own"] = self.own
+        if self.candidates is not None:
+            features["candidates"] = self.candidates
         data = {f"x_data[{name!r}]": (one, "x") for name, one in self.x_data.items()}
         data |= {f"y_data[{name!r}]": (one, "y") for name, one in self.y_data.items()}
-        data |= {f"own_data[{name!r}]": (one, "own") for name, one in self.own_data.items()}
+        data |= {f"candidate_data[{name!r}]": (one, "candidates") for name, one in self.candidate_data.items()}
         return Inputs(
             features=features,
             weights=(weights, "x"),
@@ -140,7 +142,7 @@ def _vectors(name: str, data: Any) -> dict[str, Tensor]:
         _check_name(name, key)
         if key in _RESERVED:
             raise ValueError(f"{name} must not have the name {key!r}: {_RESERVED[key]}; choose another")
-        if not is_dense(data[key]) or (data[key].dim() != 1 and name != "own_data"):
+        if not is_dense(data[key]) or (data[key].dim() != 1 and name != "candidate_data"):
             got = tuple(data[key].shape) if is_dense(data[key]) else shown(data[key])
             raise ValueError(f"{name}[{key!r}] must be a vector with a number for each row, got {got}")
     return dict(data)
@@ -174,31 +176,34 @@ def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dic
 
 
 def _own(
-    own: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
+    candidates: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
 ) -> tuple[Any, Tensor, dict[str, Tensor]]:
     """Return own candidates in one list, (k, d), their rows, (k,), and their data, (k,) each."""
     rows = len(x) if is_dense(x) and x.dim() else 0
-    if isinstance(own, Mapping) != (ONE not in kinds) or (ONE not in kinds and set(own) != set(kinds)):
-        raise ValueError(f"own must be a tensor, or a mapping with the names of similarity like x, got {shown(own)}")
-    each = own if isinstance(own, Mapping) else {ONE: own}
+    if isinstance(candidates, Mapping) != (ONE not in kinds) or (ONE not in kinds and set(candidates) != set(kinds)):
+        raise ValueError(
+            f"candidates must be a tensor, or a mapping with the names of similarity like x, got {shown(candidates)}"
+        )
+    each = candidates if isinstance(candidates, Mapping) else {ONE: candidates}
     first = next(iter(each.values()))
     if not is_dense(first):
         raise ValueError(
-            f"own must be a tensor (rows, h, embedding size), or (n, embedding size) with own_offsets, "
+            f"candidates must be a tensor (rows, h, embedding size), or (n, embedding size) with candidate_offsets, "
             f"got {shown(first)}"
         )
     if offsets is None:
         if first.dim() != 3 or len(first) != rows:
             raise ValueError(
-                f"own must have shape (rows, h, embedding size) with {rows} rows, got {tuple(first.shape)}; for "
-                "different numbers of candidates pass (n, embedding size) and own_offsets"
+                f"candidates must have shape (rows, h, embedding size) with {rows} rows, got {tuple(first.shape)}; for "
+                "different numbers of candidates pass (n, embedding size) and candidate_offsets"
             )
         count = first.shape[1]
         owners = torch.arange(rows, device=first.device).repeat_interleave(count)
         for name, value in data.items():
             if tuple(value.shape) != (rows, count):
                 raise ValueError(
-                    f"own_data[{name!r}] must have shape {(rows, count)} like own, got {tuple(value.shape)}"
+                    f"candidate_data[{name!r}] must have shape {(rows, count)} like candidates, got "
+                    f"{tuple(value.shape)}"
                 )
         data = {name: value.flatten() for name, value in data.items()}
         flat = {name: one.flatten(0, 1) for name, one in each.items()}
@@ -206,7 +211,7 @@ def _own(
         owners = _owners(offsets, rows, len(first))
         flat = dict(each)
     return (
-        _side_by_side("own", flat if isinstance(own, Mapping) else flat[ONE], kinds)[0],
+        _side_by_side("candidates", flat if isinstance(candidates, Mapping) else flat[ONE], kinds)[0],
         owners.to(first.device),
         data,
     )
@@ -219,8 +224,8 @@ def _owners(offsets: Any, rows: int, count: int) -> Tensor:
         good = ends[0] == 0 and ends[-1] == count and all(a <= b for a, b in pairwise(ends))
     if not good:
         raise ValueError(
-            f"own_offsets must be {rows + 1} integers that rise from 0 to {count}: row i's candidates are those from "
-            f"own_offsets[i] up to own_offsets[i + 1]; got {_offsets(offsets)}"
+            f"candidate_offsets must be {rows + 1} integers that rise from 0 to {count}: row i's candidates are those "
+            f"from candidate_offsets[i] up to candidate_offsets[i + 1]; got {_offsets(offsets)}"
         )
     return torch.arange(rows, device=offsets.device).repeat_interleave(offsets.diff())
 

@@ -205,7 +205,7 @@ class Call:
 
     def _own(self, term: Term) -> Tensor:
         """Return a term over each row's own candidates, (b,)."""
-        tower = self._tower("own", "own_data", self.call.own_data, self.facts.rows["own"])
+        tower = self._tower("candidates", "candidate_data", self.call.candidate_data, self.facts.rows["candidates"])
         own = OwnRows(tower.features, tower.numbers, self.call.owners, self.rows.counts[self.facts.rank])
         x_numbers = {**self.x.numbers, **self.partners[0], INDEX: self.x.index(self.facts)}
         return own.reduce(term, self.declared.kinds, self.x.features, x_numbers, self.parameters, self.wide)

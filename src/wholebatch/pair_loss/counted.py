@@ -72,8 +72,8 @@ def tiles_held(declaration: Declaration, call: Arguments) -> int:
 
 
 def _leaves(call: Arguments) -> list[Tensor]:
-    mappings = (call.x_data, call.y_data, call.own_data, call.parameters)
-    every = [call.x, call.y, call.own, *(x for of in mappings for x in of.values())]
+    mappings = (call.x_data, call.y_data, call.candidate_data, call.parameters)
+    every = [call.x, call.y, call.candidates, *(x for of in mappings for x in of.values())]
     return [x for x in every if isinstance(x, Tensor) and x.requires_grad]
 
 
@@ -103,12 +103,12 @@ def _few(call: Arguments, rows: int) -> Arguments:
         call,
         x=features(call.x),
         y=features(call.y),
-        own=features(call.own),
+        candidates=features(call.candidates),
         widths=dict.fromkeys(call.widths, _WIDTH),
         x_data=x_data,
         y_data=y_data,
-        own_data=data(call.own_data),
-        owners=torch.arange(rows if call.own is not None else 0, device=call.owners.device),
+        candidate_data=data(call.candidate_data),
+        owners=torch.arange(rows if call.candidates is not None else 0, device=call.owners.device),
         x_lengths=None if call.x_lengths is None else (1,) * rows,
         y_lengths=None if call.y_lengths is None else (1,) * rows,
         parameters=parameters,

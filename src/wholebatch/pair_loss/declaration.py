@@ -107,15 +107,17 @@ class Declaration:
         if self.symmetric and call.y is not None:
             raise ValueError("y must be left out with symmetric=True: the rows of x are the columns, too")
         y_numbers = call.x_data if call.y is None else call.y_data
-        numbers = (call.x_data, y_numbers, None if call.own is None else call.own_data)
+        numbers = (call.x_data, y_numbers, None if call.candidates is None else call.candidate_data)
         declared = self.terms, (self.row_loss, self.column_loss), self.kinds
         self.reads = first_use(*declared, numbers, call.parameters, device=call.x.device, symmetric=self.symmetric)
         found = dict[str, list[float]]()
         with suppress(ValueError):  # a fixed number may be no index of a table; the functions before it are compared
             first_use(*declared, numbers, call.parameters, device=torch.device("cpu"), found=found)
         self.values = json.dumps(found)
-        if call.own is not None and all(term.over == "batch" for term in self.terms.values()):
-            raise ValueError("own must be left out: no term has over='own' or over='both', so nothing would read it")
+        if call.candidates is not None and all(term.over == "batch" for term in self.terms.values()):
+            raise ValueError(
+                "candidates must be left out: no term has over='own' or over='both', so nothing would read them"
+            )
         wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")
         if wrong:
             raise ValueError(f"column_loss must not read {wrong[0]!r}: own candidates belong to rows")

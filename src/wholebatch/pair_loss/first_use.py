@@ -112,7 +112,7 @@ def first_use(
     for name, term in terms.items():
         columns = y if term.over != "own" else own
         if term.over != "batch" and own is None:
-            raise ValueError(f"term {name!r} has over={term.over!r} and needs own=, each row's own candidates")
+            raise ValueError(f"term {name!r} has over={term.over!r} and needs candidates=, each row's own candidates")
         assert columns is not None
         tile = _tile(kinds, x, columns, p, reads, device)
         found[f"term {name!r}"] = _check_term(name, term, tile)

@@ -33,7 +33,7 @@ _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions, with the values that they capture,"
 _VALUES = "values of the functions on fixed numbers"
 _NOT_COMPILED = "why tiles are not compiled"
-_DTYPES = "names and dtypes of x_data, y_data and own_data"
+_DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -46,7 +46,7 @@ class PairLoss(nn.Module):
     plus the same over columns with `column_loss`. Candidates are the rows of y on all ranks; S is never stored.
 
     Args:
-        terms: reductions by name: :class:`wholebatch.LogSumExp`, `Sum`, `Mean`, `Count`, `Max`, `Min`, `Partner`.
+        terms: reductions by name: :class:`wholebatch.terms.LogSumExp`, `Sum`, `Mean`, `Count`, `Max`, `Min`, `Partner`.
             Their scores f(s, x, y, p) and masks where(x, y), (x, y, s) or (x, y, s, p) treat each pair by itself:
             x.name and y.name are data of its row and its column, p.name are parameters. x.index and y.index number the
             rows of all ranks. x.partner (y.partner) is the similarity of a row (column) with its partner.
@@ -68,8 +68,8 @@ class PairLoss(nn.Module):
         ValueError: for an argument that is no such thing.
 
     >>> import torch, wholebatch as wb
-    >>> others = wb.LogSumExp(lambda s, x, y, p: p.scale * s)
-    >>> own = wb.Partner(lambda s, x, y, p: p.scale * s)
+    >>> others = wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s)
+    >>> own = wb.terms.Partner(lambda s, x, y, p: p.scale * s)
     >>> loss_fn = wb.PairLoss({"all": others, "own": own}, lambda r, x, p: r.all - r.own, parameters={"scale": 10.0})
     >>> loss_fn(torch.eye(3), torch.eye(3))
     tensor(9.0833e-05)
@@ -131,9 +131,9 @@ class PairLoss(nn.Module):
         *,
         x_data: Mapping[str, Tensor] = _NOTHING,
         y_data: Mapping[str, Tensor] = _NOTHING,
-        own: Tensor | Mapping[str, Tensor] | None = None,
-        own_data: Mapping[str, Tensor] = _NOTHING,
-        own_offsets: Tensor | None = None,
+        candidates: Tensor | Mapping[str, Tensor] | None = None,
+        candidate_data: Mapping[str, Tensor] = _NOTHING,
+        candidate_offsets: Tensor | None = None,
         parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
         weights: Tensor | None = None,
     ) -> Tensor:
@@ -146,10 +146,11 @@ class PairLoss(nn.Module):
                 y are (b_r, t, d) and (n_r, u, d), or :class:`wholebatch.Tokens` with a mask or packed.
             x_data: numbers of rows by name, (b_r,) each, of any dtype. Floating ones may have a gradient.
             y_data: numbers of columns, (n_r,) each.
-            own: (b_r, h, d), each row's own further candidates, for terms with over="own" or "both"; or (k, d) with
-                `own_offsets`.
-            own_data: numbers of own candidates, (b_r, h), or (k,).
-            own_offsets: (b_r + 1,) integers: row i has the candidates from own_offsets[i] up to own_offsets[i + 1].
+            candidates: (b_r, h, d), each row's own further candidates, for terms with over="own" or "both"; or (k, d)
+                with `candidate_offsets`.
+            candidate_data: numbers of own candidates, (b_r, h), or (k,).
+            candidate_offsets: (b_r + 1,) integers: row i has the candidates from its offset up to the
+                next.
             parameters: as in the constructor, for this call; equal on all ranks.
             weights: (b_r,), >= 0, of rows; of columns as well, if there are as many on each rank.
 
@@ -164,9 +165,11 @@ class PairLoss(nn.Module):
             RuntimeError: if the gradient is differentiated again.
         """
         given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
-        data = (x_data, y_data, own_data)
+        data = (x_data, y_data, candidate_data)
         call = prepared(
-            CALLER, self.options.group, lambda: self._checked_arguments(x, y, data, own, own_offsets, given)
+            CALLER,
+            self.options.group,
+            lambda: self._checked_arguments(x, y, data, candidates, candidate_offsets, given),
         )
         checks = Checks(
             check=lambda: self._facts(call),
@@ -197,9 +200,9 @@ class PairLoss(nn.Module):
         *,
         x_data: Mapping[str, Tensor] = _NOTHING,
         y_data: Mapping[str, Tensor] = _NOTHING,
-        own: Tensor | Mapping[str, Tensor] | None = None,
-        own_data: Mapping[str, Tensor] = _NOTHING,
-        own_offsets: Tensor | None = None,
+        candidates: Tensor | Mapping[str, Tensor] | None = None,
+        candidate_data: Mapping[str, Tensor] = _NOTHING,
+        candidate_offsets: Tensor | None = None,
         parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
         weights: Tensor | None = None,
     ) -> Tensor:
@@ -209,7 +212,7 @@ class PairLoss(nn.Module):
             ValueError: as in `forward`.
         """
         given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
-        call = self._checked_arguments(x, y, (x_data, y_data, own_data), own, own_offsets, given)
+        call = self._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, given)
         inputs = call.inputs(weights)
         inputs.check_features()
         inputs.check_rest()
@@ -217,22 +220,24 @@ class PairLoss(nn.Module):
         kinds, sizes = self.declaration.kinds, list(call.widths.values())
         of_x, of_y, of_own = (
             None if one is None else dict(zip(kinds, one.split(sizes, dim=1), strict=True))
-            for one in (call.x, call.x if call.y is None else call.y, call.own)
+            for one in (call.x, call.x if call.y is None else call.y, call.candidates)
         )
         assert of_x is not None
         assert of_y is not None
-        candidates = None if of_own is None else OwnCandidates(of_own, call.own_data, call.owners)
+        own = None if of_own is None else OwnCandidates(of_own, call.candidate_data, call.owners)
         y_data = call.x_data if call.y is None else call.y_data
         lengths = None if call.x_lengths is None or call.y_lengths is None else (call.x_lengths, call.y_lengths)
-        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, candidates, call.parameters, lengths)
+        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, own, call.parameters, lengths)
         return whole.loss(weights, self.options.reduction)
 
     def _parameters_here(self) -> dict[str, Any]:
         of = self.values
         return {**self._constants, **of._parameters, **of._buffers, **of._modules}
 
-    def _checked_arguments(self, x: Any, y: Any, data: Any, own: Any, own_offsets: Any, parameters: Any) -> Arguments:
-        call = Arguments.of(self.declaration.kinds, x, y, data, own, own_offsets, parameters)
+    def _checked_arguments(
+        self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
+    ) -> Arguments:
+        call = Arguments.of(self.declaration.kinds, x, y, data, candidates, candidate_offsets, parameters)
         if isinstance(call.x, Tensor) and call.x.is_floating_point():  # else `agree` refuses it
             self.declaration.use(call)
             self._check_names(parameters)
@@ -298,12 +303,12 @@ def arguments_of(
     *,
     x_data: Mapping[str, Tensor] = _NOTHING,
     y_data: Mapping[str, Tensor] = _NOTHING,
-    own: Tensor | Mapping[str, Tensor] | None = None,
-    own_data: Mapping[str, Tensor] = _NOTHING,
-    own_offsets: Tensor | None = None,
+    candidates: Tensor | Mapping[str, Tensor] | None = None,
+    candidate_data: Mapping[str, Tensor] = _NOTHING,
+    candidate_offsets: Tensor | None = None,
     parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
     weights: Tensor | None = None,
 ) -> Arguments:
     """Return the checked arguments of a call, without weights; arguments as in `forward`, without communication."""
     given = {**loss_fn._parameters_here(), **parameters}
-    return loss_fn._checked_arguments(x, y, (x_data, y_data, own_data), own, own_offsets, given)
+    return loss_fn._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, given)

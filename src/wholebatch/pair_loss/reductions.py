@@ -30,7 +30,7 @@ class Term:
         score: f(s, x, y, p); None: the similarity itself.
         where: (x, y), (x, y, s) or (x, y, s, p), returns True for candidates; None: all pairs are.
         over: "batch": the candidates are the rows of y on all ranks; "own": the further candidates that each row
-            brings, `own=`; "both": all of these.
+            brings, `candidates=`; "both": all of these.
     """
 
     scored: ClassVar[bool] = True
@@ -110,7 +110,7 @@ class LogSumExp(_Sloped):
             float32, scores that are 87 below it vanish, and those that are 88 above it overflow.
 
     >>> import torch, wholebatch as wb
-    >>> loss_fn = wb.PairLoss({"all": wb.LogSumExp()}, lambda r, x, p: r.all)
+    >>> loss_fn = wb.PairLoss({"all": wb.terms.LogSumExp()}, lambda r, x, p: r.all)
     >>> loss_fn(torch.zeros(2, 3))
     tensor(0.6931)
     """
@@ -133,7 +133,7 @@ class Sum(_Sloped):
 
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
-        slope: as for :class:`wholebatch.LogSumExp`.
+        slope: as for :class:`wholebatch.terms.LogSumExp`.
     """
 
 
@@ -145,7 +145,7 @@ class Mean(_Sloped):
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
         log_weight: l(s, x, y, p), a function like a score.
-        slope: as for :class:`wholebatch.LogSumExp`; not beside log_weight.
+        slope: as for :class:`wholebatch.terms.LogSumExp`; not beside log_weight.
     """
 
     def __init__(
@@ -211,11 +211,11 @@ class Max(_Extreme):
 class Min(_Extreme):
     """R_i = min_j f_ij over the candidates of row i; inf, with gradient 0, where there are none.
 
-    Otherwise as :class:`wholebatch.Max`; a score of inf is no candidate.
+    Otherwise as :class:`wholebatch.terms.Max`; a score of inf is no candidate.
 
     Args:
         score, where, over: as for every term, see :class:`wholebatch.PairLoss`.
-        ties: as for :class:`wholebatch.Max`.
+        ties: as for :class:`wholebatch.terms.Max`.
     """
 
 

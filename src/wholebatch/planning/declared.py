@@ -2,7 +2,7 @@
 
     loss_fn                       a PairLoss whose functions read no data, and whose parameters the constructor got
     make(rows, embedding_size)    returns a PairLoss and the further arguments of its call with so many rows of a rank:
-                                  x_data, y_data, own, parameters, ...; {"y": None} if the rows of x are the columns
+                                  x_data, y_data, candidates, ...; {"y": None} if the rows of x are the columns
     "losses.py:make"              either of them, by its file or its module and its name
 
 Features are random rows of length 1. With several similarities, these share the numbers of a row evenly.

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from .._base.settings import check_divisor
-from ..pair_loss import Count, LogSumExp, Mean, PairLoss
+from ..pair_loss import PairLoss
 from ..pair_loss.similarity import Similarity
+from ..terms import Count, LogSumExp, Mean
 
 
 def listwise_distillation(
@@ -40,15 +41,15 @@ def listwise_distillation(
         **options: group, sync, reduction of :class:`wholebatch.PairLoss`.
 
     Returns:
-        A loss of (queries, own=documents, own_data={"teacher": scores}), documents (b, h, d) and scores (b, h); or
-        (n, d) and (n,) with `own_offsets`. A query without documents does not count.
+        A loss of (queries, candidates=documents, candidate_data={"teacher": scores}), documents (b, h, d) and scores
+        (b, h); or (n, d) and (n,) with `candidate_offsets`. A query without documents does not count.
 
     Raises:
         ValueError: for a temperature that is not positive.
 
     >>> import torch, wholebatch as wb
     >>> loss_fn = wb.recipes.listwise_distillation()
-    >>> loss_fn(torch.eye(1), own=torch.ones(1, 2, 1), own_data={"teacher": torch.tensor([[0.0, 1.0]])})
+    >>> loss_fn(torch.eye(1), candidates=torch.ones(1, 2, 1), candidate_data={"teacher": torch.tensor([[0.0, 1.0]])})
     tensor(0.1109)
     """
     student = check_divisor("temperature", temperature)
@@ -93,12 +94,13 @@ def margin_mse(*, similarity: Similarity = "dot", **options: Any) -> PairLoss:  
         **options: group, sync, reduction of :class:`wholebatch.PairLoss`.
 
     Returns:
-        A loss of (queries, positives, own=negatives, own_data={"margin": margins}): negatives (b, h, d), and margins
-        t_+ - t_k of the teacher, (b, h); or (n, d) and (n,) with `own_offsets`. The mean is over all negatives.
+        A loss of (queries, positives, candidates=negatives, candidate_data={"margin": margins}): negatives (b, h, d),
+        and margins t_+ - t_k of the teacher, (b, h); or (n, d) and (n,) with `candidate_offsets`. The mean is over all
+        negatives.
 
     >>> import torch, wholebatch as wb
     >>> x, margins = torch.eye(1), torch.tensor([[0.5]])
-    >>> wb.recipes.margin_mse()(x, x, own=torch.zeros(1, 1, 1), own_data={"margin": margins})
+    >>> wb.recipes.margin_mse()(x, x, candidates=torch.zeros(1, 1, 1), candidate_data={"margin": margins})
     tensor(0.2500)
     """
     return PairLoss(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .._base.checks import check_choice
 from .._base.settings import check_flag, check_number
-from ..pair_loss import LogSumExp, PairLoss
+from ..pair_loss import PairLoss
+from ..terms import LogSumExp
 from .parts import against_negatives, other
 from .retrieval import Scale
 
@@ -38,7 +39,7 @@ def guided_info_nce(
     Args:
         margin: a larger one leaves out more, a negative one less.
         strategy: whether the margin is subtracted from the pair's similarity, or this part of it is.
-        mined: whether each query has mined negatives of its own, `own={"features": ..., "guide": ...}`.
+        mined: whether each query has mined negatives of its own, `candidates={"features": ..., "guide": ...}`.
         scale: as for :func:`wholebatch.recipes.same_task_info_nce`.
         **options: likewise.
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .._base.checks import has_feature_dtype, is_dense
 from .._base.settings import check_divisor, check_integer, shown
-from ..pair_loss import Count, LogSumExp, Mean, PairLoss
+from ..pair_loss import PairLoss
+from ..terms import Count, LogSumExp, Mean
 
 
 class RowMemory:

@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._base.settings import check_number
-from ..pair_loss import LogSumExp, PairLoss
+from ..pair_loss import PairLoss
+from ..terms import LogSumExp
 from .parts import against_negatives, other, relative
 
 Scale = float | Tensor | nn.Module
@@ -115,8 +116,9 @@ def mined_info_nce(*, scale: Scale = 20.0, **options: Any) -> PairLoss:  # of Pa
         **options: likewise.
 
     Returns:
-        A loss of (queries, keys, own=negatives), (b, h, d); for different numbers of negatives (n, d) with
-        `own_offsets`, (b + 1,). A query's negatives are nobody else's; :class:`wholebatch.InfoNCELoss` shares them.
+        A loss of (queries, keys, candidates=negatives), (b, h, d); for different numbers of negatives (n, d) with
+        `candidate_offsets`, (b + 1,). A query's negatives are nobody else's; :class:`wholebatch.InfoNCELoss` shares
+        them.
     """
     terms = {"negatives": LogSumExp(relative, where=other, over="both")}  # own candidates have the index -1
     return PairLoss(terms, against_negatives, parameters={"scale": scale}, **options)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pair_loss import Count, LogSumExp, Mean, PairLoss
+from ..pair_loss import PairLoss
+from ..terms import Count, LogSumExp, Mean
 from .retrieval import Scale
 
 

@@ -23,8 +23,9 @@ from .._base.checks import has_feature_dtype, is_dense
 from .._base.settings import check_flag, shown
 from ..contract import Options, entry, prepared
 from ..nodes.cross_entropy import softplus
-from ..pair_loss import LogSumExp, PairLoss
+from ..pair_loss import PairLoss
 from ..pair_loss.reductions import Term
+from ..terms import LogSumExp
 from .parts import other
 from .retrieval import Scale
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .._base.settings import check_weight
-from ..pair_loss import Max, Min, PairLoss
+from ..pair_loss import PairLoss
+from ..terms import Max, Min
 
 
 def semi_hard_triplet(*, margin: float = 0.2, **options: Any) -> PairLoss:  # of PairLoss

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .._base.settings import check_positive_number
-from ..pair_loss import Mean, PairLoss
+from ..pair_loss import PairLoss
+from ..terms import Mean
 from .parts import other
 
 

@@ -47,8 +47,8 @@ def contrastive() -> wb.PairLoss:
     """Return a loss of rows and of columns with a learned scale, and partners in the scores."""
     return wb.PairLoss(
         {
-            "rows": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner)),
-            "cols": wb.LogSumExp(lambda s, x, y, p: p.scale * (s - y.partner)),
+            "rows": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner)),
+            "cols": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - y.partner)),
         },
         lambda r, x, p: r.rows / 2,
         column_loss=lambda r, y, p: r.cols / 2,
@@ -60,8 +60,8 @@ def labeled(*, symmetric: bool, **options: Any) -> Problem:
     """Return a problem for rows among themselves, with labels, a learned margin, and a distance."""
     loss_fn = wb.PairLoss(
         {
-            "far": wb.LogSumExp(lambda s, x, y, p: (1e-9 - s).sqrt(), where=_same),
-            "near": wb.LogSumExp(lambda s, x, y, p: p.margin - (1e-9 - s).sqrt(), where=_others),
+            "far": wb.terms.LogSumExp(lambda s, x, y, p: (1e-9 - s).sqrt(), where=_same),
+            "near": wb.terms.LogSumExp(lambda s, x, y, p: p.margin - (1e-9 - s).sqrt(), where=_others),
         },
         lambda r, x, p: softplus(r.far + r.near),
         similarity="neg_squared_distance",
@@ -81,7 +81,10 @@ def labeled(*, symmetric: bool, **options: Any) -> Problem:
 def tempered(**options: Any) -> Problem:
     """Return a problem with a predicted temperature of each row, and own candidates beside those of the batch."""
     loss_fn = wb.PairLoss(
-        {"all": wb.LogSumExp(lambda s, x, y, p: s / x.temperature, over="both"), "own": wb.Partner(_tempered)},
+        {
+            "all": wb.terms.LogSumExp(lambda s, x, y, p: s / x.temperature, over="both"),
+            "own": wb.terms.Partner(_tempered),
+        },
         lambda r, x, p: r.all - r.own,
         similarity="cosine",
     )
@@ -89,7 +92,7 @@ def tempered(**options: Any) -> Problem:
     def of_rank(model: nn.ModuleDict, batch: _Batch) -> Tensor:
         x, y, own = (model["tower"](batch[name].flatten(0, -2))[0] for name in ("images", "texts", _OWN))
         temperature = 0.5 + softplus(model[_TEMPERED](batch["images"])[:, 0])
-        loss: Tensor = model["loss"](x, y, x_data={_TEMPERED: temperature}, own=own.view(len(x), OWN, OUT))
+        loss: Tensor = model["loss"](x, y, x_data={_TEMPERED: temperature}, candidates=own.view(len(x), OWN, OUT))
         return loss
 
     model = nn.ModuleDict({"tower": OneTower(), _TEMPERED: mlp(), "loss": loss_fn})

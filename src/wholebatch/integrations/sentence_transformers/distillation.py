@@ -101,7 +101,7 @@ class DistillKLDivLoss(_ScoredColumns):
             return own, self._labels(beside, [(own.shape[0], own.shape[1])], own)
 
         own, scores = prepared(type(self).__name__, self.group, prepare)
-        loss: Tensor = self.loss(embeddings[0], own=own, own_data={"teacher": scores})
+        loss: Tensor = self.loss(embeddings[0], candidates=own, candidate_data={"teacher": scores})
         return loss
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
@@ -141,5 +141,5 @@ class MarginMSELoss(_ScoredColumns):
             return own, labels[:, :1] - labels[:, 1:] if tuple(labels.shape) == (b, n + 1) else labels.reshape(b, n)
 
         own, margins = prepared(type(self).__name__, self.group, prepare)
-        loss: Tensor = self.loss(embeddings[0], embeddings[1], own=own, own_data={"margin": margins})
+        loss: Tensor = self.loss(embeddings[0], embeddings[1], candidates=own, candidate_data={"margin": margins})
         return loss
