@@ -1,5 +1,6 @@
 """A trained run in use: its features, searches, figures, its README, and the mistakes of a user."""
 
+import io
 import itertools
 import json
 import math
@@ -18,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from glyph_files import SMALL, write_pairs
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 from PIL import Image
 
 from wholebatch.__main__ import main
@@ -29,6 +32,7 @@ from wholebatch.train.after.items import open_items
 from wholebatch.train.after.open_run import open_run
 from wholebatch.train.after.options import EmbedConfig
 from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
+from wholebatch.train.after.sheet import Line, draw_sheet
 from wholebatch.train.after.top import most_similar
 from wholebatch.train.data.load import load_data
 from wholebatch.train.data.sides import DrawnPictures, Texts
@@ -136,6 +140,9 @@ def test_a_folder_of_pictures_is_embedded(run, data, tmp_path, capsys):
     assert table.column_names == ["image", "text", "features"]
     assert table["image"].to_pylist() == sorted(path.name for path in (data.parent / "images").iterdir())
     assert table["text"][0].as_py() == table["image"][0].as_py().removesuffix(".png")
+    capsys.readouterr()
+    succeeds("search", run, "letter", "--in", out, "-k", "1")
+    assert re.search(r"/(\d+)\.png  \1\n", capsys.readouterr().out), "the text beside the picture is printed"
     succeeds("embed", run, folder, "--side", "text", "--out", out)
     succeeds("search", run, folder / "41.png", "--in", out, "-k", "3")
     places = printed_places(capsys)
@@ -954,3 +961,23 @@ def test_a_stream_without_a_letter_gets_an_escape(run, data):
             check=True,
         )
         assert b"\\u0939\\u093f" in found.stdout
+
+
+def test_captions_of_a_sheet_stay_in_their_places_and_have_a_font_with_their_letters(monkeypatch):
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *to, **how: [figures.append(figure), savefig(figure, *to, **how)]
+    )
+    captions = ["W" * 60, "a cat", "\u210a $x$ \\frac"]
+    draw_sheet([Line("\u210a", [Image.new("L", (40, 20))] * 3, captions)], io.BytesIO())
+    axes = figures[0].axes[1:]
+    titles = [ax.title for ax in axes]
+    assert [title.get_text() for title in titles[1:]] == captions[1:]
+    assert re.fullmatch("W{5,50}…", titles[0].get_text())
+    places = [ax.get_position(original=True).width * figures[0].bbox.width for ax in axes]
+    assert all(title.get_window_extent().width <= place for title, place in zip(titles, places, strict=True))
+    titles[0].set_text(captions[0])
+    assert titles[0].get_window_extent().width > places[0]
+    letters = [{*get_font(findfont(name)).get_charmap()} for name in titles[2].get_fontfamily()]
+    assert 0x210A not in letters[0]
+    assert 0x210A in set().union(*letters[1:])

@@ -49,7 +49,7 @@ def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, 
     facts = {
         "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
         "folder": "" if items.table is None else str(items.table.folder.absolute()),
-        "member": repeated,
+        "member": repeated, "captions": items.captions,
     }  # fmt: skip
     # An older column of features is left out, too.
     columns = _columns(items, {COLUMN, REASON, MEMBER} if repeated else {COLUMN, REASON})
@@ -181,5 +181,6 @@ def _open_parquet(path: Path) -> FeatureFile:
     items = None
     if column:
         side = FilePictures(table, column) if name == "image" else Texts(arrow[column])
-        items = Items(name, side, rows, facts["source"], table, column)
+        captions = facts.get("captions", "") if facts.get("captions") in others else ""
+        items = Items(name, side, rows, facts["source"], table, column, captions)
     return FeatureFile(path, len(table), kind.list_size, items, facts["weights"])

@@ -23,34 +23,62 @@ class Line:
 
 def draw_sheet(lines: Sequence[Line], file: BinaryIO) -> None:
     """Draw the first lines, each with its first pictures, as a PNG file."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     lines = lines[:MOST_LINES]
     columns = min(MOST_COLUMNS, max(len(line.pictures) for line in lines)) + 1
-    figure = Figure(figsize=(1.35 * columns, 1.6 * len(lines)))
-    axes = figure.subplots(len(lines), columns, squeeze=False)
-    for row, line in zip(axes, lines, strict=True):
-        for ax in row:
-            ax.axis("off")
-        if isinstance(line.query, str):
-            asked = textwrap.fill(textwrap.shorten(line.query, 90, placeholder=" …"), 18)
-            row[0].text(0.02, 0.5, asked, fontsize=8, va="center", transform=row[0].transAxes, parse_math=False)
-        else:
-            _draw(row[0], line.query)
-            row[0].set_title("query", fontsize=7, parse_math=False)
-        for ax, picture, caption in zip(row[1:], line.pictures, line.captions, strict=False):
-            _draw(ax, picture)
-            ax.set_title(textwrap.shorten(caption, 24, placeholder="…"), fontsize=7, parse_math=False)
-    figure.subplots_adjust(
-        left=0.01, right=0.99, bottom=0.01, top=1 - 0.22 / (1.6 * len(lines)), wspace=0.06, hspace=0.2
-    )
-    with warnings.catch_warnings():
-        # Characters of a user's text that the figure's font lacks become boxes.
+    texts = "".join(each for line in lines for each in (line.query, *line.captions) if isinstance(each, str))
+    with warnings.catch_warnings(), rc_context({"font.family": _families(texts), "text.parse_math": False}):
+        # Characters of a user's text that no font of the machine has become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(file, dpi=120, format="png")
+        figure = Figure(figsize=(1.35 * columns, 1.6 * len(lines)), dpi=120)
+        axes = figure.subplots(len(lines), columns, squeeze=False)
+        figure.subplots_adjust(
+            left=0.01, right=0.99, bottom=0.01, top=1 - 0.22 / (1.6 * len(lines)), wspace=0.06, hspace=0.2
+        )
+        for row, line in zip(axes, lines, strict=True):
+            for ax in row:
+                ax.axis("off")
+            if isinstance(line.query, str):
+                asked = textwrap.fill(textwrap.shorten(line.query, 90, placeholder=" …"), 18)
+                row[0].text(0.02, 0.5, asked, fontsize=8, va="center", transform=row[0].transAxes)
+            else:
+                _draw(row[0], line.query, "query")
+            for ax, picture, caption in zip(row[1:], line.pictures, line.captions, strict=False):
+                _draw(ax, picture, caption)
+        figure.savefig(file, format="png")
 
 
-def _draw(ax: Any, picture: Any) -> None:
+def _draw(ax: Any, picture: Any, caption: str) -> None:
+    """Draw a picture, and as much of its caption as is not wider than its place."""
     small = picture.copy()
     small.thumbnail((_PIXELS, _PIXELS))
     ax.imshow(small, cmap="gray", vmin=0, vmax=255)
+    wide = ax.get_position(original=True).width * ax.figure.bbox.width
+    title = ax.set_title(caption, fontsize=7)
+    kept = len(caption)
+    while kept and title.get_window_extent().width > wide:
+        kept -= 1
+        title.set_text(f"{caption[:kept].rstrip()}…")
+
+
+def _families(texts: str) -> list[str]:
+    """Return the fonts of this machine that have the characters of the texts, the usual one first."""
+    from matplotlib import font_manager
+
+    found = ["DejaVu Sans"]
+    missing = {ord(character) for character in texts if not character.isspace()}
+    missing -= {*font_manager.get_font(font_manager.findfont(found[0])).get_charmap()}
+    for entry in sorted(font_manager.fontManager.ttflist, key=lambda entry: entry.name):
+        if not missing:
+            break
+        has = (
+            set()
+            if entry.name.startswith("Last Resort")
+            else missing & {*font_manager.get_font(entry.fname).get_charmap()}
+        )
+        if has:
+            missing -= has
+            found.append(entry.name)
+    return found

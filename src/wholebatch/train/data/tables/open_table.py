@@ -43,7 +43,7 @@ def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
     except OSError as error:
         raise UserError(f"--data: {str(error.filename or data)!r} cannot be read: {error.strerror or error}") from error
     if not len(found):
-        raise UserError(f"{path} holds no rows")
+        raise UserError(f"{path} holds no rows; expected a text or a picture in each row")
     return found
 
 
