@@ -39,7 +39,7 @@ import sys
 import torch
 import wholebatch as wb
 from wholebatch.__main__ import main
-from wholebatch.train.tasks import retrieve
+from wholebatch_train.tasks import retrieve
 
 group = int(sys.argv[1])
 

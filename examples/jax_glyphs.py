@@ -6,7 +6,7 @@
 
 The batch is split over a mesh of devices. The loss is that of the whole batch, computed by tiles, and so is its
 gradient: there is nothing to average. Encoders run in chunks (`chunked`), so that a large batch takes no more memory
-than a small one. `wholebatch.train` draws the characters; only this needs torch.
+than a small one. `wholebatch_train` draws the characters; only this needs torch.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class Glyphs:
     def __init__(self, config: Config) -> None:
         import numpy as np
 
-        from wholebatch.train.data.glyphs import glyph_pairs
-        from wholebatch.train.data.sides import DrawnPictures
-        from wholebatch.train.encoders.words import tokenize
+        from wholebatch_train.data.glyphs import glyph_pairs
+        from wholebatch_train.data.sides import DrawnPictures
+        from wholebatch_train.encoders.words import tokenize
 
         self.config, pairs = config, glyph_pairs(config.image_size, faces=("DejaVuSans", "DejaVuSerif"))
         images, names = pairs.sides.values()

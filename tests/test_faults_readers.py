@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import readers
 
 from wholebatch._base.user_error import UserError
-from wholebatch.train import cli as train_cli
-from wholebatch.train.after import cli
+from wholebatch_train import cli as train_cli
+from wholebatch_train.after import cli
 
 SLOW = ("folder", "state")  # seconds each
 

@@ -26,21 +26,21 @@ from PIL import Image
 from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch.train.after.encode import features_of
-from wholebatch.train.after.feature_files import FeatureFile
-from wholebatch.train.after.items import open_items
-from wholebatch.train.after.open_run import open_run
-from wholebatch.train.after.options import EmbedConfig
-from wholebatch.train.after.seen import _number_in, _Rows, case_ignored_by
-from wholebatch.train.after.sheet import Line, draw_sheet
-from wholebatch.train.after.top import most_similar
-from wholebatch.train.data.load import load_data
-from wholebatch.train.data.sides import DrawnPictures, Texts
-from wholebatch.train.data.tables.open_table import open_table
-from wholebatch.train.encoders.words import identity
-from wholebatch.train.run.record import read_config
-from wholebatch.train.tasks.chance import chance
-from wholebatch.train.tasks.evaluation import features_of_rows
+from wholebatch_train.after.encode import features_of
+from wholebatch_train.after.feature_files import FeatureFile
+from wholebatch_train.after.items import open_items
+from wholebatch_train.after.open_run import open_run
+from wholebatch_train.after.options import EmbedConfig
+from wholebatch_train.after.seen import _number_in, _Rows, case_ignored_by
+from wholebatch_train.after.sheet import Line, draw_sheet
+from wholebatch_train.after.top import most_similar
+from wholebatch_train.data.load import load_data
+from wholebatch_train.data.sides import DrawnPictures, Texts
+from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.encoders.words import identity
+from wholebatch_train.run.record import read_config
+from wholebatch_train.tasks.chance import chance
+from wholebatch_train.tasks.evaluation import features_of_rows
 
 
 @pytest.fixture(scope="module", autouse=True)

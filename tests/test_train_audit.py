@@ -10,14 +10,14 @@ from glyph_files import SMALL, write_pairs
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import audited as train_audit
-from wholebatch.train.audited import Outcome, audit_start
-from wholebatch.train.config import LOSSES, HeadConfig, ModelConfig, TrainConfig
-from wholebatch.train.data.load import load_data
-from wholebatch.train.planned import plan_start
-from wholebatch.train.tasks import retrieve
-from wholebatch.train.tasks.make import make_task
-from wholebatch.train.tasks.objectives import Objective, make_objective
+from wholebatch_train import audited as train_audit
+from wholebatch_train.audited import Outcome, audit_start
+from wholebatch_train.config import LOSSES, HeadConfig, ModelConfig, TrainConfig
+from wholebatch_train.data.load import load_data
+from wholebatch_train.planned import plan_start
+from wholebatch_train.tasks import retrieve
+from wholebatch_train.tasks.make import make_task
+from wholebatch_train.tasks.objectives import Objective, make_objective
 
 CONFIG = TrainConfig(
     batch_size=24,

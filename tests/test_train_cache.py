@@ -13,13 +13,13 @@ import torch
 from data_sets import FORMS, png
 
 from wholebatch._base.user_error import UserError
-from wholebatch.train.config import TrainConfig
-from wholebatch.train.data.cache.files import CannotWriteError, cache_folder
-from wholebatch.train.data.cache.table_file import checksum_of
-from wholebatch.train.data.pairs.of_table import table_pairs
-from wholebatch.train.data.pictures import equal as equal_pictures
-from wholebatch.train.data.pictures.reading import bytes_of
-from wholebatch.train.data.tables.open_table import open_table
+from wholebatch_train.config import TrainConfig
+from wholebatch_train.data.cache.files import CannotWriteError, cache_folder
+from wholebatch_train.data.cache.table_file import checksum_of
+from wholebatch_train.data.pairs.of_table import table_pairs
+from wholebatch_train.data.pictures import equal as equal_pictures
+from wholebatch_train.data.pictures.reading import bytes_of
+from wholebatch_train.data.tables.open_table import open_table
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -41,7 +41,7 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(tmp_path, monke
     path = FORMS["csv"](tmp_path)
     first = pairs_of(path).digest
     (name,) = arrow_files()
-    monkeypatch.setattr("wholebatch.train.data.tables.open_table.read_separated", None)
+    monkeypatch.setattr("wholebatch_train.data.tables.open_table.read_separated", None)
     assert pairs_of(path).digest == first, "from the cache"
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -81,7 +81,7 @@ def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monk
     expected = pairs_of(path).digest
     shutil.rmtree(tmp_path / "cache")
     if where == "write":
-        monkeypatch.setattr("wholebatch.train.data.cache.files._Sink.write", _write_that_fails)
+        monkeypatch.setattr("wholebatch_train.data.cache.files._Sink.write", _write_that_fails)
     else:
         monkeypatch.setattr(
             {"open": "tempfile.NamedTemporaryFile", "fsync": "os.fsync", "mkdir": "pathlib.Path.mkdir"}[where], fails
@@ -92,7 +92,7 @@ def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monk
     assert pairs.digest == expected
     assert "the table is in the memory of each rank: the cache" in said[0]
     assert "No space left on device" in said[0]
-    monkeypatch.setattr("wholebatch.train.data.cache.tables._MOST_BYTES", 10)
+    monkeypatch.setattr("wholebatch_train.data.cache.tables._MOST_BYTES", 10)
     with pytest.raises(UserError, match=r"cannot be written: No space left on device; set XDG_CACHE_HOME to a folder"):
         open_table(str(path))
     monkeypatch.undo()
@@ -114,7 +114,7 @@ def test_an_error_of_the_source_is_not_taken_for_one_of_the_cache(tmp_path):
 
 def test_processes_that_start_together_read_the_source_once(tmp_path, monkeypatch):
     """Threads stand for processes: each opens the lock file for itself, which is what flock goes by."""
-    from wholebatch.train.data.tables import open_table as module
+    from wholebatch_train.data.tables import open_table as module
 
     path, reads, original = FORMS["csv"](tmp_path), [], module.read_separated
     monkeypatch.setattr(module, "read_separated", lambda path: (reads.append(path), original(path))[1])
@@ -247,7 +247,7 @@ def test_without_locks_what_is_a_day_old_is_removed(tmp_path, monkeypatch):
 
 def test_a_file_that_is_written_holds_its_lock(tmp_path, monkeypatch):
     """Another start, when the file seems to be old, leaves it."""
-    from wholebatch.train.data.tables import open_table as module
+    from wholebatch_train.data.tables import open_table as module
 
     path, original = FORMS["csv"](tmp_path), module.read_separated
 

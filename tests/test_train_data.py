@@ -26,24 +26,24 @@ from PIL import Image
 import wholebatch as wb
 from wholebatch._base.user_error import UserError
 from wholebatch.partition import Partition
-from wholebatch.train.after.encode import _workers
-from wholebatch.train.after.items import Items
-from wholebatch.train.after.options import EmbedConfig
-from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
-from wholebatch.train.data.load import load_data
-from wholebatch.train.data.pairs.negatives import FalseNegatives
-from wholebatch.train.data.pairs.of_table import table_pairs
-from wholebatch.train.data.pairs.pairs import Order, batch_of_step, joined, split_groups
-from wholebatch.train.data.pairs.stated import stated_pairs
-from wholebatch.train.data.sides import Texts
-from wholebatch.train.data.tables.open_table import open_table
-from wholebatch.train.data.tables.roles import asked_roles, find_roles
-from wholebatch.train.data.tables.text_files import read_json_lines, read_separated
-from wholebatch.train.encoders.inputs import map_tensors
-from wholebatch.train.encoders.small import Pad, Words
-from wholebatch.train.tasks.batches import PairBatches, Reader, rows_of_chunks
-from wholebatch.train.tasks.make import make_task
+from wholebatch_train.after.encode import _workers
+from wholebatch_train.after.items import Items
+from wholebatch_train.after.options import EmbedConfig
+from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
+from wholebatch_train.data.load import load_data
+from wholebatch_train.data.pairs.negatives import FalseNegatives
+from wholebatch_train.data.pairs.of_table import table_pairs
+from wholebatch_train.data.pairs.pairs import Order, batch_of_step, joined, split_groups
+from wholebatch_train.data.pairs.stated import stated_pairs
+from wholebatch_train.data.sides import Texts
+from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.data.tables.roles import asked_roles, find_roles
+from wholebatch_train.data.tables.text_files import read_json_lines, read_separated
+from wholebatch_train.encoders.inputs import map_tensors
+from wholebatch_train.encoders.small import Pad, Words
+from wholebatch_train.tasks.batches import PairBatches, Reader, rows_of_chunks
+from wholebatch_train.tasks.make import make_task
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)

@@ -23,16 +23,16 @@ from wholebatch.__main__ import main
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import launch
-from wholebatch.train.config import TrainConfig
-from wholebatch.train.data.cache.files import cache_folder
-from wholebatch.train.data.load import load_data
-from wholebatch.train.data.pairs.of_table import table_pairs
-from wholebatch.train.data.pictures.reading import open_picture
-from wholebatch.train.data.sides import FilePictures
-from wholebatch.train.data.tables.open_table import open_table
-from wholebatch.train.data.tables.roles import asked_roles
-from wholebatch.train.run.record import DataFacts, read_record
+from wholebatch_train import launch
+from wholebatch_train.config import TrainConfig
+from wholebatch_train.data.cache.files import cache_folder
+from wholebatch_train.data.load import load_data
+from wholebatch_train.data.pairs.of_table import table_pairs
+from wholebatch_train.data.pictures.reading import open_picture
+from wholebatch_train.data.sides import FilePictures
+from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.data.tables.roles import asked_roles
+from wholebatch_train.run.record import DataFacts, read_record
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -149,7 +149,7 @@ def test_values_that_no_role_needs_may_be_anything(tmp_path):
 
 def test_a_type_that_changes_far_down(tmp_path, monkeypatch):
     """The rows before are already written."""
-    monkeypatch.setattr("wholebatch.train.data.tables.text_files._ROWS", 2)
+    monkeypatch.setattr("wholebatch_train.data.tables.text_files._ROWS", 2)
     rows = [{"query": f"q{i}", "positive": f"p{i}", "negatives": ["n"]} for i in range(4)]
     for last, message in (
         ({"negatives": "n"}, r"lines 5 to 5: 'negatives' is not of the type of the lines before them; expected a text"),
@@ -563,7 +563,7 @@ def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypa
         raise OSError(30, "Read-only file system")
 
     path, said = with_bad_pictures(tmp_path), []
-    monkeypatch.setattr("wholebatch.train.data.cache.kept.write_tensors", fails)
+    monkeypatch.setattr("wholebatch_train.data.cache.kept.write_tensors", fails)
     for _ in range(2):
         table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
     assert len(pictures_read) == 40
@@ -628,7 +628,7 @@ OPTIONS = [
 
 @pytest.fixture
 def _nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
+    monkeypatch.setattr("wholebatch_train.run.run_folder.render", lambda report: report.title)
 
 
 def good(folder):
@@ -723,7 +723,7 @@ def test_a_damaged_or_exchanged_hash_of_the_data_is_refused(capsys, tmp_path):
 
 @pytest.mark.usefixtures("_nothing_is_drawn")
 def test_a_worker_that_is_killed_ends_the_run_with_one_line_and_it_resumes(capsys, tmp_path, monkeypatch):
-    from wholebatch.train.tasks.batches import PairBatches
+    from wholebatch_train.tasks.batches import PairBatches
 
     path, run = good(tmp_path), tmp_path / "run"
     rank, original = os.getpid(), PairBatches.__call__

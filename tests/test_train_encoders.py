@@ -21,23 +21,23 @@ from torch import nn
 
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
-from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.config_json import from_values, to_json
-from wholebatch.train.data.load import load_data
-from wholebatch.train.encoder_options import SideConfig, TextSideConfig
-from wholebatch.train.encoders.dual import DualEncoder
-from wholebatch.train.encoders.inputs import map_tensors, number_of_rows, to_device
-from wholebatch.train.encoders.libraries import folder_of
-from wholebatch.train.encoders.make import make_dual_encoder, make_encoder
-from wholebatch.train.encoders.pretrained import check_batch_norm, used_parameters
-from wholebatch.train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
-from wholebatch.train.encoders.small import ImageEncoder, TextEncoder
-from wholebatch.train.encoders.words import split_batch, tokenize
-from wholebatch.train.option_checks import check_options
-from wholebatch.train.tasks import chunking
-from wholebatch.train.tasks.chunking import with_chunk_size
-from wholebatch.train.tasks.make import make_task
-from wholebatch.train.tasks.task import make_adamw
+from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.config_json import from_values, to_json
+from wholebatch_train.data.load import load_data
+from wholebatch_train.encoder_options import SideConfig, TextSideConfig
+from wholebatch_train.encoders.dual import DualEncoder
+from wholebatch_train.encoders.inputs import map_tensors, number_of_rows, to_device
+from wholebatch_train.encoders.libraries import folder_of
+from wholebatch_train.encoders.make import make_dual_encoder, make_encoder
+from wholebatch_train.encoders.pretrained import check_batch_norm, used_parameters
+from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
+from wholebatch_train.encoders.small import ImageEncoder, TextEncoder
+from wholebatch_train.encoders.words import split_batch, tokenize
+from wholebatch_train.option_checks import check_options
+from wholebatch_train.tasks import chunking
+from wholebatch_train.tasks.chunking import with_chunk_size
+from wholebatch_train.tasks.make import make_task
+from wholebatch_train.tasks.task import make_adamw
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 CONFIG = TrainConfig(image_size=16, image_channels=1, model=MODEL)

@@ -15,15 +15,15 @@ from glyph_files import SMALL, write_pairs
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import loop
-from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data.load import load_data
-from wholebatch.train.ranks import all_ranks
-from wholebatch.train.ranks.all_ranks import WaitForFirstRank, on_all_ranks
-from wholebatch.train.run.checkpoint import first_lines
-from wholebatch.train.run.run_folder import RunFolder
-from wholebatch.train.tasks.make import make_task
-from wholebatch.train.tasks.retrieve import Retrieve
+from wholebatch_train import loop
+from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.data.load import load_data
+from wholebatch_train.ranks import all_ranks
+from wholebatch_train.ranks.all_ranks import WaitForFirstRank, on_all_ranks
+from wholebatch_train.run.checkpoint import first_lines
+from wholebatch_train.run.run_folder import RunFolder
+from wholebatch_train.tasks.make import make_task
+from wholebatch_train.tasks.retrieve import Retrieve
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 
@@ -186,7 +186,7 @@ def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):
         return first_lines(path, count)
 
     for module in ("checkpoint", "run_folder"):
-        monkeypatch.setattr(f"wholebatch.train.run.{module}.first_lines", read)
+        monkeypatch.setattr(f"wholebatch_train.run.{module}.first_lines", read)
     run = tmp_path / "run"
     options = ["--validate-every", "50", "--no-audit", "--workers", "0", "--no-tensorboard", *SMALL]
     every = ["--checkpoint-every", "1"]

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train.audited import audit_start
-from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data.load import load_data
-from wholebatch.train.tasks import chunking
-from wholebatch.train.tasks.chunking import with_chunk_size
-from wholebatch.train.tasks.make import make_task
-from wholebatch.train.tasks.retrieve import Retrieve
+from wholebatch_train.audited import audit_start
+from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.data.load import load_data
+from wholebatch_train.tasks import chunking
+from wholebatch_train.tasks.chunking import with_chunk_size
+from wholebatch_train.tasks.make import make_task
+from wholebatch_train.tasks.retrieve import Retrieve
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=2, text_buckets=256)
 

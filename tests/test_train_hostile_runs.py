@@ -12,9 +12,9 @@ from wholebatch.__main__ import main
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch.train.encoders.saved import digest_of, open_dual_encoder
-from wholebatch.train.run.checkpoint import FILE as CHECKPOINT
-from wholebatch.train.run.record import digests_of_run
+from wholebatch_train.encoders.saved import digest_of, open_dual_encoder
+from wholebatch_train.run.checkpoint import FILE as CHECKPOINT
+from wholebatch_train.run.record import digests_of_run
 
 MINE = """
 from pathlib import Path
@@ -139,7 +139,7 @@ def test_features_of_more_rows_than_a_tensor_holds_are_those_of_one(run, capsys,
     found = []
     for rows in (16384, 20):
         shutil.rmtree(run / "features")
-        monkeypatch.setattr("wholebatch.train.after.feature_cache.TILE", rows)
+        monkeypatch.setattr("wholebatch_train.after.feature_cache.TILE", rows)
         assert call("search", run, "A", "-k", "7", "--batch-size", "7") == 0
         found.append([line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:2] in (" 0", "-0")])
     (kept,) = (run / "features").iterdir()
@@ -337,8 +337,8 @@ def test_a_file_of_a_run_is_executed_if_asked(data, tmp_path, capsys):
 
 
 def test_the_command_that_resumes_a_run_of_a_file_can_be_pasted(tmp_path):
-    from wholebatch.train.config import TrainConfig
-    from wholebatch.train.run.resume import resume_command
+    from wholebatch_train.config import TrainConfig
+    from wholebatch_train.run.resume import resume_command
 
     assert resume_command(tmp_path, TrainConfig(text_encoder="mine.py:f")).endswith(f"{tmp_path} --trust")
     assert resume_command(tmp_path, TrainConfig()).endswith(str(tmp_path))

@@ -12,19 +12,19 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
-from wholebatch.train.config import HeadConfig, TrainConfig
-from wholebatch.train.data.choices import images_for_validation
-from wholebatch.train.data.classes.labeled import LabeledImages
-from wholebatch.train.data.classes.split import classes_of_texts, with_split
-from wholebatch.train.data.glyphs import TEST_FACES, glyph_classes
-from wholebatch.train.data.load import load_data
-from wholebatch.train.data.pairs.pairs import Order, Pairs
-from wholebatch.train.data.sides import DrawnPictures, Texts
-from wholebatch.train.encoders.small import Pad
-from wholebatch.train.option_checks import check_options
-from wholebatch.train.report.classes import surest_mistakes
-from wholebatch.train.tasks.batches import ImageBatches, Reader
-from wholebatch.train.tasks.verification import accepted_at, best_possible, rows_to_verify
+from wholebatch_train.config import HeadConfig, TrainConfig
+from wholebatch_train.data.choices import images_for_validation
+from wholebatch_train.data.classes.labeled import LabeledImages
+from wholebatch_train.data.classes.split import classes_of_texts, with_split
+from wholebatch_train.data.glyphs import TEST_FACES, glyph_classes
+from wholebatch_train.data.load import load_data
+from wholebatch_train.data.pairs.pairs import Order, Pairs
+from wholebatch_train.data.sides import DrawnPictures, Texts
+from wholebatch_train.encoders.small import Pad
+from wholebatch_train.option_checks import check_options
+from wholebatch_train.report.classes import surest_mistakes
+from wholebatch_train.tasks.batches import ImageBatches, Reader
+from wholebatch_train.tasks.verification import accepted_at, best_possible, rows_to_verify
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
 QUICK = ["--no-audit", "--no-tensorboard"]
@@ -126,7 +126,7 @@ def test_invalid_configurations_are_refused(settings, message):
 def test_each_task_has_its_defaults(monkeypatch):
     """An option that is given is used, even if it equals the other task's default."""
     asked = []
-    monkeypatch.setattr("wholebatch.train.launch.run", asked.append)
+    monkeypatch.setattr("wholebatch_train.launch.run", asked.append)
     for argv in ([], ["--task", "identify"], ["--task", "identify", "--steps", "300"]):
         assert main(["train", *argv]) == 0
     assert [config.steps for config in asked] == [300, 450, 300]

@@ -12,10 +12,10 @@ from PIL import Image, ImageOps
 from PIL import __version__ as pillow_version
 
 from wholebatch._base.user_error import UserError
-from wholebatch.train.data.pictures.reading import open_picture
-from wholebatch.train.data.sides import FilePictures
-from wholebatch.train.data.tables.open_table import open_table
-from wholebatch.train.encoders.small import Pad
+from wholebatch_train.data.pictures.reading import open_picture
+from wholebatch_train.data.sides import FilePictures
+from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.encoders.small import Pad
 
 SIZE = 8
 

@@ -22,16 +22,16 @@ from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train.config import TrainConfig
-from wholebatch.train.option_checks import check_options
-from wholebatch.train.progress import Progress
-from wholebatch.train.ranks.all_ranks import from_first_rank
-from wholebatch.train.run import checkpoint
-from wholebatch.train.run.best import Best
-from wholebatch.train.run.pace import MEASURED, Pace
-from wholebatch.train.run.record import read_record
-from wholebatch.train.run.schedule import Extension, Schedule
-from wholebatch.train.tasks.retrieve import Retrieve
+from wholebatch_train.config import TrainConfig
+from wholebatch_train.option_checks import check_options
+from wholebatch_train.progress import Progress
+from wholebatch_train.ranks.all_ranks import from_first_rank
+from wholebatch_train.run import checkpoint
+from wholebatch_train.run.best import Best
+from wholebatch_train.run.pace import MEASURED, Pace
+from wholebatch_train.run.record import read_record
+from wholebatch_train.run.schedule import Extension, Schedule
+from wholebatch_train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
 
@@ -53,7 +53,7 @@ def whole(data, tmp_path_factory):
 def _nothing_is_drawn():
     """Leave out the pictures, which take longer than the steps."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("wholebatch.train.run.run_folder.render", lambda report: report.title)
+        patches.setattr("wholebatch_train.run.run_folder.render", lambda report: report.title)
         yield
 
 
@@ -156,7 +156,7 @@ def test_the_peak_of_memory_grows_with_a_tensor():
     """In a process of its own: the peak of this one may be that of another test."""
     program = """
 import torch
-from wholebatch.train.run.pace import peak_memory
+from wholebatch_train.run.pace import peak_memory
 
 before = peak_memory(torch.device("cpu"))["peak_rss_bytes"]
 kept = torch.ones(2**27)
@@ -190,7 +190,7 @@ def test_without_a_purge_steps_would_come_twice(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
     killed_in(monkeypatch, 8, *options(data, run, "--no-audit"))
-    monkeypatch.setattr("wholebatch.train.run.trackers.TensorBoard.__init__", _without_purge)
+    monkeypatch.setattr("wholebatch_train.run.trackers.TensorBoard.__init__", _without_purge)
     assert main(["train", "--resume", str(run)]) == 0
     steps = [step for step, _ in curve_of(run)]
     assert len(steps) > len({*steps})
@@ -244,7 +244,7 @@ def test_weights_and_biases_continues_its_run(data, tmp_path, monkeypatch):
 
 
 def test_a_missing_wandb_is_a_mistake(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("wholebatch.train.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("wholebatch_train.cli.find_spec", lambda name: None)
     assert "--wandb needs wandb: pip install wandb" in one_line(
         capsys, *options(data, tmp_path / "run", "--wandb", "characters")
     )
@@ -375,7 +375,7 @@ def test_patience_ends_the_run_and_keeps_the_best_weights(data, tmp_path, monkey
 
     monkeypatch.setattr(Retrieve, "add_gradients", noting)
     reports = []
-    monkeypatch.setattr("wholebatch.train.run.run_folder.render", lambda report: reports.append(report) or "")
+    monkeypatch.setattr("wholebatch_train.run.run_folder.render", lambda report: reports.append(report) or "")
     assert main(["train", *options(data, run, *QUICK, *every, steps=16)]) == 0
     assert steps_of(reports[-1]) == "16 planned, ended after step 10 by --patience 3"
     assert recorded(run) == 10, "step 4 was the best; 6, 8 and 10 were not better, equal included"
@@ -548,7 +548,7 @@ def test_a_file_gives_the_run_of_the_same_options(data, whole, tmp_path, monkeyp
 
 def parsed(monkeypatch, *argv):
     asked = []
-    monkeypatch.setattr("wholebatch.train.launch.run", asked.append)
+    monkeypatch.setattr("wholebatch_train.launch.run", asked.append)
     assert main(["train", *argv]) == 0
     return asked[0]
 
@@ -559,7 +559,7 @@ def test_every_option_can_be_in_the_file(tmp_path, monkeypatch):
     config = parsed(monkeypatch, "--config", str(file), "--head.m", "0.3")
     assert (config.task, config.steps, config.head.m, config.head.margin) == ("identify", 450, 0.3, "arcface")
     file.write_text('steps = 7\nlearning-rate = 1\nwandb = "x"\nresume = "elsewhere"\nrun_folder = "/abs/run"\n')
-    from wholebatch.train.config_file import with_file
+    from wholebatch_train.config_file import with_file
 
     config = with_file(TrainConfig(), file)
     assert (config.learning_rate, type(config.learning_rate), config.wandb) == (1.0, float, "x")

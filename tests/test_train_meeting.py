@@ -9,8 +9,8 @@ import pytest
 from train_runs import TRAIN
 
 from wholebatch._base.user_error import UserError
-from wholebatch.train import launch
-from wholebatch.train.config import TrainConfig
+from wholebatch_train import launch
+from wholebatch_train.config import TrainConfig
 
 VARIABLES = {"WORLD_SIZE": "3", "MASTER_ADDR": "gpu07", "MASTER_PORT": "4000"}
 

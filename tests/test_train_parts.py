@@ -9,18 +9,18 @@ from compare import assert_same
 
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.config_json import from_values, to_json
-from wholebatch.train.data.glyphs import glyph_pairs
-from wholebatch.train.data.pairs.pairs import Order, batch_of_step, split_groups
-from wholebatch.train.encoders.make import make_dual_encoder
-from wholebatch.train.encoders.words import tokenize
-from wholebatch.train.option_checks import check_options
-from wholebatch.train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
-from wholebatch.train.run.resume import check_same_run
-from wholebatch.train.run.run_folder import RunFolder
-from wholebatch.train.tasks.augment import affine_maps, apply_maps
-from wholebatch.train.tasks.retrieval import first_ranks, recall
+from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.config_json import from_values, to_json
+from wholebatch_train.data.glyphs import glyph_pairs
+from wholebatch_train.data.pairs.pairs import Order, batch_of_step, split_groups
+from wholebatch_train.encoders.make import make_dual_encoder
+from wholebatch_train.encoders.words import tokenize
+from wholebatch_train.option_checks import check_options
+from wholebatch_train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
+from wholebatch_train.run.resume import check_same_run
+from wholebatch_train.run.run_folder import RunFolder
+from wholebatch_train.tasks.augment import affine_maps, apply_maps
+from wholebatch_train.tasks.retrieval import first_ranks, recall
 
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 

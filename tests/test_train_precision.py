@@ -11,13 +11,13 @@ from train_runs import metrics, options
 
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
-from wholebatch.train import launch
-from wholebatch.train.config import HeadConfig, ModelConfig, TrainConfig
-from wholebatch.train.data.load import load_data
-from wholebatch.train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
-from wholebatch.train.tasks import identify, retrieve
-from wholebatch.train.tasks.make import make_task
-from wholebatch.train.tasks.precision import Precision
+from wholebatch_train import launch
+from wholebatch_train.config import HeadConfig, ModelConfig, TrainConfig
+from wholebatch_train.data.load import load_data
+from wholebatch_train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
+from wholebatch_train.tasks import identify, retrieve
+from wholebatch_train.tasks.make import make_task
+from wholebatch_train.tasks.precision import Precision
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)

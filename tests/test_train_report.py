@@ -13,10 +13,10 @@ from PIL import Image
 from train_runs import options
 
 from wholebatch.__main__ import main
-from wholebatch.train.data.pairs.stated import Stated
-from wholebatch.train.report.charts import draw_chart, draw_histogram
-from wholebatch.train.report.classes import classes_evidence
-from wholebatch.train.report.content import (
+from wholebatch_train.data.pairs.stated import Stated
+from wholebatch_train.report.charts import draw_chart, draw_histogram
+from wholebatch_train.report.classes import classes_evidence
+from wholebatch_train.report.content import (
     Candidate,
     Chart,
     Evidence,
@@ -29,9 +29,9 @@ from wholebatch.train.report.content import (
     Setting,
     Table,
 )
-from wholebatch.train.report.page import data_uri, render
-from wholebatch.train.report.search import search, search_evidence
-from wholebatch.train.tasks.retrieval import same_places
+from wholebatch_train.report.page import data_uri, render
+from wholebatch_train.report.search import search, search_evidence
+from wholebatch_train.tasks.retrieval import same_places
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=alert(1)> {{ 7 * 7 }} {% endfor %} $x_1$"
 VOID = {"meta", "img", "br", "link", "input", "hr"}

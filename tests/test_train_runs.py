@@ -12,13 +12,13 @@ from glyph_files import SMALL, write_pairs
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
 from wholebatch.__main__ import main
-from wholebatch.train.config import TrainConfig
-from wholebatch.train.data.choices import with_batch
-from wholebatch.train.data.load import load_data
-from wholebatch.train.run.checkpoint import last_step
-from wholebatch.train.run.record import read_config, read_record
-from wholebatch.train.run.run_folder import RunFolder
-from wholebatch.train.tasks.retrieve import Retrieve
+from wholebatch_train.config import TrainConfig
+from wholebatch_train.data.choices import with_batch
+from wholebatch_train.data.load import load_data
+from wholebatch_train.run.checkpoint import last_step
+from wholebatch_train.run.record import read_config, read_record
+from wholebatch_train.run.run_folder import RunFolder
+from wholebatch_train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
 

@@ -22,17 +22,17 @@ from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch._launch.launcher import launcher_size
 from wholebatch.testing import run_ranks
-from wholebatch.train import launch
-from wholebatch.train.config import TrainConfig
-from wholebatch.train.progress import Progress
-from wholebatch.train.ranks import local_ranks, signals
-from wholebatch.train.ranks.signals import Patience, Requests, Stopped, signals_blocked
-from wholebatch.train.run.checkpoint import last_step
-from wholebatch.train.run.lock import Lock
-from wholebatch.train.run.record import DataFacts, read_config
-from wholebatch.train.run.resume import resume_command
-from wholebatch.train.run.run_folder import RunFolder
-from wholebatch.train.tasks.retrieve import Retrieve
+from wholebatch_train import launch
+from wholebatch_train.config import TrainConfig
+from wholebatch_train.progress import Progress
+from wholebatch_train.ranks import local_ranks, signals
+from wholebatch_train.ranks.signals import Patience, Requests, Stopped, signals_blocked
+from wholebatch_train.run.checkpoint import last_step
+from wholebatch_train.run.lock import Lock
+from wholebatch_train.run.record import DataFacts, read_config
+from wholebatch_train.run.resume import resume_command
+from wholebatch_train.run.run_folder import RunFolder
+from wholebatch_train.tasks.retrieve import Retrieve
 
 DATA = DataFacts("pairs.csv", "20 pairs", "0" * 64)
 MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with running averages
@@ -142,7 +142,7 @@ def test_all_ranks_stop_after_the_same_step_for_a_signal_to_any(world_size, sign
 
 HANGS = """
 import ctypes, os
-from wholebatch.train.ranks.signals import Requests
+from wholebatch_train.ranks.signals import Requests
 requests = Requests()
 requests.begin()
 print("ready", flush=True)
@@ -349,7 +349,7 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone"
 )
 def test_the_command_that_resumes_can_be_pasted(monkeypatch, tmp_path, called, found, environment, program):
     monkeypatch.setattr(sys, "argv", [called, "train"])
-    monkeypatch.setattr("wholebatch.train.run.resume.shutil.which", lambda name: found)
+    monkeypatch.setattr("wholebatch_train.run.resume.shutil.which", lambda name: found)
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"TORCHELASTIC_RUN_ID": "x"} | environment if environment else {}).items():
@@ -470,7 +470,7 @@ def test_a_lock_has_one_holder(tmp_path):
 
 
 HOLDS = (
-    "import sys, time, pathlib\nfrom wholebatch.train.run.lock import Lock\nheld = Lock(pathlib.Path(sys.argv[1]))\n"
+    "import sys, time, pathlib\nfrom wholebatch_train.run.lock import Lock\nheld = Lock(pathlib.Path(sys.argv[1]))\n"
 )
 
 

@@ -15,11 +15,11 @@ from wholebatch._base.user_error import UserError
 from wholebatch._launch import slurm
 from wholebatch._launch.launcher import launcher_size
 from wholebatch._launch.slurm import first_host, use_variables_of_slurm
-from wholebatch.train import launch
-from wholebatch.train.config import TrainConfig
-from wholebatch.train.run.record import DataFacts
-from wholebatch.train.run.resume import resume_command
-from wholebatch.train.run.run_folder import RunFolder
+from wholebatch_train import launch
+from wholebatch_train.config import TrainConfig
+from wholebatch_train.run.record import DataFacts
+from wholebatch_train.run.resume import resume_command
+from wholebatch_train.run.run_folder import RunFolder
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STEP = {"SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "4242", "SLURM_NODEID": "2",

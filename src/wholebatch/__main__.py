@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.metadata
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -20,13 +21,13 @@ from wholebatch._base.user_error import UserError, needs, printable
 
 class _Command(NamedTuple):
     summary: str
-    module: str
-    """Its `main(argv, *, prog)` parses the options and runs the command."""
-    packages: tuple[str, ...]
+    module: str = ""
+    """Its `main(argv, *, prog)` parses the options and runs the command; "": the application's entry point does."""
+    packages: tuple[str, ...] = ()
 
 
 _UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # paths that a user names
-_TRAIN = ("tyro", "rich", "jinja2", "matplotlib", "numpy", "PIL")
+_APPLICATION = "wholebatch-train"
 _COMMANDS = {
     "audit": _Command(
         "check that ranks give the gradient of one process, or find the cause",
@@ -37,28 +38,26 @@ _COMMANDS = {
         "wholebatch.bench.cli", ("tyro", "rich", "matplotlib"),
     ),
     "doctor": _Command(
-        "print versions and the device, and check and time the kernels on it", "wholebatch.doctor.cli", (),
+        "print versions and the device, and check and time the kernels on it", "wholebatch.doctor.cli",
     ),
     "embed": _Command(
         "write the features of a table or of a folder of pictures, by a trained model",
-        "wholebatch.train.after.cli", _TRAIN,
     ),
     "evaluate": _Command(
-        "measure a trained model's retrieval or classification on a table", "wholebatch.train.after.cli", _TRAIN,
+        "measure a trained model's retrieval or classification on a table",
     ),
     "export": _Command(
         "write a trained model as a folder of sentence-transformers or open_clip",
-        "wholebatch.train.after.cli", _TRAIN,
     ),
     "plan": _Command(
         "estimate a loss's memory and time, and the largest batch that fits",
         "wholebatch.planning.cli", ("tyro", "rich"),
     ),
     "search": _Command(
-        "find the pictures or texts most similar to a text or a picture", "wholebatch.train.after.cli", _TRAIN,
+        "find the pictures or texts most similar to a text or a picture",
     ),
     "train": _Command(
-        "train a dual encoder or a classifier with the exact global loss", "wholebatch.train.cli", _TRAIN,
+        "train a dual encoder or a classifier with the exact global loss",
     ),
 }  # fmt: skip
 
@@ -114,7 +113,7 @@ def _run(arguments: Sequence[str]) -> int:
     if missing:
         return _mistake(prog, needs("this command", *missing))
     try:
-        code = int(importlib.import_module(command.module).main(arguments[1:], prog=prog) or 0)
+        code = int(_main_of(arguments[0], command.module)(arguments[1:], prog=prog) or 0)
     except UserError as error:
         return _mistake(prog, str(error), error.exit_code)
     except OSError as error:
@@ -129,6 +128,14 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _main_of(name: str, module: str) -> Callable[..., int | None]:
+    if module:
+        return importlib.import_module(module).main
+    for entry in importlib.metadata.entry_points(group="wholebatch.commands", name=name):
+        return entry.load()
+    raise UserError(f"this command belongs to {_APPLICATION}: pip install ./packages/{_APPLICATION}, in a checkout")
 
 
 def _usage() -> str:

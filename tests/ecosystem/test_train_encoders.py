@@ -29,16 +29,16 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train.after.seen import case_ignored_by
-from wholebatch.train.audited import audit_start
-from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.data.load import load_data
-from wholebatch.train.encoder_options import SideConfig, TextSideConfig
-from wholebatch.train.encoders.adapters import merged_state
-from wholebatch.train.encoders.make import make_encoder
-from wholebatch.train.encoders.pooling import pool, rule_of_sentences
-from wholebatch.train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
-from wholebatch.train.tasks.make import make_task
+from wholebatch_train.after.seen import case_ignored_by
+from wholebatch_train.audited import audit_start
+from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.data.load import load_data
+from wholebatch_train.encoder_options import SideConfig, TextSideConfig
+from wholebatch_train.encoders.adapters import merged_state
+from wholebatch_train.encoders.make import make_encoder
+from wholebatch_train.encoders.pooling import pool, rule_of_sentences
+from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
+from wholebatch_train.tasks.make import make_task
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

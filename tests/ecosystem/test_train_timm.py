@@ -30,13 +30,13 @@ from timm.models import save_for_hf  # noqa: E402
 
 from wholebatch._base.user_error import UserError  # noqa: E402
 from wholebatch.testing import run_ranks  # noqa: E402
-from wholebatch.train.audited import audit_start  # noqa: E402
-from wholebatch.train.config import ModelConfig, TrainConfig  # noqa: E402
-from wholebatch.train.data.load import load_data  # noqa: E402
-from wholebatch.train.encoder_options import SideConfig  # noqa: E402
-from wholebatch.train.encoders.make import make_encoder  # noqa: E402
-from wholebatch.train.encoders.saved import open_dual_encoder, save_dual_encoder  # noqa: E402
-from wholebatch.train.tasks.make import make_task  # noqa: E402
+from wholebatch_train.audited import audit_start  # noqa: E402
+from wholebatch_train.config import ModelConfig, TrainConfig  # noqa: E402
+from wholebatch_train.data.load import load_data  # noqa: E402
+from wholebatch_train.encoder_options import SideConfig  # noqa: E402
+from wholebatch_train.encoders.make import make_encoder  # noqa: E402
+from wholebatch_train.encoders.saved import open_dual_encoder, save_dual_encoder  # noqa: E402
+from wholebatch_train.tasks.make import make_task  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("no_network")]  # timm warns
 

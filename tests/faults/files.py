@@ -42,13 +42,13 @@ from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
-from wholebatch.train.config import ModelConfig, TrainConfig
-from wholebatch.train.config_json import to_json
-from wholebatch.train.data.load import load_data
-from wholebatch.train.run.checkpoint import last_step
-from wholebatch.train.run.record import DataFacts, read_config
-from wholebatch.train.run.run_folder import RunFolder
-from wholebatch.train.tasks.make import make_task
+from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.config_json import to_json
+from wholebatch_train.data.load import load_data
+from wholebatch_train.run.checkpoint import last_step
+from wholebatch_train.run.record import DataFacts, read_config
+from wholebatch_train.run.run_folder import RunFolder
+from wholebatch_train.tasks.make import make_task
 
 REFUSED = "refused, all as before"
 SAME = "accepted, identical"

@@ -127,7 +127,7 @@ class Program:
                 _redirect(folder)
                 os.environ["KILLS_FOLDER"] = str(folder)
                 from wholebatch.__main__ import main
-                from wholebatch.train.ranks import local_ranks
+                from wholebatch_train.ranks import local_ranks
 
                 local_ranks.multiprocessing = _Multiprocessing  # type: ignore[attr-defined]
                 forkserver._forkserver.ensure_running = lambda: None  # it runs, though not as a child of this fork
@@ -205,7 +205,7 @@ def _forgets_the_optimizer() -> None:
 
 def _saves_at_the_end_alone() -> None:
     """Plant a defect: a signal stops the run, but no checkpoint is written."""
-    from wholebatch.train.tasks.retrieve import Retrieve
+    from wholebatch_train.tasks.retrieve import Retrieve
 
     save: Callable[..., None] = Retrieve.save
 
@@ -396,17 +396,17 @@ def _without_time(path: Path) -> Any:
 @contextmanager
 def _rank_server() -> Iterator[None]:
     """Run the process that ranks are forks of."""
-    import wholebatch.train.cli
-    import wholebatch.train.launch  # noqa: F401  before the first fork
+    import wholebatch_train.cli
+    import wholebatch_train.launch  # noqa: F401  before the first fork
 
     tasks = [
-        "wholebatch.train.tasks.identify",
-        "wholebatch.train.tasks.retrieve",
+        "wholebatch_train.tasks.identify",
+        "wholebatch_train.tasks.retrieve",
         "wholebatch.gradcache",
         "wholebatch.heads",
     ]
     installed = ["torch._dynamo", "matplotlib.figure", "safetensors.torch"]  # optimizers import the first, for 2 s
-    multiprocessing.set_forkserver_preload(["wholebatch.train.launch", *tasks, *installed])
+    multiprocessing.set_forkserver_preload(["wholebatch_train.launch", *tasks, *installed])
     forkserver.ensure_running()
     yield
 

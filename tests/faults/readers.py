@@ -53,9 +53,9 @@ from PIL import Image
 from wholebatch.__main__ import main as command
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
-from wholebatch.train.encoders.saved import digest_of
-from wholebatch.train.run import starts
-from wholebatch.train.run.checkpoint import digests_of_run
+from wholebatch_train.encoders.saved import digest_of
+from wholebatch_train.run import starts
+from wholebatch_train.run.checkpoint import digests_of_run
 
 CLASSES = {
     "read": "the command succeeds",

@@ -1,0 +1,220 @@
+"""The rows of one column of DATA, as one side's encoder reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wholebatch.app import UserError
+
+from ..config import for_glyphs
+from ..data.cache.kept import stamp_of_pictures
+from ..data.glyphs import glyph_pairs
+from ..data.pictures.left_out import rows_with_texts
+from ..data.pictures.unreadable import readable_rows
+from ..data.sides import FilePictures, Side, Texts
+from ..data.tables.fingerprint import digest_of
+from ..data.tables.folders import PICTURES
+from ..data.tables.listed import in_rows
+from ..data.tables.open_table import open_table
+from ..data.tables.plain_types import is_bytes, is_text
+from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
+from ..data.tables.table import Table
+from .open_run import OpenRun
+from .options import renamed
+from .seen import case_ignored_by
+
+# The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
+ROLES = {
+    "image": ("image",),
+    "text": ("text", "label", "query", "positive"),
+    "query": ("query", "text", "positive", "label"),
+    "document": ("positive", "text", "query", "label"),
+}
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of one side."""
+
+    name: str
+    """The side's name in the model."""
+    side: Side
+    rows: Tensor
+    """Numbers of the rows, in the order of the data: all, or those whose picture can be read."""
+    source: str
+    """The name of the data; messages begin with it."""
+    table: Table | None = None
+    """None: the embedded characters, which are no table."""
+    column: str = ""
+    captions: str = ""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def where(self, row: int) -> str:
+        """Return the place of a row in words: the path of a picture, or the line of a text."""
+        if self.table is None:
+            return f"{self.source}, row {row + 1}"
+        if isinstance(self.side, FilePictures):
+            place = self.side.place(row)
+            if isinstance(place, Path):
+                return str(place)
+        return self.table.where(row)
+
+    def text(self, row: int) -> str:
+        """Return the text of a row, or that beside its picture; "" if there is none."""
+        if self.side.kind == "text":
+            return str(self.side.items(torch.tensor([row]))[0])
+        return str(self.table.arrow[self.captions][row].as_py() or "") if self.table and self.captions else ""
+
+    def digest(self) -> str:
+        """Return a hash of the items, by which features of the same items are found again.
+
+        Files with pictures count by their path, their size and the time of their last change.
+        """
+        found = hashlib.sha256(repr((self.name, self.column, self.rows.tolist())).encode())
+        if self.table is None:
+            found.update(self.source.encode())
+            return found.hexdigest()
+        if not isinstance(self.side, FilePictures):
+            found.update(digest_of(self.table.arrow[self.column]).encode())
+            return found.hexdigest()
+        found.update(stamp_of_pictures(self.side).encode())
+        return found.hexdigest()
+
+
+def open_items(
+    run: OpenRun,
+    data: str,
+    argument: str,
+    *,
+    column: str = "",
+    side: str | None = None,
+    skip_bad: bool | None = False,
+    say: Callable[[str], None] = lambda _: None,
+    workers: int = 0,
+) -> Items:
+    """Return the items of a column of the data.
+
+    Args:
+        run: the run whose encoders will read them.
+        data: the path, or "glyphs".
+        argument: its name on the command line, for errors.
+        column: the column. "": the usual one of the side.
+        side: the side that reads it. None: as the column is.
+        skip_bad: leave out rows without a text or a readable picture. None: those to read are known.
+        say: called with lines about the data.
+        workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
+    """
+    check_side(run, side)
+    if data == "glyphs":
+        name = side or run.sides[0]
+        pairs = glyph_pairs(for_glyphs(run.config).image_size)
+        found = next(side for side in pairs.sides.values() if side.kind == run.kind(name))
+        return Items(name, found, torch.arange(len(pairs.order)), "glyphs")
+    try:
+        table = open_table(data, say)
+        for line in table.said:
+            say(line)
+        name, column = find_column(run, table, column, side)
+        if run.kind(name) == "image":
+            _check_pictures(table, column, may_be_empty=skip_bad is not False)
+            pictures = FilePictures(table, column)
+            rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
+            return Items(name, pictures, rows, data, table, column, _captions(run, table))
+        table, _ = in_rows(table, [column])
+        empty: dict[int, str] | None = None if skip_bad is False else {}
+        texts = Texts(text_column(table, name, column, empty))
+        return Items(name, texts, rows_with_texts(table, empty or {}, say)[0], data, table, column)
+    except UserError as error:
+        raise renamed(error, argument) from error
+
+
+def _captions(run: OpenRun, table: Table) -> str:
+    """Return the column of the texts beside pictures, as the run or the usual names have it; "" if there is none."""
+    asked, columns = asked_roles(run.config.columns), list[str]()
+    for role in ("text", "label"):
+        columns += [*asked.get(role, ()), *(name for name in table.names if name.lower() in USUAL[role])]
+    return next((name for name in columns if name in table.names and is_text(table.arrow[name].type)), "")
+
+
+def distinct(run: OpenRun, items: Items) -> Items:
+    """Return the first row of each text that the encoder tells from others; pictures stay as they are."""
+    if items.side.kind != "text":
+        return items
+    same = case_ignored_by(run.encoder(items.name)) or str
+    first = {same(text): place for place, text in reversed([*enumerate(items.side.items(items.rows))])}
+    return replace(items, rows=items.rows[sorted(first.values())])
+
+
+def check_side(run: OpenRun, side: str | None) -> None:
+    """Raise UserError unless the run has this side; None is any."""
+    if side is not None and side not in run.sides:
+        raise UserError(f"--side must be a side of the run, which has {', '.join(run.sides)}; got {side}")
+
+
+def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tuple[str, str]:
+    """Return the side and its column."""
+    if column and column not in table.names:
+        raise UserError(f"--column: {table.source} has no column {column!r}; its columns are {', '.join(table.names)}")
+    if column:
+        return side or _side_of(run, table, column), column
+    for name in (side,) if side else run.sides:
+        if found := _usual(table, name):
+            return name, found
+    names = [ROLES[name][0] for name in ((side,) if side else run.sides)]
+    usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
+    raise UserError(
+        f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. "
+        f"Name one with --column NAME (usual names need no option: {usual})"
+    )
+
+
+def _usual(table: Table, side: str) -> str:
+    """Return the usual column of a side, as `wholebatch train` finds it; "" if there is none."""
+    return next((found[0] for role in ROLES[side] if (found := usual_columns(table, role, "--column "))), "")
+
+
+def _side_of(run: OpenRun, table: Table, column: str) -> str:
+    """Return the side that reads a column: by its values, and where two sides read texts, by its name."""
+    kind = "image" if _holds_pictures(table, column) else "text"
+    sides = [name for name in run.sides if run.kind(name) == kind]
+    if not sides:
+        raise UserError(
+            f"--column: {table.source} has {kind}s in the column {column!r}, and the run has no encoder of {kind}s"
+        )
+    if len(sides) == 1:
+        return sides[0]
+    return "query" if column.lower() in USUAL["query"] else "document"
+
+
+def _holds_pictures(table: Table, column: str) -> bool:
+    import pyarrow as pa
+
+    values = table.arrow[column]
+    if is_text(values.type):
+        return os.path.splitext(values[0].as_py() or "")[1].lower() in PICTURES
+    return pa.types.is_struct(values.type) or is_bytes(values.type)
+
+
+def _check_pictures(table: Table, column: str, *, may_be_empty: bool) -> None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = table.arrow[column]
+    if not (is_text(values.type) or is_bytes(values.type) or pa.types.is_struct(values.type)):
+        raise UserError(
+            f"{table.source}: the column {column!r} must hold paths or bytes of pictures to be the image; got "
+            f"{values.type}"
+        )
+    if values.null_count and not may_be_empty:
+        row = pc.index(pc.is_null(values), True).as_py()
+        raise UserError(f"{table.where(row)}: {table.why_empty(row, 'image', column)}")

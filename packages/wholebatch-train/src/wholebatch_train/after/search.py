@@ -1,0 +1,192 @@
+"""`wholebatch search`: the rows of data that are most similar to a text or to a picture."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import unicodedata
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.app import UserError
+
+from ..data.pictures.reading import open_picture
+from ..data.sides import Side
+from .encode import features_of, opened
+from .feature_cache import kept_features
+from .feature_files import FeatureFile, has_features, open_features
+from .items import Items, check_side, distinct, open_items
+from .open_run import OpenRun
+from .options import SearchConfig
+from .output import say, written
+from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
+from .top import most_similar
+from .unknown_words import note_of, unknown_words
+
+_OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
+_CHARACTERS = 100  # of a text that are printed
+
+
+class Given(Side):
+    """One item that was given on the command line."""
+
+    def __init__(self, kind: Any, item: Any) -> None:
+        self.kind, self._item = kind, item
+
+    def items(self, rows: Tensor) -> list[Any]:
+        return [self._item for _ in rows]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A row that was found."""
+
+    similarity: float
+    row: int
+    place: str
+    text: str
+
+
+def search(options: SearchConfig) -> None:
+    """Print the results, write them, and draw those that are pictures."""
+    run = opened(options)
+    queries = _queries(run, options)
+    features = torch.cat([*features_of(run, queries, replace(options, ranks=1))])
+    found = _candidates(run, options, queries.name)
+    similarities, rows = most_similar(features, found.tiles(), options.k)
+    hits = [
+        [_hit(found, value, row) for value, row in zip(values, numbers, strict=True)]
+        for values, numbers in zip(similarities.tolist(), rows.tolist(), strict=True)
+    ]
+    if options.out is None:
+        for number, each in enumerate(hits):
+            _print(_asked(queries, number), each, is_one=len(queries) == 1)
+    else:
+        _write(options.out, queries, hits)
+    if found.items is not None and not options.data and queries.side.kind == "text":
+        # Of other data nobody knows whether they have the words that the encoder has learned.
+        unknown = unknown_words(run, queries.side.items(queries.rows), queries.name, found.items.table)
+        if unknown:
+            say(note_of(unknown))
+    if found.items is not None and found.items.side.kind == "image":
+        path = options.sheet or options.run / "search.png"
+        lines = [_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])]
+        try:
+            with written(path, "the pictures", "--sheet") as file:
+                draw_sheet(lines, file)
+        except UserError as error:
+            if options.sheet is not None:
+                raise
+            say(f"no sheet of the pictures: {error}")
+    elif options.sheet is not None:
+        raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
+
+
+def _queries(run: OpenRun, options: SearchConfig) -> Items:
+    """Return the queries as items."""
+    check_side(run, options.side)
+    if options.queries:
+        side = _OTHER.get(options.side or "")
+        side = side if side in run.sides else None
+        try:
+            return open_items(run, options.queries, "--queries", side=side)
+        except UserError:
+            if side is None:
+                raise
+            return open_items(run, options.queries, "--queries")
+    kind = "image" if options.is_picture else "text"
+    sides = [name for name in run.sides if run.kind(name) == kind]
+    if not sides:
+        there = "pictures" if kind == "text" else "texts"
+        raise UserError(
+            f"QUERY is a {'picture' if kind == 'image' else 'text'}, and the run only has an encoder of {there}"
+        )
+    item: Any = unicodedata.normalize("NFC", options.query)  # as the texts of the data are
+    if kind == "image":
+        try:
+            item = open_picture(Path(options.query))
+        except ValueError as error:
+            raise UserError(f"QUERY: {options.query!r} cannot be read as an image ({error})") from error
+    name = next((each for each in sides if each != options.side), sides[0])
+    return Items(name, Given(kind, item), torch.zeros(1, dtype=torch.int64), options.query)
+
+
+def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
+    """Return the features to search: of the file of `--in`, or of the run's folder, where they are kept."""
+    if options.data and has_features(options.data):
+        found = open_features(Path(options.data))
+        if found.width != run.width:
+            raise UserError(
+                f"--in: {options.data!r} has features of {found.width}, expected {run.width}, those of the run"
+            )
+        if found.weights and found.weights != run.weights:
+            raise UserError(
+                f"--in: {options.data!r} holds features of another model or checkpoint; embed the data again"
+            )
+        return found
+    data, column = options.data or run.config.data, options.column
+    argument = "--in" if options.data else "the data of the run"
+    side = options.side or (_OTHER[asked] if _OTHER[asked] in run.sides else asked)
+    if not column and not options.data:
+        column = _column_of_run(run, side)
+    skip_bad = options.skip_bad or (not options.data and run.config.skip_bad)
+    items = open_items(
+        run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=options.workers
+    )
+    return kept_features(run, distinct(run, items), options, argument)
+
+
+def _column_of_run(run: OpenRun, side: str) -> str:
+    """Return the column that `--columns` of the run names for a side; "" if it names none."""
+    from ..data.tables.roles import asked_roles
+
+    roles = asked_roles(run.config.columns)
+    names = {"text": ("text", "label"), "document": ("positive",)}.get(side, (side,))
+    return next((roles[role][0] for role in names if role in roles), "")
+
+
+def _hit(found: FeatureFile, similarity: float, row: int) -> Hit:
+    if found.items is None:
+        return Hit(similarity, row, f"{found.path}, row {row + 1}", "")
+    number = int(found.items.rows[row])
+    return Hit(similarity, number, found.items.where(number), found.items.text(number))
+
+
+def _asked(queries: Items, number: int) -> str:
+    row = int(queries.rows[number])
+    if isinstance(queries.side, Given):
+        return queries.source
+    return queries.text(row) or queries.where(row)
+
+
+def _print(asked: str, hits: list[Hit], *, is_one: bool) -> None:
+    if not is_one:
+        say(f"{_one_line(asked)}")
+    for hit in hits:
+        text = f"  {_one_line(hit.text)}" if hit.text else ""
+        say(f"{hit.similarity:7.4f}  {hit.place}{text}")
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, _CHARACTERS, placeholder=" …")
+
+
+def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
+    with written(path, f"{len(hits):,} queries with {len(hits[0])} results each") as file:
+        for number, each in enumerate(hits):
+            results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
+            line = {"query": _asked(queries, number), "results": results}
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:
+    row = queries.rows[number][None]
+    query = queries.side.items(row)[0]
+    shown = hits[:MOST_COLUMNS]
+    pictures = found.side.items(torch.tensor([hit.row for hit in shown]))
+    captions = [f"{hit.similarity:.2f} {hit.text or Path(hit.place).stem}" for hit in shown]
+    return Line(query, pictures, captions)

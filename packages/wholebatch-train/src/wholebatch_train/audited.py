@@ -1,0 +1,127 @@
+"""The audit before training, which is cheap: the run's ranks and precision, and the first examples of the first batch.
+
+Each rank compares its final gradient with that of the dense reference implementation, which it computes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from wholebatch.app import UserError
+
+from .config import TrainConfig
+from .data.load import Data
+from .ranks.all_ranks import on_all_ranks
+from .rounding import MOVED, moved_and_multiplied
+from .tasks.make import make_task
+from .tasks.task import Task
+
+_EXAMPLES = 64
+_NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples
+_WRONG = 0.02  # relative error, above rounding in float32 or TF32, and below the smallest known mistake
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of the audit before training.
+
+    Args:
+        examples: number of examples compared.
+        ranks: W, the number of ranks.
+        error: |gradient - reference| / |reference|, over all parameters.
+        is_rounding: whether the reference is so small that this error is no larger than rounding can be.
+    """
+
+    examples: int
+    ranks: int
+    error: float
+    is_rounding: bool = False
+
+    def __str__(self) -> str:
+        on = f"{self.ranks} process{'es' if self.ranks > 1 else ''}"
+        if self.is_rounding:
+            return (
+                f"audit: on {on} the gradient of {self.examples} examples is that of the dense loss on one up to "
+                f"rounding; that one is so small that its rounding is {self.error:.0e} of it: are many inputs equal to "
+                "the encoder, such as texts of words that its tokenizer does not know?"
+            )
+        return (
+            f"audit: on {on} the gradient of {self.examples} examples is that of the dense loss on one, relative error "
+            f"{self.error:.0e}"
+        )
+
+
+def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Outcome:
+    """Compare this rank's final gradient with that of the dense loss on one process. All ranks.
+
+    Of sharded weights no device may have room for the whole: rank 0 alone compares, on its CPU.
+
+    Raises:
+        UserError: on all ranks, if they differ on one.
+    """
+    examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
+    precision = "fp32" if config.precision in ("bf16", "fp16") else config.precision  # whose rounding is no mistake
+    smaller = replace(
+        config,
+        workers=0,
+        precision=precision,
+        batch_size=examples,
+        chunk_size=min(config.chunk_size, max(1, examples // size // 2)),
+    )
+    found = _gradients(make_task(smaller, data, device, rank=rank, size=size))
+    is_sharded = config.fsdp and size > 1
+    whole = replace(smaller, chunk_size=0, precision="fp32" if is_sharded else precision)
+
+    def compare() -> Outcome:
+        if is_sharded and rank:
+            return Outcome(examples, size, 0.0)
+        where = torch.device("cpu") if is_sharded else device
+        expected = _gradients(make_task(whole, data, where, rank=0, size=1, dense=True))
+        error = _relative_error(found, expected)
+        if error < _WRONG:
+            return Outcome(examples, size, error)
+        if _distance(found, expected) <= _rounding(whole, data, where):
+            return Outcome(examples, size, error, is_rounding=True)
+        raise UserError(
+            f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: "
+            f"relative error {error:.2g}. Nothing was trained; --no-audit trains without this check"
+        )
+
+    _, of_ranks = on_all_ranks("audit", compare, asdict, patient=True)
+    return Outcome(**of_ranks[0 if is_sharded else rank])
+
+
+def _gradients(task: Task) -> dict[str, Tensor]:
+    task.add_gradients(0)
+    return task.gradients()
+
+
+def _relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return |found - expected| / |expected|, over all parameters; 0 / 0 is 0."""
+    if found.keys() != expected.keys():
+        raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ found.keys()))}")
+    error, norm = _distance(found, expected), _norm(expected)
+    return error / norm if norm else math.inf if error else error
+
+
+def _rounding(config: TrainConfig, data: Data, device: torch.device) -> float:
+    """Return sqrt(n) E, which the rounding of the dense loss's gradient does not exceed, as `rounding` defines it."""
+    gradients, moved = [], MOVED[config.precision]
+    for by in (0.0, moved):
+        task = make_task(replace(config, compile=False), data, device, rank=0, size=1, dense=True)
+        task.module.register_forward_hook(moved_and_multiplied(by))
+        gradients.append(_gradients(task))
+    return math.sqrt(config.batch_size) * (_distance(*gradients) + moved * _norm(gradients[0]))
+
+
+def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    return _norm({name: one[name].to(x) - x for name, x in other.items()})
+
+
+def _norm(gradients: Mapping[str, Tensor]) -> float:
+    return torch.stack([x.double().square().sum().cpu() for x in gradients.values()]).sum().sqrt().item()

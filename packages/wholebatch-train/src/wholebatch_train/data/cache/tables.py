@@ -1,0 +1,113 @@
+"""The cache of tables: what is slow to read is written once as an Arrow file, which all ranks of a machine map.
+
+The name of a file holds the path, time and size of its sources, so that a changed source is read again, and a checksum
+of its own content but for the bytes of pictures: a file that a full disk or a loss of power has cut short is written
+again, and a start takes as long with large pictures as with small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wholebatch.app import UserError, amount
+
+from ..tables.table import need_pyarrow
+from .files import (
+    CannotWriteError,
+    alone,
+    cache_folder,
+    hash_of_paths,
+    remove_file,
+    remove_without_table,
+    short_hash,
+    written,
+)
+from .table_file import Batches, checksum_of, mapped, write_table
+
+_VERSION = 6  # of the cached files
+_MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
+
+
+def stamp_of(sources: list[Path]) -> tuple[str, str]:
+    """Return a hash of the files' paths, and one of their sizes and times of change."""
+    facts = [(path.stat().st_mtime_ns, path.stat().st_size) for path in sources]
+    return hash_of_paths(sources), short_hash(repr((_VERSION, facts)), 16)
+
+
+def cached(
+    sources: list[Path], batches: Batches, before_writing: Callable[[Path], None] = lambda _: None
+) -> tuple[Any, tuple[str, ...]]:
+    """Return the Arrow table of the record batches, and lines about it; from the cache if no source has changed.
+
+    Of several processes that start at the same time, one reads the sources and the others wait.
+
+    Args:
+        sources: the files that the batches are read from.
+        batches: yields them, one at least.
+        before_writing: called with the folder of the cache if the sources are to be read, before they are.
+    """
+    of_paths, of_facts = stamp_of(sources)
+    size = sum(path.stat().st_size for path in sources)
+    try:
+        folder = cache_folder()
+    except OSError as error:
+        return _in_memory(batches, size, error)
+    pattern = f"{of_paths}-{of_facts}-*.arrow"
+    if (found := _whole(folder, pattern)) is not None:  # without the lock, on which ranks would wait for each other
+        return found, ()
+    before_writing(folder)
+    with alone(folder / f"{of_paths}.lock"):
+        if (found := _whole(folder, pattern)) is not None:
+            return found, ()
+        try:
+            with written(folder, lambda file: write_table(file, batches)) as partial:
+                file = _renamed(partial, folder / f"{of_paths}-{of_facts}-{checksum_of(partial)}.arrow")
+                for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
+                    if old != file:  # without locks another process may have written it as well
+                        remove_file(old)
+                remove_without_table(folder)
+        except CannotWriteError as error:
+            return _in_memory(batches, size, error.reason)
+        return mapped(file), ()
+
+
+def uncached(batches: Batches) -> tuple[Any, tuple[str, ...]]:
+    """Return the Arrow table of the record batches, mapped from a file that has no name any more."""
+    try:
+        with written(cache_folder(), lambda file: write_table(file, batches)) as partial:
+            return mapped(partial), ()  # the mapping outlives the file's name
+    except CannotWriteError as error:
+        return _in_memory(batches, 0, error.reason)
+    except OSError as error:
+        return _in_memory(batches, 0, error)
+
+
+def _renamed(partial: Path, file: Path) -> Path:
+    try:
+        return partial.replace(file)
+    except OSError as error:
+        raise CannotWriteError(error) from error
+
+
+def _whole(folder: Path, pattern: str) -> Any | None:
+    """Return the table of a cached file whose checksum is that of its name; None if there is none."""
+    for file in folder.glob(pattern):
+        try:
+            if checksum_of(file) == file.stem.rpartition("-")[2]:
+                return mapped(file)
+        except (OSError, ValueError):  # removed by another process, or damaged: it is written again
+            continue
+    return None
+
+
+def _in_memory(batches: Batches, size: int, error: OSError) -> tuple[Any, tuple[str, ...]]:
+    where = "the cache (wholebatch/tables in $XDG_CACHE_HOME, or in ~/.cache)"
+    reason = error.strerror or str(error)
+    if size > _MOST_BYTES:
+        raise UserError(
+            f"{where} cannot be written: {reason}; set XDG_CACHE_HOME to a folder with about {amount(size)} of space"
+        ) from error
+    table = need_pyarrow().Table.from_batches(list(batches()))
+    return table, (f"the table is in the memory of each rank: {where} cannot be written ({reason})",)

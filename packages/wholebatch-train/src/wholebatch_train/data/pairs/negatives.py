@@ -1,0 +1,137 @@
+"""Mined negatives: for each row any number of texts that are not its positive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.app import UserError
+
+from ..pictures.equal import numbers_in_common
+from ..tables.listed import flattened
+from ..tables.plain_types import is_text
+from ..tables.roles import composed
+from ..tables.table import Table
+from .ids import pairs_of_ids
+
+
+class Negatives:
+    """Texts of each row, `texts[first[row] : first[row + 1]]`, and a number of each text.
+
+    Args:
+        texts: an Arrow column of all rows' negatives, one below the other.
+        first: int64, (number of rows + 1,).
+        numbers: int64, (number of texts,), equal for equal texts, and equal to that of an equal query or positive.
+    """
+
+    def __init__(self, texts: Any, first: Tensor, numbers: Tensor) -> None:
+        self.texts, self.first, self._numbers = texts, first, numbers
+
+    def of(self, rows: Tensor) -> tuple[list[str], Tensor]:
+        """Return the texts of these rows, one row after another, and their numbers."""
+        places = torch.cat([torch.arange(int(self.first[row]), int(self.first[row + 1])) for row in rows.tolist()])
+        return [self.texts[place].as_py() for place in places.tolist()], self._numbers[places]
+
+    def without(self, numbers: Tensor) -> Negatives:
+        """Return the negatives whose number is none of these."""
+        import pyarrow as pa
+
+        kept = ~torch.isin(self._numbers, numbers)
+        before = torch.cat([self.first.new_zeros(1), kept.cumsum(0)])
+        return Negatives(self.texts.filter(pa.array(kept.numpy())), before[self.first], self._numbers[kept])
+
+    def __len__(self) -> int:
+        """Number of texts."""
+        return len(self._numbers)
+
+
+class FalseNegatives:
+    """Finds the negatives of a batch that the data state as a positive of one of its queries.
+
+    A batch has one row of each group, and all queries with the same positive are in one group. So a negative is a
+    stated positive of one query in the batch at most, and a single id says which.
+
+    Args:
+        queries: a number for each row's query, (n,).
+        positives: a number for each row's positive, (n,); equal texts have equal numbers, here and among negatives.
+        groups: the group of each row, (n,); -1 for rows that are left out.
+        ids: a number for each row, (n,): rows with an equal one are positives of each other.
+    """
+
+    def __init__(self, queries: Tensor, positives: Tensor, groups: Tensor, ids: Tensor | None = None) -> None:
+        there = groups >= 0
+        self._queries = queries
+        self._positives, order = positives[there].sort(stable=True)
+        self._groups = groups[there][order]  # of the positives
+        self._count = int(max(queries.max(), positives.max())) + 1
+        one, other = pairs_of_ids(None if ids is None else ids[there], int(there.sum()))
+        self._stated = torch.unique(queries[there][one] * self._count + positives[there][other])
+
+    def ids(self, negatives: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
+        """Return for each negative (m,) the group of the query that it is a positive of, or -1.
+
+        Args:
+            negatives: numbers of negatives.
+            rows: the rows of the global batch, (B,).
+            groups: their groups, all different.
+        """
+        at, is_positive = _found(self._positives, negatives)
+        in_order, places = groups.sort()
+        in_batch, is_here = _found(in_order, self._groups[at])
+        query = self._queries[rows[places[in_batch]]]
+        is_stated = _found(self._stated, query * self._count + negatives)[1]  # of no meaning unless it is a positive
+        return torch.where(is_positive & is_here & is_stated, in_order[in_batch], -1)
+
+
+def _found(ascending: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place of each value among ascending ones, or some place, and whether it is there."""
+    places = torch.searchsorted(ascending, values).clamp(max=len(ascending) - 1)
+    return places, ascending[places] == values
+
+
+def find_negatives(
+    table: Table, names: list[str], others: Sequence[Any], identity: Callable[[str], str] | None = None
+) -> tuple[Negatives, list[Tensor]]:
+    """Return the negatives in one column of lists, or in one or more columns of texts.
+
+    Null and empty texts are left out.
+
+    Args:
+        table: the data.
+        names: the columns of negatives.
+        others: the columns of queries and of positives.
+        identity: texts are equal for which it returns the same.
+
+    Returns:
+        The negatives, and for each of the other columns a number of each row, equal for equal texts of all columns.
+
+    Raises:
+        UserError: a column of another type.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    rows, texts = [], []
+    for name in names:
+        table.check_usable(name)
+        column, owner = flattened(table.arrow[name])
+        if not is_text(column.type):
+            raise UserError(
+                f"{table.source}: the column {name!r} must hold texts, or lists of texts, to be the negatives; "
+                f"got {table.arrow[name].type}"
+            )
+        rows.append(owner)
+        texts.append(composed(column).cast(pa.large_string()))
+    flat = pa.chunked_array([chunk for column in texts for chunk in column.chunks], pa.large_string())
+    owner = torch.cat(rows)
+    there = torch.from_numpy(pc.fill_null(pc.not_equal(flat, ""), False).to_numpy().astype("bool"))
+    order = owner.argsort(stable=True)
+    order = order[there[order]]
+    flat, owner = flat.take(pa.array(order.numpy())), owner[order]
+    counts = torch.bincount(owner, minlength=len(table))
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    *of_others, numbers = numbers_in_common([*others, flat], identity)
+    return Negatives(flat, first, numbers), of_others

@@ -1,0 +1,179 @@
+"""One side of the pairs: pictures or texts, by the number of their row, as an encoder's `prepare` takes them."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from wholebatch.app import UserError
+
+from .pictures.reading import open_picture
+from .tables.table import Table
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Kind = Literal["image", "text"]
+
+
+class Side(ABC):
+    """The pictures or the texts of the rows."""
+
+    kind: Kind
+
+    @abstractmethod
+    def items(self, rows: Tensor) -> list[Any]:
+        """Return a PIL image, or a text, for each of these rows (n,)."""
+
+    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
+        """Return what an encoder reads for these rows; pictures get so many channels before."""
+        items = self.items(rows)
+        if self.kind == "image":
+            mode = "L" if channels == 1 else "RGB"
+            items = [picture if picture.mode == mode else picture.convert(mode) for picture in items]
+        return prepare(items)
+
+
+class Texts(Side):
+    """Texts in memory, or in a column of Arrow."""
+
+    kind: Kind = "text"
+
+    def __init__(self, texts: Sequence[str] | Any) -> None:
+        self._texts = texts
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._texts)
+
+    def items(self, rows: Tensor) -> list[str]:
+        found = [self._texts[row] for row in rows.tolist()]
+        return [each if isinstance(each, str) else each.as_py() for each in found]
+
+    def column(self, rows: Tensor) -> Any:
+        """Return the texts of these rows (n,) as a column of Arrow."""
+        import pyarrow as pa
+
+        texts: Any = self._texts
+        if not isinstance(texts, pa.ChunkedArray):
+            texts = pa.chunked_array([pa.array([*texts], pa.string())])
+        return texts.cast(pa.large_string()).take(pa.array(rows.numpy()))
+
+
+class DrawnPictures(Side):
+    """Pictures that were drawn in memory, already as the built-in encoder reads them."""
+
+    kind: Kind = "image"
+
+    def __init__(self, pixels: Tensor) -> None:
+        self.pixels = pixels
+        """uint8, (n, channels, size, size)."""
+
+    def items(self, rows: Tensor) -> list[Image]:
+        return [as_picture(each) for each in self.pixels[rows]]
+
+    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
+        if getattr(prepare, "reads", None) == tuple(self.pixels.shape[1:]):  # the built-in encoder at this size
+            return self.pixels[rows]
+        return super().inputs(rows, prepare, channels=channels)
+
+
+class FilePictures(Side):
+    """Pictures in files, in tar shards or in a column of bytes; each is read when a batch needs it."""
+
+    kind: Kind = "image"
+
+    def __init__(self, table: Table, column: str) -> None:
+        self.table, self.column = table, column
+        self._places = table.arrow[column]
+
+    def place(self, row: int) -> Any:
+        """Return where a picture lies: a path, its bytes, or (file, offset, size).
+
+        Raises:
+            UserError: the row has none.
+        """
+        value = self._places[row].as_py()
+        if isinstance(value, dict):
+            if "shard" in value:
+                return value["shard"], value["offset"], value["size"]
+            value = value.get("bytes") or value.get("path")  # as datasets stores images
+        if not value or (isinstance(value, str) and not value.strip()):
+            raise UserError(f"{self.table.where(row)}: {self.table.why_empty(row, 'image', self.column)}")
+        if isinstance(value, str) and "\0" in value:
+            raise UserError(f"{self.table.where(row)}: a path cannot hold the character of code 0, got {value!r}")
+        return Path(file_of(str(self.table.folder), value)) if isinstance(value, str) else value
+
+    def items(self, rows: Tensor) -> list[Image]:
+        try:
+            return [self.read(row) for row in rows.tolist()]
+        except UserError as error:
+            raise UserError(f"{error}; --skip-bad leaves such rows out") from error
+
+    def read(self, row: int) -> Image:
+        """Return the picture of a row.
+
+        Raises:
+            UserError: there is none, or it cannot be read; with its place.
+        """
+        place = self.place(row)
+        try:
+            return open_picture(place)
+        except FileNotFoundError as error:
+            if isinstance(place, tuple):
+                raise UserError(f"{self.table.where(row)}: there is no shard {place[0]!r} any more") from error
+            raise self.missing(row) from error
+        except ValueError as error:
+            of = self._named(row) or "the picture"
+            raise UserError(f"{self.table.where(row)}: {of} cannot be read as an image ({error})") from error
+
+    def missing(self, row: int) -> UserError:
+        """Return the error about a row whose file is not there."""
+        return UserError(f"{self.table.where(row)}: there is no image {self._named(row)}".rstrip())
+
+    def refused(self, row: int, error: OSError) -> UserError:
+        """Return the error about a row whose file the system refuses to read."""
+        reason = ": ".join(filter(None, (self._named(row), error.strerror or str(error))))
+        return UserError(f"{self.table.where(row)}: {reason}; --skip-bad leaves such rows out")
+
+    def _named(self, row: int) -> str:
+        """Return the path of a row's picture in quotes; "" if it has none, or if the place of the row is this path."""
+        place = self.place(row)
+        if not isinstance(place, Path) or str(place).endswith(self.table.where(row)):
+            return ""
+        return repr(str(place))
+
+
+class Chosen(Side):
+    """Some rows of another side, with new numbers."""
+
+    def __init__(self, side: Side, rows: Tensor) -> None:
+        self.kind, self.side, self.rows = side.kind, side, rows
+
+    def items(self, rows: Tensor) -> list[Any]:
+        return self.side.items(self.rows[rows])
+
+    def inputs(self, rows: Tensor, prepare: Callable[[list[Any]], Any], *, channels: int = 3) -> Any:
+        return self.side.inputs(self.rows[rows], prepare, channels=channels)
+
+
+def file_of(folder: str, name: str) -> str:
+    """Return the path of a picture; the disk may have another form of Unicode in it, or the table that of Windows."""
+    path = os.path.join(folder, name)
+    if (name.isascii() and "\\" not in name) or os.path.exists(path):
+        return path
+    forms = [unicodedata.normalize(form, each) for each in (name, name.replace("\\", "/")) for form in ("NFC", "NFD")]
+    return next(filter(os.path.exists, (os.path.join(folder, each) for each in forms)), path)
+
+
+def as_picture(pixels: Tensor) -> Image:
+    """Return uint8 pixels (1 or 3, h, w) as a picture of mode L or RGB."""
+    from PIL import Image
+
+    return Image.fromarray((pixels[0] if len(pixels) == 1 else pixels.permute(1, 2, 0)).contiguous().numpy())

@@ -1,0 +1,177 @@
+"""`--data PATH` as a table: a file of rows, a folder of pictures, tar shards, or a data set that `datasets` has saved.
+
+No picture is read here, but for those inside of parquet files. To read one of them from its place, a whole row group
+would have to be decompressed, so their first use on a machine copies them into the cache, where each can be read alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from wholebatch.app import UserError, amount
+
+from ..cache.tables import cached, uncached
+from ..paths import check_path, expand_shards
+from .folders import folder_batches, folder_facts, is_saved_dataset
+from .plain_types import plain_schema
+from .shards import shard_batches
+from .table import Table, need_pyarrow
+from .text_files import read_json_lines, read_separated
+
+_ROWS = 1024  # of a parquet file that are held at a time
+
+
+def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
+    """Return the table of `--data`; its first use on a machine writes a file into the cache.
+
+    Args:
+        data: `--data`.
+        say: called with a line before much is written.
+
+    Raises:
+        UserError: nothing there, nothing in it, or a row that cannot be read, with its file and line.
+    """
+    check_path(data)
+    path = Path(data)
+    try:
+        found = _open(data, path, say)
+    except OSError as error:
+        raise UserError(f"--data: {str(error.filename or data)!r} cannot be read: {error.strerror or error}") from error
+    if not len(found):
+        raise UserError(f"{path} holds no rows; expected a text or a picture in each row")
+    return found
+
+
+def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
+    if path.is_dir() and is_saved_dataset(path):
+        return _saved_dataset(path)
+    if path.suffix == ".parquet" and path.is_file():
+        arrow, said = cached([path], lambda: _parquet_batches(path), lambda folder: _say_copy(path, folder, say))
+        return Table(path, _with_class_names(arrow), path.parent, said, (path,))
+    if path.suffix in (".csv", ".tsv") and path.is_file():
+        arrow, said = cached([path], lambda: read_separated(path))
+        return Table(path, arrow, path.parent, said, (path,))
+    if path.suffix == ".jsonl" and path.is_file():
+        arrow, said = cached([path], lambda: read_json_lines(path))
+        return Table(path, arrow, path.parent, said, (path,))
+    shards = expand_shards(data)
+    if shards:
+        arrow, said = cached(shards, lambda: shard_batches(shards))
+        return Table(path, arrow, path.parent, (f"{len(shards)} tar shards", *said), tuple(shards))
+    facts = folder_facts(path)
+    # The files are listed at every start: a folder does not know when a picture deep in it has changed.
+    arrow, said = uncached(lambda: folder_batches(path, facts))
+    return Table(path, arrow, path, (*facts.said, *said))
+
+
+def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Say that the pictures of a parquet file will be copied, with their size."""
+    with _parquet_file(path) as file:
+        columns = [file.schema.column(place) for place in range(len(file.schema))]
+        places = [place for place, each in enumerate(columns) if _holds_bytes(each)]
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    size = sum(group.column(place).total_uncompressed_size for group in groups for place in places)
+    if size:
+        say(f"the pictures inside of {path} are copied into {folder}, once: {amount(size)}")
+
+
+def _holds_bytes(column: Any) -> bool:
+    """Return whether a column of a parquet file holds bytes that are no texts."""
+    return bool(column.physical_type.endswith("BYTE_ARRAY") and column.logical_type.type == "NONE")
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """Open a parquet file; UserError if it is none."""
+    pa = need_pyarrow()
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            yield file
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UserError(f"{path} cannot be read as a parquet file: {' '.join(str(error).split())}") from error
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    """Yield the record batches of a parquet file, with plain types."""
+    with _parquet_file(path) as file:
+        schema = plain_schema(file.schema_arrow)
+        for batch in _cast(file.iter_batches(batch_size=_ROWS), schema):
+            batch.validate(full=True)  # pyarrow reads texts that are not UTF-8
+            yield batch
+
+
+def _cast(batches: Iterable[Any], schema: Any) -> Iterator[Any]:
+    """Yield the batches with another schema, behind an empty one: a table without rows has a schema, too."""
+    pa = need_pyarrow()
+    yield pa.RecordBatch.from_arrays([pa.array([], kind) for kind in schema.types], schema=schema)
+    for batch in batches:
+        yield batch.cast(schema)
+
+
+def _with_class_names(arrow: Any) -> Any:
+    """Replace the numbers of classes by their names, where `datasets` has left the names in the file's metadata."""
+    import pyarrow.compute as pc
+
+    pa = need_pyarrow()
+    try:
+        features = json.loads((arrow.schema.metadata or {})[b"huggingface"])["info"]["features"].items()
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):  # it has none, or they are damaged
+        return arrow
+    for name, feature in features:
+        names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+        if isinstance(names, list) and name in arrow.column_names and pa.types.is_integer(arrow[name].type):
+            valid = [str(each).encode(errors="replace").decode() for each in names]
+            texts = pc.take(pa.array(valid, pa.string()), _known(arrow[name], len(names)))
+            arrow = arrow.set_column(arrow.column_names.index(name), name, texts)
+    return arrow
+
+
+def _known(numbers: Any, count: int) -> Any:
+    """Return the numbers of classes without those that have no name, such as -1 of an unlabeled test set."""
+    import pyarrow.compute as pc
+
+    return pc.if_else(pc.and_(pc.greater_equal(numbers, 0), pc.less(numbers, count)), numbers, None)
+
+
+def _saved_dataset(path: Path) -> Table:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"--data: {str(path)!r} was saved by the library datasets, which cannot be imported ({error}); "
+            "pip install datasets"
+        ) from error
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # of many types, for damaged folders
+        reason = " ".join(str(error).split())
+        raise UserError(f"--data: {str(path)!r} cannot be loaded as a saved data set: {reason}") from error
+    said: tuple[str, ...] = ()
+    if isinstance(found, datasets.DatasetDict):
+        if "train" not in found:
+            raise UserError(
+                f"--data: {str(path)!r} holds the data sets {', '.join(found)}; name one: "
+                f"{str(path / next(iter(found)))!r}"
+            )
+        said = (f"of the data sets {', '.join(found)}, train",)
+        found = found["train"]
+    found = found.flatten_indices() if found._indices is not None else found
+    arrow = found.data.table
+    arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(found)})
+    files = tuple(Path(each["filename"]) for each in found.cache_files)
+    plain = plain_schema(arrow.schema)
+    if plain != arrow.schema:
+        batches = found.data.table.to_batches(max_chunksize=_ROWS)
+        arrow, more = uncached(lambda: _cast(batches, plain))
+        said += more
+    return Table(path, _with_class_names(arrow), path, said, files)
+
+
+def _features_of(dataset: Any) -> bytes:
+    return json.dumps({"info": {"features": dataset.features.to_dict()}}).encode()

@@ -1,0 +1,210 @@
+"""Which column of a table is the image, the text, the query, its positive, its negatives, the label or the group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.app import UserError
+
+from ..pictures.equal import numbers_of_texts
+from .plain_types import is_bytes, is_number, is_text
+from .table import Table
+
+USUAL = {
+    "image": ("image", "filepath", "file_path", "file_name", "filename", "file", "path", "image_path", "img",
+              "picture"),
+    "text": ("text", "caption", "title", "txt", "description", "name", "sentence"),
+    "query": ("query", "anchor", "question"),
+    "positive": ("positive", "passage", "document", "answer", "pos", "code"),
+    "negatives": ("negatives", "negative", "hard_negatives", "neg"),
+    "label": ("label", "class", "category", "identity", "cls"),
+    "group": (),  # a column `id` mostly numbers the rows, so this one is always named
+}  # fmt: skip
+"""The names by which a role is recognized."""
+
+RECOGNIZED = {name for names in USUAL.values() for name in names}
+Roles = dict[str, list[str]]
+"""The columns of each role; only `negatives` may have several."""
+
+
+def asked_roles(columns: str) -> Roles:
+    """Parse `--columns "image=filepath,text=title"`; several columns of negatives are joined by +."""
+    found: Roles = {}
+    for part in filter(None, (part.strip() for part in columns.split(","))):
+        role, equals, names = part.partition("=")
+        if not equals or role not in USUAL or not all(names.split("+")):
+            raise UserError(
+                f"--columns must be ROLE=COLUMN,... with the roles {', '.join(USUAL)}, such as image=filepath,"
+                f"text=title; got {part!r}"
+            )
+        if role in found or (role != "negatives" and "+" in names):
+            raise UserError(
+                f"--columns gives {role!r} more than one column; only negatives may have several, joined by +"
+            )
+        found[role] = names.split("+")
+    return found
+
+
+def find_roles(table: Table, columns: str, *, task: str) -> Roles:
+    """Return the columns of the roles that the task needs: image and text, query and positive, or image and label.
+
+    Args:
+        table: the data.
+        columns: `--columns`; what it does not name is recognized by USUAL names.
+        task: "retrieve" or "identify".
+
+    Returns:
+        The columns of two sides; with `negatives` and `group` behind them, if there are any.
+
+    Raises:
+        UserError: a column that is not there, none or two that could have a role.
+    """
+    asked = asked_roles(columns)
+    for role, names in asked.items():
+        for name in names:
+            if name not in table.names:
+                meant = "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, table.names, 1))
+                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_there(table)}{meant}")
+    taken = {name for names in asked.values() for name in names}
+
+    def one(role: str, *, needed: bool = False) -> list[str]:
+        if role in asked:
+            return asked[role]
+        if role == "negatives":
+            numbered = [name for name in table.names if name.lower().rstrip("0123456789").rstrip("_") in USUAL[role]]
+            return [name for name in numbered if name not in taken]
+        usual = usual_columns(table, role, f"--columns {role}=", taken)
+        if needed and not usual:
+            _refuse_addresses(table, role)
+            raise UserError(
+                f"{table.source} has no column for the {role}; {_there(table)}. Name it: --columns {role}=NAME "
+                f"(usual names need no option: {', '.join(USUAL[role])})"
+            )
+        return usual
+
+    if task == "identify":
+        if "group" in asked:
+            raise UserError(
+                f"--columns group={asked['group'][0]} goes with --task retrieve; of --task identify name the column as "
+                "the label"
+            )
+        label = [] if "text" in asked and "label" not in asked else one("label")
+        return {"image": one("image", needed=True), "text": label or one("text", needed=True)}
+    group = {"group": asked["group"]} if "group" in asked else {}
+    pairs_of_texts = "query" in asked or "positive" in asked or ("image" not in asked and bool(one("query")))
+    if pairs_of_texts:
+        roles = {"query": one("query", needed=True), "positive": one("positive", needed=True)}
+        negatives = one("negatives")
+        return roles | ({"negatives": negatives} if negatives else {}) | group
+    text = one("text") or (one("label") if "text" not in asked else [])
+    return {"image": one("image", needed=True), "text": text or one("text", needed=True)} | group
+
+
+def usual_columns(table: Table, role: str, option: str, taken: Collection[str] = ()) -> list[str]:
+    """Return the column with a usual name of a role, or none; UserError with the `option` to name one of several."""
+    there = [name for name in table.names if name.lower() in USUAL[role] and name not in taken]
+    there.sort(key=lambda name: USUAL[role].index(name.lower()))
+    # Of equal ones the first: img2dataset writes a caption twice.
+    found = [name for place, name in enumerate(there) if not (place and _equal(table, there[0], name))]
+    if len(found) > 1:
+        raise UserError(
+            f"{table.source} has several columns that could be the {role}: {', '.join(found)}; name one, for "
+            f"instance {option}{found[0]}"
+        )
+    return found
+
+
+def _equal(table: Table, one: str, other: str) -> bool:
+    return bool(table.arrow[one].equals(table.arrow[other]))
+
+
+def _refuse_addresses(table: Table, role: str) -> None:
+    addresses = [name for name in table.names if name.lower() in ("url", "image_url", "link")]
+    if role == "image" and addresses:
+        raise UserError(
+            f"{table.source} has addresses of images in the column {addresses[0]!r}; expected paths of files. Download "
+            "them first: img2dataset writes tar shards, which --data reads"
+        )
+
+
+def _there(table: Table) -> str:
+    return f"its columns are {', '.join(table.names)}" if table.names else "it has no columns"
+
+
+def group_numbers(table: Table, name: str) -> Tensor:
+    """Return a number for each row, int64 (n,), equal for equal values of a column; a row without one is alone.
+
+    Raises:
+        UserError: values of another type than texts, bytes and numbers.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table.check_usable(name)
+    column = table.arrow[name]
+    if not (is_bytes(column.type) or is_text(column.type) or is_number(column.type)):
+        raise UserError(
+            f"{table.source}: the column {name!r} must hold texts or numbers to be the group; got {column.type}"
+        )
+    if pa.types.is_floating(column.type):  # not a number is what some writers make of a missing one
+        column = pc.if_else(pc.is_nan(column), None, column)
+    if not is_bytes(column.type):
+        column = pc.utf8_trim_whitespace(column if is_text(column.type) else column.cast(pa.string()))
+    numbers = numbers_of_texts(pc.if_else(pc.equal(pc.binary_length(column), 0), None, column))
+    alone = int(numbers.max()) + 1 + torch.arange(len(numbers))
+    return torch.where(numbers < 0, alone, numbers)
+
+
+def composed(column: Any) -> Any:
+    """Return texts in composed form (NFC), as most are written, without space at their ends."""
+    import pyarrow.compute as pc
+
+    return pc.utf8_trim_whitespace(pc.utf8_normalize(column, form="NFC"))
+
+
+def text_column(table: Table, role: str, name: str, empty: dict[int, str] | None = None) -> Any:
+    """Return a column of texts in composed form (NFC) without space at their ends; numbers and bytes become texts.
+
+    Rows without a text stay empty and are added to `empty`, with the reason; if that is None they are refused.
+
+    Raises:
+        UserError: values of another type, or an empty one, with its place.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table.check_usable(name)
+    column = table.arrow[name]
+    kind = column.type
+    if pa.types.is_floating(kind):  # as pandas writes integers beside a missing one, which is not a number
+        column = pc.if_else(pc.is_nan(column), None, column.cast(pa.float64()))
+        whole = pc.and_(pc.equal(pc.trunc(column), column), pc.less(pc.abs(column), 2.0**53))
+        if pc.all(whole).as_py() is not False:
+            column, kind = column.cast(pa.int64()), pa.int64()
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        column = column.cast(pa.string())
+    elif is_bytes(kind):
+        try:
+            column = column.cast(pa.string() if pa.types.is_binary(kind) else pa.large_string())
+        except pa.ArrowInvalid as error:
+            raise UserError(
+                f"{table.source}: the column {name!r} must hold texts to be the {role}; its bytes are not UTF-8"
+            ) from error
+    elif not is_text(kind):
+        raise UserError(f"{table.source}: the column {name!r} must hold texts to be the {role}; got {kind}")
+    trimmed = composed(column)
+    column = column if trimmed.equals(column) else trimmed  # a mapped column has no memory of its own
+    is_empty = pc.fill_null(pc.equal(column, ""), True)
+    if not pc.any(is_empty).as_py():
+        return column
+    found = {row: table.why_empty(row, role, name) for row in pc.indices_nonzero(is_empty).to_pylist()}
+    if empty is None:
+        row, reason = next(iter(found.items()))
+        raise UserError(f"{table.where(row)}: {reason}; --skip-bad leaves such rows out")
+    empty |= found
+    return pc.fill_null(column, "")

@@ -1,0 +1,120 @@
+"""Models of the library transformers, of a folder or the local cache, without code of a model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from wholebatch.app import UserError
+
+from .libraries import check_safe_weights, holds, needed
+
+
+def load_model(
+    folder: Path, value: str, kind: Literal["image", "text"], *, pretrained: bool
+) -> tuple[nn.Module, bool, list[str]]:
+    """Load the network that reads items of this kind, in float32.
+
+    Args:
+        folder: the model's folder.
+        value: the option and its text, for errors.
+        kind: the kind of its items.
+        pretrained: whether its weights are read; else they are random.
+
+    Returns:
+        The network, whether it is a tower of a model of images and texts, and lines to show.
+    """
+    transformers = needed("transformers", value)
+    config = _config(transformers, folder, value)
+    if pretrained:
+        check_safe_weights(value, folder)
+    is_tower = hasattr(config, "text_config") and hasattr(config, "vision_config")
+    auto = _auto_class(transformers, config, kind, value, is_tower=is_tower)
+    missing: list[str] = []
+    with quiet(transformers), mistakes(value, folder):
+        if pretrained:
+            model, info = auto.from_pretrained(
+                folder, config=config, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+                dtype=torch.float32, output_loading_info=True,
+            )  # fmt: skip
+            missing = sorted(info["missing_keys"])
+        else:
+            model = auto.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    if not is_tower and getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        model = model.get_encoder()
+    names = {name for name, _ in model.named_parameters()}
+    missing = [name for name in missing if name in names and "pooler" not in name]
+    notes = [f"{len(missing)} weights are in no file and start at random: {', '.join(missing[:4])}"] if missing else []
+    return model, is_tower, notes
+
+
+def _config(transformers: Any, folder: Path, value: str) -> Any:
+    if not (folder / "config.json").exists():
+        raise UserError(f"{value}: {str(folder)!r} has no config.json of a model; {holds(folder)}")
+    with quiet(transformers), mistakes(value, folder):
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _auto_class(transformers: Any, config: Any, kind: str, value: str, *, is_tower: bool) -> Any:
+    """Return the class of transformers that loads this kind of model."""
+    mappings = transformers.models.auto.modeling_auto
+    if is_tower:
+        if type(config) not in mappings.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING:
+            raise UserError(
+                f"{value}: a model of the type {config.model_type!r} reads images and texts together; expected one "
+                "of a single kind, or one with a tower for each, such as CLIP or SigLIP"
+            )
+        return transformers.AutoModel
+    if type(config) not in transformers.MODEL_MAPPING:
+        raise UserError(f"{value}: transformers has no plain model of the type {config.model_type!r}")
+    reads_images = hasattr(config, "num_channels") or hasattr(config, "patch_size")
+    if reads_images != (kind == "image"):
+        other = "image" if reads_images else "text"
+        raise UserError(f"{value}: a model of the type {config.model_type!r} reads {other}s; expected one of {kind}s")
+    if kind == "text" and type(config) in mappings.MODEL_FOR_TEXT_ENCODING_MAPPING:
+        return transformers.AutoModelForTextEncoding
+    return transformers.AutoModel
+
+
+def without_other_tower(model: nn.Module, used: set[int]) -> None:
+    """Remove the parts of a model of images and texts that have none of the used parameters."""
+    for name, part in list(model.named_children()):
+        if not any(id(p) in used for p in part.parameters()):
+            setattr(model, name, None)
+    for name, p in list(model.named_parameters(recurse=False)):
+        if id(p) not in used:
+            setattr(model, name, None)
+
+
+@contextmanager
+def mistakes(value: str, folder: Path) -> Iterator[None]:
+    """Turn the errors of transformers about a folder into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{value}: transformers cannot load {str(folder)!r}: {reason[:400]}; {holds(folder)}"
+        ) from error
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """Show neither bars nor reports of loading; what matters of these is among the notes."""
+    logging = transformers.utils.logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

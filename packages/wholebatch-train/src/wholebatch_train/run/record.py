@@ -1,0 +1,156 @@
+"""config.json of a run folder, the record of the run: its options, its data, its extensions and its starts.
+
+The options stand at the top, as `--config` reads them, and the rest under "run". The file is sealed and replaced in one
+step. A checkpoint holds digests of the options that decide the numbers, of the data, and of the extensions before its
+step: an extension that was just written, and has trained nothing yet, changes no checkpoint.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+from wholebatch.app import UserError, check_fields, read_bounded, replacing, sealed, unsealed
+
+from ..config import TrainConfig
+from ..config_file import RUN
+from ..config_json import from_values, to_json
+from .schedule import Extension
+
+CONFIG = "config.json"
+_MOST_BYTES = 2**20
+_MOST_STARTS, _MOST_STEPS = 1000, 10**9
+REPEATED = ("ranks", "device", "chunk_size", "workers", "fsdp", "patience", "keep_best", "tensorboard", "wandb")
+"""Options that may change when a run is resumed, and that a later command to resume repeats."""
+FREE = (*REPEATED, "run_folder", "config", "resume", "trust", "until_step", "audit")
+"""All options that may change: they do not change the numbers."""
+
+
+class DataFacts(NamedTuple):
+    """The data that a run was started with. `--resume` refuses others."""
+
+    source: str
+    """`--data`."""
+    what: str
+    """Their numbers, in words."""
+    digest: str
+    """Their hash."""
+
+    def __str__(self) -> str:
+        return f"{self.what}, hash {self.digest[:12]}"
+
+
+class Start(NamedTuple):
+    """A start or a resumption of a run. It informs the report; nothing of it enters the numbers."""
+
+    at: str
+    """Date and time, UTC."""
+    step: int
+    """Steps made before."""
+    ranks: int
+    device: str
+    versions: str
+    """Of this package, Python and torch."""
+    commit: str | None
+    """Of this package, if it is used from a checkout."""
+    plan: str
+    audit: str | None
+    """None: there was no audit, which a resumed run does not repeat."""
+
+
+class Record(NamedTuple):
+    """The record of a run."""
+
+    config: TrainConfig
+    data: DataFacts
+    extensions: tuple[Extension, ...] = ()
+    """The steps after which `--until-step` extended the run, and until which step."""
+    starts: tuple[Start, ...] = ()
+
+    def with_start(self, start: Start, extensions: tuple[Extension, ...]) -> Record:
+        """Return the record once the run has been started again; of very many starts some are left out."""
+        starts = (*self.starts[:1], *[*self.starts[1:], start][1 - _MOST_STARTS :])
+        return self._replace(starts=starts, extensions=extensions)
+
+    def write(self, folder: Path) -> None:
+        """Replace the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        lists = {name: [each._asdict() for each in getattr(self, name)] for name in ("extensions", "starts")}
+        with replacing(folder / CONFIG) as file:
+            file.write(sealed(json.loads(to_json(self.config)) | {RUN: {"data": self.data._asdict(), **lists}}))
+
+
+def read_record(folder: Path) -> Record:
+    """Return the record of the run in the folder."""
+    file, values = folder / CONFIG, _values(folder)
+    try:
+        run = check_fields(values.pop(RUN, None), RUN, {"data": dict, "extensions": list, "starts": list})
+        data = _typed(DataFacts, run["data"])
+        extensions = tuple(_typed(Extension, each) for each in run["extensions"])
+        starts = tuple(_typed(Start, each) for each in run["starts"])
+    except ValueError as error:
+        raise _not_of_this_version(file, error) from error
+    places = [each.at for each in extensions]
+    if sorted({*places}) != places or any(not 0 < each.at <= each.steps <= _MOST_STEPS for each in extensions):
+        raise UserError(f"{file} must extend the run at later and later steps, before its new end; was it edited?")
+    return Record(from_values(values, file), data, extensions, starts)
+
+
+def read_config(folder: Path) -> TrainConfig:
+    """Return the configuration of the run in the folder."""
+    return read_record(folder).config
+
+
+def digests_of_run(folder: Path, step: int | None = None) -> dict[str, str | None]:
+    """Return the digests of configuration and data, which tie weights to their run; None for a folder without these.
+
+    With a `step`, also that of the extensions that changed steps before it, None if there are none.
+    """
+    if not (folder / CONFIG).exists():
+        return dict.fromkeys(("config", "data", *([] if step is None else ["extensions"])))
+    values = _values(folder)
+    run = values.pop(RUN, None)
+    if not isinstance(run, dict):
+        raise _not_of_this_version(folder / CONFIG, ValueError(f"{RUN!r} must be an object, got {run!r}"))
+    options = {name: value for name, value in values.items() if name not in FREE}
+    found: dict[str, str | None] = {"config": _digest(options), "data": _digest(run["data"])}
+    if step is not None:
+        before = [each for each in run["extensions"] if each["at"] < step]
+        found["extensions"] = _digest(before) if before else None
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _values(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
+    try:
+        return unsealed(read_bounded(file, _MOST_BYTES), "it")
+    except FileNotFoundError as error:
+        raise UserError(f"--resume {folder}: that is no run folder, there is no {str(file)!r}") from error
+    except OSError as error:
+        raise UserError(f"--resume {folder}: {str(file)!r} cannot be read: {error}") from error
+    except ValueError as error:
+        raise _not_of_this_version(file, error) from error
+
+
+def _not_of_this_version(file: Path, error: ValueError) -> UserError:
+    return UserError(f"{file} is not the configuration of a run of this version: {error}")
+
+
+_Part = TypeVar("_Part", DataFacts, Extension, Start)
+
+
+def _typed(kind: type[_Part], value: Any) -> _Part:
+    """Return the values of a part, each of its type; ValueError otherwise."""
+    types = {name: get_args(hint) or hint for name, hint in get_type_hints(kind).items()}
+    return kind(**check_fields(value, RUN, types))

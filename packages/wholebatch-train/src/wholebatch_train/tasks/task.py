@@ -1,0 +1,181 @@
+"""A task for the training loop: data, networks, a loss of the global batch, and measures of the result."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from wholebatch.app import UserError
+
+from ..config import TrainConfig
+from ..encoders.encoder import Encoder
+from ..report.content import Evidence
+from .precision import Precision
+
+
+class Curve(NamedTuple):
+    """A number of each validation, to be drawn over the steps."""
+
+    label: str
+    keys: tuple[str, ...]  # its path in a validation
+
+
+class PassState(NamedTuple):
+    """The tensors that a pass over a batch changes: a run that resumes before the optimizers' step makes it again."""
+
+    loss: Mapping[str, Tensor]
+    scaler: Mapping[str, Tensor]
+    """Of the scale of --precision fp16; {} without one."""
+
+
+class Task(ABC):
+    """One rank's part of a task. Calls marked "all ranks" communicate."""
+
+    module: nn.Module
+    """The encoders."""
+    precision: Precision
+    optimizers: Sequence[Optimizer]
+    """For replicated parameters, and for sharded ones if any; each group's `peak` is its largest learning rate."""
+    curves: Sequence[Curve]
+    """The curves of the validations."""
+    validation_title: str
+    """The title above these curves."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a line about the data."""
+
+    @abstractmethod
+    def add_gradients(self, step: int) -> Tensor:
+        """Return the loss of the step's global batch, and add its gradient to the parameters'. All ranks."""
+
+    @abstractmethod
+    def encode_rows(self, rows: int) -> Tensor:
+        """Return one number that depends on the features of the first so many rows of a batch, with its graph."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients by parameter, as the optimizers get them: whole, sharded ones on rank 0. All ranks."""
+
+    @abstractmethod
+    def grad_norm(self) -> float:
+        """Return the Euclidean norm of the full gradient. All ranks."""
+
+    def after_step(self) -> None:  # noqa: B027  # most tasks have nothing to do
+        """Act after the optimizers' step."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the figures of metrics.jsonl beside loss, learning rate and norm."""
+        return {}
+
+    @abstractmethod
+    def validate(self) -> dict[str, Any]:
+        """Return figures on held-out data during training; only rank 0's count. All ranks."""
+
+    @abstractmethod
+    def headline(self, validation: Mapping[str, Any]) -> str:
+        """Return a validation in a few words."""
+
+    def headline_figure(self, validation: Mapping[str, Any]) -> float:
+        """Return the figure of a validation that --patience compares; larger is better."""
+        figure: Any = validation
+        for key in self.curves[0].keys:
+            figure = figure[key]
+        return float(figure)
+
+    def pass_state(self) -> PassState:
+        """Return a copy of the tensors that a pass over a batch changes, before the optimizers' step."""
+        return PassState(self.loss_state(), self.precision.state())
+
+    @abstractmethod
+    def loss_state(self) -> dict[str, Tensor]:
+        """Return a copy of the tensors that a forward pass changes."""
+
+    @abstractmethod
+    def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
+        """Write a checkpoint. All ranks.
+
+        Args:
+            folder: the run folder.
+            before: the state before the last pass, or the present `pass_state`.
+            step: number of steps made.
+            seconds: time that they took.
+            metrics: on rank 0 the digest of these steps in metrics.jsonl. None: it is computed from the file.
+        """
+
+    @abstractmethod
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore the last checkpoint; return its facts. All ranks."""
+
+    @abstractmethod
+    def test(self) -> dict[str, Any]:
+        """Return the report on the test set; only rank 0's counts. All ranks."""
+
+    @abstractmethod
+    def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+        """Return the report as a table: title, names of the columns, rows."""
+
+    def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Return the headline of the report: the name of a figure, its value, and a note such as the chance."""
+        _, columns, rows = self.table(report)
+        return f"{rows[0][0]} {columns[1]}".strip(), rows[0][1], ""
+
+    def evidence(self) -> Evidence:
+        """Return examples of the results of `test` and their similarities, on rank 0."""
+        return Evidence()
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """Return the final weights, on rank 0. All ranks."""
+
+    def facts(self) -> dict[str, str]:
+        """Return the metadata of the file of final weights."""
+        return {}
+
+    @abstractmethod
+    def save_encoders(self, folder: Path) -> None:
+        """Write into `folder` what building the encoders again needs beside the weights."""
+
+
+def make_adamw(encoder: nn.Module, config: TrainConfig) -> Optimizer:
+    """Make AdamW with decay on matrices only; eps is well above rounding, so that rounding noise makes small steps.
+
+    Frozen parameters are left out. Each encoder in `encoder` has its factor of the learning rate; the groups of factor
+    1 are the first two.
+    """
+    encoders = [m for m in encoder.modules() if isinstance(m, Encoder)]
+    factors = {id(p): each.learning_rate_factor for each in encoders for p in each.parameters()}
+    groups = []
+    for factor in sorted({1.0, *factors.values()}, key=lambda factor: (factor != 1, factor)):
+        trained = [p for p in encoder.parameters() if p.requires_grad and factors.get(id(p), 1.0) == factor]
+        for params, decay in (
+            ([p for p in trained if p.dim() > 1], config.weight_decay),
+            ([p for p in trained if p.dim() <= 1], 0.0),
+        ):
+            groups.append({"params": params, "weight_decay": decay, "peak": factor * config.learning_rate})
+    return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), eps=1e-6)
+
+
+def finite_loss(loss_fn: Callable[..., Tensor], *features: Any, step: int, **named: Any) -> Tensor:
+    """Return the loss of the global batch; end the run if it is not finite."""
+    try:
+        loss = loss_fn(*features, **named)
+    except ValueError as error:
+        raise not_finite(step, str(error)) from error
+    if not math.isfinite(loss.item()):
+        raise not_finite(step, f"the loss is {loss.item()}")
+    return loss
+
+
+def not_finite(step: int, reason: str) -> UserError:
+    """Return the error that ends a run whose numbers are no longer finite."""
+    return UserError(
+        f"training stopped in step {step + 1}: {reason}. An earlier checkpoint, if there is one, is kept; the usual "
+        "fix is a new run with a lower --learning-rate"
+    )
