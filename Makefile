@@ -129,21 +129,22 @@ endef
 	$(make_environment)
 
 # Install torch first and by its exact pin, so that pip takes a CPU build if it finds one.
+APPLICATION = --editable packages/wholebatch-train
 INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.venv/%-installed: .venv/bin/python pyproject.toml constraints.txt
+.venv/%-installed: .venv/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints.txt
 	@echo "installing torch and '.[$*]' into .venv"
 	$(BIN)/python $(INSTALL) torch==2.13.0
-	$(BIN)/python $(INSTALL) --editable '.[$*]'
+	$(BIN)/python $(INSTALL) --editable '.[$*]' $(APPLICATION)
 	touch $@
 
 .PRECIOUS: .venv-%/bin/python
 
 # Both MPI wheels contain a program called mpiexec, so each has a separate environment.
-.venv-%/installed: .venv-%/bin/python pyproject.toml constraints.txt
+.venv-%/installed: .venv-%/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints.txt
 	@echo "installing torch, mpi4py and $* into .venv-$*"
 	.venv-$*/bin/python $(INSTALL) torch==2.13.0
-	.venv-$*/bin/python $(INSTALL) --editable '.[mpi,train,testing]' pytest $*
+	.venv-$*/bin/python $(INSTALL) --editable '.[mpi,train,testing]' $(APPLICATION) pytest $*
 	touch $@
 
 # Triton alone, beside the packages of .venv.
@@ -152,49 +153,49 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
 	touch $@
 
-.venv-peers/ready: .venv-peers/bin/python pyproject.toml constraints.txt
+.venv-peers/ready: .venv-peers/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints.txt
 	@echo "installing torch and other libraries' losses into .venv-peers"
 	.venv-peers/bin/python $(INSTALL) torch==2.13.0
-	.venv-peers/bin/python $(INSTALL) --editable '.[train,testing]' \
+	.venv-peers/bin/python $(INSTALL) --editable '.[train,testing]' $(APPLICATION) \
 	  open_clip_torch lightly pytorch-metric-learning sentence-transformers
 	touch $@
 
-.venv-ecosystem/ready: .venv-ecosystem/bin/python pyproject.toml constraints.txt
+.venv-ecosystem/ready: .venv-ecosystem/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints.txt
 	@echo "installing torch and the libraries of models into .venv-ecosystem"
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
-	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
+	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' $(APPLICATION) pytest \
 	  transformers peft sentence-transformers datasets accelerate lightning pytorch-metric-learning
 	DS_BUILD_OPS=0 .venv-ecosystem/bin/python $(INSTALL) --no-build-isolation 'deepspeed>=0.19.1'
 	touch $@
 
 # torchvision's compiled operators do not load beside a CPU build of torch; the tests declare them.
-.venv-vision/ready: .venv-vision/bin/python pyproject.toml constraints.txt
+.venv-vision/ready: .venv-vision/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints.txt
 	@echo "installing torch, torchvision, open_clip and lightly into .venv-vision"
 	.venv-vision/bin/python $(INSTALL) torch==2.13.0
-	.venv-vision/bin/python $(INSTALL) --editable '.[train,testing]' pytest torchvision open_clip_torch timm webdataset pandas lightly
+	.venv-vision/bin/python $(INSTALL) --editable '.[train,testing]' $(APPLICATION) pytest torchvision open_clip_torch timm webdataset pandas lightly
 	touch $@
 
 # FlagEmbedding and ms-swift need transformers < 5.20, so this environment has pins of its own.
-.venv-embedders/ready: .venv-embedders/bin/python pyproject.toml constraints-embedders.txt
+.venv-embedders/ready: .venv-embedders/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints-embedders.txt
 	@echo "installing torch, FlagEmbedding and ms-swift into .venv-embedders"
 	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) torch==2.13.0
-	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) --editable '.[train,testing]' pytest \
+	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) --editable '.[train,testing]' $(APPLICATION) pytest \
 	  FlagEmbedding ms-swift
 	touch $@
 
 # PyLate needs sentence-transformers 5.3.0, and colpali-engine peft < 0.21, so this environment has pins of its own. The
 # last three come without what they require: fast-plaid, which belongs to an older torch, serves PyLate's indexes only.
-.venv-late/ready: .venv-late/bin/python pyproject.toml constraints-late.txt
+.venv-late/ready: .venv-late/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints-late.txt
 	@echo "installing torch, PyLate and colpali-engine into .venv-late"
 	.venv-late/bin/python $(INSTALL:constraints.txt=constraints-late.txt) torch==2.13.0
-	.venv-late/bin/python $(INSTALL:constraints.txt=constraints-late.txt) --editable '.[train,testing]' pytest \
+	.venv-late/bin/python $(INSTALL:constraints.txt=constraints-late.txt) --editable '.[train,testing]' $(APPLICATION) pytest \
 	  sentence-transformers accelerate datasets peft torchvision ujson
 	.venv-late/bin/python $(INSTALL:constraints.txt=constraints-late.txt) --no-deps \
 	  pylate colpali-engine late-interaction-kernels
 	touch $@
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.
-.venv-docs/ready: .venv-docs/bin/python pyproject.toml constraints.txt
+.venv-docs/ready: .venv-docs/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints.txt
 	@echo "installing the tools of the documentation into .venv-docs"
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # the first with groups
 	.venv-docs/bin/python $(INSTALL) --group docs

@@ -19,6 +19,8 @@ from mkdocs.structure.files import File, Files
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = "wholebatch"
 NESTED = (
+    "app",
+    "app.tensors",
     "auditing",
     "integrations.grad_cache",
     "integrations.flag_embedding",

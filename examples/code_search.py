@@ -7,7 +7,7 @@ running interpreter. Whole packages are held out: no training step has seen the 
 Batches of 64, 256 and 1024 pairs train on the same pairs, equally often. By gradient caching they need the same memory,
 that of a chunk. A table and a picture show the gain of the larger batch.
 
-Needs wholebatch[train] and transformers. Without a network, --model takes any folder with a model's files. The runs
+Needs wholebatch-train and transformers. Without a network, --model takes any folder with a model's files. The runs
 follow each other in one process, from the smallest batch to the largest: its peak memory shows no growth.
 """
 

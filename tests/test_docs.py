@@ -92,7 +92,7 @@ def test_named_files_exist(page):
 def literals():
     """Return every string of the source, placeholders as `...`; adjacent strings are one."""
     found = []
-    for file in (ROOT / "src").rglob("*.py"):
+    for file in [*(ROOT / "src").rglob("*.py"), *(ROOT / "packages").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))

@@ -226,6 +226,17 @@ def test_a_reader_of_the_output_may_leave(argv):
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them():
-    code, _, errors, _ = run("train", "--help", extra="sys.modules['matplotlib'] = None; sys.modules['PIL'] = None")
+    code, _, errors, _ = run("bench", "--help", extra="sys.modules['matplotlib'] = None; sys.modules['rich'] = None")
     assert code == 2
-    assert errors == ("wholebatch train: error: this command needs matplotlib, PIL: pip install matplotlib pillow")
+    assert errors == "wholebatch bench: error: this command needs rich, matplotlib: pip install rich matplotlib"
+    code, _, errors, _ = run("train", "--help", extra="sys.modules['tyro'] = None")
+    assert (code, errors) == (2, "wholebatch train: error: this command needs tyro: pip install tyro")
+
+
+def test_a_command_of_the_application_says_what_to_install_without_it():
+    code, _, errors, _ = run("train", "--help", extra="import importlib.metadata as m; m.entry_points = lambda **_: ()")
+    assert code == 2
+    assert errors == (
+        "wholebatch train: error: this command belongs to wholebatch-train: pip install ./packages/wholebatch-train, "
+        "in a checkout"
+    )

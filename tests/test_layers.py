@@ -1,11 +1,16 @@
 """Imports point down the layers only and form no circle; imports in functions and for type checkers count, too."""
 
+import ast
 import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from layers import circles, imports
+
+import wholebatch
+from wholebatch import app
+from wholebatch.app import tensors
 
 ROOT = Path(__file__).parent.parent / "src" / "wholebatch"
 
@@ -30,7 +35,7 @@ LAYERS = (
     ("auditing",),
     ("testing",),
     ("planning",),
-    ("bench", "train", "doctor"),
+    ("bench", "doctor", "app"),
     ("_torch_names",),
     ("",),
 )
@@ -82,7 +87,7 @@ def wrong_layers(picture: list[list[str]]) -> list[str]:
 def test_the_readmes_picture_shows_these_layers():
     picture = drawn((ROOT.parents[1] / "README.md").read_text())
     assert wrong_layers(picture) == []
-    assert wrong_layers(picture[1:]) == ["bench", "doctor", "train"]
+    assert wrong_layers(picture[1:]) == ["app", "bench", "doctor"]
     assert wrong_layers(picture[::-1])
 
 
@@ -126,3 +131,31 @@ def planted(folder: Path, module: str, line: str) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text() + (line if path == ROOT / module else ""))
     return folder
+
+
+def of_application(text):
+    """Return the names that a module of the application takes from the library, each with where it takes it from."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name.split(".")[0] == "wholebatch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "wholebatch":
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "wb":
+            yield "wholebatch", node.attr
+
+
+def private(names):
+    """Return those of these names that are no public ones of a public module."""
+    modules = {"wholebatch": wholebatch, "wholebatch.app": app, "wholebatch.app.tensors": tensors}
+    for module, name in names:
+        if module not in modules or (name is not None and name not in modules[module].__all__):
+            yield f"{module}.{name}"
+
+
+def test_the_application_uses_public_names_alone():
+    sources = [*(ROOT.parents[1] / "packages" / "wholebatch-train" / "src").rglob("*.py")]
+    names = {name for path in sources for name in of_application(path.read_text())}
+    assert len(names) > 40
+    assert [*private(names)] == []
+    wrong = "from wholebatch.losses.clip import CLIPLoss\nfrom wholebatch.app import amounts\nwb.kernels.choices()"
+    assert len([*private(of_application(wrong))]) == 3

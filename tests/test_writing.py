@@ -13,16 +13,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROSE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "benchmarks/*.md"]  # whole files
+PROSE = [
+    "README.md",
+    "packages/*/README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/**/*.md",
+    "benchmarks/*.md",
+]  # whole files
+    "README.md",
+    "packages/*/README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/**/*.md",
+    "benchmarks/*.md",
+]  # whole files
 SOURCES = [
     "src/**/*.py",
+    "packages/**/*.py",
     "docs/*.py",
     "tests/**/*.py",
     "benchmarks/**/*.py",
     "examples/*.py",
     "conftest.py",
 ]  # docstrings and comments of Python
-STRINGS = ["src/**/*.py"]  # string constants, such as messages
+STRINGS = ["src/**/*.py", "packages/**/*.py"]  # string constants, such as messages
 ALLOWED = {"docs/writing.md", "tests/test_writing.py"}  # name the retired words
 
 RETIRED = {

@@ -116,6 +116,10 @@ def _run(arguments: Sequence[str]) -> int:
         code = int(_main_of(arguments[0], command.module)(arguments[1:], prog=prog) or 0)
     except UserError as error:
         return _mistake(prog, str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("wholebatch"):
+            raise
+        return _mistake(prog, needs("this command", error.name))
     except OSError as error:
         if error.errno not in _UNREACHABLE or error.filename is None:
             raise

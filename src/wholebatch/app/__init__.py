@@ -1,4 +1,4 @@
-"""What a program on top of the library shares with its command line; the parts that need torch are in `app.tensors`.
+"""Programs on top of the library share this with its command line; the parts that need torch are in `app.tensors`.
 
 Mistakes of a user that are one line, files that are there as a whole or not at all, JSON of bounded size, and how many
 ranks a launcher has started.
