@@ -21,13 +21,6 @@ PROSE = [
     "docs/**/*.md",
     "benchmarks/*.md",
 ]  # whole files
-    "README.md",
-    "packages/*/README.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "docs/**/*.md",
-    "benchmarks/*.md",
-]  # whole files
 SOURCES = [
     "src/**/*.py",
     "packages/**/*.py",
