@@ -360,8 +360,8 @@ def test_bad_pictures_are_left_out_of_a_search_if_asked(run, data, damaged, tmp_
     for _ in range(2):
         succeeds("search", run, *query, "--skip-bad")
         rows = [hit["row"] for hit in json.loads((tmp_path / "o.jsonl").read_text())["results"]]
-        assert {0, 159} <= set(rows)
-        assert 158 not in rows
+        assert {1, 160} <= set(rows)
+        assert 159 not in rows
     printed = capsys.readouterr().out
     assert printed.count("1 of 160 rows are left out") == 2
     assert printed.count("reading all 160 pictures, once") == printed.count("embedding 159 rows") == 1
@@ -424,7 +424,7 @@ def test_features_in_a_file_are_searched(run, data, tmp_path, capsys):
         found[name] = json.loads(line)["results"]
     assert [hit["row"] for hit in found["f.npy"]] == [hit["row"] for hit in found["f.parquet"]]
     assert found["f.parquet"][0]["place"].endswith(".png")
-    assert found["f.npy"][0]["place"] == f"{tmp_path / 'f.npy'}, row {found['f.npy'][0]['row'] + 1}"
+    assert found["f.npy"][0]["place"] == f"{tmp_path / 'f.npy'}, row {found['f.npy'][0]['row']}"
 
 
 def test_many_queries_from_a_table(run, data, tmp_path):
@@ -969,7 +969,7 @@ def test_captions_of_a_sheet_stay_in_their_places_and_have_a_font_with_their_let
         Figure, "savefig", lambda figure, *to, **how: [figures.append(figure), savefig(figure, *to, **how)]
     )
     captions = ["W" * 60, "a cat", "\u210a $x$ \\frac"]
-    draw_sheet([Line("\u210a", [Image.new("L", (40, 20))] * 3, captions)], io.BytesIO())
+    draw_sheet([Line("\u6f22" * 200, [Image.new("L", (40, 20))] * 3, captions)], io.BytesIO())
     axes = figures[0].axes[1:]
     titles = [ax.title for ax in axes]
     assert [title.get_text() for title in titles[1:]] == captions[1:]

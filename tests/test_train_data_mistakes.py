@@ -168,7 +168,11 @@ def test_a_type_that_changes_far_down(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ("image=nowhere", r"--columns: .*pairs.csv has no column 'nowhere' for image; its columns are image, text$"),
+        (
+            "image=nowhere",
+            r"--columns: .*pairs.csv has no column 'nowhere' for image; its "
+            "columns are image, text; name one of them: --columns image=NAME$",
+        ),
         ("image=imege", r"has no column 'imege' for image; its columns are image, text; did you mean 'image'\?"),
         ("picture=image", r"--columns must be ROLE=COLUMN,... with the roles image, text, .* got 'picture=image'"),
         ("image", "got 'image'"),

@@ -92,7 +92,9 @@ def check_digest(text: bytes, digest: object, source: str) -> None:
     if not is_digest(digest):
         raise ValueError(f"{source} has no digest; it is damaged, or was not written by this program")
     if hashlib.sha256(text.replace(digest.encode(), ZEROS.encode(), 1)).hexdigest() != digest:
-        raise ValueError(f"{source} is damaged, or was edited: its digest is not that of its text")
+        raise ValueError(
+            f"{source} is damaged, or was edited: its digest is not that of its text; restore it from a copy"
+        )
 
 
 def is_digest(value: object) -> TypeGuard[str]:

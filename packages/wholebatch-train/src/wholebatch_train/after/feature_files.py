@@ -67,11 +67,11 @@ def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, 
 
 
 def _columns(items: Items, left_out: Collection[str]) -> Any:
-    """Return the columns of the data but for some, or for the embedded characters only a number."""
+    """Return the columns of the data but for some, or for the embedded characters only a number, from 1."""
     import pyarrow as pa
 
     if items.table is None:
-        return pa.table({"row": pa.array(range(int(items.rows.max()) + 1), pa.int64())})
+        return pa.table({"row": pa.array(range(1, int(items.rows.max()) + 2), pa.int64())})
     arrow = items.table.arrow
     arrow = arrow.select([name for name in arrow.column_names if name not in left_out])
     return arrow.rename_columns([_HIDDEN.get(name, name) for name in arrow.column_names])

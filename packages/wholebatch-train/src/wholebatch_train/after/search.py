@@ -47,6 +47,7 @@ class Hit:
 
     similarity: float
     row: int
+    """From 1, as in `place`."""
     place: str
     text: str
 
@@ -151,9 +152,9 @@ def _column_of_run(run: OpenRun, side: str) -> str:
 
 def _hit(found: FeatureFile, similarity: float, row: int) -> Hit:
     if found.items is None:
-        return Hit(similarity, row, f"{found.path}, row {row + 1}", "")
+        return Hit(similarity, row + 1, f"{found.path}, row {row + 1}", "")
     number = int(found.items.rows[row])
-    return Hit(similarity, number, found.items.where(number), found.items.text(number))
+    return Hit(similarity, number + 1, found.items.where(number), found.items.text(number))
 
 
 def _asked(queries: Items, number: int) -> str:
@@ -187,6 +188,6 @@ def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:
     row = queries.rows[number][None]
     query = queries.side.items(row)[0]
     shown = hits[:MOST_COLUMNS]
-    pictures = found.side.items(torch.tensor([hit.row for hit in shown]))
+    pictures = found.side.items(torch.tensor([hit.row - 1 for hit in shown]))
     captions = [f"{hit.similarity:.2f} {hit.text or Path(hit.place).stem}" for hit in shown]
     return Line(query, pictures, captions)

@@ -41,7 +41,7 @@ def draw_sheet(lines: Sequence[Line], file: BinaryIO) -> None:
             for ax in row:
                 ax.axis("off")
             if isinstance(line.query, str):
-                asked = textwrap.fill(textwrap.shorten(line.query, 90, placeholder=" …"), 18)
+                asked = textwrap.fill(line.query if len(line.query) <= 90 else f"{line.query[:90]}…", 18)
                 row[0].text(0.02, 0.5, asked, fontsize=8, va="center", transform=row[0].transAxes)
             else:
                 _draw(row[0], line.query, "query")

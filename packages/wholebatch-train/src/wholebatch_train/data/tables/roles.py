@@ -68,8 +68,9 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
     for role, names in asked.items():
         for name in names:
             if name not in table.names:
-                meant = "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, table.names, 1))
-                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_there(table)}{meant}")
+                near = get_close_matches(name, table.names, 1)
+                fix = f"did you mean {near[0]!r}?" if near else f"name one of them: --columns {role}=NAME"
+                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_there(table)}; {fix}")
     taken = {name for names in asked.values() for name in names}
 
     def one(role: str, *, needed: bool = False) -> list[str]:
