@@ -375,6 +375,26 @@ def test_what_loads_data_holds_no_weights(models):
     assert len(pickle.dumps(image_encoder(models / "vit").prepare)) < 5_000
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("hidden_size", (-3, 0, 2**62, "x", 1.5, None, [1])),
+        ("num_attention_heads", (-3, 0, "x")),
+        ("num_hidden_layers", (10**9, "x", None)),
+        ("vocab_size", (-3, 2**62, "x")),
+    ],
+)
+def test_sizes_that_no_model_has_are_one_line(models, tmp_path, name, values):
+    save_encoder(tmp_path / "encoder", text_encoder(models / "bert"))
+    path = tmp_path / "encoder" / "config.json"
+    config = json.loads(path.read_text())
+    for value in values:
+        path.write_text(json.dumps(config | {name: value}))
+        with pytest.raises(UserError, match="transformers cannot load") as error:
+            open_encoder(tmp_path / "encoder")
+        assert "\n" not in str(error.value)
+
+
 def test_mistakes_about_models_are_explained(models, tmp_path):
     with pytest.raises(
         UserError, match=r"would need a download: 'no/such' is neither a folder nor in the cache .* hf d"

@@ -14,6 +14,8 @@ from wholebatch.app import UserError
 
 from .libraries import check_safe_weights, holds, needed
 
+_MOST_LAYERS = 10_000
+
 
 def load_model(
     folder: Path, value: str, kind: Literal["image", "text"], *, pretrained: bool
@@ -57,7 +59,18 @@ def _config(transformers: Any, folder: Path, value: str) -> Any:
     if not (folder / "config.json").exists():
         raise UserError(f"{value}: {str(folder)!r} has no config.json of a model; {holds(folder)}")
     with quiet(transformers), mistakes(value, folder):
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_layers(config.to_dict())
+        return config
+
+
+def _check_layers(values: dict[str, Any]) -> None:
+    """Raise ValueError if a configuration, or one inside of it, asks for layers without end."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_layers(value)
+        elif isinstance(value, int) and "layer" in name and value > _MOST_LAYERS:
+            raise ValueError(f"{name} must be at most {_MOST_LAYERS}, got {value}")
 
 
 def _auto_class(transformers: Any, config: Any, kind: str, value: str, *, is_tower: bool) -> Any:
@@ -96,7 +109,7 @@ def mistakes(value: str, folder: Path) -> Iterator[None]:
     """Turn the errors of transformers about a folder into a UserError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # of any kind, since a configuration may have any values
         if isinstance(error, UserError):
             raise
         reason = " ".join(str(error).split())
