@@ -15,7 +15,7 @@ memory and precision are options of this library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -84,14 +84,18 @@ def _checked_indices(indices_tuple: tuple[Tensor, ...] | None, group: Group, cal
 def _on_whole_batch(
     loss: Callable[..., Any],  # their losses have no types
     group: Group,
-    rows: Mapping[str, Tensor | None],
+    caller: str,
+    embeddings: Tensor,
     indices_tuple: tuple[Tensor, ...] | None = None,
+    **others: Tensor | None,
 ) -> Tensor:
     """Return a loss of theirs, called with the rows of all processes by name, those without a value left out.
 
     If "ref_labels" is the object "labels", so it is for the loss.
     """
-    given = {name: x for name, x in rows.items() if x is not None}
+    others = {name: x if name == "ref_emb" else _on_device(x, embeddings) for name, x in others.items()}
+    given = {"embeddings": embeddings} | {name: x for name, x in others.items() if x is not None}
+    indices_tuple = _checked_indices(indices_tuple, group, caller)
     shared = "labels" in given and given.get("ref_labels") is given["labels"]  # to them a row is then its reference
     if shared:
         del given["ref_labels"]
@@ -222,10 +226,8 @@ class BatchLoss(nn.Module):
                 return found
             if labels is None:
                 self._refuse("labels must be given, one integer for each row of embeddings, got None; pass labels=")
-        rows = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb}
-        rows["ref_labels"] = _on_device(ref_labels, embeddings)
-        indices = _checked_indices(indices_tuple, self.group, type(self).__name__)
-        return _on_whole_batch(self.theirs(), self.group, rows, indices)
+        rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
+        return _on_whole_batch(self.theirs(), self.group, type(self).__name__, embeddings, indices_tuple, **rows)
 
     def theirs(self) -> nn.Module:
         """Return their loss with the same arguments."""
@@ -436,15 +438,8 @@ class DistributedLossWrapper(nn.Module):
         if not self._called:
             _warn_of_local_labels(labels, self.group, "DistributedLossWrapper")
             self._called = True
-        rows = {
-            "embeddings": embeddings,
-            "labels": _on_device(labels, embeddings),
-            "ref_emb": ref_emb,
-            "ref_labels": _on_device(ref_labels, embeddings),
-            "enqueue_mask": _on_device(enqueue_mask, embeddings),
-        }
-        indices = _checked_indices(indices_tuple, self.group, "DistributedLossWrapper")
-        return _on_whole_batch(self.loss, self.group, rows, indices)
+        rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels, "enqueue_mask": enqueue_mask}
+        return _on_whole_batch(self.loss, self.group, "DistributedLossWrapper", embeddings, indices_tuple, **rows)
 
 
 class SelfSupervisedLoss(nn.Module):
@@ -492,4 +487,4 @@ class SelfSupervisedLoss(nn.Module):
             return found
         loss = self.loss.theirs() if isinstance(self.loss, BatchLoss) else self.loss
         theirs = _their_class("losses", "SelfSupervisedLoss")(loss, self.symmetric)
-        return _on_whole_batch(theirs, self.group, {"embeddings": embeddings, "ref_emb": ref_emb})
+        return _on_whole_batch(theirs, self.group, "SelfSupervisedLoss", embeddings, ref_emb=ref_emb)
