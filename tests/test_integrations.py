@@ -229,6 +229,27 @@ def test_the_model_in_chunks_has_the_gradient_of_the_whole_batch():
     assert open_clip.ChunkedModel(wrapped, 4).module is model
 
 
+def test_a_task_has_its_model_in_chunks_during_an_epoch_alone():
+    """Evaluation and checkpoints of open_clip 4 find the model itself, after an error as well."""
+    step, model = SimpleNamespace(task=torch.nn.Module()), torch.nn.Linear(1, 1)
+    step.task.trainable_module = model
+
+    def train(first, outcome):
+        chunked = first.task.trainable_module
+        assert isinstance(chunked, open_clip.ChunkedModel)
+        assert (chunked.model, chunked.chunk_size) == (model, 4)
+        if outcome == "error":
+            raise RuntimeError(outcome)
+        return outcome
+
+    in_chunks = open_clip._in_chunks(train, 4, of_task=True)
+    assert in_chunks(step, "loss") == "loss"
+    assert step.task.trainable_module is model
+    with pytest.raises(RuntimeError, match="error"):
+        in_chunks(step, "error")
+    assert step.task.trainable_module is model
+
+
 # Frameworks.
 
 

@@ -435,12 +435,9 @@ def _in_chunks(train: Callable[..., Any], chunk_size: int, *, of_task: bool) -> 
     def train_one_epoch(first: Any, *args: Any, **kwargs: Any) -> Any:
         if not of_task:
             return train(ChunkedModel(first, chunk_size), *args, **kwargs)
-        model = first.task.trainable_module
-        first.task.trainable_module = ChunkedModel(model, chunk_size)
-        try:
+        model = ChunkedModel(first.task.trainable_module, chunk_size)
+        with replaced(first.task, {"trainable_module": model}):  # evaluation and checkpoints use the model itself
             return train(first, *args, **kwargs)
-        finally:
-            first.task.trainable_module = model  # evaluation and checkpoints use it
 
     return train_one_epoch
 
