@@ -368,7 +368,18 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def modules() -> list[ModuleType]:
     """Return the modules with public names, except those of JAX."""
-    names = ("functional", "comm", "gradcache", "heads", "partition", "planning", "recipes", "testing", "reference")
+    names = (
+        "functional",
+        "comm",
+        "gradcache",
+        "heads",
+        "partition",
+        "planning",
+        "recipes",
+        "terms",
+        "testing",
+        "reference",
+    )
     return [wb, *(getattr(wb, name) for name in names)]
 
 

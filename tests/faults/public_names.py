@@ -16,10 +16,7 @@ NO_CALL = {
         ("BatchStatistics", "LossAndStatistics", "LossAndAverages", "TermStatistics", "TopDocuments"),
         "a record that a loss returns",
     ),
-    **dict.fromkeys(
-        ("Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum"),
-        "a term of a declared loss: PairLoss has the calls",
-    ),
+    "terms": "a module: terms of a declared loss, and PairLoss has the calls",
     "Tokens": "a record that a caller makes: the losses that take it have the calls",
     "with_statistics": "calls a loss, and each loss has its call",
     "Scale": "a parameter and its exponential",
