@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 import warnings
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 _PIXELS = 160  # of a side of a picture
 MOST_LINES, MOST_COLUMNS = 20, 12
+_MOST_LETTERS = 100  # of a caption; fewer are as wide as a picture
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,16 @@ def _draw(ax: Any, picture: Any, caption: str) -> None:
     small = picture.copy()
     small.thumbnail((_PIXELS, _PIXELS))
     ax.imshow(small, cmap="gray", vmin=0, vmax=255)
-    wide = ax.get_position(original=True).width * ax.figure.bbox.width
-    title = ax.set_title(caption, fontsize=7)
-    kept = len(caption)
-    while kept and title.get_window_extent().width > wide:
-        kept -= 1
-        title.set_text(f"{caption[:kept].rstrip()}…")
+    place = ax.get_position(original=True).width * ax.figure.bbox.width
+    caption = " ".join(caption.split())
+    title = ax.set_title("", fontsize=7)
+
+    def is_too_wide(letters: int) -> bool:
+        title.set_text(caption if letters == len(caption) else f"{caption[:letters].rstrip()}…")
+        return bool(title.get_window_extent().width > place)
+
+    # A halving search: a text may be long, and measuring is slow.
+    is_too_wide(bisect(range(1, min(len(caption), _MOST_LETTERS) + 1), False, key=is_too_wide))
 
 
 def _families(texts: str) -> list[str]:
@@ -73,12 +79,10 @@ def _families(texts: str) -> list[str]:
     for entry in sorted(font_manager.fontManager.ttflist, key=lambda entry: entry.name):
         if not missing:
             break
-        has = (
-            set()
-            if entry.name.startswith("Last Resort")
-            else missing & {*font_manager.get_font(entry.fname).get_charmap()}
-        )
-        if has:
-            missing -= has
+        if entry.name.startswith("Last Resort"):  # it has every character, as a box
+            continue
+        letters = {*font_manager.get_font(entry.fname).get_charmap()}
+        if missing & letters:
+            missing -= letters
             found.append(entry.name)
     return found
