@@ -24,7 +24,7 @@ from wholebatch import kernels
 from wholebatch._base.bounded_json import sealed
 from wholebatch.kernels import choice, verdicts
 from wholebatch.nodes import kernel_check
-from wholebatch.nodes.rehearsals import SoftmaxRehearsal
+from wholebatch.nodes.rehearsals import NodeRehearsal
 from wholebatch.testing import run_ranks
 
 pytest.importorskip("triton")
@@ -50,7 +50,7 @@ class Rehearsed:
         patch.setattr(verdicts, "folder_of_verdicts", lambda: folder)
         self.left = iter([one for pair in times for one in pair])
         self.size = None
-        rehearse, verifying = SoftmaxRehearsal.__call__, kernel_check.verifying
+        rehearse, verifying = NodeRehearsal.__call__, kernel_check.verifying
 
         def noted(rehearsal, sizes, *, in_kernels):
             self.size, self.sweeps = (sizes.rows, sizes.cols, in_kernels), self.sweeps + 1
@@ -65,7 +65,7 @@ class Rehearsed:
             self.checks += 1
             return verifying()
 
-        patch.setattr(SoftmaxRehearsal, "__call__", noted)
+        patch.setattr(NodeRehearsal, "__call__", noted)
         patch.setattr(kernel_check, "_milliseconds", milliseconds)
         patch.setattr(kernel_check, "verifying", counted)
 
@@ -101,7 +101,7 @@ def test_each_class_of_size_is_timed_at_the_size_of_a_call(monkeypatch):
 
 @pytest.mark.parametrize(("memory", "in_pytorch"), [("auto", ["OneTile"]), ("flat", ["Softmax"])])
 def test_a_loss_of_pairs_is_timed_by_its_own_nodes(monkeypatch, memory, in_pytorch):
-    """A small batch as one tile, or in tiles; and the call itself in kernels."""
+    """The check is in tiles. Then a small batch as one tile, or in tiles, and the call itself in kernels."""
     Rehearsed(monkeypatch)
     applied = []
     for module, name in (
@@ -114,7 +114,7 @@ def test_a_loss_of_pairs_is_timed_by_its_own_nodes(monkeypatch, memory, in_pytor
         noted = SimpleNamespace(apply=lambda *args, name=name, apply=apply: (applied.append(name), apply(*args))[1])
         monkeypatch.setattr(of, name, noted)
     check_clip((40,), memory=memory)
-    assert applied == ["SoftmaxInKernels", *in_pytorch, "SoftmaxInKernels"]
+    assert applied == ["Softmax", "SoftmaxInKernels", *in_pytorch, "SoftmaxInKernels"]
     assert all(of.in_kernels for of in choice.choices())
 
 
@@ -293,6 +293,23 @@ def test_a_form_without_kernels_keeps_nothing(monkeypatch, tmp_path):
     (made,) = choice.choices()
     assert made.why == "no kernel computes this form"
     assert [*tmp_path.iterdir()] == []
+
+
+def guided_choices():
+    """Return the choices for InfoNCE with guides, on 60 rows of each rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        Rehearsed(patch)
+        torch.manual_seed(dist.get_rank())
+        x, y, of_x, of_y = normalize(torch.randn(4, 60, 24), dim=-1)
+        guides = {"query_guides": of_x, "key_guides": of_y, "exclude_above": 0.1}
+        losses = [wb.functional.info_nce_loss(x, y, logit_scale=5.0, kernel=of, **guides) for of in ("torch", "auto")]
+        assert losses[0] == losses[1]
+        return [(made.why, made.failed) for made in choice.choices()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_form_with_a_guide_has_no_kernel_and_is_no_failure(size):
+    assert run_ranks(guided_choices, size) == [[("no kernel computes this form", False)]] * size
 
 
 def test_a_named_kernel_has_a_verdict_without_times(monkeypatch, tmp_path):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
+from ..comm.inside import all_gather
 from ..partition import Partition, Ragged
 from ..sweep import Block
 from .schedule import Visit, full, half
@@ -132,6 +133,10 @@ class Exchange(ABC):
     @abstractmethod
     def distribute(self, numbers: Tensor) -> Tensor:
         """Return k numbers of each kept column, from those of the local columns: (k, n_r) -> (k, columns kept)."""
+
+    def for_all_columns(self, numbers: Tensor) -> Tensor:
+        """Return numbers of all columns, on every rank, from those of the local columns: (n_r, k) -> (n, k)."""
+        return all_gather(self.comm, numbers, self.columns.counts)
 
     @abstractmethod
     def accumulate(

@@ -1,7 +1,7 @@
 """The first call of a form: kernels are compiled, checked and timed, and the ranks choose together.
 
 A card on which nobody has run these kernels may compile them wrongly, or not at all. So before the first call of a form
-(see `kernels.choice`) starts a kernel, each rank runs the call's own sweep on random features, with the call's own
+(see `kernels.choice`) starts a kernel, each rank runs the call's own node on random features, with the call's own
 pairs:
 
 1. ragged tiles of a few programs, and more programs than the GPU runs at a time: each launch is repeated between NaN,

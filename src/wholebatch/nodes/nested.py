@@ -28,8 +28,8 @@ from ..logsumexp import log_sum_exp, shared_shift
 from ..sweep import Block
 from .kernel_check import use_kernels
 from .nested_plan import NestedPlan, Parts
-from .rehearsals import NestedRehearsal
-from .route import Layout, choose_route
+from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
+from .route import Layout, Route, choose_route
 from .shifts import never_underflows, no_underflow
 from .softmax_plan import LogitBounds
 
@@ -88,7 +88,18 @@ def nested_statistics(
     shift = shift if dtype is None else exact(shift)
     plan = NestedPlan(choose_route(facts, layout, keep=False), parts, scale, shift, rows.total, dtype)
     form = (parts.dims, *parts.pairs.kinds, parts.symmetric)
-    if dtype is not None and not use_kernels(facts, form, layout, lambda: NestedRehearsal(facts, plan, layout)):
+
+    def node(route: Route, x: Tensor, y: Tensor, in_kernels: bool) -> NodeCall:
+        alone = replace(plan, route=route, scale=moderate_scale(x.shape[1]), shift=SHIFT)
+        alone = alone if in_kernels else replace(alone, kernel_dtype=None)
+        inverse = [inverse_norms(z, parts.dims, accumulation_dtype(z.dtype)) for z in (x, y)]
+        leaves = [z.requires_grad_(facts.differentiable) for z in (x, y)]
+        return leaves, lambda: _Nested.apply(alone, alone.scale, *inverse, *leaves)
+
+    def rehearsal() -> NodeRehearsal:
+        return NodeRehearsal(facts, plan.route, layout, facts.inputs["queries"].dtype, node)
+
+    if dtype is not None and not use_kernels(facts, form, layout, rehearsal):
         route = choose_route(replace(facts, kernels=False), layout, keep=False)
         plan = replace(plan, route=route, kernel_dtype=None)
     row_lse, targets, col_lse = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)

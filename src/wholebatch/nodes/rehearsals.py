@@ -1,4 +1,4 @@
-"""A call's sweep on random features, for the check of its kernels: the call's pairs, fields and dtype, a few rows.
+"""A call's node on random features, for the check of its kernels: the call's pairs, fields and dtype, a few rows.
 
 The rows are this rank's first ones. The columns begin with the columns of these rows, so that positives are among them.
 The scale is moderate: it is a number to a kernel, and large ones would only magnify the rounding of products.
@@ -6,39 +6,31 @@ The scale is moderate: it is a number to a kernel, and large ones would only mag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isqrt
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from .._base.normalize import inverse_norms
-from .._base.precision import accumulation_dtype, wide_dtype
+from ..comm import LocalCommunicator
 from ..contract import Facts
+from ..exchange import ColumnData, Exchange
+from ..exchange.exchange import Op, VisitBlock
 from ..partition import Partition, Ragged, tiles
-from ..sweep import (
-    Block,
-    KernelMaxSimDriver,
-    MaxSimDriver,
-    SoftmaxSweep,
-    Sums,
-    TokenBudget,
-    Weights,
-    integer_for,
-)
+from ..sweep import Block, KernelMaxSimDriver, MaxSimDriver, TokenBudget, integer_for
 from .kernel_check import Sizes, random_numbers, random_rows, use_kernels
-from .nested_plan import NestedPlan
-from .route import Layout, Route, Vectors, choose_route
-from .sigmoid import SigmoidPlan
-from .softmax_plan import Data, SoftmaxPlan
+from .route import Layout, Route, Vectors
 
-_SHIFT, _BIAS = 3.0, -4.0
+SHIFT = 3.0  # of a rehearsal's exponentials
 _SHORT = (1, 2, 3, 5, 8, 13)  # documents in which every token wins for some query
 _TOKENS_OF_A_PROGRAM = 64  # of a document, at most: so many more programs are started
-_MakeSweep: TypeAlias = Callable[[Tensor | None], SoftmaxSweep]  # from the memory of exponentials
+
+NodeCall: TypeAlias = tuple[list[Tensor], Callable[[], Sequence[Tensor]]]
+"""Leaves, and a function that returns a node's outputs for them."""
+Node: TypeAlias = Callable[[Route, Tensor, Tensor, bool], NodeCall]
+"""The node of a call on other rows: from its route, X, Y (X, if S is symmetric), and whether kernels compute."""
 
 
 def moderate_scale(features: int) -> float:
@@ -46,203 +38,94 @@ def moderate_scale(features: int) -> float:
     return min(14.3, 5.0 * features**0.5)
 
 
+class _OneBlock(Exchange):
+    """Some columns of a call, whose rows of Y are on this process: one block, and for a symmetric S its triangle."""
+
+    def __init__(self, exchange: Exchange, rows: slice, cols: slice) -> None:
+        super().__init__(LocalCommunicator(), rows.stop, exchange.columns, symmetric=exchange.symmetric)
+        self.largest_block = rows.stop, cols.stop - cols.start
+        self._rows, self._cols = rows, cols
+
+    @property
+    def kept_local(self) -> slice:
+        return slice(None)
+
+    def fetch(self, y_local: Tensor) -> Tensor:
+        return y_local
+
+    def distribute(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+    def for_all_columns(self, numbers: Tensor) -> Tensor:
+        before = numbers.new_ones(self._cols.start, *numbers.shape[1:])
+        return torch.cat([before, numbers])
+
+    def accumulate(
+        self,
+        fetched: Tensor,
+        visit: VisitBlock,
+        *,
+        carried: Tensor | None = None,
+        initial: Tensor | None = None,
+        op: Op = "sum",
+        to_owner: bool = False,
+    ) -> Tensor | None:
+        accumulated = None if initial is None else initial.repeat(len(fetched), *[1] * (initial.dim() - 1))
+        columns = ColumnData(carried, accumulated, accumulated if self.symmetric else None)
+        for triangle in (True, False) if self.symmetric else (False,):  # other ranks' columns are no triangle
+            visit(Block(fetched, self._cols, self._rows, triangle), columns)
+        return accumulated
+
+    def reduce(self, accumulated: Tensor, op: Op) -> Tensor:
+        return accumulated
+
+
 @dataclass(frozen=True)
-class _Rows:
-    """The rows and columns of a rehearsal, and their features."""
-
-    rows: slice
-    cols: slice
-    x: Tensor
-    y: Tensor
-
-    @classmethod
-    def of(cls, facts: Facts, layout: Layout, sizes: Sizes, dtype: torch.dtype, count: int) -> _Rows | None:
-        """Return random features for some of this rank's `count` rows; None if it has no rows or no columns."""
-        first = 0 if layout.replicated else layout.cols.offsets[facts.rank]
-        rows, cols = min(sizes.rows, count), min(sizes.cols, layout.cols.total - first)
-        if layout.symmetric:
-            rows = cols = min(rows, cols, layout.rows.counts[facts.rank])
-        if not rows or not cols:
-            return None
-        like = torch.empty(0, dtype=dtype, device=facts.device)
-        x, y = (random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((rows, cols)))
-        return cls(slice(0, rows), slice(first, first + cols), x, x if layout.symmetric else y)
-
-    def within(self, route: Route, sizes: Sizes) -> Route:
-        """Return a route for one block of these rows and columns, in tiles of the sizes' side, or of its own."""
-        exchange = route.exchange.over(route.comm)
-        exchange.largest_block = len(self.x), len(self.y)
-        return replace(route, exchange=exchange, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
-
-
-@dataclass(frozen=True)
-class SoftmaxRehearsal:
-    """The rehearsal of a softmax."""
+class NodeRehearsal:
+    """The rehearsal of a node that passes over rows and columns of S."""
 
     facts: Facts
-    plan: SoftmaxPlan
+    route: Route
     layout: Layout  # of S
-    dtype: torch.dtype  # of X's and Y's rows when a sweep gets them
-    keeps: bool  # whether exponentials may be kept on any rank
-    offsets: bool  # whether the rows' offsets need a gradient
-    # timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the sweep's does
+    dtype: torch.dtype  # of the features
+    node: Node
+    # timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the node's does
     timed: Callable[[int, bool], Callable[[], None] | None] | None = None
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
-        """Return a function that makes one sweep."""
-        plan, layout, device = self.plan, self.layout, self.facts.device
+        """Return a function that computes the node's outputs, and gradients where the call has them."""
+        facts, layout, device = self.facts, self.layout, self.facts.device
         if sizes.as_called and self.timed is not None:
             step = self.timed(isqrt(sizes.rows * sizes.cols), in_kernels)
             if step is not None:
                 return step
-        of = _Rows.of(self.facts, layout, sizes, self.dtype, layout.rows.counts[self.facts.rank])
-        if of is None:
+        first = 0 if layout.replicated else layout.cols.offsets[facts.rank]
+        count, number = min(sizes.rows, layout.rows.counts[facts.rank]), min(sizes.cols, layout.cols.total - first)
+        if layout.symmetric:
+            count = number = min(count, number)
+        if not count or not number:
             return lambda: None
-        norms = col_norms = None
-        x, y = of.x, of.y
-        if plan.towers.normalize_per_tile or plan.towers.stay_norms is not None:
-            norms = random_numbers(len(x), device, 2)[:, None].to(accumulation_dtype(self.dtype))
-            x = (x * norms).to(x.dtype)
-        if plan.towers.normalize_per_tile or plan.towers.travel_norms is not None:
-            col_norms = random_numbers(layout.cols.total, device, 3)[:, None].to(accumulation_dtype(self.dtype))
-            y = (y * col_norms[of.cols]).to(y.dtype)
-        block = Block(y, of.cols, of.rows, triangle=layout.symmetric)
-        buffers: list[Tensor | None] = [None]
-        if plan.keep if sizes.as_called else self.keeps:
-            budget, entries = plan.route.budget, len(x) * len(y)
-            kept_dtype = budget.kept_dtype if budget.kept else accumulation_dtype(self.dtype)
-            if sizes.as_called:
-                buffers, entries = [], min(entries, budget.kept)
-            buffers.append(x.new_empty(entries, dtype=kept_dtype))
-
-        route = of.within(plan.route, sizes)
-        made = replace(plan, route=route, scale=moderate_scale(self.facts.embedding_size), in_kernels=in_kernels)
-        sweep = partial(made.sweep, Data(x, y, norms, col_norms))
+        like = torch.empty(0, dtype=self.dtype, device=device)
+        x, y = (random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((count, number)))
+        budget = self.route.budget
+        route = Route(
+            LocalCommunicator(),
+            _OneBlock(self.route.exchange, slice(0, count), slice(first, first + number)),
+            replace(budget, side=min(sizes.side, budget.side), kept=min(budget.kept, count * number)),
+            self.route.products,
+        )
+        leaves, outputs_of = self.node(route, x, x if layout.symmetric else y, in_kernels)
+        weights: list[Tensor] = []
 
         def run() -> None:
-            for kept in buffers:
-                self._sums(sweep, kept, block)
-                if plan.differentiable:
-                    self._gradients(sweep, kept, block, x, y)
-
-        return run
-
-    def _sums(self, sweep: _MakeSweep, kept: Tensor | None, block: Block) -> None:
-        plan, one, count = self.plan, sweep(kept), len(block.y)
-        rows = plan.cols if plan.symmetric else plan.rows
-        one.sums(block, self._fields(rows, one.driver.count), self._fields(plan.cols, count))
-        if plan.symmetric:  # blocks of other ranks' columns sum both, too
-            block = replace(block, triangle=False)
-            sweep(None).sums(block, self._fields(rows, one.driver.count), self._fields(plan.cols, count))
-
-    def _fields(self, names: tuple[str, ...], count: int) -> Sums | None:
-        if not names:
-            return None
-        device = self.facts.device
-        return Sums(_SHIFT, {name: torch.zeros(count, dtype=wide_dtype(device), device=device) for name in names})
-
-    def _gradients(self, sweep: _MakeSweep, kept: Tensor | None, block: Block, x: Tensor, y: Tensor) -> None:
-        plan, dtype = self.plan, accumulation_dtype(x.dtype)
-        row_names = plan.cols if plan.symmetric else plan.rows
-        rows, cols = self._weights(row_names, len(x), 4), self._weights(plan.cols, len(y), 5)
-        u, v = (torch.zeros(z.shape, dtype=dtype, device=z.device) for z in (x, y))
-        offsets = None
-        if self.offsets:
-            offsets = torch.zeros(len(x), dtype=dtype, device=x.device)
-        sweep(kept).gradients(block, rows, cols, u, u if plan.symmetric else v, offsets)
-        if plan.symmetric:
-            sweep(None).gradients(replace(block, triangle=False), rows, cols, u, v, offsets)
-
-    def _weights(self, names: tuple[str, ...], count: int, seed: int) -> Weights | None:
-        if not names:
-            return None
-        wide = wide_dtype(self.facts.device)
-        made = random_numbers(count, self.facts.device, seed).to(wide)
-        return Weights(
-            _SHIFT,
-            made / count,
-            -made.flip(0) if "target" in names else None,
-            made / count if "logits" in names else None,
-        )
-
-
-@dataclass(frozen=True)
-class SigmoidRehearsal:
-    """The rehearsal of a loss that is a sum over the entries of S, perhaps with weights, or a gradient of the bias."""
-
-    facts: Facts
-    plan: SigmoidPlan
-    layout: Layout
-    weighted: bool
-    bias: bool
-
-    def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
-        """Return a function that makes one sweep."""
-        facts = self.facts
-        dtype = facts.products.half or facts.features_dtype
-        of = _Rows.of(facts, self.layout, sizes, dtype, self.layout.rows.counts[facts.rank])
-        if of is None:
-            return lambda: None
-        plan = replace(
-            self.plan,
-            route=of.within(self.plan.route, sizes),
-            scale=moderate_scale(facts.embedding_size),
-            bias=_BIAS,
-            in_kernels=in_kernels,
-        )
-        weights = random_numbers(len(of.x), facts.device, 2) if self.weighted else None
-        block, accumulate = Block(of.y, of.cols, of.rows), accumulation_dtype(dtype)
-
-        def run() -> None:
-            u, v = (torch.zeros(z.shape, dtype=accumulate, device=z.device) for z in (of.x, of.y))
-            if self.plan.differentiable:
-                plan.sweep(of.x, weights).block(block, u, v, bias=self.bias)
-            if not self.plan.differentiable or self.plan.per_row:
-                plan.sweep(of.x, None).block(block, None, None, bias=False)
-
-        return run
-
-
-@dataclass(frozen=True)
-class NestedRehearsal:
-    """The rehearsal of several nested S."""
-
-    facts: Facts
-    plan: NestedPlan
-    layout: Layout
-
-    def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
-        """Return a function that makes one sweep."""
-        facts, parts = self.facts, self.plan.parts
-        given = facts.inputs["queries"].dtype
-        of = _Rows.of(facts, self.layout, sizes, given, self.layout.rows.counts[facts.rank])
-        if of is None:
-            return lambda: None
-        accumulate, wide = accumulation_dtype(given), wide_dtype(facts.device)
-        inverse = [inverse_norms(z, parts.dims, accumulate) for z in (of.x, of.y)]
-        plan = replace(
-            self.plan, route=of.within(self.plan.route, sizes), scale=moderate_scale(facts.embedding_size), shift=_SHIFT
-        )
-        if not in_kernels:
-            plan = replace(plan, kernel_dtype=None)
-        block = Block(torch.cat([of.y.to(accumulate), inverse[1]], dim=1), of.cols, of.rows)
-
-        def numbers(count: int, dtype: torch.dtype, seed: int) -> Tensor:
-            made = random_numbers(count * len(parts.dims), facts.device, seed).to(dtype)
-            return made.view(count, len(parts.dims)) / count
-
-        def run() -> None:
-            rows, targets, cols = (
-                torch.zeros(len(z), len(parts.dims), dtype=wide, device=facts.device) for z in (of.x, of.x, of.y)
-            )
-            plan.sweep(of.x, inverse[0]).sums(block, rows, targets, cols if parts.symmetric else None)
-            if facts.differentiable:
-                u, v = (torch.zeros(z.shape, dtype=accumulate, device=z.device) for z in (of.x, of.y))
-                weights = [numbers(n, wide, seed) for seed, n in ((6, len(of.x)), (7, len(of.x)), (8, len(of.y)))]
-                by_col = weights[2] if parts.symmetric else None
-                plan.sweep(of.x, inverse[0]).gradients(
-                    block, weights[0], -weights[1], by_col, u, v, rows, cols.to(accumulate)
-                )
+            outputs = [output for output in outputs_of() if output.requires_grad]
+            if not outputs:
+                return
+            if not weights:  # of different signs; a row without candidates has none
+                for seed, output in enumerate(outputs, 4):
+                    made = random_numbers(output.numel(), device, seed).view(output.shape).to(output)
+                    weights.append(((-1) ** seed / count * made).where(output.isfinite(), 0.0))
+            torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
 
         return run
 
@@ -340,17 +223,3 @@ def tokens_in_kernels_or_not(facts: Facts, route: Route, vectors: Vectors) -> Ro
     rehearsal = MaxSimRehearsal(facts, route, vectors)
     in_kernels = use_kernels(facts, form, rehearsal.layout, lambda: rehearsal)
     return replace(route, tokens_in_kernels=in_kernels)
-
-
-def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:
-    """Return the plan of a sigmoid loss, in kernels if they passed their check. Collective at a form's first call."""
-    if not plan.in_kernels:
-        return plan
-    weighted = facts.inputs.get("weights") is not None or plan.per_row
-    weighted = weighted or facts.products.needs_unit(facts.features_dtype, in_kernels=True)
-    bias = facts.inputs["logit_bias"]
-    wants_bias = isinstance(bias, Tensor) and bias.requires_grad
-    form = (*plan.pairs.kinds, weighted, wants_bias, plan.per_row)
-    if use_kernels(facts, form, layout, lambda: SigmoidRehearsal(facts, plan, layout, weighted, wants_bias)):
-        return plan
-    return replace(plan, route=choose_route(facts.with_(kernels=False), layout, keep=False), in_kernels=False)

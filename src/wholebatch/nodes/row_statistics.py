@@ -19,9 +19,9 @@ from ..contract import Facts, canaries_of
 from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .in_kernels import InKernels
-from .kernel_check import use_kernels
-from .rehearsals import SoftmaxRehearsal
-from .route import Layout, choose_route
+from .kernel_check import random_numbers, random_rows, use_kernels
+from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
+from .route import Layout, Route, choose_route
 from .shifts import never_underflows
 from .softmax import Softmax, output_names
 from .softmax_in_kernels import SoftmaxInKernels, in_kernels
@@ -151,15 +151,12 @@ class Planned:
                 plan.towers.normalize_per_tile, plan.towers.stay_norms is not None,
                 plan.towers.travel_norms is not None,
             )  # fmt: skip
-            keeps = self.facts.once(
-                ("keeps", plan.differentiable, *form), lambda: self._keep and _keeps(self.facts, layout, plan)
-            )
             if not rehearses and not use_kernels(
                 self.facts,
-                (*form, keeps),
+                form,
                 layout,
-                lambda: SoftmaxRehearsal(
-                    self.facts, plan, layout, self.dtype, keeps, learned, timed and partial(timed, self)
+                lambda: NodeRehearsal(
+                    self.facts, plan.route, layout, self.dtype, self._node, timed and partial(timed, self)
                 ),
             ):
                 self.plan = self._plan(self.facts.with_(kernels=False))
@@ -188,6 +185,32 @@ class Planned:
             canaries=canaries_of(facts.comm.transport).due() if compares else None,
             deferred=facts.deferred,
             assumption=facts.assumption,
+        )
+
+    def _node(self, route: Route, x: Tensor, y: Tensor, in_kernels: bool) -> NodeCall:
+        """Return leaves and outputs of the softmax node, with this call's pairs and fields, for random rows."""
+        plan, towers, symmetric = self.plan, self.plan.towers, self.operands.layout.symmetric
+        norms = [random_numbers(len(z), z.device, seed)[:, None] for seed, z in ((2, x), (3, y))]
+        stay, travel = (of.to(accumulation_dtype(self.dtype)) for of in norms)
+        alone = Towers((0,), () if symmetric else (1,), towers.normalize, towers.normalize_per_tile)
+        if towers.normalize or towers.stay_norms is not None:
+            x = (x * stay).to(x.dtype)
+        if towers.stay_norms is not None:
+            alone = replace(alone, stay_norms=stay)
+        if towers.travel_norms is not None:
+            y, alone = (y * travel).to(y.dtype), replace(alone, travel_norms=travel)
+        guide = None if plan.guide is None else random_rows(len(y), plan.guide.shape[1], plan.guide, 5)
+        made = replace(
+            plan, route=route, towers=alone, guide=guide, scale=moderate_scale(x.shape[1]), shift=SHIFT,
+            bounds=LogitBounds(0.0, None, 0.0, 1), in_kernels=in_kernels, canaries=None, deferred=None, assumption=None,
+        )  # fmt: skip
+        leaves = [z.requires_grad_(plan.differentiable) for z in ((x,) if symmetric else (x, y))]
+        offsets = None
+        if self._offsets is not None and self._offsets.requires_grad:
+            offsets = self._offsets[: len(x)].detach().requires_grad_()
+        anchor = torch.cat([z[:0].flatten() for z in leaves])
+        return [*leaves, *([] if offsets is None else [offsets])], lambda: Softmax.apply(
+            made, anchor, made.scale, offsets, *leaves
         )
 
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
@@ -241,13 +264,6 @@ def _by_side(
     remaining = iter(outputs)
     of_rows, of_cols = (RowStatistics(**{name: next(remaining) for name in side}) if side else None for side in names)
     return of_rows, of_cols
-
-
-def _keeps(facts: Facts, layout: Layout, plan: SoftmaxPlan) -> bool:
-    """Return whether exponentials may be kept on any rank, the same on all."""
-    memories = facts.of_ranks("memory")
-    fits = max(layout.rows.counts) * layout.cols.total <= plan.route.budget.side**2
-    return facts.differentiable and (any(isinstance(of, int) for of in memories) or (fits and "auto" in memories))
 
 
 def _rounded(bounds: Bounds, products: Products) -> Bounds:

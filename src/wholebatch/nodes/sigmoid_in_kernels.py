@@ -9,7 +9,7 @@ A positive's logit S_ii is a product of two rows, in float32, its loss log(1 + e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,12 @@ from ..contract import Facts
 from ..sweep import LARGEST
 from .cross_entropy import softplus
 from .in_kernels import InKernels, TileOfS, one_diagonal
-from .rehearsals import in_kernels_or_not
-from .route import Layout, unit_of_gradients
+from .kernel_check import random_numbers, use_kernels
+from .rehearsals import NodeCall, NodeRehearsal, moderate_scale
+from .route import Layout, Route, choose_route, unit_of_gradients
 from .sigmoid import Sigmoid, SigmoidPlan
+
+_BIAS = -4.0  # of a rehearsal
 
 
 @dataclass(eq=False)
@@ -53,7 +56,7 @@ class _Gradients:
 def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y: Tensor) -> Tensor:
     """Return a rank's share of L, or the l_i of its rows. Collective. The plan is in kernels if they may compute it."""
     inputs, products = facts.inputs, facts.products
-    plan = in_kernels_or_not(facts, plan, layout)
+    plan = _in_kernels_or_not(facts, plan, layout)
     weights = inputs["weights"]
     weights = None if plan.per_row or weights is None else weights.to(facts.device)
     arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
@@ -63,6 +66,28 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
         if shared is not None:
             return SigmoidInKernels.apply(plan, shared, facts.of_rows, *arguments)
     return Sigmoid.apply(plan, *arguments)
+
+
+def _in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:
+    """Return the plan, in kernels if they passed their check. Collective at a form's first call."""
+    if not plan.in_kernels:
+        return plan
+    weighted = facts.inputs.get("weights") is not None and not plan.per_row
+    bias, in_units = facts.inputs["logit_bias"], facts.products.needs_unit(facts.features_dtype, in_kernels=True)
+    learned = isinstance(bias, Tensor) and bias.requires_grad
+
+    def node(route: Route, x: Tensor, y: Tensor, in_kernels: bool) -> NodeCall:
+        alone = replace(plan, route=route, scale=moderate_scale(x.shape[1]), bias=_BIAS, in_kernels=in_kernels)
+        weights = random_numbers(len(x), facts.device, 2) if weighted else None
+        leaves = [z.requires_grad_(plan.differentiable) for z in (x, y)]
+        of_bias = torch.full_like(bias, _BIAS).requires_grad_() if isinstance(bias, Tensor) and learned else _BIAS
+        arguments = alone, alone.scale, of_bias, weights, *leaves
+        return [*leaves, *([of_bias] if isinstance(of_bias, Tensor) else [])], lambda: [Sigmoid.apply(*arguments)]
+
+    form = (*plan.pairs.kinds, weighted or plan.per_row or in_units, learned, plan.per_row)
+    if use_kernels(facts, form, layout, lambda: NodeRehearsal(facts, plan.route, layout, facts.features_dtype, node)):
+        return plan
+    return replace(plan, route=choose_route(facts.with_(kernels=False), layout, keep=False), in_kernels=False)
 
 
 def _form(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, weights: Tensor | None) -> _Form | None:

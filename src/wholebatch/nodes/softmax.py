@@ -29,7 +29,7 @@ from .._base.autograd import no_autocast, once_differentiable
 from .._base.normalize import divisors
 from .._base.precision import accumulation_dtype
 from .._base.products import inner
-from ..comm.inside import all_gather, all_reduce
+from ..comm.inside import all_reduce
 from ..exchange import ColumnData
 from ..logsumexp import log_sum_exp
 from ..sweep import Block, Sums, Weights
@@ -57,7 +57,7 @@ class Softmax(torch.autograd.Function):
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         col_norms = plan.towers.travel_norms
         if plan.towers.normalize_per_tile and norms is not None:
-            col_norms = all_gather(plan.route.comm, norms, plan.route.exchange.columns.counts)
+            col_norms = plan.route.exchange.for_all_columns(norms)
         data = Data.of(plan, x, plan.route.exchange.fetch(travels), norms, col_norms)
         rows, cols, kept = sums_of_sides(plan, data)
 
