@@ -13,8 +13,8 @@ from loss_cases import BIAS, LOSSES, rows_of, whole_batch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch._base.autograd import autocast_around
 from wholebatch.contract import entry, in_graph
-from wholebatch.contract.autocast import autocast_around
 from wholebatch.testing import run_ranks
 
 ONE_EACH = {call.split(",")[0]: name for name, call in reversed([(name, name) for name in LOSSES])}

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch import functional as wf
 from wholebatch import reference
+from wholebatch._base.autograd import autocast_around
 from wholebatch.comm import LocalCommunicator
 from wholebatch.contract import entry
-from wholebatch.contract.autocast import autocast_around
 from wholebatch.sweep import Products, driver, select_products
 from wholebatch.sweep import products as of_products
 from wholebatch.testing import RankError, run_ranks

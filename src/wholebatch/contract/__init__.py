@@ -24,7 +24,7 @@ from .canaries import Canaries, canaries_of
 from .deferred import Assumption, Deferred
 from .entry import bind_on_all_ranks, entry, prepared, raise_on_all_ranks
 from .facts import Facts
-from .forms import KERNELS
+from .forms import KERNELS, form_of_tensor
 from .gradients import check_inference, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import (

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._base.autograd import autocast_around
 from .._base.checks import on_host
 from .._base.precision import accumulation_dtype, tf32_is_allowed
 from .._base.statistics_request import statistics_requested
@@ -35,7 +36,6 @@ from ..comm.records import OnDevice, Records, as_unread
 from ..kernels import RowNumbers, check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
-from .autocast import autocast_around
 from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call, number_next_call
 from .canaries import CANARIES, canaries_of
 from .deferred import (

@@ -8,11 +8,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from .._base.autograd import no_autocast
+from .._base.autograd import no_autocast, remember_autocast
 from ..comm import Group, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from ..comm.modules import numbered
-from .autocast import remember_autocast
 from .in_graph import inside_graphs
 from .options import with_named_options
 

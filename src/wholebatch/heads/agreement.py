@@ -6,8 +6,9 @@ only after the first handshake, and a second one validates them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .._base.checks import (
 )
 from .._base.normalize import known_norms
 from ..comm import Group
-from ..contract import Checks, Facts, Inputs, Options, agree
+from ..contract import Checks, Facts, Inputs, Options, agree, form_of_tensor
 from ..partition import Partition
 from .classes import PART, check_ascending, check_parts, label_range, out_of_order, part_checksum
 from .logits import (
@@ -134,6 +135,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
             read_back,
             derive,
             must_match=(*SETTINGS, "num_classes", _LABELS_EACH, _DRAWN, *(() if centers is None else _OF_CENTERS)),
+            settings=_settings(labels, classes, logits),
             reads="the smallest and the largest label, and the norms of the centers, are",
         ),
     )
@@ -168,29 +170,38 @@ _LONGEST = "largest norm of centers"  # the fact with that number of a rank
 class _Centers:
     """The checks of the local centers, for the first three steps of a handshake (see `contract.agree`)."""
 
-    sample: Sample
-    index: Tensor | None
     norms: Tensor
     largest_offset: float
 
     def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None, group: Group) -> None:
         self._classes, self._logits, self._labels, self._group = classes, logits, labels, group
 
+    @cached_property
+    def sample(self) -> Sample:
+        """The local part of the classes."""
+        return self._classes.sample(self._labels)
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, int]:
+        return flat(self.sample.centers)
+
+    @cached_property
+    def index(self) -> Tensor | None:
+        """The rows of the matrix of centers that are the sample; None: all."""
+        return None if self.sample.rows is None else rows_of_each(self.sample.rows, self._flat[1])
+
     def facts(self, embeddings: Tensor) -> dict[str, Any]:
         """Return the facts about the centers, for a handshake that concerns nothing else."""
         return {**self.check(embeddings), **self.check_values(on_host(self.read_back()))}
 
     def check(self, embeddings: Tensor) -> dict[str, Any]:
-        """Take the sample, check its shapes and dtypes, and return the facts about it."""
-        self.sample = sample = self._classes.sample(self._labels)
-        matrix, best_of = flat(sample.centers)
+        """Check shapes and dtypes of the sample, and return the facts about it."""
+        sample, (matrix, best_of) = self.sample, self._flat
         self._logits.check_sub_centers(best_of)
         check_alike("embeddings", embeddings, "centers", matrix, rows=False)
         if sample.ids is not None:
             check_ids("class_ids", sample.ids, "centers", sample.count)
         _check_offset_shapes(sample)
-        self._matrix = matrix
-        self.index = None if sample.rows is None else rows_of_each(sample.rows, best_of)
         each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
         learned = any(x is not None and x.requires_grad for x in (sample.centers, sample.bias, sample.log_weights))
         return {_COUNT: sample.count, _NEEDS_GRAD: learned, **dict(zip(_OF_CENTERS, each, strict=True))}
@@ -198,7 +209,7 @@ class _Centers:
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers, still on the device, that `check_values` needs."""
         sample = self.sample
-        self.norms = known_norms(self._matrix, self.index)
+        self.norms = known_norms(self._flat[0], self.index)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
         numbers |= {PART: part_checksum(sample.centers, self._group), **sample.largest_offsets()}
         if sample.ids is not None:
@@ -208,10 +219,22 @@ class _Centers:
     def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
         """Check the numbers of `read_back`, now on the host, and return the facts about them."""
         sample = self.sample
-        check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
+        check_directions("centers", self._flat[0], found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
         self.largest_offset = check_offset_values(sample, found, smoothed=self._logits.label_smoothing > 0)
         return {_LONGEST: found["longest center"], PART: found[PART]}
+
+
+def _settings(labels: Tensor, classes: Classes, logits: Logits) -> tuple[Hashable, ...] | None:
+    """Return all that checks depend on beside the form of the embeddings; None: more than can be compared."""
+    if classes.tensors is None or classes.needs_labels:
+        return None
+    try:
+        of_logits = logits.form()
+    except Exception:  # of a margin; raised again, on all ranks, by the checks
+        return None
+    tensors = labels, *classes.tensors
+    return *of_logits, classes.num_classes, *classes.settings, *map(form_of_tensor, tensors)
 
 
 def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dict[str, Any]:

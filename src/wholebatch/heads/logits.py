@@ -11,6 +11,7 @@ s x_i . w_j + b_j: a linear classifier, and with a margin the large-margin softm
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -91,6 +92,12 @@ class Logits:
                 f"of negatives, got {self.normalize!r}; pass 'both'"
             )
 
+    def form(self) -> tuple[Hashable, ...]:
+        """Return all that `check` and `facts` depend on."""
+        margin, settings = self.margin, [getattr(self, name) for name in SETTINGS[1:]]
+        learned = isinstance(margin, nn.Module) and any(True for _ in margin.parameters())
+        return type(margin), _shown(margin), getattr(margin, "s", None), learned, *settings
+
     def check_sub_centers(self, count: int) -> None:
         """Raise ValueError for several sub-centers of centers that are not normalized.
 
@@ -123,10 +130,8 @@ class Logits:
 
     def facts(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks; the margin as its repr or the name of its type."""
-        margin = self.margin
-        shown = is_dataclass(margin) or isinstance(margin, nn.Module)
         return {
-            "margin": repr(margin) if shown else type(margin).__qualname__,
+            "margin": _shown(self.margin),
             "margin_grad": self.margin_grad,
             "normalize": self.normalize,
             "exclude_above": self.exclude_above,
@@ -138,6 +143,10 @@ class Logits:
 SETTINGS = tuple(field.name for field in fields(Logits))  # the names of `facts`
 SIZES = ("num_classes", "embedding_size", "sub_centers", "bias", "seed")  # the names of `PartialFC.size_facts`
 OF_HEAD = (*SETTINGS, *SIZES)  # the names of the facts that are the same for the head's parts on all ranks
+
+
+def _shown(margin: Margin) -> str:
+    return repr(margin) if is_dataclass(margin) or isinstance(margin, nn.Module) else type(margin).__qualname__
 
 
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:

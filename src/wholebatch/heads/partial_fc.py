@@ -254,7 +254,8 @@ class PartialFC(nn.Module):
         """Return L, (b_r, d), (b_r,) -> (); see :func:`wholebatch.functional.partial_fc_loss`."""
         drawn = self.gradients_are_sparse
         settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
-        classes = Classes(self._sample, self.weight.dtype, self.num_classes, drawn, settings)
+        tensors = self.weight, self.bias
+        classes = Classes(self._sample, self.weight.dtype, self.num_classes, drawn, settings, tensors)
         loss = class_softmax("PartialFC", Batch(embeddings, labels, weights), classes, self.logits, self.options)
         if drawn:
             self.step += 1

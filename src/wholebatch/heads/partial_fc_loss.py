@@ -122,7 +122,7 @@ def partial_fc_loss(
     return class_softmax(
         "partial_fc_loss",
         Batch(embeddings, labels, weights),
-        Classes(sample, dtype, num_classes),
+        Classes(sample, dtype, num_classes, tensors=(centers, class_ids, bias, log_weights)),
         Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index),
         Options(group, sync, "gather", memory, reduction, kernel, precision, checks),
     )

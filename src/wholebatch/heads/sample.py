@@ -67,6 +67,7 @@ class Classes:
         dtype: of the centers.
         num_classes: C, if known.
         settings: the settings of the draw, which must be the same on all ranks.
+        tensors: those of which a sample without labels consists; None: a call's checks are made again in the next.
     """
 
     sample: Callable[[Tensor | None], Sample]
@@ -74,6 +75,7 @@ class Classes:
     num_classes: int | None
     needs_labels: bool = False
     settings: Sequence[Any] = ()
+    tensors: Sequence[Tensor | None] | None = None
 
 
 def sum_of(*parts: Tensor | None) -> Tensor | None:
