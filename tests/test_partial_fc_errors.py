@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from wholebatch.comm.handshake import Statement
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -81,6 +83,58 @@ def bad_body():
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_wrong_call_on_one_rank_raises_on_all_ranks(world):
     run_ranks(bad_body, world, timeout_s=60)
+
+
+class Scaled:
+    """A margin whose scale is all that says what it computes."""
+
+    def __init__(self, s):
+        self.s = s
+
+    def __call__(self, targets):
+        return targets.angles.cos()
+
+
+def changed_body():
+    """Checks that are made once for calls of a form notice a head that has changed since."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    head, x, labels = wb.PartialFC(4, 11, margin=Scaled(8.0)).double(), torch.randn(3, 4).double(), torch.arange(3)
+    first, last = head(x, labels).item(), rank == world - 1
+    assert head(x, labels).item() == first
+    for name, value, message in (
+        ("s", -1.0, "the margin's scale s must be positive, got -1.0"),
+        ("margin", wb.ArcFace(8.0), "margin must be the same|margin"),
+        ("first_class", torch.tensor(5), "the head holds another rank's centers"),
+        ("weight", nn.Parameter(head.weight.detach()[:, 1:]), "same embedding size|must be the parameter"),
+    ):
+        owner = head.margin if name == "s" else head
+        before = getattr(owner, name)
+        if last and (name != "margin" or world > 1):
+            setattr(owner, name, value)
+        if name == "margin" and world == 1:
+            continue
+        with pytest.raises(ValueError, match=message):
+            head(x, labels)
+        setattr(owner, name, before)
+        assert head(x, labels).item() == first
+    head.margin = wb.ArcFace(8.0, 0.2)
+    assert head(x, labels).item() > first
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_head_that_changes_between_calls_is_checked_again(world):
+    run_ranks(changed_body, world)
+
+
+def test_calls_of_a_form_look_up_their_checks():
+    """The first call of a form states and checks all; a later one looks most of it up."""
+    head, x, labels = wb.PartialFC(4, 11, margin=wb.ArcFace(8.0, 0.2)), torch.randn(3, 4), torch.arange(3)
+    with patch.object(Statement, "__init__", autospec=True, side_effect=Statement.__init__) as stated:
+        for _ in range(3):
+            head(x, labels)
+        assert stated.call_count == 1
+        head(torch.cat([x, x]), torch.cat([labels, labels]))
+    assert stated.call_count == 2
 
 
 class Upside:
