@@ -256,8 +256,17 @@ def wrapped_body():
             head(torch.randn(2, 4), y)
     for one in ({"sample_rate": 0.5}, {"unbiased": True}, {"seed": 1}):
         head = wb.PartialFC(4, 10, **({"sample_rate": 0.3} | (one if dist.get_rank() else {})))
-        with pytest.raises(ValueError, match="sample_rate, unbiased, seed, step and training must be the same"):
+        with pytest.raises(ValueError, match="sample_rate, unbiased, seed and training must be the same"):
             head(torch.randn(2, 4), y)
+    head = wb.PartialFC(4, 10, sample_rate=0.3)
+    for step in (0, 1):
+        head(torch.randn(2, 4), y)
+        head.step += dist.get_rank()
+        with pytest.raises(
+            ValueError, match=f"step must be the same on all ranks, got rank 0: {step + 1}; rank 1: {step + 2}"
+        ):
+            head(torch.randn(2, 4), y)
+        head.step -= dist.get_rank()
 
 
 def test_heads_that_are_not_this_ranks_are_refused():

@@ -87,7 +87,7 @@ class FactsByRank(Sequence[Facts]):
 
     def differing(self, name: str) -> list[Any] | None:
         """Return the values of a fact if they differ between ranks, None for a rank without it; NaN equals NaN."""
-        if self._alike and not _has_slots(self._facts[0].get(name)):
+        if self._alike and name not in self._columns and not _has_slots(self._facts[0].get(name)):
             return None
         values = self.column(name) if self._alike else [of_rank.get(name) for of_rank in self._filled]
         same = all_equal(values) or all(

@@ -441,8 +441,8 @@ def _numbers(comm: Communicator, inputs: Inputs, checks: Checks) -> dict[str, Te
     return {**inputs.numbers(), **_further_numbers(comm, checks)}
 
 
-def _further_numbers(comm: Communicator, checks: Checks) -> dict[str, Tensor]:
-    """Return the numbers on the device beside those of the inputs."""
+def _further_numbers(comm: Communicator, checks: Checks) -> dict[str, Tensor | float]:
+    """Return the numbers beside those of the inputs."""
     return {**checks.read_back(), **differed(comm.transport), **canaries_of(comm.transport).numbers()}
 
 

@@ -243,9 +243,9 @@ class Checks:
 
     # check: a function that checks settings and further arguments, and returns facts about them
     check: Callable[[], Mapping[str, Any]] = dict
-    # read_back: a function that returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT replaces
+    # read_back: a function that returns further numbers, on the device of shape (), by name. MIN_PAIR_PRODUCT replaces
     # that of `Inputs.matching`
-    read_back: Callable[[], Mapping[str, Tensor]] = dict
+    read_back: Callable[[], Mapping[str, Tensor | float]] = dict
     # derive: a function that checks these numbers, and returns facts about them; None: there are none. It depends on
     # the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it read
     # tensors, for the message of an error

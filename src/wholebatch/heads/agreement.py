@@ -25,6 +25,7 @@ from .._base.checks import (
 )
 from .._base.normalize import known_norms
 from ..comm import Group
+from ..comm.handshake import different_facts
 from ..contract import Checks, Facts, Inputs, Options, agree, form_of_tensor
 from ..partition import Partition
 from .classes import PART, check_ascending, check_parts, label_range, out_of_order, part_checksum
@@ -44,7 +45,8 @@ from .rows import rows_of_each
 from .sample import Classes, Sample, check_offset_values
 
 _LABELS_EACH = "labels of an example"
-_DRAWN = "sample_rate, unbiased, seed, step and training"
+_DRAWN = "sample_rate, unbiased, seed and training"
+_STEP = "step"
 _OF_CENTERS = (
     "whether there are class_ids",
     "whether the centers need a gradient",
@@ -106,9 +108,12 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         drawn = {_DRAWN: [*classes.settings]}
         return {**of_batch, **drawn, **(centers.check(embeddings) if centers is not None else {})}
 
-    def read_back() -> dict[str, Tensor]:
-        of_labels = dict(zip(("smallest", "largest"), label_range(labels, logits.ignore_index), strict=True))
+    def read_back() -> dict[str, Tensor | float]:
+        of_labels: dict[str, Tensor | float] = dict(
+            zip(("smallest", "largest"), label_range(labels, logits.ignore_index), strict=True)
+        )
         of_labels[IGNORED] = (labels == logits.ignore_index).sum()
+        of_labels[_STEP] = classes.step
         if labels.dim() == 2:
             of_labels["repeated"] = repeated(labels, logits.ignore_index)
         of_rows = dict(zip(("shortest", "longest"), ends_of(known_norms(embeddings)), strict=True))
@@ -119,7 +124,8 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         check_directions("embeddings", embeddings, found["shortest"], found["longest"])
         of_centers = {} if centers is None else centers.check_values(found)
         ends = int(found["smallest"]), int(found["largest"])
-        return {"labels": ends if ends[0] <= ends[1] else None, IGNORED: int(found[IGNORED]), **of_centers}
+        of_labels = {"labels": ends if ends[0] <= ends[1] else None, IGNORED: int(found[IGNORED])}
+        return {**of_labels, _STEP: int(found[_STEP]), **of_centers}
 
     facts = agree(
         caller,
@@ -139,6 +145,8 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
             reads="the smallest and the largest label, and the norms of the centers, are",
         ),
     )
+    if (mistake := different_facts(caller, facts.by_rank, (_STEP,))) is not None:
+        raise mistake
     if classes.num_classes is not None:
         check_labels(facts, classes.num_classes)
     columns = labels.to(facts.device, torch.int64).reshape(len(labels), labels.shape[1] if several else 1)
@@ -226,14 +234,12 @@ class _Centers:
 
 
 def _settings(labels: Tensor, classes: Classes, logits: Logits) -> tuple[Hashable, ...] | None:
-    """Return all that checks depend on beside the form of the embeddings; None: more than can be compared."""
-    if classes.tensors is None or classes.needs_labels:
-        return None
+    """Return all that checks depend on beside the form of the embeddings; None: it cannot be compared."""
     try:
         of_logits = logits.form()
     except Exception:  # of a margin; raised again, on all ranks, by the checks
         return None
-    tensors = labels, *classes.tensors
+    tensors = labels, *(() if classes.needs_labels else classes.tensors)  # a sample has checks of its own
     return *of_logits, classes.num_classes, *classes.settings, *map(form_of_tensor, tensors)
 
 

@@ -253,9 +253,9 @@ class PartialFC(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """Return L, (b_r, d), (b_r,) -> (); see :func:`wholebatch.functional.partial_fc_loss`."""
         drawn = self.gradients_are_sparse
-        settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
-        tensors = self.weight, self.bias
-        classes = Classes(self._sample, self.weight.dtype, self.num_classes, drawn, settings, tensors)
+        settings = self.sample_rate, self.unbiased, int(self.seed), self.training
+        tensors, step = (self.weight, self.bias), float(self.step)
+        classes = Classes(self._sample, self.weight.dtype, self.num_classes, drawn, settings, tensors, step)
         loss = class_softmax("PartialFC", Batch(embeddings, labels, weights), classes, self.logits, self.options)
         if drawn:
             self.step += 1

@@ -67,7 +67,8 @@ class Classes:
         dtype: of the centers.
         num_classes: C, if known.
         settings: the settings of the draw, which must be the same on all ranks.
-        tensors: those of which a sample without labels consists; None: a call's checks are made again in the next.
+        tensors: those of which a sample without labels consists.
+        step: of the draw, which must be the same on all ranks, too.
     """
 
     sample: Callable[[Tensor | None], Sample]
@@ -75,7 +76,8 @@ class Classes:
     num_classes: int | None
     needs_labels: bool = False
     settings: Sequence[Any] = ()
-    tensors: Sequence[Tensor | None] | None = None
+    tensors: Sequence[Tensor | None] = ()
+    step: float = 0.0
 
 
 def sum_of(*parts: Tensor | None) -> Tensor | None:
