@@ -16,7 +16,7 @@ import readers
 
 from wholebatch._base.user_error import UserError
 from wholebatch_train import cli as train_cli
-from wholebatch_train.after import cli
+from wholebatch_train.using import cli
 
 SLOW = ("folder", "state")  # seconds each
 

@@ -11,7 +11,7 @@ from gradcache_models import Clip, batch, gradients_of, mlp
 from torch import nn
 
 import wholebatch as wb
-from wholebatch.gradcache import keep
+from wholebatch.gradcache import kept_graphs
 from wholebatch.gradcache.chunks import _places
 from wholebatch.gradcache.devices import devices_of
 from wholebatch.gradcache.inputs.parts import Part
@@ -63,8 +63,9 @@ def memory(monkeypatch):
         yield held
         held.update({device: costs.get(device, 0) for device in devices})
 
-    monkeypatch.setattr(keep, "_graph_memory", graph_memory)
-    monkeypatch.setattr(keep, "free_memory", {FIRST: 1000, SECOND: 125, CPU: 10**9}.get)  # of which 80 % are used
+    monkeypatch.setattr(kept_graphs, "_graph_memory", graph_memory)
+    free = {FIRST: 1000, SECOND: 125, CPU: 10**9}  # of which 80 % are used
+    monkeypatch.setattr(kept_graphs, "free_memory", free.get)
     return costs
 
 
@@ -87,26 +88,26 @@ COSTS = [{FIRST: 100}, {SECOND: 30}]
 
 def test_graphs_fill_the_memory_of_their_own_device(memory):
     """800 bytes are for graphs of 100 and one replayed chunk: 7 are kept; 100 bytes for graphs of 30: 2."""
-    keeper = keep.Keeper("auto", 20, None, [[FIRST], [SECOND]])
+    keeper = kept_graphs.Keeper("auto", 20, None, [[FIRST], [SECOND]])
     assert kept_by(keeper, memory, [0] * 9, COSTS) == [True] * 7 + [False] * 2
     assert kept_by(keeper, memory, [1] * 4, COSTS) == [True] * 2 + [False] * 2
 
 
 def test_counting_on_one_device_would_keep_too_many(memory):
     """Both models as if they were on the first device, where the second's graphs take nothing: all would be kept."""
-    keeper = keep.Keeper("auto", 20, None, [[FIRST], [FIRST]])
+    keeper = kept_graphs.Keeper("auto", 20, None, [[FIRST], [FIRST]])
     assert kept_by(keeper, memory, [1] * 10, COSTS) == [True] * 10
 
 
 def test_a_model_spread_over_devices_needs_room_on_all_of_them(memory):
-    keeper = keep.Keeper("auto", 20, None, [[FIRST, SECOND], [FIRST]])
+    keeper = kept_graphs.Keeper("auto", 20, None, [[FIRST, SECOND], [FIRST]])
     costs = [{FIRST: 100, SECOND: 30}, {FIRST: 100}]
     assert kept_by(keeper, memory, [0] * 4, costs) == [True, True, False, False]
     assert kept_by(keeper, memory, [1] * 6, costs) == [True] * 5 + [False]
 
 
 def test_a_budget_is_for_all_devices_together(memory):
-    keeper = keep.Keeper("auto", 20, 330, [[FIRST], [SECOND]])
+    keeper = kept_graphs.Keeper("auto", 20, 330, [[FIRST], [SECOND]])
     assert kept_by(keeper, memory, [0, 0, 0, 1, 1], COSTS) == [True, True, False, True, False]
 
 
@@ -115,7 +116,7 @@ def test_graphs_of_the_cpu_are_counted_beside_a_gpu(monkeypatch):
     allocated = iter([500, 740])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
     x, p = torch.ones(4, 8), torch.ones(8, 8, requires_grad=True)
-    with keep._graph_memory([CPU, SECOND], [x, p]) as held:
+    with kept_graphs._graph_memory([CPU, SECOND], [x, p]) as held:
         found = (x @ p).tanh()
     assert found.requires_grad
     assert held == {CPU: 4 * 8 * 4, SECOND: 240}, "the output of tanh; input and parameter exist anyway"

@@ -69,7 +69,7 @@ def test_three_rows_are_shown_as_they_were_read(trained):
 def test_a_search_of_pictures_prints_their_texts(trained, data, tmp_path, capsys, monkeypatch):
     run, _ = trained
     captions = []
-    monkeypatch.setattr("wholebatch_train.after.search.draw_sheet", lambda lines, _: captions.extend(lines[0].captions))
+    monkeypatch.setattr("wholebatch_train.using.search.draw_sheet", lambda lines, _: captions.extend(lines[0].captions))
     capsys.readouterr()
     assert main(["search", str(run), str(data.parent / "images" / "41.png"), "--side", "image", "-k", "1"]) == 0
     similarity, place, text = capsys.readouterr().out.splitlines()[-2].split(maxsplit=2)

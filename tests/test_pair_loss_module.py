@@ -163,7 +163,7 @@ def wrong_ranks(wrong):
         row_loss = loss_fn.declaration.row_loss
 
         def soft(r, x, p):
-            from wholebatch.pair_loss.fields import fields
+            from wholebatch.pair_loss.row_data import fields
 
             return row_loss(fields("r", {"far": -r.far / 3, "near": r.near / 3}), x, p)
 

@@ -26,14 +26,6 @@ from PIL import Image
 from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch_train.after.encode import features_of
-from wholebatch_train.after.feature_files import FeatureFile
-from wholebatch_train.after.items import open_items
-from wholebatch_train.after.open_run import open_run
-from wholebatch_train.after.options import EmbedConfig
-from wholebatch_train.after.seen import _number_in, _Rows, case_ignored_by
-from wholebatch_train.after.sheet import Line, draw_sheet
-from wholebatch_train.after.top import most_similar
 from wholebatch_train.data.load import load_data
 from wholebatch_train.data.sides import DrawnPictures, Texts
 from wholebatch_train.data.tables.open_table import open_table
@@ -41,6 +33,14 @@ from wholebatch_train.encoders.words import identity
 from wholebatch_train.run.record import read_config
 from wholebatch_train.tasks.chance import chance
 from wholebatch_train.tasks.evaluation import features_of_rows
+from wholebatch_train.using.encode import features_of
+from wholebatch_train.using.feature_files import FeatureFile
+from wholebatch_train.using.items import open_items
+from wholebatch_train.using.open_run import open_run
+from wholebatch_train.using.options import EmbedConfig
+from wholebatch_train.using.overlap import _number_in, _Rows, case_ignored_by
+from wholebatch_train.using.sheet import Line, draw_sheet
+from wholebatch_train.using.top import most_similar
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from wholebatch._base.user_error import UserError
 from wholebatch_train.config import TrainConfig
 from wholebatch_train.data.cache.files import CannotWriteError, cache_folder
 from wholebatch_train.data.cache.table_file import checksum_of
-from wholebatch_train.data.pairs.of_table import table_pairs
+from wholebatch_train.data.pairs.from_table import table_pairs
 from wholebatch_train.data.pictures import equal as equal_pictures
 from wholebatch_train.data.pictures.reading import bytes_of
 from wholebatch_train.data.tables.open_table import open_table

@@ -26,16 +26,13 @@ from PIL import Image
 import wholebatch as wb
 from wholebatch._base.user_error import UserError
 from wholebatch.partition import Partition
-from wholebatch_train.after.encode import _workers
-from wholebatch_train.after.items import Items
-from wholebatch_train.after.options import EmbedConfig
 from wholebatch_train.config import ModelConfig, TrainConfig
-from wholebatch_train.data.feed import Feed, WorkerDiedError, prepared, workers_of_a_rank
 from wholebatch_train.data.load import load_data
+from wholebatch_train.data.loader import Feed, WorkerDiedError, prepared, workers_of_a_rank
+from wholebatch_train.data.pairs.answers import stated_pairs
+from wholebatch_train.data.pairs.from_table import table_pairs
 from wholebatch_train.data.pairs.negatives import FalseNegatives
-from wholebatch_train.data.pairs.of_table import table_pairs
 from wholebatch_train.data.pairs.pairs import Order, batch_of_step, joined, split_groups
-from wholebatch_train.data.pairs.stated import stated_pairs
 from wholebatch_train.data.sides import Texts
 from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.data.tables.roles import asked_roles, find_roles
@@ -44,6 +41,9 @@ from wholebatch_train.encoders.inputs import map_tensors
 from wholebatch_train.encoders.small import Pad, Words
 from wholebatch_train.tasks.batches import PairBatches, Reader, rows_of_chunks
 from wholebatch_train.tasks.make import make_task
+from wholebatch_train.using.encode import _workers
+from wholebatch_train.using.items import Items
+from wholebatch_train.using.options import EmbedConfig
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)

@@ -27,7 +27,7 @@ from wholebatch_train import launch
 from wholebatch_train.config import TrainConfig
 from wholebatch_train.data.cache.files import cache_folder
 from wholebatch_train.data.load import load_data
-from wholebatch_train.data.pairs.of_table import table_pairs
+from wholebatch_train.data.pairs.from_table import table_pairs
 from wholebatch_train.data.pictures.reading import open_picture
 from wholebatch_train.data.sides import FilePictures
 from wholebatch_train.data.tables.open_table import open_table
@@ -567,7 +567,7 @@ def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypa
         raise OSError(30, "Read-only file system")
 
     path, said = with_bad_pictures(tmp_path), []
-    monkeypatch.setattr("wholebatch_train.data.cache.kept.write_tensors", fails)
+    monkeypatch.setattr("wholebatch_train.data.cache.kept_results.write_tensors", fails)
     for _ in range(2):
         table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
     assert len(pictures_read) == 40

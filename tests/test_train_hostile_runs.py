@@ -139,7 +139,7 @@ def test_features_of_more_rows_than_a_tensor_holds_are_those_of_one(run, capsys,
     found = []
     for rows in (16384, 20):
         shutil.rmtree(run / "features")
-        monkeypatch.setattr("wholebatch_train.after.feature_cache.TILE", rows)
+        monkeypatch.setattr("wholebatch_train.using.feature_cache.TILE", rows)
         assert call("search", run, "A", "-k", "7", "--batch-size", "7") == 0
         found.append([line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:2] in (" 0", "-0")])
     (kept,) = (run / "features").iterdir()

@@ -13,7 +13,7 @@ from PIL import Image
 from train_runs import options
 
 from wholebatch.__main__ import main
-from wholebatch_train.data.pairs.stated import Stated
+from wholebatch_train.data.pairs.answers import Stated
 from wholebatch_train.report.charts import draw_chart, draw_histogram
 from wholebatch_train.report.classes import classes_evidence
 from wholebatch_train.report.content import (

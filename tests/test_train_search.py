@@ -12,10 +12,10 @@ from data_sets import write_pictures
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data, table_pairs
+from wholebatch_train.data.pairs.answers import stated_of_groups, stated_pairs
 from wholebatch_train.data.pairs.ids import pairs_of_ids
 from wholebatch_train.data.pairs.negatives import FalseNegatives
 from wholebatch_train.data.pairs.pairs import Pairs
-from wholebatch_train.data.pairs.stated import stated_of_groups, stated_pairs
 from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.tasks.batches import PairBatches, rows_of_chunks
 from wholebatch_train.tasks.chance import chance

@@ -29,7 +29,6 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch_train.after.seen import case_ignored_by
 from wholebatch_train.audited import audit_start
 from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
@@ -39,6 +38,7 @@ from wholebatch_train.encoders.make import make_encoder
 from wholebatch_train.encoders.pooling import pool, rule_of_sentences
 from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
 from wholebatch_train.tasks.make import make_task
+from wholebatch_train.using.overlap import case_ignored_by
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

@@ -20,7 +20,7 @@ from .chunks import Chunk
 from .deferred import with_second_passes
 from .entry import Options, first_passes
 from .grad_cache import ChunkSize, GradCache
-from .keep import KeepGraphs
+from .kept_graphs import KeepGraphs
 from .referred_modules import modules_of
 from .replicas import History
 

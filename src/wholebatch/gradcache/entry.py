@@ -17,7 +17,7 @@ from .agreement import agree
 from .chunks import Chunk, facts_of, filled_up
 from .devices import devices_of
 from .engines.known import synchronized
-from .keep import Keeper, KeepGraphs, check_keep_graphs
+from .kept_graphs import Keeper, KeepGraphs, check_keep_graphs
 from .replicas import History
 from .step import Step
 

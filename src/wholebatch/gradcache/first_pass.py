@@ -11,7 +11,7 @@ from .._base.graph import leaves_of
 from .._base.trees import tensors_of
 from .._base.warnings import warn
 from .chunks import Chunk
-from .keep import Keeper
+from .kept_graphs import Keeper
 from .observe import Observer
 from .one_pass import encoded_with_graph
 from .replay import Replay, without_graph

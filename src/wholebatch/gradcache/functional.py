@@ -27,8 +27,8 @@ from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group
 from .backward import backward, hidden_backward
 from .chunks import differentiable
-from .engines.held import watched
-from .engines.passed_by import check_not_passed_by, live_engines
+from .engines.bypassed import check_not_passed_by, live_engines
+from .engines.lost_gradients import watched
 from .inputs.trees import new_containers, representations
 from .observe import Observer
 from .one_pass import difference, with_graph

@@ -24,7 +24,7 @@ from .immediate import Scaler, add_gradients
 from .inputs.parts import check_rows, part_of, split_by_tokens
 from .inputs.token_budget import TokenBudget, mask_in
 from .inputs.trees import call_model, check_input, check_parts, split_inputs
-from .keep import KeepGraphs, check_keep_graphs
+from .kept_graphs import KeepGraphs, check_keep_graphs
 from .replicas import History
 from .step import Step
 

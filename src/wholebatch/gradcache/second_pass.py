@@ -13,11 +13,11 @@ from .._base.graph import leaves_of
 from .._base.modules import parameters_in
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
-from .enclosing import Enclosing
 from .engines.ddp import DDP, parameters_of_ddp
-from .engines.held import watched
 from .engines.known import Synchronized
+from .engines.lost_gradients import watched
 from .one_pass import NoGraphError, difference, encoded_with_graph
+from .outer_engine import Enclosing
 
 
 def second_pass(

@@ -34,19 +34,19 @@ from .._base.modules import parameters_in
 from ..comm import Communicator
 from .agreement import agree, end_together
 from .chunks import Chunk, Encoder, joined
-from .enclosing import Enclosing, enclosed_by, hooks_of_others
+from .engines.bypassed import check_not_passed_by, live_engines
 from .engines.ddp import DDP
-from .engines.held import HOW_TO_REGISTER
 from .engines.known import Synchronized
-from .engines.passed_by import check_not_passed_by, live_engines
+from .engines.lost_gradients import HOW_TO_REGISTER
 from .first_pass import first_pass
-from .keep import Keeper
+from .kept_graphs import Keeper
 from .observe import Observer
+from .outer_engine import Enclosing, enclosed_by, hooks_of_others
+from .parameter_versions import Versions
 from .replay import Buffers
 from .replicas import History, check_same, checksums, digest, replicated
 from .rollback import Gradients
 from .second_pass import coalesced, second_pass
-from .unchanged import Versions
 
 _WAYS = 100  # to call modules, of which each is checked once
 

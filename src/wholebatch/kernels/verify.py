@@ -5,8 +5,8 @@ A kernel may be compiled wrongly for a GPU on which nobody has run it. Inside of
 * features lie between NaN: a missing mask of a load makes a result NaN
 * a result's memory is NaN before, so that an entry that is not written shows
 * beyond a result's memory is more NaN: a missing mask of a store overwrites some of it
-* each result is compared with `witness`, entry by entry: its error is at most the rounding to its dtype, and those that
-  products and sums on tensor cores make before it
+* each result is compared with `references`, entry by entry: its error is at most the rounding to its dtype, and those
+  that products and sums on tensor cores make before it
 
 The error that is raised says which result of which kernel is wrong, where, and how far beyond the allowed error.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._base.normalize import EPS
-from . import launch, nested, rows, sigmoid, softmax, tokens, witness
+from . import launch, nested, references, rows, sigmoid, softmax, tokens
 from .nested import NestedTile
 from .tokens import TokenTile
 
@@ -86,7 +86,7 @@ def _is_untouched(x: Tensor) -> bool:
 
 @contextmanager
 def verifying() -> Iterator[list[str]]:
-    """Compare each launch inside with `witness`, and return the names of the kernels that passed.
+    """Compare each launch inside with `references`, and return the names of the kernels that passed.
 
     Raises:
         KernelError: inside, for a wrong result.
@@ -100,7 +100,7 @@ def verifying() -> Iterator[list[str]]:
 
 
 def checked_by(
-    expected: Callable[..., witness.Expected], found: Callable[..., dict[str, Tensor]] | None = None
+    expected: Callable[..., references.Expected], found: Callable[..., dict[str, Tensor]] | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a launcher compare its results inside of :func:`verifying`.
 
@@ -129,7 +129,7 @@ def checked_by(
 
 def _verified(
     launcher: Callable[..., Any],
-    expected: Callable[..., witness.Expected],
+    expected: Callable[..., references.Expected],
     found: Callable[..., dict[str, Tensor]] | None,
     arguments: dict[str, Any],
 ) -> Any:
@@ -161,8 +161,8 @@ def _verified(
     return made
 
 
-def _named(made: Any, truth: witness.Expected, written: Tensor | None) -> dict[str, Tensor]:
-    """Return results by the names of the witness."""
+def _named(made: Any, truth: references.Expected, written: Tensor | None) -> dict[str, Tensor]:
+    """Return results by the names of the true ones."""
     found: dict[str, Tensor] = {} if written is None else {"dS": written}
     if isinstance(made, tuple) and isinstance(made[0], dict):
         for side, of_side in zip(("rows", "columns"), made, strict=True):
@@ -285,9 +285,9 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         raise KernelError("a kernel of rows writes beside its results")
 
 
-tile_sums = checked_by(witness.tile_sums)(softmax.tile_sums)
-tile_gradient = checked_by(witness.tile_gradient)(softmax.tile_gradient)
-tile_sigmoid = checked_by(witness.tile_sigmoid)(sigmoid.tile_sigmoid)
-nested_sums = checked_by(witness.nested_sums)(nested.nested_sums)
-nested_gradient = checked_by(witness.nested_gradient)(nested.nested_gradient)
-token_maxima = checked_by(witness.token_maxima, witness.found_maxima)(tokens.token_maxima)
+tile_sums = checked_by(references.tile_sums)(softmax.tile_sums)
+tile_gradient = checked_by(references.tile_gradient)(softmax.tile_gradient)
+tile_sigmoid = checked_by(references.tile_sigmoid)(sigmoid.tile_sigmoid)
+nested_sums = checked_by(references.nested_sums)(nested.nested_sums)
+nested_gradient = checked_by(references.nested_gradient)(nested.nested_gradient)
+token_maxima = checked_by(references.token_maxima, references.found_maxima)(tokens.token_maxima)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Facts, Inputs
-from ..pair_loss.agreed import Tower, reductions
+from ..pair_loss.builtin_terms import Tower, reductions
 from ..pair_loss.reductions import Term
 from ..pair_loss.similarity import MAX_SIM, MAX_SIM_OF_ROWS
 from ..tokens import Packed

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .entries import Entries
 from .reductions import Mean, Term
 from .similarity import DISTANCE, ONE
+from .tile_entries import Entries
 
 _FAR = 8.0
 

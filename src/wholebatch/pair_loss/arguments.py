@@ -14,7 +14,7 @@ from .._base.checks import has_feature_dtype, is_dense
 from .._base.settings import check_number, shown
 from ..contract import Inputs
 from ..tokens import Packed, Tokens, packed
-from .fields import INDEX, PARTNER, SEPARATOR
+from .row_data import INDEX, PARTNER, SEPARATOR
 from .similarity import LATE, ONE
 
 _RESERVED = {INDEX: "it is the number of the row", PARTNER: "it is the similarity with the partner"}

@@ -17,14 +17,14 @@ from ..nodes.rehearsals import tokens_in_kernels_or_not
 from ..partition import Partition, Ragged
 from ..sync import total
 from .arguments import Arguments
+from .candidates import OwnRows, combined
 from .declaration import Declaration
 from .failure import Failure
-from .fields import INDEX, ROUNDING, SEPARATOR, SQUARES, fields, nested
-from .first_use import losses_and_weights, weighted
+from .function_checks import losses_and_weights, weighted
 from .node import PairPlan, PairSums
-from .own import OwnRows, combined
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
+from .row_data import INDEX, ROUNDING, SEPARATOR, SQUARES, fields, nested
 from .similarity import LATE, ONE, multiplied, squares
 from .statistics import TermStatistics
 

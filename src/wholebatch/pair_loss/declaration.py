@@ -12,11 +12,11 @@ import torch
 
 from .._base.checks import check_callable
 from .._base.settings import shown
+from .accumulators import rule_of
 from .arguments import Arguments
 from .compiled import Kernels
-from .first_use import Reads, first_use
+from .function_checks import Reads, first_use
 from .reductions import Mean, Partner, Term
-from .running import rule_of
 from .similarity import DISTANCE, Similarity, kinds_of
 from .tile import Reduced
 
@@ -98,7 +98,7 @@ class Declaration:
         """Look at the functions with data and parameters of these kinds, unless they were used with such before.
 
         Raises:
-            ValueError: if a function cannot be computed in tiles, see `first_use`.
+            ValueError: if a function cannot be computed in tiles, see `function_checks`.
         """
         signature = repr(call.signature)
         if signature in self._used:

@@ -21,13 +21,13 @@ from ..sync import Sync
 from ..tokens import Tokens
 from .arguments import Arguments, check_parameters
 from .call import CALLER, Call
-from .counted import tiles_held
 from .declaration import Declaration
 from .fingerprint import fingerprint
-from .first_use import Reads, check_same_values
+from .function_checks import Reads, check_same_values
 from .reductions import Term
 from .reference import Dense, OwnCandidates
 from .similarity import Similarity
+from .step_counts import tiles_held
 
 _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions, with the values that they capture,"

@@ -16,9 +16,9 @@ from ..exchange import ColumnData
 from ..nodes import Route, Vectors, token_driver
 from ..partition import Partition
 from ..sweep import Block, KeptTiles
+from .accumulators import Kept
 from .compiled import Kernels
 from .failure import Failure
-from .running import Kept
 from .sweep import Gradients, PairSweep, Side
 from .tile import Reduced
 

@@ -24,11 +24,11 @@ from .._base.precision import wide_dtype
 from ..contract import Facts
 from ..nodes.fetch import fetch_rows
 from ..partition import Partition, Ragged
-from .entries import Entries, with_ties
-from .fields import INDEX, PARTNER, SEPARATOR, nested
 from .max_sim import max_sim_of_pairs, vectors_of
 from .reductions import Max, Min, Term
+from .row_data import INDEX, PARTNER, SEPARATOR, nested
 from .similarity import LATE, ONE, absolute, of_pairs, rounding
+from .tile_entries import Entries, with_ties
 
 PAIR = "pair"
 NOBODY: Mapping[str, Tensor] = MappingProxyType({})

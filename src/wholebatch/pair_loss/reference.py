@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from .declaration import Declaration
-from .entries import Entries, with_ties
-from .fields import INDEX, PARTNER, ROUNDING, changed, fields
-from .first_use import losses_and_weights
+from .function_checks import losses_and_weights
 from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum, Term
+from .row_data import INDEX, PARTNER, ROUNDING, changed, fields
 from .similarity import ONE, absolute, rounding
+from .tile_entries import Entries, with_ties
 
 Features = Mapping[str, Tensor]  # of each similarity, (rows, d)
 Numbers = Mapping[str, Any]  # of rows, (rows,), or Fields of such

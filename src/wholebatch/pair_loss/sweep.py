@@ -22,9 +22,9 @@ from torch import Tensor
 from ..partition import Tile, tiles
 from ..sweep import Block, Driver, Factor, KeptTiles
 from .compiled import CompiledTiles, Kernels
-from .entries import Entries
-from .fields import nested
+from .row_data import nested
 from .tile import Leaves, Masks, PlainTiles, Reduced, Slot
+from .tile_entries import Entries
 
 
 @dataclass(frozen=True)

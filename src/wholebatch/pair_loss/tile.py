@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..partition import Tile
+from .accumulators import Rule
 from .affine import Coefficients, coefficients, confirmed, is_affine, may_be_affine
-from .entries import Entries, Values, with_ties
-from .fields import nested
 from .reductions import Term
-from .running import Rule
+from .row_data import nested
 from .similarity import DISTANCE, ONE, of_tile
+from .tile_entries import Entries, Values, with_ties
 
 Slot = tuple[str, str]  # "s", "x", "y" or "p", and a name
 

@@ -28,10 +28,10 @@ from .._base.settings import shown
 from .._base.user_error import UserError
 from ..pair_loss import PairLoss
 from ..pair_loss.arguments import Arguments
-from ..pair_loss.counted import SIDE, TILES, count_step, of_an_entry
-from ..pair_loss.fields import PARTNER
 from ..pair_loss.module import arguments_of
+from ..pair_loss.row_data import PARTNER
 from ..pair_loss.similarity import ONE
+from ..pair_loss.step_counts import SIDE, TILES, count_step, of_an_entry
 from ..partition import Partition
 
 Make = Callable[[int, int], tuple[PairLoss, Mapping[str, Any]]]

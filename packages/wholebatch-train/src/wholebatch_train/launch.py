@@ -21,8 +21,8 @@ from wholebatch.app.tensors import threads_of_a_rank
 from .audited import audit_start
 from .config import TrainConfig
 from .data.classes.labeled import LabeledImages
-from .data.feed import WorkerDiedError
 from .data.load import Data, load_data
+from .data.loader import WorkerDiedError
 from .data.pairs.pairs import Pairs
 from .data.pictures.left_out import FILE as LEFT_OUT
 from .loop import train

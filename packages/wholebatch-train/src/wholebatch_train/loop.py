@@ -20,7 +20,7 @@ from .progress import Progress
 from .ranks.all_ranks import WaitForFirstRank, from_first_rank, on_all_ranks
 from .ranks.sharding import local_parts
 from .ranks.signals import Asked, Requests, Stopped, name
-from .report.of_run import report_of_run
+from .report.from_run import report_of_run
 from .run.best import Best
 from .run.checkpoint import FILE
 from .run.pace import Pace, peak_memory

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from wholebatch.app import amount, duration, printable
 
-from .after.output import show_table
 from .config import TrainConfig
 from .run.resume import command_line
 from .tasks.task import Task
+from .using.output import show_table
 
 _LINE_EVERY = 10  # steps between two plain lines
 _EARLY = 2  # steps after the first one of a start, by which the time left can be estimated

@@ -16,8 +16,8 @@ from .choices import images_for_validation, with_batch, with_loss, with_pictures
 from .classes.labeled import LabeledImages
 from .classes.split import classes_of_texts
 from .glyphs import glyph_classes, glyph_pairs
+from .pairs.from_table import table_pairs
 from .pairs.ids import check_ids
-from .pairs.of_table import table_pairs
 from .pairs.pairs import Pairs, Split, split_groups
 from .tables.open_table import open_table
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..data.pairs.stated import Stated
+from ..data.pairs.answers import Stated
 from ..data.randomness import seeded
 from ..tasks.retrieval import are_right, first_ranks
 from .content import Candidate, Evidence, Gallery, Item, Query

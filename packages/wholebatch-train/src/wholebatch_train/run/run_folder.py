@@ -31,7 +31,6 @@ from torch import Tensor
 
 from wholebatch.app import UserError, parse_json, replacing, writing
 
-from ..after.readme import write_readme
 from ..config import TrainConfig
 from ..data.pictures.left_out import LeftOut, write_left_out
 from ..encoders.saved import FOLDER as ENCODERS
@@ -39,6 +38,7 @@ from ..encoders.saved import digest_of
 from ..report.content import Report
 from ..report.page import render
 from ..tasks.task import Task
+from ..using.readme import write_readme
 from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
 from .lock import Lock, check_is_free

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..data.feed import prepared
+from ..data.loader import prepared
 from ..data.sides import Side
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder

@@ -18,7 +18,7 @@ import wholebatch as wb
 
 from ..config import TrainConfig
 from ..data.classes.labeled import LabeledImages
-from ..data.feed import Feed, workers_of_a_rank
+from ..data.loader import Feed, workers_of_a_rank
 from ..encoders.adapters import merged_state
 from ..encoders.inputs import Inputs, rows_of, to_device
 from ..encoders.make import make_encoder

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.pairs.answers import Stated, other_items
 from ..data.pairs.pairs import Pairs
-from ..data.pairs.stated import Stated, other_items
 from .chance import chance
 from .retrieval import figures
 

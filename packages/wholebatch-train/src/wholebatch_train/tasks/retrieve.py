@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 
 from ..config import TrainConfig
-from ..data.feed import Feed, workers_of_a_rank
+from ..data.loader import Feed, workers_of_a_rank
+from ..data.pairs.answers import Stated, stated_of_groups
 from ..data.pairs.pairs import Pairs, Split
-from ..data.pairs.stated import Stated, stated_of_groups
 from ..data.sides import Side
 from ..encoders.adapters import merged_state
 from ..encoders.dual import Unused

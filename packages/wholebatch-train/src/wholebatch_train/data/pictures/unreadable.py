@@ -15,8 +15,8 @@ from torch import Tensor
 
 from wholebatch.app import UserError, cpus_of_a_rank
 
-from ..cache.kept import kept, text_of, text_tensor
-from ..feed import WorkerDiedError, prepared
+from ..cache.kept_results import kept, text_of, text_tensor
+from ..loader import WorkerDiedError, prepared
 from ..sides import FilePictures
 from .left_out import LeftOut, say_left_out
 

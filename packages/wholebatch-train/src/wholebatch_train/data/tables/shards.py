@@ -16,7 +16,7 @@ from typing import Any
 
 from wholebatch.app import UserError, cpus_of_a_rank
 
-from ..feed import WorkerDiedError, prepared
+from ..loader import WorkerDiedError, prepared
 from .folders import OF_MACS, PICTURES, is_utf8
 from .table import MEMBER, REASON, need_pyarrow
 

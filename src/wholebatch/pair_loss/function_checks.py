@@ -1,6 +1,6 @@
 """Compute a small tile at first use, before any communication, and find functions that no sweep can compute.
 
-    forbidden acts         captured tensors, random draws and writes, see `watched`
+    forbidden acts         captured tensors, random draws and writes, see `function_guard`
     mixed entries          a value that depends on other entries: it differs when the tile is cut into two
     shapes and dtypes      masks that are not boolean, scores and losses of another shape
 
@@ -23,11 +23,11 @@ from torch import Tensor
 from .._base.checks import check_not_negative
 from .._base.settings import shown
 from .affine import is_affine, may_be_affine
-from .entries import Entries, Values
-from .fields import INDEX, PARTNER, Fields, changed, fields
+from .function_guard import watched
 from .reductions import Mean, Partner, Term
+from .row_data import INDEX, PARTNER, Fields, changed, fields
 from .similarity import DISTANCE, ONE
-from .watched import watched
+from .tile_entries import Entries, Values
 
 _ROWS, _COLUMNS = 4, 6
 _CUTS = ((slice(0, 1), slice(0, 6)), (slice(1, 4), slice(0, 6)), (slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 6)))

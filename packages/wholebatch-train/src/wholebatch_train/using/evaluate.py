@@ -16,9 +16,9 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig, for_glyphs
 from ..data.glyphs import glyph_pairs
-from ..data.pairs.of_table import table_pairs
+from ..data.pairs.answers import stated_pairs
+from ..data.pairs.from_table import table_pairs
 from ..data.pairs.pairs import Pairs
-from ..data.pairs.stated import stated_pairs
 from ..data.sides import Side
 from ..data.tables.open_table import open_table
 from ..data.tables.roles import asked_roles
@@ -32,7 +32,7 @@ from .items import Items
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed
 from .output import say, show_table, written
-from .seen import seen_in_training
+from .overlap import seen_in_training
 
 _TOP = 5
 _OPTIONAL = ("negatives", "group")

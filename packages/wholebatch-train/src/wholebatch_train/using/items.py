@@ -14,21 +14,21 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..config import for_glyphs
-from ..data.cache.kept import stamp_of_pictures
+from ..data.cache.kept_results import stamp_of_pictures
 from ..data.glyphs import glyph_pairs
 from ..data.pictures.left_out import rows_with_texts
 from ..data.pictures.unreadable import readable_rows
 from ..data.sides import FilePictures, Side, Texts
 from ..data.tables.fingerprint import digest_of
 from ..data.tables.folders import PICTURES
-from ..data.tables.listed import in_rows
+from ..data.tables.list_columns import in_rows
 from ..data.tables.open_table import open_table
 from ..data.tables.plain_types import is_bytes, is_text
 from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.tables.table import Table
 from .open_run import OpenRun
 from .options import renamed
-from .seen import case_ignored_by
+from .overlap import case_ignored_by
 
 # The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
 ROLES = {

@@ -19,7 +19,7 @@ from ..tasks.pair_search import PLURAL
 FILE = "README.md"
 MODULE = "model.py"
 _SOURCES = {
-    MODULE: "after/plain_model.py",
+    MODULE: "using/plain_model.py",
     f"{ENCODERS}/networks.py": "encoders/networks.py",
     f"{ENCODERS}/words.py": "encoders/words.py",
     f"{ENCODERS}/pictures.py": "data/pictures/reading.py",

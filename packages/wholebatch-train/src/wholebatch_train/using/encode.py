@@ -18,7 +18,7 @@ from torch import Tensor
 from wholebatch.app import UserError
 from wholebatch.app.tensors import threads_of_a_rank
 
-from ..data.feed import WorkerDiedError, automatic_workers, prepared
+from ..data.loader import WorkerDiedError, automatic_workers, prepared
 from ..data.sides import Chosen, FilePictures
 from ..encoders.inputs import to_device
 from ..ranks.all_ranks import device_of

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..data.tables.listed import in_rows
+from ..data.tables.list_columns import in_rows
 from ..data.tables.roles import find_roles, text_column
 from ..data.tables.table import Table
 from ..encoders.words import in_upper_case, split_words

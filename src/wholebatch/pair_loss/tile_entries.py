@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fields import HINTS, PARTNER, ROUNDING, Fields, changed, fields
 from .reductions import Term
+from .row_data import HINTS, PARTNER, ROUNDING, Fields, changed, fields
 from .similarity import ONE, safe_value
 
 _SAFE_DATA = 0.5

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..data.cache.kept import kept_numbers
+from ..data.cache.kept_results import kept_numbers
 from ..data.load import load_data
 from ..data.pairs.pairs import Pairs
 from ..data.pictures.equal import MOST, digests_of, first_of_each, numbers_in_common

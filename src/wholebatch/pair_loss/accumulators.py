@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from .entries import Values
 from .reductions import Count, LogSumExp, Max, Mean, Min, Sum, Term
+from .tile_entries import Values
 
 NOBODY = -1.0  # the index of no entry
 _LAST = 2.0**52  # beyond every index

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entries import Entries, Values, with_ties
-from .fields import INDEX, nested
 from .reductions import Count, LogSumExp, Max, Mean, Min, Sum, Term
+from .row_data import INDEX, nested
 from .similarity import of_pairs
+from .tile_entries import Entries, Values, with_ties
 
 
 @dataclass(frozen=True)

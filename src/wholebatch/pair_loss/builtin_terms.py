@@ -17,7 +17,7 @@ from ..contract import Facts
 from .arguments import Arguments
 from .call import Call
 from .declaration import Declaration
-from .first_use import Reads
+from .function_checks import Reads
 from .reductions import Term
 from .similarity import ONE
 
