@@ -123,9 +123,11 @@ def reductions_counted():
 
 
 def _in_wholebatch(frame):
+    """Return whether the innermost frame of wholebatch is in its communication, which decorates whole steps, too."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("wholebatch.comm"):
-            return True
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("wholebatch."):
+            return name.startswith("wholebatch.comm")
         frame = frame.f_back
     return False
 

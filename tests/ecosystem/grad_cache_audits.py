@@ -22,12 +22,13 @@ def _reference(model, batch):
     return F.cross_entropy(x @ y.T, torch.arange(len(x)) * (1 + HARD))
 
 
-def _problem(package):
+def _problem(package, losses):
     encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     distributed = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
     def step(model, batch):
-        loss_fn = (package.loss.DistributedContrastiveLoss if distributed else package.loss.SimpleContrastiveLoss)(HARD)
+        of_ranks, alone = losses.DistributedContrastiveLoss, losses.SimpleContrastiveLoss
+        loss_fn = (of_ranks if distributed else alone)(HARD)
         inputs = batch["queries"], batch["passages"].flatten(0, 1)
         return package.GradCache([model, model], 4, loss_fn)(*inputs, no_sync_except_last=distributed)
 
@@ -40,13 +41,13 @@ def theirs():
     import grad_cache
     import grad_cache.loss
 
-    return _problem(grad_cache)
+    return _problem(grad_cache, grad_cache.loss)
 
 
 def ours():
     from wholebatch.integrations import grad_cache
 
-    return _problem(grad_cache)
+    return _problem(grad_cache, grad_cache)
 
 
 SETTINGS = {
