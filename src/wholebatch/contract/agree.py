@@ -120,8 +120,8 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
     derived = None if mistake is not None else _values_of_all(columns, comm.rank, inputs, checks)
     if derived is None:
-        found = _numbers(comm, inputs, checks)
-        checked = comm.handshake(lambda: _check_values(comm, found, inputs, checks), caller=caller)
+        local_numbers = _numbers(comm, inputs, checks)
+        checked = comm.handshake(lambda: _check_values(comm, local_numbers, inputs, checks), caller=caller)
         if mistake is not None:
             raise on_all_ranks(mistake, transport)
         columns, derived = checked.columns_of_mapping(NUMBERS), _by_name(checked.column(_DERIVED))
@@ -302,11 +302,11 @@ class _Call:
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
         words = None if records is None else as_unread(records.words, 1 + len(on_device)).to(device)
-        made = Assumption(
+        assumption = Assumption(
             self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
         )
-        keep(kept.assumptions, kind, made)
-        return made
+        keep(kept.assumptions, kind, assumption)
+        return assumption
 
     def agreement(self, by_rank: FactsByRank) -> Agreement:
         """Return what the ranks agree on.
@@ -339,8 +339,8 @@ class _Call:
         assumption: Assumption | None = None,
     ) -> Facts:
         """Return the facts of the call; its inputs enter the graph of the loss."""
-        first, given = self.inputs.first[1], self.inputs.differentiable
-        entered = enter(join(given, agreement.needs_grad), self.inputs, self.comm, self.options)
+        first, differentiable = self.inputs.first[1], self.inputs.differentiable
+        entered = enter(join(differentiable, agreement.needs_grad), self.inputs, self.comm, self.options)
         if deferred is not None:
             entered = deferred.admit(entered)
         dtype = accumulation_dtype(first.dtype)
@@ -375,8 +375,8 @@ class _Call:
 
 def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
     """Return the partition of each name; equal ones are one object."""
-    made = {of_ranks: Partition(of_ranks) for of_ranks in set(counts.values())}
-    return {name: made[of_ranks] for name, of_ranks in counts.items()}
+    partitions = {of_ranks: Partition(of_ranks) for of_ranks in set(counts.values())}
+    return {name: partitions[of_ranks] for name, of_ranks in counts.items()}
 
 
 def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: Checks) -> dict[str, Any]:
@@ -460,10 +460,10 @@ def _check_values(
     comm: Communicator, numbers: Mapping[str, Tensor | float], inputs: Inputs, checks: Checks
 ) -> dict[str, Any]:
     """Return this rank's numbers, and facts that follow from them, or raise ValueError for a value that is wrong."""
-    found = on_host(numbers)
-    check_earlier(comm.transport, found)
-    found.pop(EARLIER, None)
-    return {NUMBERS: inputs.check_values(found), _DERIVED: checks.derive(found) if checks.derive is not None else {}}
+    values = on_host(numbers)
+    check_earlier(comm.transport, values)
+    values.pop(EARLIER, None)
+    return {NUMBERS: inputs.check_values(values), _DERIVED: checks.derive(values) if checks.derive is not None else {}}
 
 
 def _values_of_all(
@@ -481,8 +481,8 @@ def _values_of_all(
         return {}
     derived: list[Mapping[str, Any]] = [{}] * len(columns[norm_of(inputs.first[0])])
     try:
-        for at in sorted(range(len(derived)), key=lambda at: at == rank):  # this rank's last: it may keep numbers
-            derived[at] = checks.derive({name: column[at] for name, column in columns.items()})
+        for r in sorted(range(len(derived)), key=lambda r: r == rank):  # this rank's last: it may keep numbers
+            derived[r] = checks.derive({name: column[r] for name, column in columns.items()})
     except (ValueError, IndexError):  # raised again, with this rank's values in its message, by `_check_values`
         return None
     return _by_name(derived)

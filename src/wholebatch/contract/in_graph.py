@@ -99,7 +99,7 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return key
 
     arguments = map_leaves(placed, (args, kwargs))
-    features = [at for at, x in enumerate(tensors) if x.is_floating_point() and x.dim() > 1]
+    features = [index for index, x in enumerate(tensors) if x.is_floating_point() and x.dim() > 1]
     if refused or not features or any(getattr(module, "gradients_are_sparse", False) for module in modules):
         return None
     tensors += _learned_by(modules)
@@ -112,12 +112,12 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _learned_by(modules: Sequence[nn.Module]) -> list[Tensor]:
     """Return the parameters and buffers that get a gradient, each once."""
-    found: list[Tensor] = []
+    learned: list[Tensor] = []
     for module in modules:
         for x in (*module.parameters(), *module.buffers()):
-            if x.requires_grad and not any(x is other for other in found):
-                found.append(x)
-    return found
+            if x.requires_grad and not any(x is other for other in learned):
+                learned.append(x)
+    return learned
 
 
 def _keep(leaf: object) -> str:
@@ -136,8 +136,8 @@ def _keep_object(address: int) -> str:
     Such an object has no attributes while Dynamo traces, or its id is that of something of Dynamo's in its place.
     """
     leaf = ctypes.cast(address, ctypes.py_object).value
-    made = not getattr(leaf, "__dict__", None) or type(leaf).__module__.startswith("torch._dynamo")
-    return "" if made else _keep(leaf)
+    temporary = not getattr(leaf, "__dict__", None) or type(leaf).__module__.startswith("torch._dynamo")
+    return "" if temporary else _keep(leaf)
 
 
 def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, ...]) -> int:
