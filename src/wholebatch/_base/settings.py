@@ -73,10 +73,10 @@ def check_integer(
     return value
 
 
-def check_count(name: str, value: object, of: str) -> int:
-    """Return value if it is a positive integer; `of` names the counted things in errors."""
+def check_count(name: str, value: object, counted: str) -> int:
+    """Return value if it is a positive integer; `counted` names the counted things in errors."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MOST:
-        raise ValueError(f"{name} must be a positive integer, {of}; got {shown(value)}{_as_python(value, 'int')}")
+        raise ValueError(f"{name} must be a positive integer, {counted}; got {shown(value)}{_as_python(value, 'int')}")
     return value
 
 
@@ -163,9 +163,9 @@ def check_callable(name: str, value: object) -> Any:
     return value
 
 
-def check_instance(name: str, value: object, of: type[_T] | tuple[type[Any], ...], expected: str) -> Any:
+def check_instance(name: str, value: object, kind: type[_T] | tuple[type[Any], ...], expected: str) -> Any:
     """Return value if it is an instance of the type, which `expected` describes in errors."""
-    if not isinstance(value, of):
+    if not isinstance(value, kind):
         raise ValueError(f"{name} must be {expected}, got {shown(value)}")
     return value
 
@@ -200,6 +200,6 @@ def between(minimum: int | None, maximum: int | None) -> str:
 
 def _as_python(value: object, kind: str) -> str:
     """Say how to pass a number that an array library has wrapped."""
-    of = type(value)
-    wrapped = hasattr(of, "dtype") and hasattr(of, "item") and not hasattr(of, "requires_grad")
+    cls = type(value)
+    wrapped = hasattr(cls, "dtype") and hasattr(cls, "item") and not hasattr(cls, "requires_grad")
     return f"; pass {kind}(...) of it" if wrapped else ""

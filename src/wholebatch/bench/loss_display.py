@@ -20,16 +20,16 @@ _PANEL = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device")
 def print_table(rows: Sequence[Row]) -> None:
     """Print every method of every loss, compared with the first and, if there are peers, with them."""
     for loss in dict.fromkeys(row.loss for row in rows):
-        here = [row for row in rows if row.loss == loss]
-        first = here[0]
+        rows_of_loss = [row for row in rows if row.loss == loss]
+        first = rows_of_loss[0]
         on = _on(first.ranks, first.threads, first.device)
         print_rows(
             f"{loss}, batch size {first.batch_size}, embedding size {first.embedding_size}, {on}",
             _HEADER,
-            [_cells(row, first) for row in here],
+            [_cells(row, first) for row in rows_of_loss],
             left=_HEADER[:1],
         )
-        for row in here:
+        for row in rows_of_loss:
             if row.note:
                 print_text(f"{row.method}: {row.note}")
     print_text(

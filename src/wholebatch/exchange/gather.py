@@ -57,12 +57,12 @@ class GatherExchange(Exchange):
     @cached_property
     def largest_block(self) -> tuple[int, int]:
         rows, cols = super().largest_block
-        return rows, cols if self.symmetric else max(at.stop - at.start for at in map(self._columns, self._chunks))
+        return rows, cols if self.symmetric else max(cut.stop - cut.start for cut in map(self._columns, self._chunks))
 
     def over(self, comm: Communicator) -> Self:
-        made = super().over(comm)
-        made._arriving = []
-        return made
+        copied = super().over(comm)
+        copied._arriving = []
+        return copied
 
     @cached_property
     def one_transfer(self) -> bool:
