@@ -118,10 +118,10 @@ class Assumption:
         # Whether a call was ok, on several ranks whether that of each is like the one before, and the numbers of each.
         self._alike = 0 if self.records is None else self._ranks
         self._state = self.bounds.new_ones(1 + self._alike + self._ranks * len(self.limits))
-        self._found = self._state.to("cpu", copy=True)
+        self._on_host = self._state.to("cpu", copy=True)
         self._arrived = None
         if self._state.is_cuda:
-            self._found, self._arrived = self._found.pin_memory(), torch.cuda.Event()
+            self._on_host, self._arrived = self._on_host.pin_memory(), torch.cuda.Event()
         self._captured = False
 
     def like(self, records: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Assumption:
         if capturing():
             self._captured = True
             return
-        self._found.copy_(self._state, non_blocking=True)
+        self._on_host.copy_(self._state, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(self._state.device))
 
@@ -155,10 +155,10 @@ class Assumption:
         """
         if self._captured:  # a replay may have changed them since, and will again
             self.unread.append(self)
-            self._found.copy_(self._state)
+            self._on_host.copy_(self._state)
         elif self._arrived is not None:
             self._arrived.synchronize()  # mostly of an earlier step
-        ok, *values = bytes_of(self._found).cast("d" if self._found.dtype == torch.float64 else "f").tolist()
+        ok, *values = bytes_of(self._on_host).cast("d" if self._on_host.dtype == torch.float64 else "f").tolist()
         like, numbers = values[: self._alike], values[self._alike :]
         columns = {name: numbers[index :: len(self.limits)] for index, name in enumerate(self.limits)}
         if not ok:
