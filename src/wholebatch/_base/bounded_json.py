@@ -37,7 +37,7 @@ def parse_json(text: bytes, source: str) -> Any:
         decoded = text.decode()
         _check_depth(decoded)
         return json.loads(
-            decoded, object_pairs_hook=_unique, parse_constant=_not_finite, parse_int=_integer, parse_float=_finite
+            decoded, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_finite
         )
     except ValueError as error:
         raise ValueError(f"{source} is damaged, or no JSON of this program: {error}") from error
@@ -118,7 +118,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _not_finite(text: str) -> NoReturn:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a finite number")
 
 

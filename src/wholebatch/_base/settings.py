@@ -67,7 +67,7 @@ def check_integer(
     """Return value if it is an int from `minimum` to `maximum`; `of` names the counted things in errors."""
     accepted = f"an integer{between(minimum, maximum)}{f', {of}' if of else ''}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_as_python(value, 'int')}")
+        raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_cast_hint(value, 'int')}")
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         raise ValueError(f"{name} must be {accepted}; got {shown(value)}")
     return value
@@ -76,7 +76,7 @@ def check_integer(
 def check_count(name: str, value: object, counted: str) -> int:
     """Return value if it is a positive integer; `counted` names the counted things in errors."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MOST:
-        raise ValueError(f"{name} must be a positive integer, {counted}; got {shown(value)}{_as_python(value, 'int')}")
+        raise ValueError(f"{name} must be a positive integer, {counted}; got {shown(value)}{_cast_hint(value, 'int')}")
     return value
 
 
@@ -85,7 +85,7 @@ def check_real(name: str, value: object, *, or_: str = "") -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         is_tensor = hasattr(type(value), "requires_grad")
         got = "a tensor; it is not learned" if is_tensor else shown_with_type(value)
-        raise ValueError(f"{name} must be a number{or_}, got {got}{_as_python(value, 'float')}")
+        raise ValueError(f"{name} must be a number{or_}, got {got}{_cast_hint(value, 'float')}")
     try:
         return float(value)
     except OverflowError:
@@ -198,7 +198,7 @@ def between(minimum: int | None, maximum: int | None) -> str:
     return f" of at least {minimum}" if maximum is None else f" from {minimum} to {maximum}"
 
 
-def _as_python(value: object, kind: str) -> str:
+def _cast_hint(value: object, kind: str) -> str:
     """Say how to pass a number that an array library has wrapped."""
     cls = type(value)
     wrapped = hasattr(cls, "dtype") and hasattr(cls, "item") and not hasattr(cls, "requires_grad")

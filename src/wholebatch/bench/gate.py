@@ -41,7 +41,7 @@ def check(
     dtype = DTYPES[configuration.dtype]
     case = subject.make(rows, embedding_size, dtype, device, comm.rank)
     options = subject.options(configuration, rows * comm.size, embedding_size, comm.size, device)
-    whole = _of_all_ranks(comm, case.arguments)
+    whole = _gathered(comm, case.arguments)
     loss = case.ours(**case.arguments, options={**options, "group": comm, "sync": None})
     expected = case.reference(**whole)
     assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-5)
@@ -79,15 +79,15 @@ def check_value(
     case = subject.make(_FEW_ROWS, embedding_size, dtype, device, comm.rank)
     value = comm.all_reduce(loss(**case.arguments).detach().double(), "avg", check=False)
     close = 1e-4 if dtype.itemsize >= 4 else 1e-2
-    assert_close(value, case.reference(**_of_all_ranks(comm, case.arguments)).double(), rtol=close, atol=close)
+    assert_close(value, case.reference(**_gathered(comm, case.arguments)).double(), rtol=close, atol=close)
 
 
-def _of_all_ranks(comm: Communicator, value: Any, name: str = "") -> Any:
+def _gathered(comm: Communicator, value: Any, name: str = "") -> Any:
     """Return arguments with all ranks' rows, in float64, as leaves; those that all ranks share as they are."""
     if name in _SHARED or value is None:
         return value
     if isinstance(value, Mapping):
-        return {key: _of_all_ranks(comm, x, key) for key, x in value.items()}
+        return {key: _gathered(comm, x, key) for key, x in value.items()}
     gathered = comm.all_gather(value.detach(), check=False)
     return (gathered.double() if gathered.is_floating_point() else gathered).requires_grad_(value.requires_grad)
 

@@ -84,7 +84,7 @@ def handshake(
         facts = check_callable("state", state)()
         check_instance("the return value of state", facts, Mapping, "a mapping of JSON values")
         if transport.size == 1:
-            json.dumps(facts, default=_no_json)  # a fact that is no JSON value is a mistake on one rank, too
+            json.dumps(facts, default=_refuse_non_json)  # a fact that is no JSON value is a mistake on one rank, too
             return FactsByRank([_read_back(facts)])
         local = _stated(caller, facts)
     except Exception as error:
@@ -195,7 +195,7 @@ def _is_on_device(value: object) -> bool:
     return isinstance(value, OnDevice)
 
 
-def _no_json(value: object) -> None:
+def _refuse_non_json(value: object) -> None:
     if not isinstance(value, OnDevice):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 

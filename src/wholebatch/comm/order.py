@@ -126,7 +126,7 @@ class Order:
             if not call.collective or any(not waiting.collective for waiting in self.waiting()):
                 self._refuse_messages()
             self._reached.add(call.index)
-            _after_this_pass(self._forget_unused)
+            _run_after_pass(self._forget_unused)
 
     def _refuse_messages(self) -> None:
         """Raise an error: a plain backward pass never reaches a send, so its gradient would be missing."""
@@ -174,5 +174,5 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _after_this_pass(act: Callable[[], None]) -> None:
+def _run_after_pass(act: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(act)

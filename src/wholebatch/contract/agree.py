@@ -245,7 +245,7 @@ class _Call:
         else:
             own = assumption.records[self.comm.rank][None]
             judged = form.statement.gather(transport, own, stacked([*on_device.values()], assumption.bounds))
-        return self._as_assumed(assumption, judged, of_rows)
+        return self._assumed_facts(assumption, judged, of_rows)
 
     def beside(self, by_rank: FactsByRank, records: Records) -> Facts:
         """Return the facts of a call for which other ranks have read nothing, because theirs is like the one before.
@@ -261,13 +261,13 @@ class _Call:
             judged = records.words.to(assumption.bounds.device)
             if assumption.caller == self.caller and all(assumption.like(judged)[others].tolist()):
                 counts = {name: rows.counts[self.comm.rank] for name, rows in assumption.agreement.rows.items()}
-                return replace(self, inputs=with_rows(self.inputs, counts))._as_assumed(assumption, judged, None)
+                return replace(self, inputs=with_rows(self.inputs, counts))._assumed_facts(assumption, judged, None)
         raise ValueError(
             f"{self.caller}: with checks='deferred', rank {others[0]} goes on as in an earlier call, in which rank "
             f"{self.comm.rank} had other settings; pass the same on all ranks, or checks='entry'"
         )
 
-    def _as_assumed(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
+    def _assumed_facts(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
         values = _Values(assumption.norms, assumption.scalars, assumption.least, {})
         return self.facts(assumption.agreement, number_next_call(self.comm.transport), values, of_rows, deferred)

@@ -164,7 +164,7 @@ class Assumption:
         if not ok:
             self._state.fill_(1.0)
             self._raise(transport, like, columns)
-        return bool(ok) and not self._beyond(columns, _ALMOST)
+        return bool(ok) and not self._number_beyond(columns, _ALMOST)
 
     def _raise(self, transport: Transport, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> None:
         """Raise the error of a call that was not ok, or warn of a number that has grown."""
@@ -176,7 +176,7 @@ class Assumption:
                 "and its gradients are 0; pass checks='entry' for an error at once"
             )
         self.seen.add(self, columns)
-        grown = self._beyond(columns, 1.0)
+        grown = self._number_beyond(columns, 1.0)
         if grown is None:
             self.seen.underflowed = True
             cause = (
@@ -211,7 +211,7 @@ class Assumption:
             return "weights were 0 for every example of every rank"
         return None
 
-    def _beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
+    def _number_beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
         """Return the name of a number that is beyond a share of its limits on any rank."""
         for name in map(norm_of, self.norms):
             if max(columns[name]) < _SHORT / share:

@@ -170,7 +170,7 @@ class Inputs:
         for name, value in self.compared.items():
             numbers[name] = value if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
-            numbers |= self._of_weights(self.weights[0])
+            numbers |= self._weight_numbers(self.weights[0])
         if self.labels:
             ids = self.given_ids[self.labels][0].to(self.device, wide_dtype(self.first[1].device))
             numbers[SMALLEST_LABEL] = ids.amin() if len(ids) else ids.sum()
@@ -180,7 +180,7 @@ class Inputs:
         return numbers
 
     @staticmethod
-    def _of_weights(weights: Tensor) -> dict[str, Tensor]:
+    def _weight_numbers(weights: Tensor) -> dict[str, Tensor]:
         weights = weights.detach().to(wide_dtype(weights.device))
         smallest = weights.amin() if len(weights) else weights.sum()
         return {SUM_OF_WEIGHTS: weights.sum(), SMALLEST_WEIGHT: smallest}
@@ -206,7 +206,7 @@ class Inputs:
         for name, value in self.given_scalars.items():
             numbers[name] = next(scalars) if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
-            numbers |= self._of_weights(self.weights[0])
+            numbers |= self._weight_numbers(self.weights[0])
         if self.matching is not None:
             numbers[MIN_PAIR_PRODUCT] = -extremes[2]
         return numbers, of_rows

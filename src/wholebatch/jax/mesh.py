@@ -48,24 +48,24 @@ def on_mesh(
         raise ValueError("axis must be a name or several names, got none")
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
         check_not_split(rows)
-        return _in_one_piece(rows, replicated, body=body)
+        return _run_whole(rows, replicated, body=body)
     check_axes(mesh, names)
     current = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in current.axis_types and current.shape == mesh.shape:  # a jax.shard_map over other axes of it
         mesh = current
-    return _on_devices(rows, replicated, body=body, mesh=mesh, names=names, per_row=per_row)
+    return _run_on_devices(rows, replicated, body=body, mesh=mesh, names=names, per_row=per_row)
 
 
 # Jitted, so that calls outside of the caller's `jit` compile only once.
 
 
 @partial(jax.jit, static_argnames=("body",))
-def _in_one_piece(rows: dict[str, Array | None], replicated: Any, *, body: Callable[..., Array]) -> Array:
+def _run_whole(rows: dict[str, Array | None], replicated: Any, *, body: Callable[..., Array]) -> Array:
     return body(Axis(), rows, replicated)
 
 
 @partial(jax.jit, static_argnames=("body", "mesh", "names", "per_row"))
-def _on_devices(
+def _run_on_devices(
     rows: dict[str, Array | None],
     replicated: Any,
     *,

@@ -87,7 +87,7 @@ class Arguments:
             raise ValueError("y_data must be left out where y is: the rows of x are the columns, with x_data")
         owners, flat = torch.zeros(0, dtype=torch.int64, device="cpu"), None
         if candidates is not None:
-            flat, owners, candidate_data = _own(candidates, candidate_offsets, candidate_data, kinds, features)
+            flat, owners, candidate_data = _candidates(candidates, candidate_offsets, candidate_data, kinds, features)
         elif candidate_data or candidate_offsets is not None:
             raise ValueError(
                 "candidate_data and candidate_offsets need candidates=, the features of each row's own candidates"
@@ -175,7 +175,7 @@ def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dic
     return torch.cat(parts, dim=1), {key: part.shape[1] for key, part in zip(kinds, parts, strict=True)}
 
 
-def _own(
+def _candidates(
     candidates: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
 ) -> tuple[Any, Tensor, dict[str, Tensor]]:
     """Return own candidates in one list, (k, d), their rows, (k,), and their data, (k,) each."""
@@ -225,12 +225,12 @@ def _owners(offsets: Any, rows: int, count: int) -> Tensor:
     if not good:
         raise ValueError(
             f"candidate_offsets must be {rows + 1} integers that rise from 0 to {count}: row i's candidates are those "
-            f"from candidate_offsets[i] up to candidate_offsets[i + 1]; got {_offsets(offsets)}"
+            f"from candidate_offsets[i] up to candidate_offsets[i + 1]; got {_offsets_error(offsets)}"
         )
     return torch.arange(rows, device=offsets.device).repeat_interleave(offsets.diff())
 
 
-def _offsets(offsets: object) -> str:
+def _offsets_error(offsets: object) -> str:
     """Return the text of wrong offsets."""
     if not is_dense(offsets):
         return shown(offsets)

@@ -89,7 +89,7 @@ class Call:
         ):
             if function is not None:
                 side = partial(self._side, name, function, of_side, tower, partners)
-                sides.append(self.failure.guard(side, partial(self._nothing, tower)))
+                sides.append(self.failure.guard(side, partial(self._no_losses, tower)))
         if self.facts.options.reduction == "none":
             losses = [loss for loss, _ in sides]
             self.failure.report()
@@ -183,7 +183,7 @@ class Call:
                 elif isinstance(term, Max | Min) and term.over != "own" and term.ties == "first":
                     values[name] = self._winners(term, values[name], rows=rows)
                 if rows and term.over != "batch":
-                    own = self.failure.guard(partial(self._own, term), partial(self._zeros, self.x))
+                    own = self.failure.guard(partial(self._own_reduction, term), partial(self._zeros, self.x))
                     values[name] = own if term.over == "own" else combined(term, values[name], own)
         return of_rows, of_cols
 
@@ -195,7 +195,7 @@ class Call:
         towers = (x, y) if rows else (y, x)
         return winners(self.facts, self.declared.kinds, towers, term, index, self.parameters, rows_are_local=rows)
 
-    def _nothing(self, tower: Tower) -> tuple[Tensor, None]:
+    def _no_losses(self, tower: Tower) -> tuple[Tensor, None]:
         """Return the losses of local rows, and no weights, after an error."""
         return self._zeros(tower), None
 
@@ -203,7 +203,7 @@ class Call:
         """Return a number for each local row of a tower, after an error."""
         return torch.zeros(tower.rows.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
 
-    def _own(self, term: Term) -> Tensor:
+    def _own_reduction(self, term: Term) -> Tensor:
         """Return a term over each row's own candidates, (b,)."""
         tower = self._tower("candidates", "candidate_data", self.call.candidate_data, self.facts.rows["candidates"])
         own = OwnRows(tower.features, tower.numbers, self.call.owners, self.rows.counts[self.facts.rank])
@@ -231,7 +231,7 @@ class Call:
             self.rows,
             self.cols,
             {name: value for name, value in x_numbers.items() if name not in x_learned},
-            {name: self._of_all_columns(name, value) for name, value in y_numbers.items() if name not in y_learned},
+            {name: self._gather_columns(name, value) for name, value in y_numbers.items() if name not in y_learned},
             x_learned,
             y_learned,
             p_learned,
@@ -260,7 +260,7 @@ class Call:
         layout = Layout(self.rows, self.cols, symmetric=self.declared.symmetric)
         return choose_route(self.facts, layout, exact=True, dtype=self.facts.dtype, times=self.tiles)
 
-    def _of_all_columns(self, name: str, numbers: Tensor) -> Tensor:
+    def _gather_columns(self, name: str, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks' columns, (B,). Collective: one all-gather, except for their index."""
         if name == INDEX:
             return torch.arange(self.cols.total, device=self.facts.device)

@@ -67,7 +67,7 @@ def tiles_held(declaration: Declaration, call: Arguments) -> int:
         call: the arguments; of their data some rows are taken, and features are random ones.
     """
     with torch.inference_mode(False), torch.enable_grad(), not_collecting():
-        held = of_an_entry(lambda side: count_step(declaration, _few(call, TILES * side), side).held)
+        held = of_an_entry(lambda side: count_step(declaration, _few_rows(call, TILES * side), side).held)
     return max(1, ceil(held / (2 * accumulation_dtype(call.x.dtype).itemsize)))
 
 
@@ -77,7 +77,7 @@ def _leaves(call: Arguments) -> list[Tensor]:
     return [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _few(call: Arguments, rows: int) -> Arguments:
+def _few_rows(call: Arguments, rows: int) -> Arguments:
     """Return arguments of the same kinds with so many rows, and one own candidate of each."""
     generator = torch.Generator().manual_seed(0)
 
@@ -89,7 +89,7 @@ def _few(call: Arguments, rows: int) -> Arguments:
         return values.requires_grad_(x.requires_grad)
 
     def data(numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _some(x, rows).requires_grad_(x.requires_grad) for name, x in numbers.items()}
+        return {name: _sample(x, rows).requires_grad_(x.requires_grad) for name, x in numbers.items()}
 
     x_data, y_data = data(call.x_data), data(call.y_data)
     for numbers in (x_data, y_data):
@@ -115,6 +115,6 @@ def _few(call: Arguments, rows: int) -> Arguments:
     )
 
 
-def _some(x: Tensor, rows: int) -> Tensor:
+def _sample(x: Tensor, rows: int) -> Tensor:
     x = x.detach()
     return x[torch.arange(rows, device=x.device) % len(x)] if len(x) else x.new_zeros(rows)

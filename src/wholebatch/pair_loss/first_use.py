@@ -98,7 +98,7 @@ def first_use(
     Raises:
         ValueError: naming the function, what it did, and the fix.
     """
-    reads, jumps, pick, values = Reads(), False, _some if values is None else _fixed, {} if values is None else values
+    reads, jumps, pick, values = Reads(), False, _sample if values is None else _fixed, {} if values is None else values
     x, y, own = (
         None if numbers is None else {name: pick(x, n) for name, x in numbers.items()}
         for numbers, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
@@ -128,7 +128,7 @@ def first_use(
         if function is not None:
             values[name] = _check_loss(name, function, terms, side, (kinds, p, read, reads), device)
     if symmetric:
-        rows = {name: _some(x, _ROWS) for name, x in data[0].items()}
+        rows = {name: _sample(x, _ROWS) for name, x in data[0].items()}
         for name, term in terms.items():
             _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads(), device), _ALL, _SQUARE))
     return reads
@@ -160,7 +160,7 @@ def _fixed(x: Tensor, *shape: int) -> Tensor:
     return (even if x.is_floating_point() else even * 100 // 1 % 2).to(x.dtype)
 
 
-def _some(x: Tensor, rows: int) -> Tensor:
+def _sample(x: Tensor, rows: int) -> Tensor:
     """Return a few of a vector's numbers, some several times if it is short; zeros if it is empty."""
     x = x.detach()
     return x[torch.arange(rows, device=x.device) % len(x)] if len(x) else x.new_zeros(rows)
@@ -315,7 +315,7 @@ def _check_loss(
     # Differences of two terms have both signs, and no two are equal: a mean of any of them would show.
     uneven = torch.tensor([0.4, 1.7, 0.9, 1.3], dtype=torch.float64, device=device)
     r = {name: uneven.roll(number) * (1 + 0.3 * number) for number, name in enumerate(terms)}
-    numbers: dict[str, Any] = {name: _some(x, rows) for name, x in side.items()}
+    numbers: dict[str, Any] = {name: _sample(x, rows) for name, x in side.items()}
     numbers |= {**_partners(kinds, rows, torch.float64, device), INDEX: torch.arange(rows, device=device)}
     letter = "x" if label == "row_loss" else "y"
 

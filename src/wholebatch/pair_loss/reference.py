@@ -113,7 +113,7 @@ class Dense:
         if self.lengths is not None:
             s = self._similarities(kind, x, y)[torch.arange(len(to_y), device=to_y.device), to_y]
         else:
-            s = _of_pairs(kind, x, y[to_y])
+            s = _pair_similarities(kind, x, y[to_y])
         return s if key == PARTNER else rounding(s, x.shape[1], x.dtype)
 
     def _term(self, name: str, entries: Entries, x_numbers: Numbers | None, to_y: Tensor | None) -> Tensor:
@@ -144,7 +144,7 @@ class Dense:
         assert self.own is not None
         mask = self.own.owners == row
         s = {
-            name: _of_pairs(kind, self.x[name][row : row + 1], self.own.features[name][mask])[None]
+            name: _pair_similarities(kind, self.x[name][row : row + 1], self.own.features[name][mask])[None]
             for name, kind in self.declaration.kinds.items()
         }
         of_row = changed(x_numbers, lambda x: x[row : row + 1])
@@ -202,7 +202,7 @@ def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:
     return value.mean() if term.log_weight is None else (log_weight.softmax(0) * value).sum()
 
 
-def _of_pairs(kind: str, x: Tensor, y: Tensor) -> Tensor:
+def _pair_similarities(kind: str, x: Tensor, y: Tensor) -> Tensor:
     if kind == "neg_squared_distance":
         return -(x - y).square().sum(1)
     if kind == "cosine":

@@ -46,7 +46,7 @@ def _exponents(products, k, c, rows, cols, here_rows, here_cols, row_scale, row_
 
 
 @triton.jit
-def _of_candidates(values, rows, cols, sets, KINDS: tl.constexpr, CANDIDATES: tl.constexpr):
+def _keep_candidates(values, rows, cols, sets, KINDS: tl.constexpr, CANDIDATES: tl.constexpr):
     """Return the values of candidates, and 0 elsewhere."""
     nothing = tl.zeros_like(values)
     return choose(
@@ -95,12 +95,12 @@ def tile_sums(
             if ALL_FIELDS > EXPONENTIALS:
                 logits = tl.where(inside, (of_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
                 if TARGETS & ALL_FIELDS:
-                    of_positives = _of_candidates(logits, rows, cols, sets, KINDS, POSITIVES)
+                    of_positives = _keep_candidates(logits, rows, cols, sets, KINDS, POSITIVES)
                     targets += tl.sum(of_positives, 1)
                     if TARGETS & OF_COLS:
                         tl.store(to_cols + stride_cols, tl.sum(of_positives, 0), mask=here_cols)
                 if LOGITS & ALL_FIELDS:
-                    candidates = _of_candidates(tl.where(inside, 1.0, 0.0), rows, cols, sets, KINDS, CANDIDATES)
+                    candidates = _keep_candidates(tl.where(inside, 1.0, 0.0), rows, cols, sets, KINDS, CANDIDATES)
                     of_logits += tl.sum(logits * candidates, 1)
                     counts += tl.sum(candidates, 1)
                     if LOGITS & OF_COLS:
@@ -116,7 +116,7 @@ def tile_sums(
                 special |= any_named(row, cols, excluded, excluded_stride, sets, KINDS[2], BM)
             if special:
                 exponentials = tl.where(inside, exponentials, 0.0)
-                exponentials = _of_candidates(exponentials, rows, cols, sets, KINDS, CANDIDATES)
+                exponentials = _keep_candidates(exponentials, rows, cols, sets, KINDS, CANDIDATES)
             by_row += tl.sum(exponentials, 1)
             if OF_COLS:
                 tl.store(to_cols, tl.sum(exponentials, 0), mask=here_cols)
