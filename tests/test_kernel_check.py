@@ -290,7 +290,7 @@ FAULTY_ARGUMENTS = {
     ),
     "a part ends early": (
         "nested_sums", "matryoshka",
-        of_tile(ends=lambda tile: replace(tile.ends, at=2 * tile.ends.at - 1, unit=tile.ends.unit // 2)),
+        of_tile(ends=lambda tile: replace(tile.ends, stops=2 * tile.ends.stops - 1, unit=tile.ends.unit // 2)),
     ),
     "a row of a part has its neighbor's weight": (
         "nested_gradient", "matryoshka",

@@ -35,7 +35,7 @@ def without_generating_code(graph, **options):
 def is_compiled(loss_fn):
     kernels = loss_fn.declaration.kernels
     assert not kernels.failure, kernels.failure
-    return len(kernels.found)
+    return len(kernels.by_key)
 
 
 def declared_both(patch, name, data, options):

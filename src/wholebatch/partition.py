@@ -115,8 +115,8 @@ class Ragged:
 
     def local(self, rank: int) -> Ragged:
         """Return the items of one rank alone."""
-        at = self.items.rows(rank)
-        return Ragged(Partition((at.stop - at.start,)), self.lengths[at])
+        items = self.items.rows(rank)
+        return Ragged(Partition((items.stop - items.start,)), self.lengths[items])
 
 
 @dataclass(frozen=True)

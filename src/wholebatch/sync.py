@@ -76,11 +76,11 @@ def loss_parameters(scalars: Sequence[Any], comm: Communicator, sync: Sync) -> l
 
     Collective in backward under "mean": one all-reduce of their numbers.
     """
-    at = [i for i, x in enumerate(scalars) if isinstance(x, Tensor) and x.requires_grad]
-    if sync != "mean" or comm.size == 1 or not at:
+    learned = [i for i, x in enumerate(scalars) if isinstance(x, Tensor) and x.requires_grad]
+    if sync != "mean" or comm.size == 1 or not learned:
         return [*scalars]
-    summed = iter(_SumGradients.apply(comm, *(scalars[i] for i in at)))
-    return [next(summed) if i in at else x for i, x in enumerate(scalars)]
+    summed = iter(_SumGradients.apply(comm, *(scalars[i] for i in learned)))
+    return [next(summed) if i in learned else x for i, x in enumerate(scalars)]
 
 
 def total(comm: Communicator, share: Tensor) -> Tensor:

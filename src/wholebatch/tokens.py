@@ -36,18 +36,18 @@ class Packed(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def packed(name: str, given: Tokens, *, names: tuple[str, str] | None = None) -> Packed:
+def packed(name: str, tokens: Tokens, *, names: tuple[str, str] | None = None) -> Packed:
     """Return the vectors without padding. The host reads how many there are of each item.
 
     Args:
         name: of the argument, for messages.
-        given: the vectors.
+        tokens: the vectors.
         names: of mask and offsets, for messages.
 
     Raises:
         ValueError: for other shapes or dtypes, an item without a vector, offsets that do not ascend to the end.
     """
-    vectors, mask, offsets = given
+    vectors, mask, offsets = tokens
     of_mask, of_offsets = names or (f"{name}.mask", f"{name}.offsets")
     if not isinstance(vectors, Tensor):
         raise ValueError(
@@ -80,11 +80,11 @@ def packed(name: str, given: Tokens, *, names: tuple[str, str] | None = None) ->
                 f"{got}; of a tokenizer's attention mask pass attention_mask.bool()"
             )
         lengths = mask.sum(1)
-    found = _checked(name, lengths, "mask it out of the batch, or leave it out")
+    counts = _checked(name, lengths, "mask it out of the batch, or leave it out")
     flat = vectors.flatten(0, 1)
-    if mask is not None and sum(found) < len(flat):
+    if mask is not None and sum(counts) < len(flat):
         flat = flat.index_select(0, mask.to(flat.device).flatten().nonzero()[:, 0])
-    return Packed(flat, found)
+    return Packed(flat, counts)
 
 
 def _lengths_of_offsets(name: str, of_offsets: str, offsets: object, count: int) -> tuple[int, ...]:
@@ -104,11 +104,11 @@ def _lengths_of_offsets(name: str, of_offsets: str, offsets: object, count: int)
 
 def _checked(name: str, lengths: Tensor, fix: str) -> tuple[int, ...]:
     """Return the lengths, all of which must be positive."""
-    found: list[int] = lengths.tolist()
-    for at, length in enumerate(found):
+    counts: list[int] = lengths.tolist()
+    for item, length in enumerate(counts):
         if length < 1:
             raise ValueError(
-                f"{name} must have a token in each item, got {length} in item {at}; over no tokens there is no "
+                f"{name} must have a token in each item, got {length} in item {item}; over no tokens there is no "
                 f"maximum: {fix}"
             )
-    return tuple(found)
+    return tuple(counts)

@@ -37,7 +37,7 @@ def parse_json(text: bytes, source: str) -> Any:
         decoded = text.decode()
         _check_depth(decoded)
         return json.loads(
-            decoded, object_pairs_hook=_unique, parse_constant=_not_finite, parse_int=_integer, parse_float=_finite
+            decoded, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_finite
         )
     except ValueError as error:
         raise ValueError(f"{source} is damaged, or no JSON of this program: {error}") from error
@@ -50,12 +50,12 @@ def check_fields(value: object, source: str, types: Types) -> dict[str, Any]:
         ValueError: otherwise; `source` names the value.
     """
     if not isinstance(value, dict) or value.keys() != types.keys():
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{source} must have the fields {sorted(types)}, got {shown(found)}")
+        got = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{source} must have the fields {sorted(types)}, got {shown(got)}")
     for name, expected in types.items():
         allowed = expected if isinstance(expected, tuple) else (expected,)
         if type(value[name]) not in allowed:
-            names = " or ".join("None" if one is type(None) else one.__name__ for one in allowed)
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
             raise ValueError(f"{source}: {name} must be {names}, got {shown(value[name])}")
     return value
 
@@ -112,13 +112,13 @@ def _check_depth(text: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError("an object names a key twice")
-    return found
+    return unique
 
 
-def _not_finite(text: str) -> NoReturn:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a finite number")
 
 

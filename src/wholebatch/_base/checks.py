@@ -124,13 +124,13 @@ def _memory_bytes() -> int:
 def on_host(numbers: Mapping[_K, Tensor | float] | Mapping[_K, Tensor]) -> dict[_K, float]:
     """Copy tensors of one element to the host, as numbers; the host waits once for each device."""
     tensors = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
-    found: dict[_K, float] = dict(numbers)  # type: ignore[arg-type]  # in the same order
+    values: dict[_K, float] = dict(numbers)  # type: ignore[arg-type]  # in the same order
     devices = {x.device for x in tensors.values()}
     for device in devices:
-        here = tensors if len(devices) == 1 else {name: x for name, x in tensors.items() if x.device == device}
-        shaped = [x.reshape(()) if x.dim() else x for x in here.values()]
-        found.update(zip(here, torch.stack(shaped).tolist(), strict=True))  # in the widest of their dtypes
-    return found
+        local = tensors if len(devices) == 1 else {name: x for name, x in tensors.items() if x.device == device}
+        shaped = [x.reshape(()) if x.dim() else x for x in local.values()]
+        values.update(zip(local, torch.stack(shaped).tolist(), strict=True))  # in the widest of their dtypes
+    return values
 
 
 def norm_bound(x: Tensor) -> Tensor:
@@ -176,28 +176,28 @@ def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor, *, rows: bool) -
             raise ValueError(f"{name_x} and {name_y} must have the same {property_}, got {of_x} and {of_y}; {fix}")
 
 
-def check_ids(name: str, ids: object, of: str, rows: int) -> None:
-    """Raise ValueError unless ids has one integer for each row of the features `of`."""
+def check_ids(name: str, ids: object, side: str, rows: int) -> None:
+    """Raise ValueError unless ids has one integer for each row of the features `side`."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
         got = ids.dtype if isinstance(ids, Tensor) else shown_with_type(ids)
         raise ValueError(
-            f"{name} must be a tensor of integers, one for each row of {of}, got {got}; {_fix_of_ids(name, ids)}"
+            f"{name} must be a tensor of integers, one for each row of {side}, got {got}; {_fix_of_ids(name, ids)}"
         )
     check_dense(name, ids)
     if ids.shape != (rows,):
         raise ValueError(
-            f"{name} must have shape ({rows},), one integer for each row of {of}, got {tuple(ids.shape)}"
+            f"{name} must have shape ({rows},), one integer for each row of {side}, got {tuple(ids.shape)}"
             f"{_fix_of_shape(ids, rows)}"
         )
 
 
-def check_data(name: str, x: object, of: str, rows: int) -> None:
-    """Raise ValueError unless x is a vector with one number for each row of the features `of`."""
+def check_data(name: str, x: object, side: str, rows: int) -> None:
+    """Raise ValueError unless x is a vector with one number for each row of the features `side`."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor with a number for each row of {of}, got {shown_with_type(x)}")
+        raise ValueError(f"{name} must be a tensor with a number for each row of {side}, got {shown_with_type(x)}")
     check_dense(name, x)
     if x.dim() != 1 or len(x) != rows:
-        raise ValueError(f"{name} must have shape ({rows},), one number for each row of {of}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape ({rows},), one number for each row of {side}, got {tuple(x.shape)}")
     if x.is_complex():
         raise ValueError(f"{name} must be real numbers, integers or booleans, got {x.dtype}")
 
@@ -215,14 +215,14 @@ def _fix_of_shape(ids: Tensor, rows: int) -> str:
     return "; pass it with .squeeze(1)" if ids.shape == (rows, 1) else "; for one-hot rows pass the argmax(1)"
 
 
-def check_weights(name: str, weights: object, of: str, rows: int) -> None:
-    """Raise ValueError unless weights has one number for each row of the features `of`."""
+def check_weights(name: str, weights: object, side: str, rows: int) -> None:
+    """Raise ValueError unless weights has one number for each row of the features `side`."""
     if not isinstance(weights, Tensor) or weights.dtype not in _DTYPES:
         got = weights.dtype if isinstance(weights, Tensor) else shown_with_type(weights)
-        raise ValueError(f"{name} must be a floating-point tensor, one number for each row of {of}, got {got}")
+        raise ValueError(f"{name} must be a floating-point tensor, one number for each row of {side}, got {got}")
     check_dense(name, weights)
     if weights.shape != (rows,):
-        raise ValueError(f"{name} must have shape ({rows},), one for each row of {of}, got {tuple(weights.shape)}")
+        raise ValueError(f"{name} must have shape ({rows},), one for each row of {side}, got {tuple(weights.shape)}")
 
 
 def check_not_negative(name: str, weights: Tensor, minimum: float, total: float) -> float:

@@ -49,8 +49,8 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
         size = size_of(file)
         if size > most_bytes:
             raise ValueError(f"{path} has {size} bytes; expected at most {most_bytes}: it is damaged, or another file")
-        found = bytearray(size)
-        return bytes(found[: read_into(file, memoryview(found))])
+        buffer = bytearray(size)
+        return bytes(buffer[: read_into(file, memoryview(buffer))])
 
 
 def read_into(file: BinaryIO, memory: memoryview) -> int:
@@ -119,9 +119,9 @@ def flock(file: Any, *operations: str) -> bool | None:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Turn an error of writing `what` into a mistake of the user's, such as a full disk."""
+def writing(label: str) -> Iterator[None]:
+    """Turn an error of writing `label` into a mistake of the user's, such as a full disk."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{label} cannot be written: {error.strerror or error}") from error

@@ -43,10 +43,10 @@ def finite_value(loss: Tensor) -> float:
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves of these tensors' graphs that require a gradient; some may be outputs themselves."""
-    given = list(outputs)
-    found = {id(x): x for x in given if x.is_leaf and x.requires_grad}
+    tensors = list(outputs)
+    leaves = {id(x): x for x in tensors if x.is_leaf and x.requires_grad}
     seen: set[Any] = set()
-    todo = [x.grad_fn for x in given]
+    todo = [x.grad_fn for x in tensors]
     while todo:  # without a call of Python for a node: a graph has thousands
         node = todo.pop()
         if node is None or node in seen:
@@ -54,7 +54,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         for parent, _ in node.next_functions:
             todo.append(parent)
-    return [*found.values()]
+    return [*leaves.values()]

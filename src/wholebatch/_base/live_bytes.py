@@ -45,16 +45,16 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        given: list[Tensor] = []
+        output = func(*args, **kwargs)
+        inputs: list[Tensor] = []
         results: list[Tensor] = []
-        _append(args, given)
-        _append([x for k, x in kwargs.items() if k != "out"], given)
-        _append(found, results)
+        _append(args, inputs)
+        _append([x for k, x in kwargs.items() if k != "out"], inputs)
+        _append(output, results)
         if _moves(func):
-            self.moved += sum(map(_bytes, given)) + sum(map(_bytes, results))
-        _append(kwargs.get("out"), given)
-        earlier = {x.untyped_storage()._cdata for x in given}
+            self.moved += sum(map(_bytes, inputs)) + sum(map(_bytes, results))
+        _append(kwargs.get("out"), inputs)
+        earlier = {x.untyped_storage()._cdata for x in inputs}
         allocated = False
         for x in results:
             storage = x.untyped_storage()
@@ -63,19 +63,19 @@ class _Count(TorchDispatchMode):
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 allocated = True
         if allocated:  # else there is no more than before
-            self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+            self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
             self.most = max(self.most, sum(size for _, size in self._live.values()))
-        return found
+        return output
 
 
-def _append(tree: Any, found: list[Tensor]) -> None:
+def _append(tree: Any, tensors: list[Tensor]) -> None:
     """Append the tensors of an operation's arguments or results, which may be in lists."""
     if isinstance(tree, Tensor):
         if tree.device.type != "meta":
-            found.append(tree)
+            tensors.append(tree)
     elif isinstance(tree, list | tuple):
         for x in tree:
-            _append(x, found)
+            _append(x, tensors)
 
 
 def _bytes(x: Tensor) -> int:
@@ -86,6 +86,6 @@ def _bytes(x: Tensor) -> int:
 def _moves(func: Any) -> bool:
     """Return whether an operation reads or writes memory, not merely returns its input's or allocates some."""
     schema = func._schema
-    writes = any(of.alias_info is not None and of.alias_info.is_write for of in schema.arguments)
-    is_view = not writes and any(of.alias_info is not None for of in schema.returns)
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    is_view = not writes and any(argument.alias_info is not None for argument in schema.returns)
     return not is_view and "empty" not in schema.name

@@ -7,24 +7,24 @@ from torch import Tensor, nn
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """Return `module.modules()`: the module and all modules inside, each once."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     todo = [module]
     while todo:
-        one = todo.pop()
-        if id(one) not in found:
-            found[id(one)] = one
-            for inner in reversed(one._modules.values()):
+        current = todo.pop()
+        if id(current) not in modules:
+            modules[id(current)] = current
+            for inner in reversed(current._modules.values()):
                 if inner is not None:
                     todo.append(inner)
-    return [*found.values()]
+    return [*modules.values()]
 
 
 def parameters_in(*modules: nn.Module) -> list[Tensor]:
     """Return the parameters of these modules and of all modules inside, each once."""
-    found: dict[int, Tensor] = {}
+    parameters: dict[int, Tensor] = {}
     for module in modules:
-        for one in modules_in(module):
-            for p in one._parameters.values():
+        for submodule in modules_in(module):
+            for p in submodule._parameters.values():
                 if p is not None:
-                    found[id(p)] = p
-    return [*found.values()]
+                    parameters[id(p)] = p
+    return [*parameters.values()]

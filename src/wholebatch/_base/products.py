@@ -18,8 +18,8 @@ def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tens
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
     # Each row takes memory three times, in float64; a few short rows at a time would take time to start.
     rows = max(rows_at_a_time(b.device) // 8, 2**16 // max(b.shape[1], 1))
-    for at in range(0, len(b), rows):
-        some = slice(at, at + rows)
+    for start in range(0, len(b), rows):
+        some = slice(start, start + rows)
         products = torch.linalg.vecdot(a[some].to(total.dtype), b[some].to(total.dtype))
         total += (products if divided_by is None else products / divided_by[some, 0]).sum(dtype=total.dtype)
     return total

@@ -67,16 +67,16 @@ def check_integer(
     """Return value if it is an int from `minimum` to `maximum`; `of` names the counted things in errors."""
     accepted = f"an integer{between(minimum, maximum)}{f', {of}' if of else ''}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_as_python(value, 'int')}")
+        raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_cast_hint(value, 'int')}")
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         raise ValueError(f"{name} must be {accepted}; got {shown(value)}")
     return value
 
 
-def check_count(name: str, value: object, of: str) -> int:
-    """Return value if it is a positive integer; `of` names the counted things in errors."""
+def check_count(name: str, value: object, counted: str) -> int:
+    """Return value if it is a positive integer; `counted` names the counted things in errors."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MOST:
-        raise ValueError(f"{name} must be a positive integer, {of}; got {shown(value)}{_as_python(value, 'int')}")
+        raise ValueError(f"{name} must be a positive integer, {counted}; got {shown(value)}{_cast_hint(value, 'int')}")
     return value
 
 
@@ -85,7 +85,7 @@ def check_real(name: str, value: object, *, or_: str = "") -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         is_tensor = hasattr(type(value), "requires_grad")
         got = "a tensor; it is not learned" if is_tensor else shown_with_type(value)
-        raise ValueError(f"{name} must be a number{or_}, got {got}{_as_python(value, 'float')}")
+        raise ValueError(f"{name} must be a number{or_}, got {got}{_cast_hint(value, 'float')}")
     try:
         return float(value)
     except OverflowError:
@@ -163,9 +163,9 @@ def check_callable(name: str, value: object) -> Any:
     return value
 
 
-def check_instance(name: str, value: object, of: type[_T] | tuple[type[Any], ...], expected: str) -> Any:
+def check_instance(name: str, value: object, kind: type[_T] | tuple[type[Any], ...], expected: str) -> Any:
     """Return value if it is an instance of the type, which `expected` describes in errors."""
-    if not isinstance(value, of):
+    if not isinstance(value, kind):
         raise ValueError(f"{name} must be {expected}, got {shown(value)}")
     return value
 
@@ -198,8 +198,8 @@ def between(minimum: int | None, maximum: int | None) -> str:
     return f" of at least {minimum}" if maximum is None else f" from {minimum} to {maximum}"
 
 
-def _as_python(value: object, kind: str) -> str:
+def _cast_hint(value: object, kind: str) -> str:
     """Say how to pass a number that an array library has wrapped."""
-    of = type(value)
-    wrapped = hasattr(of, "dtype") and hasattr(of, "item") and not hasattr(of, "requires_grad")
+    cls = type(value)
+    wrapped = hasattr(cls, "dtype") and hasattr(cls, "item") and not hasattr(cls, "requires_grad")
     return f"; pass {kind}(...) of it" if wrapped else ""

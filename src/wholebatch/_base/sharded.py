@@ -15,8 +15,8 @@ _MARK = "_wholebatch_sharded"
 
 def mark_sharded(*tensors: Tensor | None) -> None:
     """Mark these tensors, and the parameters that they are computed from, as sharded; copies lose the mark."""
-    given = [x for x in tensors if isinstance(x, Tensor)]
-    for x in (*given, *leaves_of(given)):
+    present = [x for x in tensors if isinstance(x, Tensor)]
+    for x in (*present, *leaves_of(present)):
         setattr(x, _MARK, True)
 
 

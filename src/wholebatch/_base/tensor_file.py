@@ -190,10 +190,10 @@ class TensorFile:
 
 
 def _read_exactly(file: BinaryIO, count: int, source: str) -> bytes:
-    found = bytearray(count)
-    if read_into(file, memoryview(found)) < count:
+    buffer = bytearray(count)
+    if read_into(file, memoryview(buffer)) < count:
         raise ValueError(f"{source} is damaged or incomplete: it ends within its header")
-    return bytes(found)
+    return bytes(buffer)
 
 
 def _checked_header(header: dict[str, Any], data_bytes: int, source: str) -> tuple[dict[str, str], dict[str, Entry]]:
@@ -202,13 +202,13 @@ def _checked_header(header: dict[str, Any], data_bytes: int, source: str) -> tup
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{source} is damaged: its metadata are not all strings")
     entries = {name: _entry(name, value, metadata, source) for name, value in header.items()}
-    at = 0
+    end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != at:
-            raise ValueError(f"{source} is damaged: the bytes of {shown(name)} begin at {entry.start}, expected {at}")
-        at = entry.stop
-    if at != data_bytes:
-        raise ValueError(f"{source} is damaged or incomplete: its tensors take {at} bytes, it has {data_bytes}")
+        if entry.start != end:
+            raise ValueError(f"{source} is damaged: the bytes of {shown(name)} begin at {entry.start}, expected {end}")
+        end = entry.stop
+    if end != data_bytes:
+        raise ValueError(f"{source} is damaged or incomplete: its tensors take {end} bytes, it has {data_bytes}")
     return {key: value for key, value in metadata.items() if key.partition(" ")[0] != DIGEST}, entries
 
 

@@ -36,8 +36,8 @@ def leaves(tree: Any, path: str = "", *, is_leaf: IsLeaf = only_others) -> Itera
         for key, value in tree.items():
             yield from leaves(value, f"{path}.{key}" if path else str(key), is_leaf=is_leaf)
     elif isinstance(tree, list | tuple) and not is_leaf(tree):
-        for at, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{at}]", is_leaf=is_leaf)
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{index}]", is_leaf=is_leaf)
     else:
         yield path, tree
 
@@ -64,12 +64,12 @@ def _mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping
         return items
     if not isinstance(original, dict):
         return type(original)(items)  # type: ignore[call-arg]
-    found = copy(original)  # a subclass may take other arguments, as defaultdict does
+    copied = copy(original)  # a subclass may take other arguments, as defaultdict does
     for key, value in items.items():
-        found[key] = value
+        copied[key] = value
     for key in original.keys() - items.keys():
-        del found[key]
-    return found
+        del copied[key]
+    return copied
 
 
 def sequence_like(original: Sequence[Any], items: Sequence[Any]) -> Any:

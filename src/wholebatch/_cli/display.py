@@ -35,15 +35,15 @@ def print_table(
     if title:
         print_text(title, "bold")
     if first:
-        every = [line for lines in (first, *others) for line in lines]
-        for line in (*first, "-" * max(map(len, every))):
+        all_lines = [line for lines in (first, *others) for line in lines]
+        for line in (*first, "-" * max(map(len, all_lines))):
             _print(console, line, "")
-    for at, lines in enumerate(others):
-        heading = (headings or {}).get(at)
+    for index, lines in enumerate(others):
+        heading = (headings or {}).get(index)
         if heading is not None or as_blocks:
             _print(console, heading or "", "bold")
         for line in lines:
-            _print(console, line, styles[at] if styles else "")
+            _print(console, line, styles[index] if styles else "")
 
 
 def print_text(text: str, style: str = "") -> None:

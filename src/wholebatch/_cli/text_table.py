@@ -39,8 +39,8 @@ def format_rows(
         room = width - len(gap) * (len(header) - 1)
         if sum(least) <= room:
             while sum(widths) > room:
-                shrinkable = [at for at in range(len(widths)) if widths[at] > least[at]]
-                widths[max(shrinkable, key=lambda at: widths[at])] -= 1
+                shrinkable = [index for index in range(len(widths)) if widths[index] > least[index]]
+                widths[max(shrinkable, key=lambda index: widths[index])] -= 1
             return [_row(header, row, widths, left, gap) for row in (header, *rows)]
     return [[], *(_block(header, row, width) for row in rows)]
 
@@ -55,8 +55,8 @@ def _least(name: str, column: Sequence[str], *, text: bool) -> int:
 def _row(header: Sequence[str], row: Sequence[str], widths: Sequence[int], left: Sequence[str], gap: str) -> list[str]:
     cells = [wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
     lines = []
-    for at in range(max(len(cell) for cell in cells)):
-        texts = [cell[at] if at < len(cell) else "" for cell in cells]
+    for index in range(max(len(cell) for cell in cells)):
+        texts = [cell[index] if index < len(cell) else "" for cell in cells]
         aligned = [
             text.ljust(width) if name in left else text.rjust(width)
             for name, text, width in zip(header, texts, widths, strict=True)

@@ -38,9 +38,9 @@ def launcher_size() -> int | None:
     if missing and size == 1 and rank == 0:
         return None
     if missing:
-        found = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ)
+        variables = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ)
         raise UserError(
-            f"{found} means that a launcher has started several processes, but {' and '.join(missing)} "
+            f"{variables} means that a launcher has started several processes, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; start with torchrun, which sets all of "
             f"{', '.join(_VARIABLES)}, or unset them"
         )

@@ -42,7 +42,7 @@ def use_variables_of_slurm() -> str:
         raise UserError("SLURM_PROCID is set, but SLURM_LOCALID is not: start the processes with srun, or unset it")
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     job, step = (int("0" + re.sub(r"\D", "", os.environ.get(name, ""))) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    found = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
@@ -50,10 +50,10 @@ def use_variables_of_slurm() -> str:
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or first_host(nodes),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or _FIRST_PORT + (job + 1009 * step) % _PORTS,
     }
-    os.environ.update({name: str(value) for name, value in found.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
     if rank:
         return ""
-    return f"Slurm has started {size} processes, which meet at {found['MASTER_ADDR']}:{found['MASTER_PORT']}"
+    return f"Slurm has started {size} processes, which meet at {variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
 
 
 def has_gpu_of_its_own() -> bool:
@@ -87,10 +87,10 @@ def _local_size(size: int) -> int:
 def _counts(text: str) -> Iterator[int]:
     """Yield the numbers of a list such as 2(x3),1: 2, 2, 2, 1."""
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
+        if match is None:
             raise UserError(f"SLURM_TASKS_PER_NODE must be a list such as 2(x3),1; got {text!r}; {_FIX}")
-        yield from [int(found[1])] * int(found[2] or 1)
+        yield from [int(match[1])] * int(match[2] or 1)
 
 
 def first_host(nodes: str) -> str:
@@ -108,10 +108,10 @@ def first_host(nodes: str) -> str:
         if done.stdout.split():
             return done.stdout.split()[0]
     pattern = r"(?:[^\[\],]|\[\d+(?:[-,]\d+)*\])+"
-    found = re.match(pattern, nodes.strip())
-    if found is None or re.fullmatch(f"{pattern}(?:,{pattern})*", nodes.strip()) is None:
+    match = re.match(pattern, nodes.strip())
+    if match is None or re.fullmatch(f"{pattern}(?:,{pattern})*", nodes.strip()) is None:
         raise UserError(f"the hosts of Slurm's job must be a list such as gpu[03-05],login1; got {nodes!r}; {_FIX}")
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0])
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def _integer(name: str, smallest: int, largest: int | None = None) -> int | None:

@@ -39,27 +39,27 @@ def check(
     if subject.loss == MAX_SIM:
         rows, subject = ceil(_ITEMS[device.type] / comm.size), Subject(MAX_SIM, _TOKENS)
     dtype = DTYPES[configuration.dtype]
-    made = subject.make(rows, embedding_size, dtype, device, comm.rank)
+    case = subject.make(rows, embedding_size, dtype, device, comm.rank)
     options = subject.options(configuration, rows * comm.size, embedding_size, comm.size, device)
-    whole = _of_all_ranks(comm, made.arguments)
-    loss = made.ours(**made.arguments, options={**options, "group": comm, "sync": None})
-    expected = made.reference(**whole)
+    whole = _gathered(comm, case.arguments)
+    loss = case.ours(**case.arguments, options={**options, "group": comm, "sync": None})
+    expected = case.reference(**whole)
     assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-5)
-    pairs = [(x, y) for x, y in _pairs(made.arguments, whole) if x.requires_grad]
+    pairs = [(x, y) for x, y in _pairs(case.arguments, whole) if x.requires_grad]
     of_rows = {id(x) for x, y in pairs if x is not y}
-    pairs += [(x, x) for x in made.leaves if id(x) not in {id(known) for known, _ in pairs}]
+    pairs += [(x, x) for x in case.leaves if id(x) not in {id(known) for known, _ in pairs}]
     local, true = (
-        torch.autograd.grad(of, leaves, allow_unused=True, materialize_grads=True)
-        for of, leaves in zip((loss, expected), zip(*pairs, strict=True), strict=True)
+        torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+        for value, leaves in zip((loss, expected), zip(*pairs, strict=True), strict=True)
     )
     # float32 rounds at 1e-7; a gradient in half precision, and a kept weight in bfloat16, at 4e-3
     close = 2e-2 if dtype.itemsize == 2 or configuration.keep else 1e-5
-    for (x, _), got, of in zip(pairs, local, true, strict=True):
+    for (x, _), got, grad in zip(pairs, local, true, strict=True):
         if id(x) in of_rows:
-            of = of[len(got) * comm.rank : len(got) * (comm.rank + 1)]
+            grad = grad[len(got) * comm.rank : len(got) * (comm.rank + 1)]
         else:  # with sync=None each rank has its share
             got = comm.all_reduce(got.clone(), check=False)
-        assert_close(got.double(), of.double(), rtol=0, atol=close * of.abs().max().item() + 1e-12)
+        assert_close(got.double(), grad.double(), rtol=0, atol=close * grad.abs().max().item() + 1e-12)
 
 
 def check_value(
@@ -76,24 +76,24 @@ def check_value(
         AssertionError: if it computes another loss.
     """
     subject = Subject(MAX_SIM, _TOKENS) if subject.loss == MAX_SIM else subject
-    made = subject.make(_FEW_ROWS, embedding_size, dtype, device, comm.rank)
-    value = comm.all_reduce(loss(**made.arguments).detach().double(), "avg", check=False)
+    case = subject.make(_FEW_ROWS, embedding_size, dtype, device, comm.rank)
+    value = comm.all_reduce(loss(**case.arguments).detach().double(), "avg", check=False)
     close = 1e-4 if dtype.itemsize >= 4 else 1e-2
-    assert_close(value, made.reference(**_of_all_ranks(comm, made.arguments)).double(), rtol=close, atol=close)
+    assert_close(value, case.reference(**_gathered(comm, case.arguments)).double(), rtol=close, atol=close)
 
 
-def _of_all_ranks(comm: Communicator, of: Any, name: str = "") -> Any:
+def _gathered(comm: Communicator, value: Any, name: str = "") -> Any:
     """Return arguments with all ranks' rows, in float64, as leaves; those that all ranks share as they are."""
-    if name in _SHARED or of is None:
-        return of
-    if isinstance(of, Mapping):
-        return {key: _of_all_ranks(comm, x, key) for key, x in of.items()}
-    every = comm.all_gather(of.detach(), check=False)
-    return (every.double() if every.is_floating_point() else every).requires_grad_(of.requires_grad)
+    if name in _SHARED or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {key: _gathered(comm, x, key) for key, x in value.items()}
+    gathered = comm.all_gather(value.detach(), check=False)
+    return (gathered.double() if gathered.is_floating_point() else gathered).requires_grad_(value.requires_grad)
 
 
 def _pairs(local: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of arguments beside those of all ranks."""
     if isinstance(local, Mapping):
-        return [pair for key, of in local.items() for pair in _pairs(of, whole[key])]
+        return [pair for key, value in local.items() for pair in _pairs(value, whole[key])]
     return [(local, whole)] if isinstance(local, Tensor) else []

@@ -44,14 +44,14 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    backends, every = (sorted({row[name] for row in rows}) for name in ("backend", "ranks"))
-    size = 3.4 * len(every) + 0.6, 2.7 * len(backends) + 0.8
-    figure, axes = plt.subplots(len(backends), len(every), figsize=size, sharex=True, sharey=True, squeeze=False)
-    for (backend, ranks), axis in zip(product(backends, every), axes.flat, strict=True):
-        here = [row for row in rows if (row["backend"], row["ranks"]) == (backend, ranks)]
-        axis.set_visible(bool(here))
+    backends, rank_counts = (sorted({row[name] for row in rows}) for name in ("backend", "ranks"))
+    size = 3.4 * len(rank_counts) + 0.6, 2.7 * len(backends) + 0.8
+    figure, axes = plt.subplots(len(backends), len(rank_counts), figsize=size, sharex=True, sharey=True, squeeze=False)
+    for (backend, ranks), axis in zip(product(backends, rank_counts), axes.flat, strict=True):
+        panel_rows = [row for row in rows if (row["backend"], row["ranks"]) == (backend, ranks)]
+        axis.set_visible(bool(panel_rows))
         for (strategy, name), marker in zip(STRATEGIES.items(), "os^", strict=True):
-            points = sorted((row["embedding_size"], row["step_ms"]) for row in here if row["method"] == strategy)
+            points = sorted((row["embedding_size"], row["step_ms"]) for row in panel_rows if row["method"] == strategy)
             axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=name)
         axis.set_title(f"{backend}, {ranks} ranks", fontsize=10)
         axis.loglog()

@@ -164,7 +164,7 @@ class Methods:
         """Add the dense reference of a declared loss, on one rank, and a loss of this library of the same value."""
         comm, job = self._comm, self._job
         if comm.size == 1:
-            self._add("its dense reference", replace(first, exchange=""), self._subject, lambda made: made.reference)
+            self._add("its dense reference", replace(first, exchange=""), self._subject, lambda case: case.reference)
         if job.beside is not None:
             beside, group = Subject(job.beside), {"group": comm}
 
@@ -177,7 +177,7 @@ class Methods:
     def _add_checked(self, method: str, package: str, configuration: Configuration, loss: Loss, size: int) -> None:
         """Add a loss of another library, or a formula."""
         check_value(self._comm, self._subject, loss, self._device, DTYPES[configuration.dtype], size)
-        self._add(method, configuration, self._subject, lambda made: loss, package)
+        self._add(method, configuration, self._subject, lambda case: loss, package)
 
     def _add(
         self,
@@ -189,27 +189,27 @@ class Methods:
     ) -> None:
         """Add a method with inputs of its own; without `choose` it is this library's function."""
         comm, job = self._comm, self._job
-        made = subject.make(self._local, job.embedding_size, DTYPES[configuration.dtype], self._device, comm.rank)
+        case = subject.make(self._local, job.embedding_size, DTYPES[configuration.dtype], self._device, comm.rank)
         options = subject.options(configuration, job.batch_size, job.embedding_size, comm.size, self._device)
-        loss = partial(made.ours, options={**options, "group": comm}) if choose is None else choose(made)
+        loss = partial(case.ours, options={**options, "group": comm}) if choose is None else choose(case)
 
         def step() -> None:
-            loss(**made.arguments).backward()
+            loss(**case.arguments).backward()
 
-        for leaf in made.leaves:
+        for leaf in case.leaves:
             leaf.grad = torch.ones_like(leaf)  # this memory is in use already and does not count as the loss's
         self._runs.append((self._row(method, package, configuration), step))
 
-    def _row(self, method: str, package: str, of: Configuration) -> Row:
+    def _row(self, method: str, package: str, conf: Configuration) -> Row:
         job, on = self._job, "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
         sizes = self._comm.size, job.threads, job.batch_size, job.embedding_size
-        return Row(self._subject.title, method, package, *sizes, of.dtype, of.keep, of.exchange, on, of.kernel)
+        return Row(self._subject.title, method, package, *sizes, conf.dtype, conf.keep, conf.exchange, on, conf.kernel)
 
     def timed(self) -> list[Row]:
         """Time and return all methods; those that did not run come last."""
         comm, device, job = self._comm, self._device, self._job
         shape = [min(_FLOOR_ROWS, n) for n in self._shape]
-        floors = {of.dtype: _floor(shape, job.embedding_size, device, DTYPES[of.dtype]) for of in job.configurations}
+        floors = {c.dtype: _floor(shape, job.embedding_size, device, DTYPES[c.dtype]) for c in job.configurations}
         ready: list[tuple[Row, Callable[[], None], list[float]]] = []
         refused = list(self._refused)
         for row, step in self._runs:

@@ -20,16 +20,16 @@ _PANEL = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device")
 def print_table(rows: Sequence[Row]) -> None:
     """Print every method of every loss, compared with the first and, if there are peers, with them."""
     for loss in dict.fromkeys(row.loss for row in rows):
-        here = [row for row in rows if row.loss == loss]
-        first = here[0]
-        on = _on(first.ranks, first.threads, first.device)
+        rows_of_loss = [row for row in rows if row.loss == loss]
+        first = rows_of_loss[0]
+        on = _resources(first.ranks, first.threads, first.device)
         print_rows(
             f"{loss}, batch size {first.batch_size}, embedding size {first.embedding_size}, {on}",
             _HEADER,
-            [_cells(row, first) for row in here],
+            [_cells(row, first) for row in rows_of_loss],
             left=_HEADER[:1],
         )
-        for row in here:
+        for row in rows_of_loss:
             if row.note:
                 print_text(f"{row.method}: {row.note}")
     print_text(
@@ -48,7 +48,7 @@ def _cells(row: Row, first: Row) -> list[str]:
     return [row.method, _digits(row.step_ms), f"{row.times_floor:.2f}", times_first, speed, transient]
 
 
-def _on(ranks: int, threads: int, device: str) -> str:
+def _resources(ranks: int, threads: int, device: str) -> str:
     if device != "cpu":
         return f"{ranks} x {device}"
     return " of ".join(f"{n} {unit}{'s' * (n > 1)}" for n, unit in ((ranks, "rank"), (threads, "thread")))
@@ -85,7 +85,7 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         line[1].set_yticks([])
         line[0].axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        line[0].set_title(f"{loss}, B = {batch_size}, d = {embedding_size}, {_on(*on)}", fontsize=9, loc="left")
+        line[0].set_title(f"{loss}, B = {batch_size}, d = {embedding_size}, {_resources(*on)}", fontsize=9, loc="left")
     axes[-1][0].set_xlabel("time; 1: torch.mm for the same multiply-adds", fontsize=9)
     axes[-1][1].set_xlabel("transient memory, MB", fontsize=9)
     machines = ", ".join(dict.fromkeys(f"{row['machine']}, torch {row['torch']}" for row in rows))

@@ -67,7 +67,7 @@ def _sentence_transformers(_comm: Communicator, scale: float) -> PairLoss:
     return lambda x, y, _scale, _bias: loss.compute_loss_from_embeddings([x, y], None)
 
 
-def _both_ways(linear: Callable[[Tensor, Tensor, Tensor], Tensor]) -> PairLoss:
+def _symmetric_loss(linear: Callable[[Tensor, Tensor, Tensor], Tensor]) -> PairLoss:
     """Return CLIP's loss, built from a linear cross-entropy: one tower's rows are the other's classes."""
 
     def loss(x: Tensor, y: Tensor, scale: Tensor, _bias: Tensor) -> Tensor:
@@ -81,20 +81,20 @@ def _torch_linear(_comm: Communicator, _scale: float) -> PairLoss:
     linear = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if linear is None:
         raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
-    return _both_ways(linear)
+    return _symmetric_loss(linear)
 
 
 def _cut_cross_entropy(_comm: Communicator, _scale: float) -> PairLoss:
     from cut_cross_entropy import linear_cross_entropy
 
     # Its filter would leave small probabilities, most of a contrastive loss's, out of the gradient.
-    return _both_ways(lambda x, y, local: linear_cross_entropy(x, y, local, filter_eps=None))
+    return _symmetric_loss(lambda x, y, local: linear_cross_entropy(x, y, local, filter_eps=None))
 
 
 def _liger(_comm: Communicator, _scale: float) -> PairLoss:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    return _both_ways(liger_fused_linear_cross_entropy)
+    return _symmetric_loss(liger_fused_linear_cross_entropy)
 
 
 def _inf_cl(_comm: Communicator, _scale: float) -> PairLoss:

@@ -42,7 +42,7 @@ def run_gather(config: GatherConfig) -> None:
     else:
         for ranks in config.ranks:
             try:
-                rows = run_ranks(_on_gloo, ranks, config, timeout_s=3600)[0]
+                rows = run_ranks(_measured_on_gloo, ranks, config, timeout_s=3600)[0]
             except RankError as error:
                 raise UserError(f"a rank failed: {str(error).splitlines()[0]} (memory?)") from error
             _finish(config, "gloo", rows)
@@ -54,7 +54,7 @@ def run_gather(config: GatherConfig) -> None:
         dist.destroy_process_group()
 
 
-def _on_gloo(config: GatherConfig) -> list[gather.Row]:
+def _measured_on_gloo(config: GatherConfig) -> list[gather.Row]:
     return _measured(wb.comm.TorchCommunicator(), config)
 
 

@@ -39,7 +39,7 @@ def run_loss(config: LossConfig) -> None:
         raise UserError(f"--device cuda needs a GPU for each of {max(config.ranks)} ranks, and there are {gpus}")
     peers = [peer for name in config.losses for peer in PEERS.get(name, ()) if config.peers]
     packages = sorted({peer.package for peer in peers if peer.on_cpu or config.device == "cuda"})
-    versions = {package: found for package in packages if (found := version(package)) is not None}
+    versions = {package: installed for package in packages if (installed := version(package)) is not None}
     for package in packages:
         if package not in versions:
             print(f"{package} is not installed: skipped")

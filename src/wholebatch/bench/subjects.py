@@ -129,7 +129,7 @@ class Subject:
         generator = torch.Generator().manual_seed(seed)
         features = [self._features(rows, each, embedding_size, generator) for each in self.tokens]
         leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in features]
-        leaves += [torch.tensor(of, device=device, requires_grad=True) for of in (SCALE / self.tokens[0], BIAS)]
+        leaves += [torch.tensor(number, device=device, requires_grad=True) for number in (SCALE / self.tokens[0], BIAS)]
         arguments = dict(zip(("x", "y", "scale", "bias"), leaves, strict=True))
         return Made(arguments, leaves, partial(self.call, wb.functional), partial(self.call, wb.reference))
 
@@ -152,8 +152,8 @@ class Subject:
     ) -> Tensor:
         """Return the value of a loss that is not declared."""
         if self.loss == MAX_SIM:
-            found: Tensor = functions.max_sim_loss(x, y, logit_scale=scale, **options)
-            return found
+            value: Tensor = functions.max_sim_loss(x, y, logit_scale=scale, **options)
+            return value
         entry = SUBJECTS[self.loss]
-        of = scale if entry.scale_argument == "logit_scale" else SCALE
-        return entry.call(functions, x, y, scale=of, bias=bias, **options)
+        factor = scale if entry.scale_argument == "logit_scale" else SCALE
+        return entry.call(functions, x, y, scale=factor, bias=bias, **options)

@@ -29,8 +29,8 @@ def checked_dim(x: Tensor, dim: int) -> int:
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, its rows; got a 0-dimensional tensor")
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
-        of = f"x of shape {tuple(x.shape)}"
-        raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1} for {of}; got {shown(dim)}")
+        described = f"x of shape {tuple(x.shape)}"
+        raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1} for {described}; got {shown(dim)}")
     return dim % x.dim()
 
 
@@ -42,8 +42,8 @@ def checked_counts(
     counts: Sequence[int], size: int, rows: int | None, x: Tensor, name: str = "counts", rank: int | None = None
 ) -> None:
     """Check one count per rank, none negative, which fit x's rows: all of them, or those of `rank`."""
-    found = check_sequence(name, counts, "numbers of rows, one for each rank")
-    if len(found) != size or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in found):
+    values = check_sequence(name, counts, "numbers of rows, one for each rank")
+    if len(values) != size or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in values):
         raise ValueError(f"{name} must have one entry per rank, {size}, integers, none negative; got {shown(counts)}")
     expected = sum(counts) if rank is None else counts[rank]
     if rows is not None and rows != expected:

@@ -109,15 +109,15 @@ class Call:
 
     def start(self, map: Map, x: Tensor) -> Finish:
         """Start map(x); a failure there, or in waiting for it, is reported under this call's name."""
-        what, begin = f"{self.name}, {signature(x)}", time.perf_counter()
-        finish = named(self.transport, what, self.check, lambda: map.start(x.detach()))
+        operation, begin = f"{self.name}, {signature(x)}", time.perf_counter()
+        finish = named(self.transport, operation, self.check, lambda: map.start(x.detach()))
 
         def finish_by_name() -> Tensor:
-            y = named(self.transport, what, self.check, finish)
+            y = named(self.transport, operation, self.check, finish)
             if self.trace:
                 took_ms = 1e3 * (time.perf_counter() - begin)
                 ranks = f"rank {self.transport.rank} of {self.transport.size}"
-                print(f"[{ranks}] {what} -> {signature(y)}, {took_ms:.2f} ms", file=sys.stderr, flush=True)
+                print(f"[{ranks}] {operation} -> {signature(y)}, {took_ms:.2f} ms", file=sys.stderr, flush=True)
             return y
 
         return finish_by_name

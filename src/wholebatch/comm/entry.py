@@ -123,22 +123,22 @@ class CallEntry:
         call = Call(self.transport, name, check=checked, trace=self.trace)
         return Entry(self._order.enter(call), joins, everyone)
 
-    def _refuse_call(self, method: str, error: CallError, given: Mapping[str, Any]) -> None:
+    def _refuse_call(self, method: str, error: CallError, passed: Mapping[str, Any]) -> None:
         """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
         self.transport.check_open()
         takes = inspect.signature(getattr(type(self), method)).parameters
-        shakes_hands = self._begins_with_handshake(method, given.get("check") if "check" in takes else None, given)
+        shakes_hands = self._begins_with_handshake(method, passed.get("check") if "check" in takes else None, passed)
         self._calls += shakes_hands or method != "backward"  # as the ranks that made no mistake count it
         if shakes_hands:
             caller = f"{type(self).__name__}.{method}"
             handshake(self.transport, complaint(error), caller=caller, checked="of a loss")
 
-    def _begins_with_handshake(self, method: str, check: object, given: Mapping[str, Any]) -> bool:
+    def _begins_with_handshake(self, method: str, check: object, arguments: Mapping[str, Any]) -> bool:
         """Return whether a call with these arguments begins with a handshake.
 
         A `check` that is no bool is refused there, so it counts as the communicator's.
         """
-        if method in _ALWAYS or any(given.get(name) is None for name in _FINDS_OUT.get(method, ())):
+        if method in _ALWAYS or any(arguments.get(name) is None for name in _FINDS_OUT.get(method, ())):
             return True
         return check if isinstance(check, bool) else self.check
 

@@ -65,10 +65,10 @@ class FactsByRank(Sequence[Facts]):
     def column(self, *path: str) -> list[Any]:
         """Return one fact of every rank, rank 0's first; further names lead into a fact that is a mapping."""
         if path[0] in self._columns:
-            return [_at(value, path[1:]) for value in self._columns[path[0]]]
+            return [_value_at(value, path[1:]) for value in self._columns[path[0]]]
         if not self._alike:
-            return [_at(of_rank, path) for of_rank in self._filled]
-        return self._column(_at(self._facts[0], path))
+            return [_value_at(of_rank, path) for of_rank in self._filled]
+        return self._column(_value_at(self._facts[0], path))
 
     def columns_of_list(self, name: str) -> list[list[Any]]:
         """Return, for each entry of a fact that is a list, as long on all ranks, its value on every rank."""
@@ -79,7 +79,7 @@ class FactsByRank(Sequence[Facts]):
     def columns_of_mapping(self, name: str) -> dict[str, list[Any]] | None:
         """Return, for each entry of a fact that is a mapping, its value on every rank; None if the names differ."""
         if self._alike:
-            return {key: self._column(of) for key, of in self._facts[0][name].items()}
+            return {key: self._column(value) for key, value in self._facts[0][name].items()}
         of_ranks = [of_rank[name] for of_rank in self._filled]
         if any(of_rank.keys() != of_ranks[0].keys() for of_rank in of_ranks):
             return None
@@ -106,7 +106,7 @@ class FactsByRank(Sequence[Facts]):
         return [fact] * len(self)
 
 
-def _at(facts: Any, path: Sequence[str]) -> Any:
+def _value_at(facts: Any, path: Sequence[str]) -> Any:
     for name in path:
         facts = facts[name]
     return facts

@@ -74,17 +74,17 @@ def handshake(
     """
     if transport.size > 1:
         refuse_join_context()
-    given, caller = caller, caller if isinstance(caller, str) else "handshake"
+    passed, caller = caller, caller if isinstance(caller, str) else "handshake"
     cause: Exception | None = None
     facts: Any = {}
     try:
-        check_instance("caller", given, str, "a string, whose arguments these are")
+        check_instance("caller", passed, str, "a string, whose arguments these are")
         for name in check_sequence("must_match", must_match, "names of facts"):
             check_instance("must_match", name, str, "names of facts")
         facts = check_callable("state", state)()
         check_instance("the return value of state", facts, Mapping, "a mapping of JSON values")
         if transport.size == 1:
-            json.dumps(facts, default=_no_json)  # a fact that is no JSON value is a mistake on one rank, too
+            json.dumps(facts, default=_refuse_non_json)  # a fact that is no JSON value is a mistake on one rank, too
             return FactsByRank([_read_back(facts)])
         local = _stated(caller, facts)
     except Exception as error:
@@ -170,24 +170,24 @@ class _Local:
 
     def record(self, transport: Transport) -> Tensor:
         """Return the record, on the device where the numbers are, if it travels from there."""
-        tensors = [of.number for of in self.on_device]
+        tensors = [fact.number for fact in self.on_device]
         alone = transport.size == 1 and bool(tensors) and wide_dtype(tensors[0].device) == torch.float64
         if tensors and (alone or transport.stays_on_device(tensors[0])):
             return record(self.text, self.numbers, tensors, tensors[0].device)
         return record(self.text, [*self._on_host(), *self.numbers], [], torch.device("cpu"))
 
     def _on_host(self) -> list[float]:
-        return [*on_host({at: of.number for at, of in enumerate(self.on_device)}).values()]
+        return [*on_host({index: fact.number for index, fact in enumerate(self.on_device)}).values()]
 
 
 def _read_back(facts: Mapping[str, Any]) -> Facts:
     """Return facts with all numbers, those on the device included, for which the host waits."""
-    groups = {name: value for name, value in facts.items() if isinstance(value, Mapping)}
-    numbers = {(name, key): of for name, group in groups.items() for key, of in group.items() if _is_on_device(of)}
-    found = on_host({at: of.number for at, of in numbers.items()})
+    groups = {name: x for name, x in facts.items() if isinstance(x, Mapping)}
+    numbers = {(name, key): x for name, group in groups.items() for key, x in group.items() if _is_on_device(x)}
+    read = on_host({place: x.number for place, x in numbers.items()})
     filled = {**facts}
-    for name in {name for name, _ in found}:
-        filled[name] = {key: found.get((name, key), of) for key, of in groups[name].items()}
+    for name in {name for name, _ in read}:
+        filled[name] = {key: read.get((name, key), x) for key, x in groups[name].items()}
     return filled
 
 
@@ -195,7 +195,7 @@ def _is_on_device(value: object) -> bool:
     return isinstance(value, OnDevice)
 
 
-def _no_json(value: object) -> None:
+def _refuse_non_json(value: object) -> None:
     if not isinstance(value, OnDevice):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
@@ -317,8 +317,8 @@ def _compare_versions(transport: Transport, who: str, checked: Checked) -> None:
         if not version.startswith(_VERSION):
             raise _foreign(transport, who, rank, "512 bytes that are no statement of a version")
     if len({*versions}) > 1:
-        found = {rank: version[len(_VERSION) :].decode().strip() for rank, version in enumerate(versions)}
-        mistake = f"{who}: all ranks must run the same version of wholebatch, got {_by_rank(found, transport.size)}"
+        by_rank = {rank: version[len(_VERSION) :].decode().strip() for rank, version in enumerate(versions)}
+        mistake = f"{who}: all ranks must run the same version of wholebatch, got {_by_rank(by_rank, transport.size)}"
         raise on_all_ranks(ValueError(f"{mistake}; install the same on all machines"), transport)
     transport.kept["version"] = __version__
 
@@ -336,9 +336,9 @@ def _gathered(transport: Transport, who: str, checked: Checked, x: Tensor) -> Te
     return named(transport, who, checked, all_gather)
 
 
-def _foreign(transport: Transport, who: str, rank: int, found: str) -> CommunicationError:
+def _foreign(transport: Transport, who: str, rank: int, received: str) -> CommunicationError:
     return CommunicationError(
-        f"rank {transport.rank} of {transport.size}, in {who}: rank {rank} sent {found}. It is probably in another "
+        f"rank {transport.rank} of {transport.size}, in {who}: rank {rank} sent {received}. It is probably in another "
         "collective of the same group: one that it makes more often than the others or in another order, or one "
         "of an engine. All ranks must make the same calls in the same order"
     )

@@ -45,9 +45,9 @@ def reduce_scatter(comm: Communicator, x: Tensor, counts: tuple[int, ...]) -> Te
     return _act(comm, "reduce_scatter", lambda: start_sum(x, lambda wire: transport.reduce_scatter(wire, counts), 1))
 
 
-def _act(comm: Communicator, what: str, start: Callable[[], Finish]) -> Tensor:
+def _act(comm: Communicator, operation: str, start: Callable[[], Finish]) -> Tensor:
     def act() -> Tensor:
         return start()()
 
     comm.transport.check_not_closed()
-    return named(comm.transport, f"{what} of a loss", "before", act)
+    return named(comm.transport, f"{operation} of a loss", "before", act)

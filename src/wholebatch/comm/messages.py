@@ -51,8 +51,8 @@ def exchange_signatures(transport: Transport, x: Tensor, name: str, end: End) ->
     exchanged = _exchange(transport, local, end)
 
     def verify() -> bool:
-        what = f"{name}, {local['signature']}"
-        theirs = json.loads(bytes(named(transport, what, True, exchanged).tolist()))
+        operation = f"{name}, {local['signature']}"
+        theirs = json.loads(bytes(named(transport, operation, True, exchanged).tolist()))
         if _COMPLAINT in theirs:
             raise _ERRORS[theirs["type"]](theirs[_COMPLAINT])
         ends = [(transport.rank, local), (end.peer, theirs)]
@@ -88,20 +88,20 @@ def refusal(transport: Transport, error: ValueError | TypeError, name: str, end:
 
 def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
     """Start to send this end's statement, and to receive the other's, which is the result."""
-    here, there = _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER
+    recv_channel, send_channel = _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER
     if end.sends:
-        here, there = there, here
+        recv_channel, send_channel = send_channel, recv_channel
     text = json.dumps(local).encode()[:_BYTES].ljust(_BYTES)
     statement = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     arriving = torch.empty(_BYTES, dtype=torch.uint8, device="cpu")
     # Without tags, one of the two waits for the other, so the end that sends the message states it first. (In a batch
     # they would wait for this rank's batches with other ranks, and the ranks of a ring for each other.)
     if end.sends:
-        leave = transport.send(statement, end.peer, end.tag, there)
-        arrive = transport.recv(arriving, end.peer, end.tag, here)
+        leave = transport.send(statement, end.peer, end.tag, send_channel)
+        arrive = transport.recv(arriving, end.peer, end.tag, recv_channel)
     else:
-        arrive = transport.recv(arriving, end.peer, end.tag, here)
-        leave = transport.send(statement, end.peer, end.tag, there)
+        arrive = transport.recv(arriving, end.peer, end.tag, recv_channel)
+        leave = transport.send(statement, end.peer, end.tag, send_channel)
 
     def finish() -> Tensor:
         leave()

@@ -35,17 +35,17 @@ def numbered(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def other_order(kept: dict[str, Any], caller: str, modules: Sequence[int]) -> ValueError | None:
     """Return the error of a call whose modules on the ranks cross those of an earlier call of this kind in a group."""
-    seen, now = kept.setdefault(f"modules of {caller.partition(' #')[0]}", {}), tuple(modules)
-    if 0 in now or now in seen:
+    earlier, now = kept.setdefault(f"modules of {caller.partition(' #')[0]}", {}), tuple(modules)
+    if 0 in now or now in earlier:
         return None
-    for other in seen:
+    for other in earlier:
         if not (all(map(le, other, now)) or all(map(ge, other, now))):
             return ValueError(
                 f"{caller}: all ranks must build and call their modules in the same order, got numbers {list(other)} "
                 f"and {list(now)} of two modules on ranks 0, 1, ..., in the order in which each rank has built its "
                 "modules: keep them in a list or a dict, not in a set, whose order differs between processes"
             )
-    seen[now] = True
-    if len(seen) > 64:  # a program may build a module in each step
-        del seen[next(iter(seen))]
+    earlier[now] = True
+    if len(earlier) > 64:  # a program may build a module in each step
+        del earlier[next(iter(earlier))]
     return None

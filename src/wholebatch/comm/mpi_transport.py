@@ -83,7 +83,7 @@ class MPITransport(Transport):
         request = self._comm.Iallgatherv(
             [self._buffer(wire), len(wire), rows], [self._buffer(out), counts, _starts(counts), rows]
         )
-        return self._after([request], lambda: out.to(x.device), wire, free=rows)
+        return self._finisher([request], lambda: out.to(x.device), wire, free=rows)
 
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = x.cpu()
@@ -99,7 +99,7 @@ class MPITransport(Transport):
             [count * row for count in counts],
             op=self._mpi.SUM,
         )
-        return self._after([request], lambda: out.to(x.device), wire)
+        return self._finisher([request], lambda: out.to(x.device), wire)
 
     def _reduce_scatter_by_rank(self, wire: Tensor, counts: tuple[int, ...], device: Any) -> Finish:
         """Make one reduction for each rank's rows: the counts need more than 32 bits."""
@@ -113,7 +113,7 @@ class MPITransport(Transport):
             self._comm.Iallreduce(self._numbers(source), self._numbers(target), op=self._ops[op])
             for source, target in self._pieces(wire, out)
         ]
-        return self._after(requests, lambda: out.to(x.device), wire)
+        return self._finisher(requests, lambda: out.to(x.device), wire)
 
     def broadcast(self, x: Tensor, root: int) -> Finish:
         out = x.cpu().clone() if self.rank == root else x.cpu().new_empty(x.shape)
@@ -121,7 +121,7 @@ class MPITransport(Transport):
             self._comm.Ibcast([self._buffer(piece), piece.numel(), self._mpi.BYTE], root=root)
             for (piece,) in self._pieces(_bytes(out))
         ]
-        return self._after(requests, lambda: out.to(x.device))
+        return self._finisher(requests, lambda: out.to(x.device))
 
     def reduce(self, x: Tensor, root: int) -> Finish:
         wire = x.cpu()
@@ -132,7 +132,7 @@ class MPITransport(Transport):
             )
             for source, target in self._pieces(wire, out)
         ]
-        return self._after(requests, lambda: out.to(x.device), wire)
+        return self._finisher(requests, lambda: out.to(x.device), wire)
 
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
         wire = x.cpu()
@@ -142,7 +142,7 @@ class MPITransport(Transport):
         rows = self._rows(wire)
         receive = [self._buffer(out), counts, _starts(counts), rows] if self.rank == root else None
         request = self._comm.Igatherv([self._buffer(wire), len(wire), rows], receive, root=root)
-        return self._after([request], lambda: out.to(x.device), wire, free=rows)
+        return self._finisher([request], lambda: out.to(x.device), wire, free=rows)
 
     def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
         wire = x.cpu()
@@ -152,7 +152,7 @@ class MPITransport(Transport):
         rows = self._rows(out)
         send = [self._buffer(wire), counts, _starts(counts), rows] if self.rank == root else None
         request = self._comm.Iscatterv(send, [self._buffer(out), len(out), rows], root=root)
-        return self._after([request], lambda: out.to(x.device), wire, free=rows)
+        return self._finisher([request], lambda: out.to(x.device), wire, free=rows)
 
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
         wire = x.cpu()
@@ -164,7 +164,7 @@ class MPITransport(Transport):
             [self._buffer(wire), send_counts, _starts(send_counts), rows],
             [self._buffer(out), receive_counts, _starts(receive_counts), rows],
         )
-        return self._after([request], lambda: out.to(x.device), wire, free=rows)
+        return self._finisher([request], lambda: out.to(x.device), wire, free=rows)
 
     def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish:
         wire = x.cpu()
@@ -172,7 +172,7 @@ class MPITransport(Transport):
             self._comm.Isend([self._buffer(piece), piece.numel(), self._mpi.BYTE], dest=dest, tag=wire_tag)
             for (piece,) in self._pieces(_bytes(wire))
         ]
-        return self._after(requests, lambda: x, wire)
+        return self._finisher(requests, lambda: x, wire)
 
     def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish:
         wire = out.cpu()
@@ -180,7 +180,7 @@ class MPITransport(Transport):
             self._comm.Irecv([self._buffer(piece), piece.numel(), self._mpi.BYTE], source=source, tag=wire_tag)
             for (piece,) in self._pieces(_bytes(wire))
         ]
-        return self._after(requests, lambda: wire.to(out.device))
+        return self._finisher(requests, lambda: wire.to(out.device))
 
     def _buffer(self, x: Tensor) -> Any:
         return self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes)
@@ -206,7 +206,7 @@ class MPITransport(Transport):
             return []
         return list(zip(*(x.as_strided((x.numel(),), (1,)).split(_MAX_ELEMENTS) for x in xs), strict=True))
 
-    def _after(self, requests: list[Any], result: Callable[[], Tensor], *keep: Tensor, free: Any = None) -> Finish:
+    def _finisher(self, requests: list[Any], result: Callable[[], Tensor], *keep: Tensor, free: Any = None) -> Finish:
         """Return a function that tests the requests until they are complete, then returns `result()`.
 
         Until then, `keep` stays in memory. It tests, because MPI's wait has no timeout, and on fewer cores than ranks

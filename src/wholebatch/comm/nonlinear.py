@@ -65,7 +65,7 @@ class _Extremum(Function):
     def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None, None]:
         ctx.call.reached()
         x, y = ctx.saved_tensors
-        total = _over_losses(grad, ctx.call, ctx.loss)
+        total = _sum_over_losses(grad, ctx.call, ctx.loss)
         attained = (x == y).to(accumulation_dtype(grad.dtype))
         with torch.no_grad():
             ties = apply(AllReduce(ctx.call.transport), attained, ctx.call.adjoint)
@@ -88,7 +88,7 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None, None]:
         ctx.call.reached()
         (x,) = ctx.saved_tensors
-        total = _over_losses(grad, ctx.call, ctx.loss)
+        total = _sum_over_losses(grad, ctx.call, ctx.loss)
         wide = x.to(accumulation_dtype(x.dtype))
         is_zero = wide == 0
         nonzero = wide.masked_fill(is_zero, 1)
@@ -98,7 +98,7 @@ class _Product(Function):
         return (total * others).to(grad.dtype), None, None, None, None
 
 
-def _over_losses(grad: Tensor, call: Call, loss: Loss) -> Tensor:
+def _sum_over_losses(grad: Tensor, call: Call, loss: Loss) -> Tensor:
     """Return g: the cotangents of y, summed over the ranks' losses, or that of the one replicated loss."""
     adjoint = AllReduce(call.transport, loss=loss).adjoint
     call.adjoint.validate(adjoint)

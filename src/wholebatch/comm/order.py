@@ -48,8 +48,8 @@ class Order:
 
     def waiting(self) -> list[Call]:
         """Return the calls that have to be reversed, the oldest first."""
-        self._waiting = {index: one for index, one in self._waiting.items() if one.root() is not None}
-        return [one.call for one in self._waiting.values()]
+        self._waiting = {index: pending for index, pending in self._waiting.items() if pending.root() is not None}
+        return [pending.call for pending in self._waiting.values()]
 
     def enter(self, call: Call) -> Call:
         """Return the call with its place in this order.
@@ -91,7 +91,7 @@ class Order:
     def backward(self, loss: Tensor | None, gradient: Tensor | None, retain_graph: bool) -> None:
         """Run the backward pass from `loss` and from every call that is kept."""
         waiting = self.waiting()
-        roots: list[Any] = [one.root() for one in self._waiting.values()]
+        roots: list[Any] = [pending.root() for pending in self._waiting.values()]
         gradients: list[Tensor | None] = [torch.empty(0, device="cpu") for _ in roots]
         if loss is not None and loss.requires_grad:
             roots.append(loss)
@@ -126,7 +126,7 @@ class Order:
             if not call.collective or any(not waiting.collective for waiting in self.waiting()):
                 self._refuse_messages()
             self._reached.add(call.index)
-            _after_this_pass(self._forget_unused)
+            _run_after_pass(self._forget_unused)
 
     def _refuse_messages(self) -> None:
         """Raise an error: a plain backward pass never reaches a send, so its gradient would be missing."""
@@ -142,9 +142,9 @@ class Order:
         This spares results without entries, as on a rank that is not the root of a gather: these are often dropped.
         """
         newest, self._reached = max(self._reached, default=0), set()
-        for index, one in self._waiting.items():
-            if index < newest and one.has_entries:
-                one.let_go()
+        for index, pending in self._waiting.items():
+            if index < newest and pending.has_entries:
+                pending.let_go()
 
 
 @dataclass
@@ -174,5 +174,5 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _after_this_pass(act: Callable[[], None]) -> None:
+def _run_after_pass(act: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(act)

@@ -49,16 +49,16 @@ class OnDevice:
 class Slot:
     """The place of a number in a record, instead of a fact."""
 
-    at: int
+    index: int
     kind: str
 
     def of(self, numbers: Sequence[float]) -> Any:
         """Return the fact, from a record's numbers."""
-        return _TYPES[self.kind](numbers[self.at])
+        return _TYPES[self.kind](numbers[self.index])
 
     def column(self, records: Records) -> list[Any]:
         """Return the fact of every rank."""
-        column, kind = records.column(self.at), _TYPES[self.kind]
+        column, kind = records.column(self.index), _TYPES[self.kind]
         if kind is float:
             return column
         return [kind(column[0])] * len(column) if all_equal(column) else [*map(kind, column)]
@@ -75,16 +75,16 @@ def take_numbers(facts: object, most: int = _MOST) -> tuple[Any, str, list[float
 
     def walk(value: Any) -> Any:
         kind = type(value)
-        taken = _KINDS.get(kind)
-        if taken is not None and len(numbers) < most and (kind is not int or -_EXACT <= value <= _EXACT):
+        code = _KINDS.get(kind)
+        if code is not None and len(numbers) < most and (kind is not int or -_EXACT <= value <= _EXACT):
             numbers.append(value)
-            kinds.append(taken)
+            kinds.append(code)
             return None
         if kind is dict or (kind is not str and isinstance(value, Mapping)):
             items = value if all(isinstance(key, str) for key in value) else json.loads(json.dumps(value))
-            return {key: walk(of) for key, of in items.items()}
+            return {key: walk(item) for key, item in items.items()}
         if kind is list or kind is tuple:
-            return [walk(of) for of in value]
+            return [walk(item) for item in value]
         if kind is OnDevice:
             on_device.append(value)
             kinds.append("d")
@@ -108,9 +108,9 @@ def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: walk(of) for key, of in value.items()}
+            return {key: walk(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [walk(of) for of in value]
+            return [walk(item) for item in value]
         of_value = next(kind)
         return value if of_value == "-" else Slot(next(device if of_value == "d" else host), of_value)
 
@@ -120,9 +120,9 @@ def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
 def fill(facts: Any, numbers: Sequence[float]) -> Any:
     """Return facts with numbers instead of their slots."""
     if isinstance(facts, dict):
-        return {key: fill(of, numbers) for key, of in facts.items()}
+        return {key: fill(item, numbers) for key, item in facts.items()}
     if isinstance(facts, list):
-        return [fill(of, numbers) for of in facts]
+        return [fill(item, numbers) for item in facts]
     return facts.of(numbers) if isinstance(facts, Slot) else facts
 
 
@@ -140,16 +140,16 @@ def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], d
     struct.pack_into("=5q", words, 0, _START, first, second, len(text), calling.get())
     struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
     struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
-    made = torch.frombuffer(words, dtype=torch.int64)
+    packed = torch.frombuffer(words, dtype=torch.int64)
     if device.type == "cuda":  # a copy from memory that is not pinned would wait for the GPU
-        made = made.pin_memory().to(device, non_blocking=True)
+        packed = packed.pin_memory().to(device, non_blocking=True)
     elif device.type != "cpu":
-        made = made.to(device)
-    made = made[None]
+        packed = packed.to(device)
+    packed = packed[None]
     if on_device:
         wide = [_number_on(device, number.detach().reshape(())) for number in on_device]
-        numbers_of_records(made, len(wide)).copy_(torch.stack(wide))
-    return made
+        numbers_of_records(packed, len(wide)).copy_(torch.stack(wide))
+    return packed
 
 
 def as_unread(words: Tensor, count: int) -> Tensor:
@@ -214,16 +214,16 @@ class Records:
 
     def numbers(self, rank: int) -> list[float]:
         """Return the numbers of one rank."""
-        found: list[Any] = self._numbers[rank * WORDS + _FIRST : (rank + 1) * WORDS - 1].tolist()
-        return found
+        numbers: list[Any] = self._numbers[rank * WORDS + _FIRST : (rank + 1) * WORDS - 1].tolist()
+        return numbers
 
-    def column(self, at: int) -> list[float]:
+    def column(self, index: int) -> list[float]:
         """Return one number of each rank."""
-        found: list[Any] = self._numbers[_FIRST + at :: WORDS].tolist()
-        return found
+        column: list[Any] = self._numbers[_FIRST + index :: WORDS].tolist()
+        return column
 
-    def _words(self, at: int) -> list[int]:
-        return self._integers[at::WORDS].tolist()
+    def _words(self, index: int) -> list[int]:
+        return self._integers[index::WORDS].tolist()
 
 
 def all_equal(column: Sequence[Any]) -> bool:

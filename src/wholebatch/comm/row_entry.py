@@ -32,13 +32,13 @@ class RowEntry(CallEntry):
             rows = checked_dim(x, dim)
             if counts is not None:
                 checked_counts(counts, self.size, x.shape[rows], x, rank=self.rank)
-            given = None if counts is None else list(counts)
+            listed = None if counts is None else list(counts)
             return {
                 **options,
                 "dim": rows,
                 "rows": x.shape[rows],
                 "trailing shape": without(x.shape, rows),
-                "counts": given,
+                "counts": listed,
             }
 
         names = ("dtype", "dim", "trailing shape", "counts", *options)
@@ -94,12 +94,12 @@ class RowEntry(CallEntry):
 
         entry = self._enter("scatter", x, state, check, ("root",), counts={"counts": counts}, optional=True)
         if entry.everyone is not None:
-            given = _facts_of_root(entry.everyone, root)
-            counts = given["counts"]
+            root_facts = _facts_of_root(entry.everyone, root)
+            counts = root_facts["counts"]
             if x is None:
-                shape = [*given["others"]]
-                shape.insert(given["dim"], 0)
-                x = torch.empty(shape, dtype=getattr(torch, given["dtype"].removeprefix("torch.")))
+                shape = [*root_facts["others"]]
+                shape.insert(root_facts["dim"], 0)
+                x = torch.empty(shape, dtype=getattr(torch, root_facts["dtype"].removeprefix("torch.")))
         assert x is not None
         assert counts is not None
         return entry, x, tuple(counts)
@@ -122,8 +122,8 @@ class RowEntry(CallEntry):
                 "expects": None if receive_counts is None else list(receive_counts),
             }
 
-        given = {"send_counts": send_counts, "receive_counts": receive_counts}
-        entry = self._enter("all_to_all", x, state, check, ("dtype", "dim", "other dimensions"), counts=given)
+        both_counts = {"send_counts": send_counts, "receive_counts": receive_counts}
+        entry = self._enter("all_to_all", x, state, check, ("dtype", "dim", "other dimensions"), counts=both_counts)
         if entry.everyone is not None:
             _check_both_ends(entry.everyone)
             send_counts = entry.everyone[self.rank]["sends"]
@@ -135,15 +135,15 @@ class RowEntry(CallEntry):
 
 def _facts_of_root(everyone: Sequence[Facts], root: int) -> Facts:
     """Return the root's facts, which those of the other ranks must not contradict."""
-    given = everyone[root]
+    truth = everyone[root]
     for rank, facts in enumerate(everyone):
         for name in ("dtype", "dim", "others"):
-            if name in facts and facts[name] != given[name]:
-                what = "other dimensions" if name == "others" else name
+            if name in facts and facts[name] != truth[name]:
+                item = "other dimensions" if name == "others" else name
                 raise ValueError(
-                    f"scatter: {what} must be those of the root, rank {root}: {given[name]}; rank {rank}: {facts[name]}"
+                    f"scatter: {item} must be those of the root, rank {root}: {truth[name]}; rank {rank}: {facts[name]}"
                 )
-    return given
+    return truth
 
 
 def _check_both_ends(everyone: Sequence[Facts]) -> None:

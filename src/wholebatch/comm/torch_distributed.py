@@ -123,12 +123,12 @@ class TorchTransport(Transport):
             return done(out.to(x.device))
         if len(set(counts)) == 1 and self.stays_on_device(wire):
             works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
-        elif self.stays_on_device(wire) and _worth_padding(counts):
+        elif self.stays_on_device(wire) and _is_worth_padding(counts):
             return self._padded_all_gather(wire, counts, x.device)
         else:
             # On the CPU, broadcasts into the slices beat gloo's all-gather, need no padding, and take any counts.
             works = [work for of_rank in self._broadcasts(wire, out, counts) for work in of_rank]
-        return _after(works, lambda: out.to(x.device), wire)
+        return _finisher(works, lambda: out.to(x.device), wire)
 
     def _padded_all_gather(self, wire: Tensor, counts: tuple[int, ...], device: torch.device) -> Finish:
         """Gather parts of one size, the largest; the rows beyond a rank's own are dropped on arrival."""
@@ -137,7 +137,7 @@ class TorchTransport(Transport):
         padded[: len(wire)] = wire
         out = wire.new_empty((self.size, *padded.shape))
         work = _c10d.all_gather_single(out.flatten(0, 1), padded, group=self.group, async_op=True)
-        return _after(
+        return _finisher(
             [work],
             lambda: torch.cat([part[:n] for part, n in zip(out, counts, strict=True)]).to(device),
             padded,
@@ -149,7 +149,7 @@ class TorchTransport(Transport):
         wire = self._wire(x)
         out = wire.new_empty((self.size, *x.shape[1:]))
         works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
-        return _after(works, lambda: out.to(x.device), wire)
+        return _finisher(works, lambda: out.to(x.device), wire)
 
     def stays_on_device(self, x: Tensor) -> bool:
         return self._backends.on_device(x.device.type)
@@ -165,7 +165,7 @@ class TorchTransport(Transport):
         if self._wire(x) is not x:
             return super().all_gather_by_rank(x, counts)
         out = x.new_empty((sum(counts), *x.shape[1:]))
-        return out, [_after(of_rank, lambda: out, x) for of_rank in self._broadcasts(x, out, counts)]
+        return out, [_finisher(of_rank, lambda: out, x) for of_rank in self._broadcasts(x, out, counts)]
 
     def _broadcasts(self, wire: Tensor, out: Tensor, counts: tuple[int, ...]) -> list[list[Any]]:
         """Broadcast each rank's rows into their place in `out`; return c10d's handles, by rank."""
@@ -183,7 +183,7 @@ class TorchTransport(Transport):
         if len(set(counts)) == 1 and self.stays_on_device(wire):
             out = wire.new_empty(local)
             work = _c10d.reduce_scatter_single(out, wire, group=self.group, async_op=True)
-            return _after([work], lambda: out.to(x.device), wire)
+            return _finisher([work], lambda: out.to(x.device), wire)
         # Each rank receives its rows from all ranks and adds them in the order of the ranks: the same bytes as a
         # reduce-scatter, any counts, the same bits on every run.
         parts = self.all_to_all(wire, counts, (counts[self.rank],) * self.size)
@@ -194,14 +194,14 @@ class TorchTransport(Transport):
         if not out.numel():
             return done(out.to(x.device))
         work = dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group, async_op=True)
-        return _after([work], lambda: out.to(x.device))
+        return _finisher([work], lambda: out.to(x.device))
 
     def broadcast(self, x: Tensor, root: int) -> Finish:
         out = self._copy(x)
         if not out.numel():
             return done(out.to(x.device))
         work = dist.broadcast(out, group=self.group, group_src=root, async_op=True)
-        return _after([work], lambda: out.to(x.device))
+        return _finisher([work], lambda: out.to(x.device))
 
     def reduce(self, x: Tensor, root: int) -> Finish:
         out = self._copy(x)
@@ -209,13 +209,13 @@ class TorchTransport(Transport):
             return done(out.to(x.device))
         work = dist.reduce(out, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
         # Away from the root the buffer holds partial sums.
-        return _after([work], lambda: out.to(x.device) if self.rank == root else torch.zeros_like(x))
+        return _finisher([work], lambda: out.to(x.device) if self.rank == root else torch.zeros_like(x))
 
     def reduce_(self, x: Tensor, root: int) -> Finish:
         if not self.stays_on_device(x) or not x.numel():
             return self.reduce(x, root)
         work = dist.reduce(x, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
-        return _after([work], lambda: x)
+        return _finisher([work], lambda: x)
 
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
         send_counts = [0] * self.size
@@ -235,7 +235,7 @@ class TorchTransport(Transport):
         work = dist.all_to_all_single(
             out, wire, list(receive_counts), list(send_counts), group=self.group, async_op=True
         )
-        return _after([work], lambda: out.to(x.device), wire)
+        return _finisher([work], lambda: out.to(x.device), wire)
 
     def swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         messages = [*sends, *receives]
@@ -262,14 +262,14 @@ class TorchTransport(Transport):
         wire = self._wire(x)
         if not wire.numel():
             return done(x)
-        return _after([dist.isend(wire, group=self.group, group_dst=dest, tag=wire_tag)], lambda: x, wire)
+        return _finisher([dist.isend(wire, group=self.group, group_dst=dest, tag=wire_tag)], lambda: x, wire)
 
     def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish:
         wire = self._wire(out)
         if not wire.numel():
             return done(out)
         work = dist.irecv(wire, group=self.group, group_src=source, tag=wire_tag)
-        return _after([work], lambda: wire.to(out.device))
+        return _finisher([work], lambda: wire.to(out.device))
 
     def _wire(self, x: Tensor) -> Tensor:
         """Return x on a device from which a backend of this group takes it."""
@@ -289,12 +289,12 @@ class TorchTransport(Transport):
         return wire.clone() if wire is x else wire
 
 
-def _worth_padding(counts: tuple[int, ...]) -> bool:
+def _is_worth_padding(counts: tuple[int, ...]) -> bool:
     """Whether uneven parts are better gathered as even ones: more than 8 broadcasts, and at most twice the bytes."""
     return len(counts) - counts.count(0) > MOST_PARTS and max(counts) * len(counts) <= 2 * sum(counts)
 
 
-def _after(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) -> Finish:
+def _finisher(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) -> Finish:
     """Return a function that waits for c10d's handles, then returns `result()`; until then, `keep` stays in memory."""
 
     def finish(_keep: tuple[Tensor, ...] = keep) -> Tensor:
@@ -330,15 +330,15 @@ class TorchCommunicator(Communicator):
                 raise ValueError(f"group must be a one-dimensional mesh, got {group.ndim} axes; pass mesh['axis']")
             group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(_not_a_member())
+            raise ValueError(_membership_error())
         if not isinstance(group, dist.ProcessGroup | None):
             raise ValueError(f"group must be a ProcessGroup, a DeviceMesh or None; got {type(group).__name__}")
         if group is not None and dist.get_rank(group) < 0:
-            raise ValueError(_not_a_member())
+            raise ValueError(_membership_error())
         super().__init__(TorchTransport(group), loss=loss, check=check, trace=trace)
 
 
-def _not_a_member() -> str:
+def _membership_error() -> str:
     return (
         f"global rank {dist.get_rank()} is not a member of the group it was given; "
         "each rank passes the group that it belongs to"

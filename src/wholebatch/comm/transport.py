@@ -220,8 +220,8 @@ _HINTS: dict[Checked, str] = {
 }
 
 
-def named(transport: Transport, what: str, check: Checked, act: Callable[[], _T]) -> _T:
-    """Return act(); a failure of the transport becomes a `CommunicationError` that names the operation `what`."""
+def named(transport: Transport, name: str, check: Checked, act: Callable[[], _T]) -> _T:
+    """Return act(); a failure of the transport becomes a `CommunicationError` that names the operation `name`."""
     try:
         return act()
     except CommunicationError:
@@ -229,5 +229,5 @@ def named(transport: Transport, what: str, check: Checked, act: Callable[[], _T]
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CommunicationError(
-            f"rank {transport.rank} of {transport.size}, in {what}: {reason}. If it waited in vain: {_HINTS[check]}"
+            f"rank {transport.rank} of {transport.size}, in {name}: {reason}. If it waited in vain: {_HINTS[check]}"
         ) from error

@@ -120,8 +120,8 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
     derived = None if mistake is not None else _values_of_all(columns, comm.rank, inputs, checks)
     if derived is None:
-        found = _numbers(comm, inputs, checks)
-        checked = comm.handshake(lambda: _check_values(comm, found, inputs, checks), caller=caller)
+        local_numbers = _numbers(comm, inputs, checks)
+        checked = comm.handshake(lambda: _check_values(comm, local_numbers, inputs, checks), caller=caller)
         if mistake is not None:
             raise on_all_ranks(mistake, transport)
         columns, derived = checked.columns_of_mapping(NUMBERS), _by_name(checked.column(_DERIVED))
@@ -245,7 +245,7 @@ class _Call:
         else:
             own = assumption.records[self.comm.rank][None]
             judged = form.statement.gather(transport, own, stacked([*on_device.values()], assumption.bounds))
-        return self._as_assumed(assumption, judged, of_rows)
+        return self._assumed_facts(assumption, judged, of_rows)
 
     def beside(self, by_rank: FactsByRank, records: Records) -> Facts:
         """Return the facts of a call for which other ranks have read nothing, because theirs is like the one before.
@@ -261,13 +261,13 @@ class _Call:
             judged = records.words.to(assumption.bounds.device)
             if assumption.caller == self.caller and all(assumption.like(judged)[others].tolist()):
                 counts = {name: rows.counts[self.comm.rank] for name, rows in assumption.agreement.rows.items()}
-                return replace(self, inputs=with_rows(self.inputs, counts))._as_assumed(assumption, judged, None)
+                return replace(self, inputs=with_rows(self.inputs, counts))._assumed_facts(assumption, judged, None)
         raise ValueError(
             f"{self.caller}: with checks='deferred', rank {others[0]} goes on as in an earlier call, in which rank "
             f"{self.comm.rank} had other settings; pass the same on all ranks, or checks='entry'"
         )
 
-    def _as_assumed(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
+    def _assumed_facts(self, assumption: Assumption, judged: Tensor, of_rows: RowNumbers | None) -> Facts:
         deferred = Deferred(assumption, judged, self.inputs.first[1].device)
         values = _Values(assumption.norms, assumption.scalars, assumption.least, {})
         return self.facts(assumption.agreement, number_next_call(self.comm.transport), values, of_rows, deferred)
@@ -302,11 +302,11 @@ class _Call:
             device = torch.device("cpu")
         host = {name: x for name, x in scalars.items() if name not in on_device}
         words = None if records is None else as_unread(records.words, 1 + len(on_device)).to(device)
-        made = Assumption(
+        assumption = Assumption(
             self.caller, kind, form, agreement, host, *bounds, device, words, self.inputs.positive, seen, kept.unread
         )
-        keep(kept.assumptions, kind, made)
-        return made
+        keep(kept.assumptions, kind, assumption)
+        return assumption
 
     def agreement(self, by_rank: FactsByRank) -> Agreement:
         """Return what the ranks agree on.
@@ -339,8 +339,8 @@ class _Call:
         assumption: Assumption | None = None,
     ) -> Facts:
         """Return the facts of the call; its inputs enter the graph of the loss."""
-        first, given = self.inputs.first[1], self.inputs.differentiable
-        entered = enter(join(given, agreement.needs_grad), self.inputs, self.comm, self.options)
+        first, differentiable = self.inputs.first[1], self.inputs.differentiable
+        entered = enter(join(differentiable, agreement.needs_grad), self.inputs, self.comm, self.options)
         if deferred is not None:
             entered = deferred.admit(entered)
         dtype = accumulation_dtype(first.dtype)
@@ -375,8 +375,8 @@ class _Call:
 
 def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
     """Return the partition of each name; equal ones are one object."""
-    made = {of_ranks: Partition(of_ranks) for of_ranks in set(counts.values())}
-    return {name: made[of_ranks] for name, of_ranks in counts.items()}
+    partitions = {of_ranks: Partition(of_ranks) for of_ranks in set(counts.values())}
+    return {name: partitions[of_ranks] for name, of_ranks in counts.items()}
 
 
 def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: Checks) -> dict[str, Any]:
@@ -460,10 +460,10 @@ def _check_values(
     comm: Communicator, numbers: Mapping[str, Tensor | float], inputs: Inputs, checks: Checks
 ) -> dict[str, Any]:
     """Return this rank's numbers, and facts that follow from them, or raise ValueError for a value that is wrong."""
-    found = on_host(numbers)
-    check_earlier(comm.transport, found)
-    found.pop(EARLIER, None)
-    return {NUMBERS: inputs.check_values(found), _DERIVED: checks.derive(found) if checks.derive is not None else {}}
+    values = on_host(numbers)
+    check_earlier(comm.transport, values)
+    values.pop(EARLIER, None)
+    return {NUMBERS: inputs.check_values(values), _DERIVED: checks.derive(values) if checks.derive is not None else {}}
 
 
 def _values_of_all(
@@ -481,8 +481,8 @@ def _values_of_all(
         return {}
     derived: list[Mapping[str, Any]] = [{}] * len(columns[norm_of(inputs.first[0])])
     try:
-        for at in sorted(range(len(derived)), key=lambda at: at == rank):  # this rank's last: it may keep numbers
-            derived[at] = checks.derive({name: column[at] for name, column in columns.items()})
+        for r in sorted(range(len(derived)), key=lambda r: r == rank):  # this rank's last: it may keep numbers
+            derived[r] = checks.derive({name: column[r] for name, column in columns.items()})
     except (ValueError, IndexError):  # raised again, with this rank's values in its message, by `_check_values`
         return None
     return _by_name(derived)

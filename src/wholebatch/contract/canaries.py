@@ -89,19 +89,19 @@ def _inner(x: Tensor, u: Tensor, divided_by: Tensor | None) -> tuple[Tensor, Ten
     """Return <X, U>, and the sum of |x_i| |u_i|, in float32, some rows at a time."""
     total, size = u.new_zeros(()), u.new_zeros(())
     step = 2**24 // max(1, x.shape[1])
-    for at in range(0, len(x), step):
-        a, b = x[at : at + step].to(u.dtype), u[at : at + step]
+    for start in range(0, len(x), step):
+        a, b = x[start : start + step].to(u.dtype), u[start : start + step]
         if divided_by is not None:
-            a = a / divided_by[at : at + step]
+            a = a / divided_by[start : start + step]
         total += torch.linalg.vecdot(a, b).sum()
         size += (torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(b, dim=1)).sum()
     return total, size
 
 
-def _raise(what: str) -> None:
-    choice.switch_off(f"results of an earlier call contradicted each other: {what}")
+def _raise(mistake: str) -> None:
+    choice.switch_off(f"results of an earlier call contradicted each other: {mistake}")
     raise RuntimeError(
-        f"Triton kernels gave results that contradict each other in an earlier call: {what}. The gradients of that "
+        f"Triton kernels gave results that contradict each other in an earlier call: {mistake}. The gradients of that "
         "step are wrong; go back to a checkpoint before it. Kernels are now off in this process: kernel='auto' "
         "goes on in plain PyTorch. Please report this with the output of `wholebatch doctor`"
     )

@@ -62,9 +62,9 @@ class Seen:
     shortest: float = math.inf  # the smallest of the largest norms
     underflowed: bool = False  # whether a sum underflowed, which a call has to read
 
-    def add(self, of: Assumption | Inputs, columns: Mapping[str, Sequence[float]]) -> None:
+    def add(self, call: Assumption | Inputs, columns: Mapping[str, Sequence[float]]) -> None:
         """Add the numbers of a call of all ranks."""
-        names = [*of.norms] if isinstance(of, Assumption) else [*of.given_features]
+        names = [*call.norms] if isinstance(call, Assumption) else [*call.given_features]
         for name in names:
             longest = max(columns[norm_of(name)])
             self.norms[name], self.shortest = max(self.norms.get(name, 0.0), longest), min(self.shortest, longest)
@@ -72,7 +72,7 @@ class Seen:
             if name in columns:
                 number = columns[name][0]
                 before = self.scalars.get(name, number)
-                larger = min(before, number) if name in of.positive else max(before, number, key=abs)
+                larger = min(before, number) if name in call.positive else max(before, number, key=abs)
                 self.scalars[name] = larger if before * number >= 0 else math.nan
         self.least = min(self.least, *columns.get(MIN_PAIR_PRODUCT, [math.inf]))
 
@@ -118,10 +118,10 @@ class Assumption:
         # Whether a call was ok, on several ranks whether that of each is like the one before, and the numbers of each.
         self._alike = 0 if self.records is None else self._ranks
         self._state = self.bounds.new_ones(1 + self._alike + self._ranks * len(self.limits))
-        self._found = self._state.to("cpu", copy=True)
+        self._on_host = self._state.to("cpu", copy=True)
         self._arrived = None
         if self._state.is_cuda:
-            self._found, self._arrived = self._found.pin_memory(), torch.cuda.Event()
+            self._on_host, self._arrived = self._on_host.pin_memory(), torch.cuda.Event()
         self._captured = False
 
     def like(self, records: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ class Assumption:
 
     def note(self, ok: Tensor, like: Tensor | None, numbers: Tensor) -> None:
         """Let the numbers of a call travel to the host: those of the first one that is not ok, until they are read."""
-        new = torch.cat([of.to(self._state).reshape(-1) for of in (ok, like, numbers) if of is not None])
+        new = torch.cat([x.to(self._state).reshape(-1) for x in (ok, like, numbers) if x is not None])
         if self not in self.unread:
             self.unread.append(self)
         torch.where(self._state[0] > 0, new, self._state, out=self._state)
         if capturing():
             self._captured = True
             return
-        self._found.copy_(self._state, non_blocking=True)
+        self._on_host.copy_(self._state, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(self._state.device))
 
@@ -155,16 +155,16 @@ class Assumption:
         """
         if self._captured:  # a replay may have changed them since, and will again
             self.unread.append(self)
-            self._found.copy_(self._state)
+            self._on_host.copy_(self._state)
         elif self._arrived is not None:
             self._arrived.synchronize()  # mostly of an earlier step
-        ok, *found = bytes_of(self._found).cast("d" if self._found.dtype == torch.float64 else "f").tolist()
-        like, numbers = found[: self._alike], found[self._alike :]
-        columns = {name: numbers[at :: len(self.limits)] for at, name in enumerate(self.limits)}
+        ok, *values = bytes_of(self._on_host).cast("d" if self._on_host.dtype == torch.float64 else "f").tolist()
+        like, numbers = values[: self._alike], values[self._alike :]
+        columns = {name: numbers[index :: len(self.limits)] for index, name in enumerate(self.limits)}
         if not ok:
             self._state.fill_(1.0)
             self._raise(transport, like, columns)
-        return bool(ok) and not self._beyond(columns, _ALMOST)
+        return bool(ok) and not self._number_beyond(columns, _ALMOST)
 
     def _raise(self, transport: Transport, like: Sequence[float], columns: Mapping[str, Sequence[float]]) -> None:
         """Raise the error of a call that was not ok, or warn of a number that has grown."""
@@ -176,18 +176,18 @@ class Assumption:
                 "and its gradients are 0; pass checks='entry' for an error at once"
             )
         self.seen.add(self, columns)
-        grown = self._beyond(columns, 1.0)
+        grown = self._number_beyond(columns, 1.0)
         if grown is None:
             self.seen.underflowed = True
-            found = (
+            cause = (
                 "the sum of a row or column underflowed under one shift for all logits, or a covariance had no "
                 "inverse; such calls read from now on"
             )
         else:
             low, high = self.limits[grown]
-            found = f"{grown} was {columns[grown]}, and numbers from {low:.6g} to {high:.6g} were assumed"
+            cause = f"{grown} was {columns[grown]}, and numbers from {low:.6g} to {high:.6g} were assumed"
         warn(
-            f"{self.caller}: in an earlier call with checks='deferred', {found}. The loss of that step is NaN, and its "
+            f"{self.caller}: in an earlier call with checks='deferred', {cause}. The loss of that step is NaN, and its "
             "gradients are 0; this call reads its numbers again"
         )
 
@@ -204,14 +204,14 @@ class Assumption:
                 return f"{name} must be positive, got {min(column)}"
             if name in self.scalars and max(column) - min(column) > _TOLERANCE * abs(column[0]):
                 return f"{name} must be the same on all ranks, got {column}"
-        for name, what in ((SMALLEST_WEIGHT, "weights"), (SMALLEST_LABEL, "labels")):
+        for name, label in ((SMALLEST_WEIGHT, "weights"), (SMALLEST_LABEL, "labels")):
             if min(columns.get(name, [0.0])) < 0:
-                return f"{what} must not be negative, got {min(columns[name])}"
+                return f"{label} must not be negative, got {min(columns[name])}"
         if sum(columns.get(SUM_OF_WEIGHTS, [1.0])) <= 0:
             return "weights were 0 for every example of every rank"
         return None
 
-    def _beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
+    def _number_beyond(self, columns: Mapping[str, Sequence[float]], share: float) -> str | None:
         """Return the name of a number that is beyond a share of its limits on any rank."""
         for name in map(norm_of, self.norms):
             if max(columns[name]) < _SHORT / share:
@@ -292,7 +292,7 @@ def read_earlier(transport: Transport, kind: Hashable | None) -> None:
     kept: Kept | None = transport.kept.get(_KEPT)
     if kept is None or not kept.unread or capturing():
         return
-    for assumption in [of for of in kept.unread if kind is None or of.kind == kind]:
+    for assumption in [unread for unread in kept.unread if kind is None or unread.kind == kind]:
         if kind is not None and transport.size == 1 and not assumption.has_arrived:  # no other rank decides otherwise
             continue
         kept.unread.remove(assumption)
@@ -363,15 +363,15 @@ def bounds_of(
 def with_rows(inputs: Inputs, counts: Mapping[str, int]) -> Inputs:
     """Return inputs in which zeros, without gradient, stand for features, ids and weights of other counts of rows."""
 
-    def stand_in(x: Tensor, of: str) -> Tensor:
-        return x if len(x) == counts[of] else _StandIn.apply(x, (counts[of], *x.shape[1:]))
+    def stand_in(x: Tensor, side: str) -> Tensor:
+        return x if len(x) == counts[side] else _StandIn.apply(x, (counts[side], *x.shape[1:]))
 
-    weights, of = inputs.weights
+    weights, side = inputs.weights
     return replace(
         inputs,
         features={name: None if x is None else stand_in(x, name) for name, x in inputs.features.items()},
-        ids={name: (None if x is None else stand_in(x, of), of) for name, (x, of) in inputs.ids.items()},
-        weights=(None if weights is None else stand_in(weights, of), of),
+        ids={name: (None if x is None else stand_in(x, side), side) for name, (x, side) in inputs.ids.items()},
+        weights=(None if weights is None else stand_in(weights, side), side),
     )
 
 
@@ -379,9 +379,9 @@ class _Admit(Function):
     """Return tensors, whose gradients are 0 if a call is not ok."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: Deferred, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, deferred: Deferred, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.deferred = deferred
-        return tuple(x.view_as(x) for x in given)
+        return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
     @once_differentiable

@@ -125,8 +125,8 @@ class Facts:
         """Return what `make` returned at the first call of this form; it depends on nothing else."""
         if name not in self.plans:
             self.plans[name] = make()
-        made: _T = self.plans[name]
-        return made
+        plan: _T = self.plans[name]
+        return plan
 
     def widened(self) -> Facts:
         """Return the same facts with features in the dtype of sums.
@@ -141,8 +141,8 @@ class Facts:
 
     def all_ids(self, name: str) -> Tensor:
         """Return the ids of all ranks' rows, (B,). Collective: one all-gather of integers."""
-        ids, of = self.vectors[name]
-        return self.all_gather(ids.to(self.device, torch.int64), self.rows[of])
+        ids, side = self.vectors[name]
+        return self.all_gather(ids.to(self.device, torch.int64), self.rows[side])
 
     @torch.no_grad()
     def all_gather(self, numbers: Tensor, rows: Partition) -> Tensor:

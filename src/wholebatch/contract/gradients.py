@@ -36,7 +36,7 @@ def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
 
 def check_inference(everyone: FactsByRank) -> None:
     """Raise ValueError, on every rank, if gradients are needed but some rank's inputs were made in inference mode."""
-    inference = [rank for rank, made in enumerate(everyone.column(_INFERENCE)) if made]
+    inference = [rank for rank, flag in enumerate(everyone.column(_INFERENCE)) if flag]
     if inference and torch.is_grad_enabled() and any(map(any, everyone.columns_of_list(NEEDS_GRAD))):
         raise ValueError(
             f"tensors of rank {', '.join(map(str, inference))} were made under torch.inference_mode() and cannot take "
@@ -58,7 +58,7 @@ def _requiring_grad(x: Tensor | float | None) -> Tensor:
     return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-def enter(given: dict[str, Any], inputs: Inputs, comm: Communicator, options: Options) -> dict[str, Any]:
+def enter(values: dict[str, Any], inputs: Inputs, comm: Communicator, options: Options) -> dict[str, Any]:
     """Return the inputs, whose gradients are multiplied by the factor of `sync`.
 
     Gradients of replicated inputs get this factor here and nowhere else. Learned scalars (`loss_parameters`) and
@@ -72,14 +72,14 @@ def enter(given: dict[str, Any], inputs: Inputs, comm: Communicator, options: Op
     """
     names = [*inputs.scalars, *inputs.parameters]
     for name in (*names, "weights"):
-        x = given[name]
+        x = values[name]
         if isinstance(x, Tensor):
-            given[name] = x.to(wide_dtype(x.device))
+            values[name] = x.to(wide_dtype(x.device))
     if options.reduction == "none" or comm.size == 1:
-        return given
-    given.update(zip(names, loss_parameters([given[name] for name in names], comm, options.sync), strict=True))
+        return values
+    values.update(zip(names, loss_parameters([values[name] for name in names], comm, options.sync), strict=True))
     factor = feature_factor(options.sync, comm.size)
-    for name, x in given.items():
+    for name, x in values.items():
         if name not in names and isinstance(x, Tensor) and x.requires_grad:
-            given[name] = scale_gradient(x, factor)
-    return given
+            values[name] = scale_gradient(x, factor)
+    return values

@@ -99,7 +99,7 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return key
 
     arguments = map_leaves(placed, (args, kwargs))
-    features = [at for at, x in enumerate(tensors) if x.is_floating_point() and x.dim() > 1]
+    features = [index for index, x in enumerate(tensors) if x.is_floating_point() and x.dim() > 1]
     if refused or not features or any(getattr(module, "gradients_are_sparse", False) for module in modules):
         return None
     tensors += _learned_by(modules)
@@ -112,12 +112,12 @@ def _traced(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _learned_by(modules: Sequence[nn.Module]) -> list[Tensor]:
     """Return the parameters and buffers that get a gradient, each once."""
-    found: list[Tensor] = []
+    learned: list[Tensor] = []
     for module in modules:
         for x in (*module.parameters(), *module.buffers()):
-            if x.requires_grad and not any(x is other for other in found):
-                found.append(x)
-    return found
+            if x.requires_grad and not any(x is other for other in learned):
+                learned.append(x)
+    return learned
 
 
 def _keep(leaf: object) -> str:
@@ -136,13 +136,13 @@ def _keep_object(address: int) -> str:
     Such an object has no attributes while Dynamo traces, or its id is that of something of Dynamo's in its place.
     """
     leaf = ctypes.cast(address, ctypes.py_object).value
-    made = not getattr(leaf, "__dict__", None) or type(leaf).__module__.startswith("torch._dynamo")
-    return "" if made else _keep(leaf)
+    temporary = not getattr(leaf, "__dict__", None) or type(leaf).__module__.startswith("torch._dynamo")
+    return "" if temporary else _keep(leaf)
 
 
 def _register(loss: Callable[..., Tensor], arguments: Any, devices: tuple[str, ...]) -> int:
     """Keep a call with the autocast around it, and return its number; Dynamo calls this."""
-    _in_order()
+    _keep_order()
     available = [device for device in devices if torch.amp.is_autocast_available(device)]
     autocast = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in available]
     number = next(_numbers)
@@ -155,7 +155,7 @@ for _constant in (_keep, _keep_object, _register):  # torch.compiler.assume_cons
 
 
 @cache
-def _in_order() -> Any:
+def _keep_order() -> Any:
     """Keep compilers from removing or reordering losses, which communicate; its import is for compiling alone."""
     from torch._library.effects import EffectType
 
@@ -232,14 +232,14 @@ def _keep_order_in_inductor() -> None:
 
 def _lowered(lowering: Any, operator: Any, *args: Any) -> Any:
     graph = lowering.V.graph
-    before, first = graph.effectful_ops.get(_in_order()), len(graph.operations)
+    before, first = graph.effectful_ops.get(_keep_order()), len(graph.operations)
     results = lowering.fallback_handler(operator, add_to_fallback_set=False)(*args)
     for operation in graph.operations[first:] if before is not None else ():
         graph.additional_star_deps[operation.get_operation_name()].add(before.get_name())
     return results
 
 
-def _loss_of_fakes(
+def _fake_loss(
     tensors: Sequence[Tensor], call: int, learned: Sequence[bool], of: int, rows: bool
 ) -> tuple[Tensor, Tensor]:
     _keep_order_in_inductor()
@@ -276,7 +276,7 @@ def _loss_backward(token: Tensor, grad: Tensor, tensors: Sequence[Tensor]) -> li
     return results
 
 
-def _gradients_of_fakes(_token: Tensor, _grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _fake_gradients(_token: Tensor, _grad: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
 
 
@@ -285,6 +285,6 @@ _library.define("loss(Tensor[] tensors, int call, bool[] learned, int of, bool r
 _library.define("loss_backward(Tensor token, Tensor grad, Tensor[] tensors) -> Tensor[]")
 _library.impl("loss", _loss, "CompositeExplicitAutograd")
 _library.impl("loss_backward", _loss_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("wholebatch::loss", _loss_of_fakes, lib=_library)
-torch.library.register_fake("wholebatch::loss_backward", _gradients_of_fakes, lib=_library)
+torch.library.register_fake("wholebatch::loss", _fake_loss, lib=_library)
+torch.library.register_fake("wholebatch::loss_backward", _fake_gradients, lib=_library)
 torch.library.register_autograd("wholebatch::loss", _backward, setup_context=_save, lib=_library)

@@ -79,7 +79,7 @@ class Inputs:
             name: x for name, x in self.scalars.items() if x is not None or name not in optional
         }
         self.given_ids: dict[str, tuple[Any, str]] = {
-            name: (x, of) for name, (x, of) in self.ids.items() if x is not None or name in self.required
+            name: (x, side) for name, (x, side) in self.ids.items() if x is not None or name in self.required
         }
         self.first: tuple[str, Any] = next(iter(self.given_features.items()))
 
@@ -123,16 +123,16 @@ class Inputs:
     @cached_property
     def compared(self) -> dict[str, Any]:
         """The numbers that must be equal on all ranks: scalars, and for each parameter itself or two norms."""
-        found = dict(self.given_scalars)
+        compared = dict(self.given_scalars)
         for name, x in self.parameters.items():
             if not isinstance(x, Tensor) or x.numel() == 1:
-                found[name] = x if not isinstance(x, Tensor) else x.detach().reshape(())
+                compared[name] = x if not isinstance(x, Tensor) else x.detach().reshape(())
                 continue
             flat = x.detach().reshape(-1).to(wide_dtype(x.device))
             ramp = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
-            found[f"the norm of {name}"] = torch.linalg.vector_norm(flat)
-            found[f"a projection of {name}"] = torch.linalg.vector_norm(flat + ramp)
-        return found
+            compared[f"the norm of {name}"] = torch.linalg.vector_norm(flat)
+            compared[f"a projection of {name}"] = torch.linalg.vector_norm(flat + ramp)
+        return compared
 
     @property
     def counts(self) -> dict[str, int]:
@@ -150,15 +150,15 @@ class Inputs:
     def check_rest(self) -> None:
         """Raise ValueError unless ids, weights and scalars have the right shapes and types."""
         counts = self.counts
-        for name, (x, of) in self.given_ids.items():
-            check_ids(name, x, of, counts[of])
-        weights, of = self.weights
+        for name, (x, side) in self.given_ids.items():
+            check_ids(name, x, side, counts[side])
+        weights, side = self.weights
         if weights is not None:
-            check_weights("weights", weights, of, counts[of])
+            check_weights("weights", weights, side, counts[side])
         for name, value in self.given_scalars.items():
             check_one(name, value)
-        for name, (x, of) in self.data.items():
-            check_data(name, x, of, counts[of])
+        for name, (x, side) in self.data.items():
+            check_data(name, x, side, counts[side])
 
     def numbers(self) -> dict[str, Tensor | float]:
         """Return the numbers that the checks of values need, shape () or [1] on the device, or checked floats.
@@ -170,7 +170,7 @@ class Inputs:
         for name, value in self.compared.items():
             numbers[name] = value if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
-            numbers |= self._of_weights(self.weights[0])
+            numbers |= self._weight_numbers(self.weights[0])
         if self.labels:
             ids = self.given_ids[self.labels][0].to(self.device, wide_dtype(self.first[1].device))
             numbers[SMALLEST_LABEL] = ids.amin() if len(ids) else ids.sum()
@@ -180,7 +180,7 @@ class Inputs:
         return numbers
 
     @staticmethod
-    def _of_weights(weights: Tensor) -> dict[str, Tensor]:
+    def _weight_numbers(weights: Tensor) -> dict[str, Tensor]:
         weights = weights.detach().to(wide_dtype(weights.device))
         smallest = weights.amin() if len(weights) else weights.sum()
         return {SUM_OF_WEIGHTS: weights.sum(), SMALLEST_WEIGHT: smallest}
@@ -201,15 +201,15 @@ class Inputs:
         x, y = self.given_features.values()
         of_rows = row_numbers(x, y, [x for x in self.given_scalars.values() if isinstance(x, Tensor)])
         extremes: Sequence[Any] = of_rows.extremes.tolist() if read else of_rows.extremes.unbind()
-        found: dict[str, Tensor | float] = {norm_of(name): extremes[at] for at, name in enumerate(self.given_features)}
+        numbers: dict[str, Tensor | float] = {norm_of(name): extremes[i] for i, name in enumerate(self.given_features)}
         scalars = iter(extremes[3:])
         for name, value in self.given_scalars.items():
-            found[name] = next(scalars) if isinstance(value, Tensor) else self._check_scalar(name, value)
+            numbers[name] = next(scalars) if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
-            found |= self._of_weights(self.weights[0])
+            numbers |= self._weight_numbers(self.weights[0])
         if self.matching is not None:
-            found[MIN_PAIR_PRODUCT] = -extremes[2]
-        return found, of_rows
+            numbers[MIN_PAIR_PRODUCT] = -extremes[2]
+        return numbers, of_rows
 
     def accepts(self, columns: Mapping[str, Sequence[float]]) -> bool:
         """Return whether scalars and weights of all ranks are as `check_values` wants them; norms may be anything."""
@@ -219,18 +219,18 @@ class Inputs:
                 return False
         return min(*columns.get(SMALLEST_WEIGHT, [0]), *columns.get(SMALLEST_LABEL, [0])) >= 0
 
-    def check_values(self, found: Mapping[str, float]) -> dict[str, float]:
+    def check_values(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers that were read back; norms that have overflowed are computed again.
 
         Raises:
             ValueError: for NaN or infinite features, a scalar that is not finite or not positive, negative weights.
         """
-        norms = {norm_of(name): check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
-        scalars = {name: self._check_scalar(name, found[name]) for name in self.compared}
-        check_label(int(found.get(SMALLEST_LABEL, 0)))
+        norms = {norm_of(name): check_norm(name, x, numbers[norm_of(name)]) for name, x in self.given_features.items()}
+        scalars = {name: self._check_scalar(name, numbers[name]) for name in self.compared}
+        check_label(int(numbers.get(SMALLEST_LABEL, 0)))
         if self.weights[0] is not None:
-            check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
-        return {**found, **norms, **scalars}
+            check_not_negative("weights", self.weights[0], numbers[SMALLEST_WEIGHT], numbers[SUM_OF_WEIGHTS])
+        return {**numbers, **norms, **scalars}
 
     def _check_scalar(self, name: str, value: float) -> float:
         number = float(check_value(name, value))

@@ -31,13 +31,13 @@ def main(argv: Sequence[str], *, prog: str = "wholebatch doctor") -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows", type=int, default=None, help="rows of the random batch (4096; 256 without a GPU)")
     parser.add_argument("--embedding-size", type=int, default=None, help="numbers of a row (512; 64 without a GPU)")
-    given = parser.parse_args(list(argv))
-    sizes = {"--rows": given.rows, "--embedding-size": given.embedding_size}
+    options = parser.parse_args(list(argv))
+    sizes = {"--rows": options.rows, "--embedding-size": options.embedding_size}
     for (name, value), least in zip(sizes.items(), (2, 4), strict=True):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, got {value}")
     from .report import examine_here
 
-    report = examine_here(given.rows, given.embedding_size)
-    print(json.dumps(report.as_json(), indent=2) if given.json else report)
+    report = examine_here(options.rows, options.embedding_size)
+    print(json.dumps(report.as_json(), indent=2) if options.json else report)
     return int(report.failed)

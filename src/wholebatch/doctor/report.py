@@ -93,7 +93,7 @@ class Report:
         table = format_rows(header, cells, left=["loss", "features", "computed by", "checked"])
         reasons = [f"{row.loss}, {row.dtype}: {row.why}" for row in self.rows if row.why]
         return "\n".join(
-            [*lines, "", *(line.rstrip() for of in table for line in of), *([""] if reasons else []), *reasons]
+            [*lines, "", *(line.rstrip() for row in table for line in row), *([""] if reasons else []), *reasons]
         )
 
 
@@ -107,31 +107,31 @@ def examine_here(rows: int | None, embedding_size: int | None) -> Report:
 def examine(device: torch.device, rows: int, embedding_size: int) -> Report:
     """Return the report of a device, with losses on `rows` random rows of `embedding_size` numbers."""
     missing = kernels.missing(device)
-    made = (
+    results = (
         ()
         if missing is not None
         else tuple(_examined(name, dtype, device, rows, embedding_size) for name in _losses() for dtype in _DTYPES)
     )
     return Report(
-        _versions(), _device(device), _settings(), "" if missing is None else f"kernel='triton' {missing}", made
+        _versions(), _device(device), _settings(), "" if missing is None else f"kernel='triton' {missing}", results
     )
 
 
 def _losses() -> dict[str, Callable[..., Tensor]]:
     """Return a loss of each family of kernels, on features (b, d) of two towers and labels."""
     return {
-        "clip": lambda x, y, _, **more: functional.clip_loss(x, y, 20.0, **more),
-        "nt_xent": lambda x, y, _, **more: functional.nt_xent_loss(x, y, temperature=0.1, **more),
-        "sup_con": lambda x, _, labels, **more: functional.sup_con_loss(x, labels, temperature=0.1, **more),
-        "siglip": lambda x, y, _, **more: functional.siglip_loss(x, y, 20.0, -5.0, **more),
-        "matryoshka": lambda x, y, _, **more: functional.matryoshka_loss(
-            x, y, logit_scale=20.0, dims=(x.shape[1] // 4, x.shape[1]), **more
+        "clip": lambda x, y, _, **options: functional.clip_loss(x, y, 20.0, **options),
+        "nt_xent": lambda x, y, _, **options: functional.nt_xent_loss(x, y, temperature=0.1, **options),
+        "sup_con": lambda x, _, labels, **options: functional.sup_con_loss(x, labels, temperature=0.1, **options),
+        "siglip": lambda x, y, _, **options: functional.siglip_loss(x, y, 20.0, -5.0, **options),
+        "matryoshka": lambda x, y, _, **options: functional.matryoshka_loss(
+            x, y, logit_scale=20.0, dims=(x.shape[1] // 4, x.shape[1]), **options
         ),
-        "partial_fc": lambda x, y, labels, **more: functional.partial_fc_loss(
-            x, labels, y, margin=ArcFace(16.0, 0.3), **more
+        "partial_fc": lambda x, y, labels, **options: functional.partial_fc_loss(
+            x, labels, y, margin=ArcFace(16.0, 0.3), **options
         ),
-        "max_sim": lambda x, y, _, **more: functional.max_sim_loss(
-            x, y, logit_scale=1.0, query_offsets=_offsets(x), document_offsets=_offsets(y), **more
+        "max_sim": lambda x, y, _, **options: functional.max_sim_loss(
+            x, y, logit_scale=1.0, query_offsets=_offsets(x), document_offsets=_offsets(y), **options
         ),
     }
 
@@ -158,32 +158,32 @@ def _examined(name: str, dtype: str, device: torch.device, rows: int, size: int)
             _losses()[name](x, y, labels, kernel=kernel).sum().backward()
         except (RuntimeError, ValueError) as error:
             return Row(name, dtype, "error", " ".join(str(error).split()), failed=True)
-    made = choice.choices()[before:]
-    if not made:
+    choices = choice.choices()[before:]
+    if not choices:
         return Row(name, dtype, "PyTorch", "no kernel computes this form")
-    last = made[-1]
+    last = choices[-1]
     times = last.milliseconds or (None, None)
     computed_by = "kernels" if last.in_kernels else "PyTorch"
     return Row(name, dtype, computed_by, last.why, last.kernels, times[0], times[1], last.failed)
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    if found["wholebatch"] == "not installed":  # run from its source
-        found["wholebatch"] = "not installed (run from source)"
-    found["CUDA"] = torch.version.cuda or "none"
+            versions[name] = "not installed"
+    if versions["wholebatch"] == "not installed":  # run from its source
+        versions["wholebatch"] = "not installed (run from source)"
+    versions["CUDA"] = torch.version.cuda or "none"
     if torch.cuda.is_available():
-        found["NCCL"] = (
+        versions["NCCL"] = (
             ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
         )
     if (ptxas := _ptxas()) is not None:
-        found["ptxas"] = ptxas
-    return found
+        versions["ptxas"] = ptxas
+    return versions
 
 
 def _ptxas() -> str | None:

@@ -96,16 +96,16 @@ class Exchange(ABC):
 
     def over(self, comm: Communicator) -> Self:
         """Return an exchange of the same rows and columns, for another call of these ranks."""
-        made = object.__new__(self.__class__)
-        made.__dict__.update(self.__dict__, comm=comm)
-        return made
+        copied = object.__new__(self.__class__)
+        copied.__dict__.update(self.__dict__, comm=comm)
+        return copied
 
     @cached_property
     def largest_block(self) -> tuple[int, int]:
         """The largest number of rows, and of columns, of a block."""
         rows, cols = (
-            max(at.stop - at.start for at in ats)
-            for ats in ([visit.rows for visit in self.visits], [visit.cols for visit in self.visits])
+            max(cut.stop - cut.start for cut in cuts)
+            for cuts in ([visit.rows for visit in self.visits], [visit.cols for visit in self.visits])
         )
         return rows, cols
 

@@ -57,12 +57,12 @@ class GatherExchange(Exchange):
     @cached_property
     def largest_block(self) -> tuple[int, int]:
         rows, cols = super().largest_block
-        return rows, cols if self.symmetric else max(at.stop - at.start for at in map(self._columns, self._chunks))
+        return rows, cols if self.symmetric else max(cut.stop - cut.start for cut in map(self._columns, self._chunks))
 
     def over(self, comm: Communicator) -> Self:
-        made = super().over(comm)
-        made._arriving = []
-        return made
+        copied = super().over(comm)
+        copied._arriving = []
+        return copied
 
     @cached_property
     def one_transfer(self) -> bool:
@@ -98,7 +98,7 @@ class GatherExchange(Exchange):
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
-        partition, place = (self.y_rows, self.rows_of) if to_owner else (self.columns, _same)
+        partition, place = (self.y_rows, self.rows_of) if to_owner else (self.columns, _unchanged)
         accumulated = None if initial is None else initial.repeat(partition.total, *[1] * (initial.dim() - 1))
         local = accumulated[self.kept_local] if accumulated is not None and self.symmetric else None
         early = to_owner and accumulated is not None and len(self._chunks) > 1 and not self.symmetric
@@ -141,7 +141,7 @@ class GatherExchange(Exchange):
     def _columns(self, ranks: range) -> slice:
         return slice(self.columns.rows(ranks.start).start, self.columns.rows(ranks.stop - 1).stop)
 
-    def _among_all(self, visit: Visit) -> slice:
+    def _gathered_columns(self, visit: Visit) -> slice:
         first = self.columns.offsets[visit.source]
         return slice(first + visit.cols.start, first + visit.cols.stop)
 
@@ -150,7 +150,7 @@ class GatherExchange(Exchange):
         planned = [(ranks, self._columns(ranks), self.visits[0].rows, False) for ranks in self._chunks]
         if self.symmetric:
             planned = [
-                (range(visit.source, visit.source + 1), self._among_all(visit), visit.rows, visit.triangle)
+                (range(visit.source, visit.source + 1), self._gathered_columns(visit), visit.rows, visit.triangle)
                 for visit in self.visits
             ]
         for ranks, cols, rows, triangle in planned:
@@ -164,7 +164,7 @@ class GatherExchange(Exchange):
             named(self.comm.transport, "gather exchange", "before", finish)
 
 
-def _same(columns: slice) -> slice:
+def _unchanged(columns: slice) -> slice:
     return columns
 
 

@@ -56,12 +56,12 @@ class RingExchange(Exchange):
         following, previous = (rank + 1) % size, (rank - 1) % size
         counts, offsets = self.columns.counts, self.columns.offsets
         y, numbers = fetched.contiguous(), None if carried is None else carried.T.contiguous()
-        two, one = (2, 1) if steps > 1 else (1, 0)
+        two, single = (2, 1) if steps > 1 else (1, 0)
         y_rows = self.y_rows.counts
         of_sums = y_rows if to_owner else counts
-        y_blocks = _Buffers(y, y_rows, 2 * one)
-        number_blocks = None if numbers is None else _Buffers(numbers, counts, 2 * one)
-        sum_blocks, received_block = (None if initial is None else _Buffers(initial, of_sums, n) for n in (two, one))
+        y_blocks = _Buffers(y, y_rows, 2 * single)
+        number_blocks = None if numbers is None else _Buffers(numbers, counts, 2 * single)
+        sum_blocks, received_block = (None if initial is None else _Buffers(initial, of_sums, n) for n in (two, single))
         local = None
         if initial is not None and self.symmetric:
             local = _Buffers(initial, counts, 1).take(0, rank, initial)

@@ -70,12 +70,12 @@ def chunks(columns: Partition, least: int) -> tuple[range, ...]:
     >>> chunks(Partition((3,) * 9), 5)
     (range(0, 9),)
     """
-    least, found, first, size = max(1, least), list[range](), 0, len(columns.counts)
+    least, ranges, first, size = max(1, least), list[range](), 0, len(columns.counts)
     for rank in range(size if size <= MOST_PARTS else 0):
         if sum(columns.counts[first : rank + 1]) >= least and sum(columns.counts[rank + 1 :]) >= least:
-            found.append(range(first, rank + 1))
+            ranges.append(range(first, rank + 1))
             first = rank + 1
-    return (*found, range(first, size))
+    return (*ranges, range(first, size))
 
 
 def _upper_half(rows: int) -> int:
@@ -86,6 +86,6 @@ def num_entries(visits: tuple[Visit, ...], side: int) -> int:
     """Return the largest number of entries of S that the visits compute, in tiles of side x side."""
     total = 0
     for visit in visits:
-        rows, cols = (at.stop - at.start for at in (visit.rows, visit.cols))
+        rows, cols = (cut.stop - cut.start for cut in (visit.rows, visit.cols))
         total += min(rows * cols, rows * (rows + side) // 2) if visit.triangle else rows * cols
     return total

@@ -94,22 +94,22 @@ def vary(x: Array, names: frozenset[str]) -> Array:
 
 def varies_over(x: Any) -> frozenset[str]:
     """Return the axes along which devices may hold different values of x."""
-    of = jax.typeof(x)
-    kind = getattr(of, "manual_axis_type", None)  # JAX 0.10; before and after it is `vma`
-    return frozenset(of.vma if kind is None else kind.varying)
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10; before and after it is `vma`
+    return frozenset(aval.vma if kind is None else kind.varying)
 
 
 def _grouped(collective: Callable[[Array], Array], tree: Tree) -> Tree:
     """Apply a collective with one message for all vectors of equal dtype and length, and one for each other array."""
     leaves, structure = jax.tree.flatten(tree)
     groups: dict[Any, list[int]] = {}
-    for at, leaf in enumerate(leaves):
-        groups.setdefault((leaf.dtype, leaf.shape) if leaf.ndim == 1 else at, []).append(at)
+    for index, leaf in enumerate(leaves):
+        groups.setdefault((leaf.dtype, leaf.shape) if leaf.ndim == 1 else index, []).append(index)
     for places in groups.values():
         if len(places) == 1:
             leaves[places[0]] = collective(leaves[places[0]])
             continue
-        columns = collective(jnp.stack([leaves[at] for at in places], 1))
-        for column, at in enumerate(places):
-            leaves[at] = columns[:, column]
+        columns = collective(jnp.stack([leaves[index] for index in places], 1))
+        for column, index in enumerate(places):
+            leaves[index] = columns[:, column]
     return jax.tree.unflatten(structure, leaves)

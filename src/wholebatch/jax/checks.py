@@ -20,13 +20,13 @@ from .._base.settings import LARGEST, SMALLEST_DIVISOR, check_choice, check_labe
 _ARRAYS: Any = (np.generic, np.ndarray, Array)
 
 
-def arrays(**given: Any) -> dict[str, Any]:
+def arrays(**arguments: Any) -> dict[str, Any]:
     """Convert all arguments to JAX arrays; None stays None.
 
     Raises:
         ValueError: no array, integers that JAX would truncate, weights that are complex, negative or not finite.
     """
-    for name, x in given.items():
+    for name, x in arguments.items():
         if x is not None:
             _check_array(name, x)
         # Features are not copied from a device for a check.
@@ -46,7 +46,7 @@ def arrays(**given: Any) -> dict[str, Any]:
                 raise ValueError(f"weights must be real, got {values.dtype}")
             if (wrong := values[~(np.isfinite(values) & (values >= 0))]).size:
                 raise ValueError(f"weights must be finite and not negative, got {wrong[0]}; 0 leaves a row out")
-    return {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+    return {name: None if x is None else jnp.asarray(x) for name, x in arguments.items()}
 
 
 def _check_array(name: str, x: Any) -> None:
@@ -75,11 +75,11 @@ def known(x: Any) -> np.ndarray[Any, Any] | None:
     return None if isinstance(x, Array) and not x.is_fully_addressable else np.asarray(x)
 
 
-def names(of: Any, argument: str = "axis") -> tuple[str, ...]:
+def names(value: Any, argument: str = "axis") -> tuple[str, ...]:
     """Return several names as a tuple; a single name may be given as a string."""
-    several = (of,) if isinstance(of, str) else of
+    several = (value,) if isinstance(value, str) else value
     if not isinstance(several, (tuple, list)) or not all(isinstance(name, str) and name for name in several):
-        raise ValueError(f"{argument} must be a name or several names, got {shown(of)}")
+        raise ValueError(f"{argument} must be a name or several names, got {shown(value)}")
     return tuple(several)
 
 

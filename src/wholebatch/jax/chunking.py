@@ -111,7 +111,7 @@ def chunked(
         def over_chunks(wide: Any, chunks: Any, key: Array | None, examples: int) -> Any:
             """Encode chunks of so many examples each."""
 
-            def one(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
+            def encode_chunk(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
                 inputs, chunk_key = chunk
                 encoded = encode_fn(
                     jax.tree.map(_like, wide, params), inputs, *() if chunk_key is None else (chunk_key,)
@@ -122,7 +122,7 @@ def chunked(
                 return None, encoded
 
             keys = None if key is None else jax.random.split(key, n)
-            return lax.scan(jax.checkpoint(one, policy=policy, prevent_cse=False), None, (chunks, keys))[1]
+            return lax.scan(jax.checkpoint(encode_chunk, policy=policy, prevent_cse=False), None, (chunks, keys))[1]
 
         def on_device(wide: Any, batch: Any, key: Array | None) -> Any:
             return jax.tree.map(joined, over_chunks(_local(wide, batch), jax.tree.map(cut, batch), key, c))
@@ -168,7 +168,7 @@ class _Devices:
         if (mesh := self.mesh) is None:
             return function(params, batch, key)
         leaves, structure = jax.tree.flatten(params)
-        arrays = {at: leaf for at, leaf in enumerate(leaves) if _is_array(leaf)}
+        arrays = {index: leaf for index, leaf in enumerate(leaves) if _is_array(leaf)}
         for leaf in arrays.values():
             if over := explicit_axes(leaf) & set(self.names):
                 raise ValueError(
@@ -177,7 +177,7 @@ class _Devices:
                 )
 
         def on_device(arrays: dict[int, Array], batch: Any, key: Array | None) -> Any:
-            merged = jax.tree.unflatten(structure, [arrays.get(at, leaf) for at, leaf in enumerate(leaves)])
+            merged = jax.tree.unflatten(structure, [arrays.get(index, leaf) for index, leaf in enumerate(leaves)])
             local_key = None if key is None else jax.random.fold_in(key, lax.axis_index(self.names))
             return function(merged, batch, local_key)
 

@@ -148,6 +148,6 @@ class _CLIP:
         codes = Codes.of_pairs(axis.rows(len(x)), ids, valid, positive=self.equal_ids == "positive")
         plan = SoftmaxPlan(self.options.sweep(axis, y), smooth=self.label_smoothing > 0)
         scale = checks.as_scalar(logit_scale, sum_dtype(x))
-        found = softmax_statistics(plan, Tower(x, None, codes), Tower(y, None, codes), scale)
-        losses = [cross_entropy(side, self.label_smoothing) for side in found if side is not None]
+        sides = softmax_statistics(plan, Tower(x, None, codes), Tower(y, None, codes), scale)
+        losses = [cross_entropy(side, self.label_smoothing) for side in sides if side is not None]
         return reduce_losses(axis, jnp.mean(jnp.stack(losses), 0), rows["weights"], valid, self.options.reduction)

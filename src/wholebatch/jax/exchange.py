@@ -104,8 +104,8 @@ def ring(
     def step(carried: tuple[Any, Any, Any], tiles: Tiles) -> tuple[Any, Any]:
         of_x, y, of_y = carried
         arriving = axis.receive_from(of_y, 1)
-        of_x, found, _ = sweep(tiles, y, of_x, empty, first=False)
-        return of_x, add(arriving, found)
+        of_x, added, _ = sweep(tiles, y, of_x, empty, first=False)
+        return of_x, add(arriving, added)
 
     def middle(carried: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
         following = axis.receive_from(carried[1], 1)

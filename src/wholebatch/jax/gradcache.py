@@ -46,13 +46,13 @@ def tree_chunk(tree: _Tree, n_chunk: int, axis: int = 0) -> _Tree:
     """
 
     def cut(x: Array) -> Array:
-        at = _checked_axis(axis, x.ndim)
-        rows = x.shape[at]
+        dim = _checked_axis(axis, x.ndim)
+        rows = x.shape[dim]
         if n_chunk < 1 or rows % n_chunk:
             raise ValueError(
                 f"{rows} rows do not divide into {n_chunk} chunks; wholebatch.jax.chunked accepts any number"
             )
-        return jnp.reshape(x, (*x.shape[:at], n_chunk, rows // n_chunk, *x.shape[at + 1 :]))
+        return jnp.reshape(x, (*x.shape[:dim], n_chunk, rows // n_chunk, *x.shape[dim + 1 :]))
 
     return jax.tree.map(cut, tree)
 
@@ -61,16 +61,16 @@ def tree_unchunk(tree: _Tree, axis: int = 0) -> _Tree:
     """Join an axis of each array and the one after it into one: the inverse of :func:`tree_chunk`."""
 
     def join(x: Array) -> Array:
-        at = _checked_axis(axis, x.ndim - 1)  # of the axes of the result
-        return jnp.reshape(x, (*x.shape[:at], -1, *x.shape[at + 2 :]))
+        dim = _checked_axis(axis, x.ndim - 1)  # of the axes of the result
+        return jnp.reshape(x, (*x.shape[:dim], -1, *x.shape[dim + 2 :]))
 
     return jax.tree.map(join, tree)
 
 
-def _checked_axis(axis: int, of: int) -> int:
-    if not -of <= axis < of:
-        raise ValueError(f"axis must be within [{-of}, {of}) for an array of {of} axes, got {axis}")
-    return axis % of
+def _checked_axis(axis: int, ndim: int) -> int:
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis must be within [{-ndim}, {ndim}) for an array of {ndim} axes, got {axis}")
+    return axis % ndim
 
 
 def chunk_encode(encode_fn: Callable[..., _Tree]) -> Callable[..., _Tree]:
@@ -113,7 +113,7 @@ def unchunk_args(axis: int = 0, argnums: Iterable[int] = ()) -> Callable[[Callab
     def decorator(function: Callable[..., _R]) -> Callable[..., _R]:
         @wraps(function)
         def unchunked(*args: object, **kwargs: object) -> _R:
-            return function(*(tree_unchunk(x, axis) if at in numbers else x for at, x in enumerate(args)), **kwargs)
+            return function(*(tree_unchunk(x, axis) if i in numbers else x for i, x in enumerate(args)), **kwargs)
 
         return unchunked
 
@@ -135,10 +135,10 @@ def grad_cached(
     """
 
     def encode(params: Any, chunks: Any) -> Any:
-        def one(_: None, chunk: Any) -> tuple[None, Any]:
+        def encode_chunk(_: None, chunk: Any) -> tuple[None, Any]:
             return None, encode_fn(params, chunk)
 
-        _, encoded = lax.scan(jax.checkpoint(one, policy=policy, prevent_cse=prevent_cse), None, chunks)
+        _, encoded = lax.scan(jax.checkpoint(encode_chunk, policy=policy, prevent_cse=prevent_cse), None, chunks)
         return tree_unchunk(encoded)
 
     return encode

@@ -173,12 +173,12 @@ class _InfoNCE:
     label_smoothing: float
     options: Options
 
-    def check(self, logit_scale: Any, **given: Any) -> dict[str, Any]:
+    def check(self, logit_scale: Any, **arguments: Any) -> dict[str, Any]:
         check_directions(self.directions)
         checks.choice("partition", self.partition, PARTITIONS)
         checks.fraction("label_smoothing", self.label_smoothing)
         checks.scalar(logit_scale=logit_scale)
-        return checked_inputs(**given)
+        return checked_inputs(**arguments)
 
     def __call__(self, axis: Axis, rows: dict[str, Any], logit_scale: Any) -> Array:
         q, valid = rows["queries"], valid_rows(axis, "queries", rows)
@@ -201,10 +201,10 @@ class _InfoNCE:
             of_queries = _with_hard_negatives(of_queries, rows, scale)
         if of_keys is not None:
             of_keys = jax.tree.map(lambda x: x[:b], of_keys)
-        found = [side for side in (of_queries, of_keys) if side is not None]
-        if self.partition == "joint" and len(found) == 2:
-            found = [_joint(*found)]
-        losses = [cross_entropy(side, self.label_smoothing) for side in found]
+        sides = [side for side in (of_queries, of_keys) if side is not None]
+        if self.partition == "joint" and len(sides) == 2:
+            sides = [_joint(*sides)]
+        losses = [cross_entropy(side, self.label_smoothing) for side in sides]
         return reduce_losses(axis, jnp.mean(jnp.stack(losses), 0), rows["weights"], valid, self.options.reduction)
 
 
@@ -217,7 +217,7 @@ def _concatenated(first: Tower, second: Tower) -> Tower:
     """Concatenate the rows of two towers."""
     codes = [tower.codes for tower in (first, second)]
     valid = None
-    if any(of.valid is not None for of in codes):
+    if any(code.valid is not None for code in codes):
         valid = jnp.concatenate(
             [
                 jnp.ones(len(tower.features), bool) if tower.codes.valid is None else tower.codes.valid
@@ -225,7 +225,7 @@ def _concatenated(first: Tower, second: Tower) -> Tower:
             ]
         )
     pair, same = (
-        None if getattr(codes[0], name) is None else jnp.concatenate([getattr(of, name) for of in codes])
+        None if getattr(codes[0], name) is None else jnp.concatenate([getattr(code, name) for code in codes])
         for name in ("pair", "same")
     )
     return Tower(jnp.concatenate([first.features, second.features]), None, Codes(valid, pair=pair, same=same))
@@ -237,14 +237,14 @@ def _with_hard_negatives(statistics: RowStatistics, rows: dict[str, Any], scale:
     logits = scale * per_row_products(q, hard)
     candidates = jnp.ones_like(logits, bool) if ids is None else ids != rows["query_ids"][:, None]
     lse = jnp.logaddexp(statistics.lse, logsumexp(jnp.where(candidates, logits, -jnp.inf), 1))
-    found = statistics._replace(lse=lse)
+    combined = statistics._replace(lse=lse)
     if statistics.all_logits is not None and statistics.num is not None:
         all_logits = statistics.all_logits + jnp.where(candidates, logits, 0).sum(1)
-        found = found._replace(all_logits=all_logits, num=statistics.num + candidates.sum(1))
-    return found
+        combined = combined._replace(all_logits=all_logits, num=statistics.num + candidates.sum(1))
+    return combined
 
 
-def _joint(one: RowStatistics, other: RowStatistics) -> RowStatistics:
+def _joint(first: RowStatistics, other: RowStatistics) -> RowStatistics:
     """Return the statistics of one softmax over the candidates of both."""
-    sums = [None if a is None or b is None else a + b for a, b in zip(one[1:], other[1:], strict=True)]
-    return RowStatistics(jnp.logaddexp(one.lse, other.lse), *sums)
+    sums = [None if a is None or b is None else a + b for a, b in zip(first[1:], other[1:], strict=True)]
+    return RowStatistics(jnp.logaddexp(first.lse, other.lse), *sums)

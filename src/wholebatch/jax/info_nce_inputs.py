@@ -26,9 +26,9 @@ def check_directions(directions: tuple[str, ...]) -> None:
         raise ValueError(f"directions must name one of {', '.join(map(repr, DIRECTIONS))}, or both; got {directions}")
 
 
-def checked_inputs(**given: Any) -> dict[str, Any]:
+def checked_inputs(**arguments: Any) -> dict[str, Any]:
     """Check the arguments that have rows, and return them as `_split` does."""
-    rows = checks.arrays(**given)
+    rows = checks.arrays(**arguments)
     q, k, n, hard = (rows[name] for name in ("queries", "keys", "negatives", "hard_negatives"))
     checks.features(queries=q, keys=k, **({} if n is None or n.shape == (0, k.shape[-1]) else {"negatives": n}))
     if len(k) < len(q):
@@ -44,13 +44,13 @@ def checked_inputs(**given: Any) -> dict[str, Any]:
     ids = {name: rows[name] for name in rows if name.endswith("_ids")}
     checks.integers(**ids)
     checks.vector(**{name: x for name, x in ids.items() if not name.startswith("hard")}, weights=rows["weights"])
-    for name, of in _IDS_OF.items():
+    for name, owner in _IDS_OF.items():
         if rows[name] is None:
             continue
-        if rows[of] is None:
-            raise ValueError(f"{name} were given without {of}; give both, or neither")
-        if rows[name].shape != rows[of].shape[:-1]:
-            raise ValueError(f"{name} must have one id for each of {of}, {rows[of].shape[:-1]}; got {rows[name].shape}")
+        if rows[owner] is None:
+            raise ValueError(f"{name} were given without {owner}; give both, or neither")
+        if (got := rows[name].shape) != (shape := rows[owner].shape[:-1]):
+            raise ValueError(f"{name} must have one id for each of {owner}, {shape}; got {got}")
     return _split(rows)
 
 
@@ -77,14 +77,14 @@ def _split(rows: dict[str, Any]) -> dict[str, Any]:
 def _complete_ids(rows: dict[str, Any], b: int, num_keys: int) -> dict[str, Any]:
     """Return the ids of queries, keys, further keys, and negatives, in one dtype; None for all if none are compared."""
     query_ids, key_ids = rows["query_ids"], rows["key_ids"]
-    given = {name: x for name, x in rows.items() if name.endswith("_ids") and x is not None}
+    ids = {name: x for name, x in rows.items() if name.endswith("_ids") and x is not None}
     if query_ids is None and key_ids is None:
-        if given:
-            raise ValueError(f"{next(iter(given))} have nothing to be compared with; give query_ids or key_ids as well")
+        if ids:
+            raise ValueError(f"{next(iter(ids))} have nothing to be compared with; give query_ids or key_ids as well")
         return dict.fromkeys(("query_ids", "key_ids", "more_key_ids", "negative_ids", "hard_negative_ids"))
-    dtype = jnp.result_type(*(x.dtype for x in given.values()))
+    dtype = jnp.result_type(*(x.dtype for x in ids.values()))
     if not jnp.issubdtype(dtype, jnp.integer):
-        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in given.items())
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in ids.items())
         raise ValueError(f"ids must have dtypes of which one holds the others, got {dtypes}; cast them to one dtype")
     bounds = jnp.iinfo(dtype)
     no_id = bounds.min if bounds.min else bounds.max

@@ -37,7 +37,7 @@ class LogSum(NamedTuple):
     def add(self, other: LogSum) -> LogSum:
         """Return the sum of both."""
         top = jnp.maximum(self.top, other.top)
-        totals = [of.total * jnp.exp(of.top - _finite(top)) for of in (self, other)]
+        totals = [part.total * jnp.exp(part.top - _finite(top)) for part in (self, other)]
         return LogSum(top, totals[0] + totals[1])
 
     @property
@@ -46,9 +46,9 @@ class LogSum(NamedTuple):
         return _finite(self.top) + jnp.log(self.total)
 
 
-def add(one: Any, other: Any) -> Any:
+def add(first: Any, other: Any) -> Any:
     """Add two trees of sums, leaf by leaf: LogSums by :meth:`LogSum.add`, arrays by +."""
-    return jax.tree.map(lambda a, b: a.add(b) if isinstance(a, LogSum) else a + b, one, other, is_leaf=_is_log_sum)
+    return jax.tree.map(lambda a, b: a.add(b) if isinstance(a, LogSum) else a + b, first, other, is_leaf=_is_log_sum)
 
 
 def reduce_to_owner(axis: Axis, sums: Any) -> Any:

@@ -48,24 +48,24 @@ def on_mesh(
         raise ValueError("axis must be a name or several names, got none")
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
         check_not_split(rows)
-        return _in_one_piece(rows, replicated, body=body)
+        return _run_whole(rows, replicated, body=body)
     check_axes(mesh, names)
     current = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in current.axis_types and current.shape == mesh.shape:  # a jax.shard_map over other axes of it
         mesh = current
-    return _on_devices(rows, replicated, body=body, mesh=mesh, names=names, per_row=per_row)
+    return _run_on_devices(rows, replicated, body=body, mesh=mesh, names=names, per_row=per_row)
 
 
 # Jitted, so that calls outside of the caller's `jit` compile only once.
 
 
 @partial(jax.jit, static_argnames=("body",))
-def _in_one_piece(rows: dict[str, Array | None], replicated: Any, *, body: Callable[..., Array]) -> Array:
+def _run_whole(rows: dict[str, Array | None], replicated: Any, *, body: Callable[..., Array]) -> Array:
     return body(Axis(), rows, replicated)
 
 
 @partial(jax.jit, static_argnames=("body", "mesh", "names", "per_row"))
-def _on_devices(
+def _run_on_devices(
     rows: dict[str, Array | None],
     replicated: Any,
     *,
@@ -75,10 +75,10 @@ def _on_devices(
     per_row: str | None,
 ) -> Array:
     devices = prod(mesh.shape[name] for name in names)
-    given = {name: x for name, x in rows.items() if x is not None}
-    totals = {name: len(x) for name, x in given.items()}
+    arrays = {name: x for name, x in rows.items() if x is not None}
+    totals = {name: len(x) for name, x in arrays.items()}
     spec = PartitionSpec(names)
-    split = {name: reshard_explicit(pad_rows(x, devices), mesh, spec) for name, x in given.items()}
+    split = {name: reshard_explicit(pad_rows(x, devices), mesh, spec) for name, x in arrays.items()}
 
     def on_device(split: dict[str, Array], replicated: Any) -> Array:
         return body(Axis(names), {**rows, **split, "totals": totals}, replicated)
@@ -124,13 +124,13 @@ def replicated(x: Array) -> Array:
     """Replicate an array that is split over explicit axes, so that it can be sliced anywhere."""
     if not explicit_axes(x):
         return x
-    of: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
-    return jax.sharding.reshard(x, NamedSharding(of.sharding.mesh, PartitionSpec()))
+    typed: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    return jax.sharding.reshard(x, NamedSharding(typed.sharding.mesh, PartitionSpec()))
 
 
 def explicit_axes(x: Any) -> set[str]:
     """Return the explicit axes over which an array is split."""
-    return {name for of in getattr(jax.typeof(x).sharding, "spec", ()) for name in checks.names(of or ())}
+    return {name for entry in getattr(jax.typeof(x).sharding, "spec", ()) for name in checks.names(entry or ())}
 
 
 def check_not_split(tree: Any) -> None:
@@ -154,7 +154,7 @@ def reshard_explicit(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -
     explicit = {name for name, kind in zip(mesh.shape, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return x
-    spec = PartitionSpec(*[tuple(name for name in checks.names(of or ()) if name in explicit) for of in spec])
+    spec = PartitionSpec(*[tuple(name for name in checks.names(entry or ()) if name in explicit) for entry in spec])
     return jax.sharding.reshard(x, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
 
 

@@ -112,9 +112,9 @@ class _NTXent:
 
     options: Options
 
-    def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
+    def check(self, temperature: Any, **arguments: Any) -> dict[str, Any]:
         checks.scalar(temperature=temperature, positive=True)
-        return checks.pairs("z0", "z1", **given)
+        return checks.pairs("z0", "z1", **arguments)
 
     def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
         b, valid = len(rows["z0"]), valid_rows(axis, "z0", rows)

@@ -53,13 +53,13 @@ def entries(x: Codes, y: Codes) -> tuple[Array | None, Array | None]:
     """Return masks of a tile's candidates, which are not excluded, and of its positives; None for all, and for none."""
 
     def equal(name: str) -> Array | None:
-        one, other = getattr(x, name), getattr(y, name)
-        return None if one is None or other is None else one[:, None] == other
+        left, right = getattr(x, name), getattr(y, name)
+        return None if left is None or right is None else left[:, None] == right
 
     itself, pair, same = equal("itself"), equal("pair"), equal("same")
     valid = None
-    for of, axis in ((x.valid, 1), (y.valid, 0)):
-        valid = _and(valid, None if of is None else jnp.expand_dims(of, axis))
+    for flags, axis in ((x.valid, 1), (y.valid, 0)):
+        valid = _and(valid, None if flags is None else jnp.expand_dims(flags, axis))
     distinct = None if itself is None else ~itself
     positive = None if pair is None else _and(_and(pair, distinct), valid)
     if same is not None:
@@ -67,8 +67,8 @@ def entries(x: Codes, y: Codes) -> tuple[Array | None, Array | None]:
     return _and(_and(distinct, None if same is None else ~same), valid), positive
 
 
-def _and(one: Array | None, other: Array | None) -> Array | None:
+def _and(left: Array | None, right: Array | None) -> Array | None:
     """Combine two masks, where None is a mask that holds everywhere."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other
+    if left is None or right is None:
+        return right if left is None else left
+    return left & right

@@ -144,13 +144,13 @@ class _PartialFC:
     ignore_index: int
     options: Options
 
-    def check(self, key: Any, **given: Any) -> dict[str, Any]:
+    def check(self, key: Any, **arguments: Any) -> dict[str, Any]:
         checks.fraction("sample_rate", self.sample_rate)
         _check_margin(self.margin)
         if self.sample_rate < 1 and key is None:
             raise ValueError(f"sample_rate={self.sample_rate} needs key=, a new one of jax.random for each step")
         checks.random_key(key)
-        rows = checks.arrays(**given)
+        rows = checks.arrays(**arguments)
         checks.required(labels=rows["labels"])
         checks.integer("ignore_index", self.ignore_index)
         checks.features(embeddings=rows["embeddings"], centers=rows["centers"])
@@ -196,12 +196,12 @@ class _PartialFC:
             key: of `jax.random`.
             examples: the rows of the global batch.
         """
-        here = len(classes.centers)
+        count = len(classes.centers)
         chosen = present | sampled(key, classes.ids, self.sample_rate)
         if classes.taking_part is not None:
             chosen &= classes.taking_part
-        deviations = 8 * sqrt(here * self.sample_rate * (1 - self.sample_rate))  # 8 standard deviations
-        room = min(here, ceil(here * self.sample_rate + deviations) + min(examples, here))
+        deviations = 8 * sqrt(count * self.sample_rate * (1 - self.sample_rate))  # 8 standard deviations
+        room = min(count, ceil(count * self.sample_rate + deviations) + min(examples, count))
         _, places = lax.top_k(2 * present.astype(jnp.int32) + chosen, room)
         return _Classes(classes.centers[places], classes.ids[places], chosen[places])
 
@@ -242,30 +242,30 @@ def _fetch_centers(axis: Axis, centers: Array, labels: Array, *, ring: bool) -> 
     Returns:
         (b, d), zeros for a row without a class; and for each local center whether some device has an example of it.
     """
-    here, first = len(centers), axis.index * len(centers)
+    count, first = len(centers), axis.index * len(centers)
 
     def visit(present: Array, labels: Array) -> tuple[Array, Array]:
-        places = _local_places(labels, first, here)
+        places = _local_places(labels, first, count)
         return present.at[places].set(True, mode="drop"), centers.at[places].get(mode="fill", fill_value=0)
 
-    (none_present,) = vary_alike(jnp.zeros(here, bool), axis=axis)
+    (none_present,) = vary_alike(jnp.zeros(count, bool), axis=axis)
     if not ring:
-        present, found = visit(none_present, axis.gather(labels))
-        return axis.reduce_scatter(found), present
+        present, fetched = visit(none_present, axis.gather(labels))
+        return axis.reduce_scatter(fetched), present
 
     def step(so_far: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
         present, *traveling = so_far
-        labels, found = axis.receive_from(traveling, 1)
-        present, more = visit(present, labels)
-        return (present, labels, found + more), None
+        labels, fetched = axis.receive_from(traveling, 1)
+        present, added = visit(present, labels)
+        return (present, labels, fetched + added), None
 
-    present, found = visit(none_present, labels)
-    start = vary_alike(present, labels, found, axis=axis)
-    (present, _, found), _ = lax.scan(step, start, None, length=axis.size - 1)
-    return axis.receive_from(found, 1), present
+    present, fetched = visit(none_present, labels)
+    start = vary_alike(present, labels, fetched, axis=axis)
+    (present, _, fetched), _ = lax.scan(step, start, None, length=axis.size - 1)
+    return axis.receive_from(fetched, 1), present
 
 
-def _local_places(labels: Array, first: Array, here: int) -> Array:
-    """Return the local row of each class's center, or `here`, beyond all rows, if another device has it."""
+def _local_places(labels: Array, first: Array, count: int) -> Array:
+    """Return the local row of each class's center, or `count`, beyond all rows, if another device has it."""
     places = labels - first
-    return jnp.where((places >= 0) & (places < here), places, here)
+    return jnp.where((places >= 0) & (places < count), places, count)

@@ -78,13 +78,13 @@ def _common_dtype(a: Array, x: Array) -> tuple[Array, Array]:
     return (a.astype(x.dtype), x) if x.dtype == jnp.bfloat16 else (a, x.astype(a.dtype))
 
 
-def _product(one: Array, other: Array, over_one: int, over_other: int, *, batch: bool = False) -> Array:
+def _product(left: Array, right: Array, over_left: int, over_right: int, *, batch: bool = False) -> Array:
     # TPUs and some GPUs multiply float32 in half precision by default. A user who wants that sets JAX's option.
     chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return lax.dot_general(
-        one,
-        other,
-        (((over_one,), (over_other,)), ((0,), (0,)) if batch else ((), ())),
-        precision=lax.Precision.HIGHEST if chosen is None and one.dtype == jnp.float32 else None,
-        preferred_element_type=sum_dtype(one, other),
+        left,
+        right,
+        (((over_left,), (over_right,)), ((0,), (0,)) if batch else ((), ())),
+        precision=lax.Precision.HIGHEST if chosen is None and left.dtype == jnp.float32 else None,
+        preferred_element_type=sum_dtype(left, right),
     )

@@ -122,10 +122,10 @@ class _SigLIP:
     equal_ids: EqualIdsAre
     options: Options
 
-    def check(self, logit_scale: Any, logit_bias: Any, **given: Any) -> dict[str, Any]:
+    def check(self, logit_scale: Any, logit_bias: Any, **arguments: Any) -> dict[str, Any]:
         checks.choice("equal_ids", self.equal_ids, EQUAL_IDS)
         checks.scalar(logit_scale=logit_scale, logit_bias=logit_bias)
-        return checks.pairs("image_features", "text_features", **given)
+        return checks.pairs("image_features", "text_features", **arguments)
 
     def __call__(self, axis: Axis, rows: dict[str, Any], scalars: Any) -> Array:
         x, y, ids, weights = (rows[name] for name in ("image_features", "text_features", "ids", "weights"))
@@ -134,7 +134,7 @@ class _SigLIP:
         weights = jnp.ones(len(x), dtype) if weights is None else weights.astype(dtype)
         if valid is not None:
             weights = jnp.where(valid, weights, 0)
-        scale, bias = (checks.as_scalar(of, dtype) for of in scalars)
+        scale, bias = (checks.as_scalar(number, dtype) for number in scalars)
         pairs = (self.options.sweep(axis, y), Tower(x, None, codes), Tower(y, None, codes), scale, bias)
         if self.options.reduction == "none":
             return weights * row_losses(*pairs)

@@ -107,8 +107,8 @@ _weighted_sum.defvjp(_forward_sum, _backward_sum)
 _row_losses.defvjp(_forward_rows, _backward_rows)
 
 
-def _as_towers(of: _Gradient, dtype: Any) -> tuple[Any, ...]:
-    return *(Tower(g.astype(dtype), None, None) for g in of[:2]), of.scale, of.bias  # type: ignore[arg-type]
+def _as_towers(gradient: _Gradient, dtype: Any) -> tuple[Any, ...]:
+    return *(Tower(g.astype(dtype), None, None) for g in gradient[:2]), gradient.scale, gradient.bias  # type: ignore[arg-type]
 
 
 def _entry_losses(x: Tower, y: Tower, scale: Array, bias: Array) -> tuple[Array, Array]:

@@ -157,8 +157,8 @@ class _BackwardTower(NamedTuple):
 
 
 def _forward(plan: SoftmaxPlan, x: Tower, y: Tower | None, scale: Array) -> tuple[Any, Any]:
-    found, kept = _swept(plan, x, y, scale, keep=True)
-    return found, (x, y, scale, *[None if of is None else of.lse for of in found], kept)
+    sides, kept = _swept(plan, x, y, scale, keep=True)
+    return sides, (x, y, scale, *[None if side is None else side.lse for side in sides], kept)
 
 
 def _backward(plan: SoftmaxPlan, kept: Any, cotangents: Any) -> tuple[Tower, Tower | None, Array]:
@@ -175,15 +175,15 @@ def _backward(plan: SoftmaxPlan, kept: Any, cotangents: Any) -> tuple[Tower, Tow
         for side, axis in ((x, 1), (y, 0)):
             if side.lse is None or side.cotangents is None:
                 continue
-            lse, of = (
+            lse, grads = (
                 jax.tree.map(lambda a, axis=axis: jnp.expand_dims(a, axis), tree)
                 for tree in (side.lse, side.cotangents)
             )
-            weights += of.lse * jnp.exp(logits - lse)
+            weights += grads.lse * jnp.exp(logits - lse)
             if plan.smooth:
-                weights += of.all_logits
+                weights += grads.all_logits
             if positive is not None:
-                of_positives += of.positives
+                of_positives += grads.positives
         if candidates is not None:
             weights = jnp.where(candidates, weights, 0)
         if positive is not None:

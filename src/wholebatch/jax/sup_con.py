@@ -115,9 +115,9 @@ class _SupCon:
     ignore_index: int | None
     options: Options
 
-    def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
+    def check(self, temperature: Any, **arguments: Any) -> dict[str, Any]:
         checks.scalar(temperature=temperature, positive=True)
-        rows = checks.arrays(**given)
+        rows = checks.arrays(**arguments)
         z, weights = rows["features"], rows["weights"]
         checks.required(features=z, labels=rows["labels"])
         if z.ndim not in (2, 3):

@@ -32,8 +32,8 @@ class Tiles(NamedTuple):
 
 def rectangle(rows: int, cols: int) -> Tiles:
     """List all tiles, row by row."""
-    at = np.indices((rows, cols)).reshape(2, -1)
-    return Tiles(at[0], at[1], np.ones(rows * cols, bool), np.ones(rows * cols, bool))
+    indices = np.indices((rows, cols)).reshape(2, -1)
+    return Tiles(indices[0], indices[1], np.ones(rows * cols, bool), np.ones(rows * cols, bool))
 
 
 def triangle(side: int) -> Tiles:
@@ -105,29 +105,29 @@ def sweep_tiles(
         The sums of rows, those of columns, and the kept products, (tiles, rows, columns), or None.
     """
 
-    def step(sums: tuple[Any, Any], given: tuple[Tiles, Array | None]) -> tuple[tuple[Any, Any], Array | None]:
-        tile, products = given
+    def step(sums: tuple[Any, Any], inputs: tuple[Tiles, Array | None]) -> tuple[tuple[Any, Any], Array | None]:
+        tile, products = inputs
         starts = tile.rows * sides[0], tile.cols * sides[1]
         x, y = (_slice(tower, start, side) for tower, start, side in zip(towers, starts, sides, strict=True))
-        *found, products = visit(x, y, products)
+        *parts, products = visit(x, y, products)
         counts = (tile.for_rows, tile.for_cols)
         new = [
             _add_slice(total, start, side, part, counted)
-            for total, start, side, part, counted in zip(sums, starts, sides, found, counts, strict=True)
+            for total, start, side, part, counted in zip(sums, starts, sides, parts, counts, strict=True)
         ]
         return (new[0], new[1]), products
 
-    all_count = all(isinstance(of, np.ndarray) and of.all() for of in (tiles.for_rows, tiles.for_cols))
+    all_count = all(isinstance(flags, np.ndarray) and flags.all() for flags in (tiles.for_rows, tiles.for_cols))
     if all_count:
         tiles = tiles._replace(for_rows=None, for_cols=None)
     tiles = jax.tree.map(jnp.asarray, tiles)
     first = keep if kept is None else len(kept)
     if first:
-        sums, products = lax.scan(step, sums, (jax.tree.map(lambda of: of[:first], tiles), kept))
+        sums, products = lax.scan(step, sums, (jax.tree.map(lambda x: x[:first], tiles), kept))
         kept = products if kept is None else None
     if first < len(tiles.rows):
         sums, _ = lax.scan(
-            lambda sums, given: (step(sums, given)[0], None), sums, (jax.tree.map(lambda of: of[first:], tiles), None)
+            lambda sums, inputs: (step(sums, inputs)[0], None), sums, (jax.tree.map(lambda x: x[first:], tiles), None)
         )
     return *sums, kept
 

@@ -63,11 +63,11 @@ def blocks_of(form: Form, *, boxes: bool) -> Blocks:
     Blocks(rows=128, cols=128, depth=64, group=8, warps=4, stages=3, parts=2)
     """
     if form.document:
-        return _of_documents(form)
+        return _documents_block(form)
     if form.dtype == torch.float32:
-        return _of_single(form)
+        return _float32_block(form)
     if form.unit:
-        return _of_parts(form)
+        return _parts_block(form)
     narrow = form.ids or form.named > 1 or (form.entries > 0 and form.kernel != "tile_sigmoid")
     if boxes:
         is_new = form.capability >= _BLACKWELL  # where programs of 128 rows and 4 warps spill
@@ -84,7 +84,7 @@ def blocks_of(form: Form, *, boxes: bool) -> Blocks:
     return Blocks(128, 64 if narrow else 128, 64, 8, 8, 3)
 
 
-def _of_parts(form: Form) -> Blocks:
+def _parts_block(form: Form) -> Blocks:
     """Return the block of a form with parts of the features, in 16 bits."""
     single_loads, two_totals = form.unit < 8, form.kernel == "nested_gradient"
     if form.capability >= _BLACKWELL:
@@ -94,7 +94,7 @@ def _of_parts(form: Form) -> Blocks:
     return Blocks(64, 64, 64, 8, 8, 2) if single_loads else Blocks(128, 64, 64, 8, 8, 3)
 
 
-def _of_documents(form: Form) -> Blocks:
+def _documents_block(form: Form) -> Blocks:
     """Return the block of query tokens and of a document's: few of the latter, for a document's last block has a part.
 
     The features of a step are all that there are, if these are few: query tokens are then loaded once.
@@ -102,7 +102,7 @@ def _of_documents(form: Form) -> Blocks:
     cols = 64 if form.document > _SHORT_DOCUMENT else 32
     in_tensor_memory = _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL
     if form.dtype == torch.float32 and in_tensor_memory:
-        return Blocks(64, 64, 32, 8, 4, 1)  # as in `_of_single`
+        return Blocks(64, 64, 32, 8, 4, 1)  # as in `_float32_block`
     if form.dtype == torch.float32:
         return Blocks(64, cols if form.capability == _HOPPER else 32, 32, 8, 8, 2)
     if form.features > _MOST_AT_ONCE:
@@ -119,7 +119,7 @@ def _next_power(number: int) -> int:
     return int(2 ** (number - 1).bit_length())
 
 
-def _of_single(form: Form) -> Blocks:
+def _float32_block(form: Form) -> Blocks:
     """Return the block of a form of float32.
 
     Its three products share one sum, so steps must not overlap on the tensor cores of compute capability 10 and 11.

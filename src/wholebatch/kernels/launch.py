@@ -226,7 +226,7 @@ def laid_out(x: Tensor) -> Tensor:
 def start(
     kernel: Any,
     tile: TileInputs,
-    of: Layout,
+    plan: Layout,
     *arguments: Tensor | Box | None,
     units: int | None = None,
     last: tuple[int, ...] = (),
@@ -237,21 +237,21 @@ def start(
     The argument `units` describes the features; None: their number.
     """
     x, y = laid_out(tile.x), laid_out(tile.y)
-    blocks, aligned = of.blocks, of.aligned
+    blocks, aligned = plan.blocks, plan.aligned
     num_rows, num_cols = x.shape[0], y.shape[0]
     count = -(-num_rows // blocks.rows) * -(-num_cols // blocks.cols)
     positive, excluded = tile.positive, tile.excluded
     (named, stride), (left_out, stride_left_out) = positive.shape, excluded.shape
     run(
-        kernel, count if of.programs is None else min(count, of.programs),
-        Box(x, [blocks.rows, blocks.depth]) if of.boxes else x,
-        Box(y, [blocks.cols, blocks.depth]) if of.boxes else y,
+        kernel, count if plan.programs is None else min(count, plan.programs),
+        Box(x, [blocks.rows, blocks.depth]) if plan.boxes else x,
+        Box(y, [blocks.cols, blocks.depth]) if plan.boxes else y,
         tile.numbers, *arguments,
         positive.named, stride, positive.rows, positive.cols,
         excluded.named, stride_left_out, excluded.rows, excluded.cols,
         tile.first_row, num_rows, num_cols, units or x.shape[1] // aligned,
         x.stride(0) // aligned, y.stride(0) // aligned, *last,
-        KINDS=(named, positive.ids, left_out, excluded.ids), **flags, **of.constants,
+        KINDS=(named, positive.ids, left_out, excluded.ids), **flags, **plan.constants,
     )  # fmt: skip
 
 
@@ -259,14 +259,14 @@ def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Run a kernel on its tensors' GPU: the one place from which Triton is called, which tests replace."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    given = [TensorDescriptor.from_tensor(*of) if type(of) is Box else of for of in arguments]
+    inputs = [TensorDescriptor.from_tensor(*x) if type(x) is Box else x for x in arguments]
     latest["by pointers"] = type(arguments[0]) is not Box
     first = arguments[0] if latest["by pointers"] else arguments[0].tensor
     with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
-        kernel[(programs,)](*given, **constants)
+        kernel[(programs,)](*inputs, **constants)
 
 
-def box_of(out: Tensor, of: Layout, parts: int) -> Box | Tensor:
+def box_of(out: Tensor, plan: Layout, parts: int) -> Box | Tensor:
     """Return memory for a tile's entries as a box; as it is where rows do not begin at multiples of 16 bytes."""
-    wide = of.boxes and not out.stride(0) * out.itemsize % 16 and not out.data_ptr() % 16
-    return Box(out, [of.blocks.rows, of.blocks.cols // parts]) if wide else out
+    wide = plan.boxes and not out.stride(0) * out.itemsize % 16 and not out.data_ptr() % 16
+    return Box(out, [plan.blocks.rows, plan.blocks.cols // parts]) if wide else out

@@ -17,7 +17,7 @@ from .launch import TileInputs, empty, layout, start
 class Ends:
     """The ends of the parts of the features."""
 
-    at: Tensor  # m_l / unit, (L,), int32
+    stops: Tensor  # m_l / unit, (L,), int32
     unit: int  # a power of two that divides all m_l; 8 or more is fast, and 64 faster
 
     @classmethod
@@ -55,12 +55,12 @@ def nested_sums(tile: NestedTile, *, cols: bool) -> tuple[Tensor, Tensor, Tensor
     from .tiles import nested
 
     features, ends = tile.features, tile.ends
-    of, x, parts = layout("nested_sums", features, unit=ends.unit), features.x, len(ends.at)
-    across, down = -(-len(features.y) // of.blocks.cols), -(-len(x) // of.blocks.rows)
+    plan, x, parts = layout("nested_sums", features, unit=ends.unit), features.x, len(ends.stops)
+    across, down = -(-len(features.y) // plan.blocks.cols), -(-len(x) // plan.blocks.rows)
     rows, targets = (empty(x, parts, across, len(x)) for _ in range(2))
     of_cols = empty(x, parts, down, len(features.y)) if cols else None
     start(
-        nested.nested_sums, features, of, ends.at, rows, targets, of_cols, tile.row_scales, tile.col_scales,
+        nested.nested_sums, features, plan, ends.stops, rows, targets, of_cols, tile.row_scales, tile.col_scales,
         units=parts, ENDS=ends.unit,
     )  # fmt: skip
     return _added(rows), _added(targets), None if of_cols is None else _added(of_cols)
@@ -83,12 +83,12 @@ def nested_gradient(
     from .tiles import nested
 
     features, ends = tile.features, tile.ends
-    of, x, parts = layout("nested_gradient", features, unit=ends.unit), features.x, len(ends.at)
-    across, down = -(-len(features.y) // of.blocks.cols), -(-len(x) // of.blocks.rows)
+    plan, x, parts = layout("nested_gradient", features, unit=ends.unit), features.x, len(ends.stops)
+    across, down = -(-len(features.y) // plan.blocks.cols), -(-len(x) // plan.blocks.rows)
     of_rows = empty(x, parts, across, len(x))
     of_cols = empty(x, parts, down, len(features.y)) if totals_of_cols else None
     start(
-        nested.nested_gradient, features, of, out, ends.at, of_rows, of_cols, tile.row_scales, tile.col_scales,
+        nested.nested_gradient, features, plan, out, ends.stops, of_rows, of_cols, tile.row_scales, tile.col_scales,
         weights.rows, weights.targets, weights.cols, units=parts, last=(out.stride(1),), ENDS=ends.unit,
     )  # fmt: skip
     return _added(of_rows), None if of_cols is None else _added(of_cols)

@@ -80,12 +80,12 @@ def tile_gradient(
     if "target" in weights:
         parts.append(_rounded(weights["target"]).where(among, 0.0))
     grad = sum(parts, nothing)
-    found = {"sums of rows of dS": grad.sum(-1)} if totals else {}
+    row_sums = {"sums of rows of dS": grad.sum(-1)} if totals else {}
     if tile.row_terms is not None:
         grad = _scaled(grad, tile.row_terms.scales.double()[:, None])
         if tile.col_scales is not None:
             grad = _scaled(grad, tile.col_scales.double()[None])
-    return {"dS": grad, **found}
+    return {"dS": grad, **row_sums}
 
 
 def tile_sigmoid(tile: TileInputs, out: Tensor | None, *, weights: Tensor | None, totals: bool) -> Expected:
@@ -100,33 +100,33 @@ def tile_sigmoid(tile: TileInputs, out: Tensor | None, *, weights: Tensor | None
     losses, chances = torch.nn.functional.softplus(opposed), opposed.sigmoid()
     errors = chances * errors.expm1()  # that of a loss, at most, and of its derivative
     losses, grad = (
-        torch.stack([of, _SINGLE * of.abs() + errors]) for of in (losses, torch.where(among, -chances, chances))
+        torch.stack([x, _SINGLE * x.abs() + errors]) for x in (losses, torch.where(among, -chances, chances))
     )
     if weights is not None:
         grad = _scaled(grad, weights.double()[:, None])
-    found = {"losses of rows": losses.sum(-1)}
+    expected = {"losses of rows": losses.sum(-1)}
     if totals:
-        found["sums of rows of dS"] = grad.sum(-1)
-    return found if out is None else found | {"dS": grad}
+        expected["sums of rows of dS"] = grad.sum(-1)
+    return expected if out is None else expected | {"dS": grad}
 
 
 def nested_sums(tile: NestedTile, *, cols: bool) -> Expected:
     """Return the sums of rows, the logits of positives, and the sums of columns, of each part."""
     shift = _numbers(tile.features)[1]
-    among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
-    made: dict[str, list[Tensor]] = {"rows: sum": [], "rows: target": [], "columns: sum": []}
+    among, excluded = (_members(tile.features, entries) for entries in (tile.features.positive, tile.features.excluded))
+    sums: dict[str, list[Tensor]] = {"rows: sum": [], "rows: target": [], "columns: sum": []}
     for logits, _ in _parts(tile):
         exponentials = _exponentials(logits, shift).masked_fill(among | excluded, 0.0)
-        made["rows: sum"].append(exponentials.sum(-1))
-        made["rows: target"].append(logits.where(among, 0.0).sum(-1))
-        made["columns: sum"].append(exponentials.sum(-2))
-    return {name: torch.stack(of, 1) for name, of in made.items() if cols or name != "columns: sum"}
+        sums["rows: sum"].append(exponentials.sum(-1))
+        sums["rows: target"].append(logits.where(among, 0.0).sum(-1))
+        sums["columns: sum"].append(exponentials.sum(-2))
+    return {name: torch.stack(parts, 1) for name, parts in sums.items() if cols or name != "columns: sum"}
 
 
 def nested_gradient(tile: NestedTile, out: Tensor, weights: NestedWeights, *, totals_of_cols: bool) -> Expected:
     """Return H of each part, and the sums of dS S."""
     shift = _numbers(tile.features)[1]
-    among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
+    among, excluded = (_members(tile.features, entries) for entries in (tile.features.positive, tile.features.excluded))
     grads, products = [], []
     for part, (logits, factors) in enumerate(_parts(tile)):
         by_entry = weights.rows[part].double()[:, None]
@@ -140,8 +140,8 @@ def nested_gradient(tile: NestedTile, out: Tensor, weights: NestedWeights, *, to
         products.append(product)
     summed, each = torch.stack(grads, 1).flip(1).cumsum(1).flip(1), torch.stack(products, 1)
     summed[1] = summed[1, 0].clone()  # a kernel subtracts the earlier parts from the sum of all
-    found = {"dS": summed, "rows: dS S": each.sum(-1)}
-    return found | ({"columns: dS S": each.sum(-2)} if totals_of_cols else {})
+    expected = {"dS": summed, "rows: dS S": each.sum(-1)}
+    return expected | ({"columns: dS S": each.sum(-2)} if totals_of_cols else {})
 
 
 def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> Expected:
@@ -151,27 +151,27 @@ def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> Expect
         of_best = products.max(1)  # the first of equal ones
         best.append(torch.stack([of_best.values, errors.amax(1)]))
         places.append(of_best.indices.double())
-    found = {"maxima": torch.stack(best, 2)}
+    expected = {"maxima": torch.stack(best, 2)}
     if winners is None:
-        return found
+        return expected
     exact = torch.stack(places, 1).masked_fill(~_exact(tile), 0.0)
-    truth, error = found["maxima"]
-    found["products of winners"] = torch.stack([truth, 2 * error])  # that of the best one errs, too
-    return found | {"winners": torch.stack([exact, torch.zeros_like(exact)])}
+    truth, error = expected["maxima"]
+    expected["products of winners"] = torch.stack([truth, 2 * error])  # that of the best one errs, too
+    return expected | {"winners": torch.stack([exact, torch.zeros_like(exact)])}
 
 
 def found_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> dict[str, Tensor]:
     """Return what a kernel has written, by the names of `token_maxima`."""
-    found = {"maxima": out}
+    results = {"maxima": out}
     if winners is None:
-        return found
+        return results
     places, products = winners.long(), []
     for document, (of_tokens, _) in enumerate(_documents(tile)):
-        at = places[:, document, None]
-        there = (at >= 0) & (at < of_tokens.shape[1])
-        products.append(of_tokens.gather(1, at.where(there, 0)).where(there, float("nan"))[:, 0])
+        index = places[:, document, None]
+        exists = (index >= 0) & (index < of_tokens.shape[1])
+        products.append(of_tokens.gather(1, index.where(exists, 0)).where(exists, float("nan"))[:, 0])
     exact = places.double().masked_fill(~_exact(tile), 0.0)
-    return found | {"products of winners": torch.stack(products, 1), "winners": exact}
+    return results | {"products of winners": torch.stack(products, 1), "winners": exact}
 
 
 def _documents(tile: TokenTile) -> tuple[Tensor, ...]:
@@ -182,17 +182,17 @@ def _documents(tile: TokenTile) -> tuple[Tensor, ...]:
 def _exact(tile: TokenTile) -> Tensor:
     """Return whether a query token and all tokens of a document consist of whole numbers, (R, documents)."""
     of_rows, of_tokens = ((z == z.round()).all(1) for z in (tile.features.x, tile.features.y))
-    of_documents = torch.stack([of.all() for of in of_tokens.split(tile.starts.diff().tolist())])
+    of_documents = torch.stack([document.all() for document in of_tokens.split(tile.starts.diff().tolist())])
     return of_rows[:, None] & of_documents
 
 
 def _parts(tile: NestedTile) -> list[tuple[Tensor, Tensor]]:
     """Return the logits of each part, and the factors of its products."""
-    found = []
-    for part, stop in enumerate((tile.ends.at * tile.ends.unit).tolist()):
+    parts = []
+    for part, stop in enumerate((tile.ends.stops * tile.ends.unit).tolist()):
         factors = tile.row_scales[part].double()[:, None] * tile.col_scales[part].double()
-        found.append((_scaled(_products(tile.features, stop), factors), factors))
-    return found
+        parts.append((_scaled(_products(tile.features, stop), factors), factors))
+    return parts
 
 
 def _products(tile: TileInputs, dim: int) -> Tensor:
@@ -242,13 +242,13 @@ def _entries(tile: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
     return logits, among, candidates
 
 
-def _members(tile: TileInputs, of: Entries) -> Tensor:
+def _members(tile: TileInputs, entries: Entries) -> Tensor:
     """Return a mask of a set of entries, (R, C)."""
-    found = torch.zeros(len(tile.x), len(tile.y), dtype=torch.bool, device=tile.x.device)
+    mask = torch.zeros(len(tile.x), len(tile.y), dtype=torch.bool, device=tile.x.device)
     rows = torch.arange(len(tile.x), device=tile.x.device)[:, None]
-    for named in () if of.named is None else of.named:
-        found |= rows == named - tile.first_row
-    if not of.ids or of.rows is None or of.cols is None:
-        return found
-    equal = of.rows[:, None] == of.cols
-    return equal | found if of.ids == 1 else equal & ~found
+    for named in () if entries.named is None else entries.named:
+        mask |= rows == named - tile.first_row
+    if not entries.ids or entries.rows is None or entries.cols is None:
+        return mask
+    equal = entries.rows[:, None] == entries.cols
+    return equal | mask if entries.ids == 1 else equal & ~mask

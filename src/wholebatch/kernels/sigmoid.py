@@ -33,8 +33,8 @@ def sigmoid_sums(rows: int, tile: TileInputs, *, weighted: bool, totals: bool) -
 
     There are `rows` in all tiles; no tile is wider than this one.
     """
-    of = _layout(tile, weighted=weighted, totals=totals)
-    return empty(tile.x, 1 + totals, -(-tile.y.shape[0] // of.blocks.cols), rows)
+    plan = _layout(tile, weighted=weighted, totals=totals)
+    return empty(tile.x, 1 + totals, -(-tile.y.shape[0] // plan.blocks.cols), rows)
 
 
 def add_sigmoid(sums: Tensor, tile: TileInputs, out: Tensor | None, *, weights: Tensor | None, add: bool) -> None:
@@ -45,12 +45,12 @@ def add_sigmoid(sums: Tensor, tile: TileInputs, out: Tensor | None, *, weights: 
     from .tiles import sigmoid
 
     totals = sums.shape[0] > 1
-    of = _layout(tile, weighted=weights is not None, totals=totals)
-    gradient = None if out is None else box_of(out, of, of.blocks.parts)
+    plan = _layout(tile, weighted=weights is not None, totals=totals)
+    grad = None if out is None else box_of(out, plan, plan.blocks.parts)
     start(
-        sigmoid.tile_sigmoid, tile, of, sums[0], sums[1] if totals else None, gradient, weights,
+        sigmoid.tile_sigmoid, tile, plan, sums[0], sums[1] if totals else None, grad, weights,
         last=(0 if out is None else out.stride(0), sums.stride(1), tile.x.shape[0] if add else 0),
-        CANDIDATES=tile.candidates, APPROXIMATE=not interpreted(), STORES=type(gradient) is Box, PARTS=of.blocks.parts,
+        CANDIDATES=tile.candidates, APPROXIMATE=not interpreted(), STORES=type(grad) is Box, PARTS=plan.blocks.parts,
     )  # fmt: skip
 
 

@@ -32,19 +32,19 @@ def tile_sums(
     x, num_rows, num_cols = tile.x, tile.x.shape[0], tile.y.shape[0]
     names = [name for name in _SLOTS if name != "target" or tile.positive.named is not None or tile.positive.ids]
     sides = [[name for name in names if name in side] for side in (rows, cols)]
-    of = layout("tile_sums", tile, entries=len({*sides[0], *sides[1]} - {"sum"}))
-    of_rows = empty(x, len(sides[0]), -(-num_cols // of.blocks.cols), num_rows) if rows else None
-    of_cols = empty(x, len(sides[1]), -(-num_rows // of.blocks.rows), num_cols) if cols else None
+    plan = layout("tile_sums", tile, entries=len({*sides[0], *sides[1]} - {"sum"}))
+    of_rows = empty(x, len(sides[0]), -(-num_cols // plan.blocks.cols), num_rows) if rows else None
+    of_cols = empty(x, len(sides[1]), -(-num_rows // plan.blocks.rows), num_cols) if cols else None
     start(
-        tiles("softmax").tile_sums, tile, of, of_rows, of_cols, *_scaling(tile), CANDIDATES=tile.candidates,
+        tiles("softmax").tile_sums, tile, plan, of_rows, of_cols, *_scaling(tile), CANDIDATES=tile.candidates,
         OF_ROWS=sum(_BITS.get(name, 0) for name in sides[0]), OF_COLS=sum(_BITS.get(name, 0) for name in sides[1]),
-        PARTS=of.blocks.parts,
+        PARTS=plan.blocks.parts,
     )  # fmt: skip
-    found: list[dict[str, Tensor]] = [
-        {} if made is None else dict(zip(side, made.sum(1, dtype=torch.float64).unbind(), strict=True))
-        for side, made in zip(sides, (of_rows, of_cols), strict=True)
+    sums: list[dict[str, Tensor]] = [
+        {} if blocks is None else dict(zip(side, blocks.sum(1, dtype=torch.float64).unbind(), strict=True))
+        for side, blocks in zip(sides, (of_rows, of_cols), strict=True)
     ]
-    return found[0], found[1]
+    return sums[0], sums[1]
 
 
 def tile_gradient(
@@ -68,12 +68,12 @@ def tile_gradient(
     Returns:
         sum_j dS_ij, (R,), float64, without the rows' scales; or None.
     """
-    of = layout("tile_gradient", tile, entries=len({*rows, *cols} - {"sum"}) + totals)
-    summed = empty(tile.x, -(-tile.y.shape[0] // of.blocks.cols), tile.x.shape[0]) if totals else None
-    parts = of.blocks.parts
-    gradient = box_of(out, of, parts)
+    plan = layout("tile_gradient", tile, entries=len({*rows, *cols} - {"sum"}) + totals)
+    summed = empty(tile.x, -(-tile.y.shape[0] // plan.blocks.cols), tile.x.shape[0]) if totals else None
+    parts = plan.blocks.parts
+    gradient = box_of(out, plan, parts)
     start(
-        tiles("softmax").tile_gradient, tile, of, gradient, summed,
+        tiles("softmax").tile_gradient, tile, plan, gradient, summed,
         *(rows.get(name) for name in _WEIGHTS), *(cols.get(name) for name in _WEIGHTS), *_scaling(tile),
         last=(out.stride(0),), CANDIDATES=tile.candidates, STORES=type(gradient) is Box, PARTS=parts,
     )  # fmt: skip

@@ -33,10 +33,10 @@ def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> None:
     from .tiles import tokens
 
     features, documents = tile.features, len(tile.starts) - 1
-    of = layout("token_maxima", features, document=tile.longest)
+    plan = layout("token_maxima", features, document=tile.longest)
     x, y = laid_out(features.x), laid_out(features.y)
     launch.run(  # a program for each block of query tokens and each document
-        tokens.token_maxima, -(-len(x) // of.blocks.rows) * documents, x, y, out, winners, tile.starts,
-        len(x), documents, x.shape[1] // of.aligned, x.stride(0) // of.aligned, y.stride(0) // of.aligned,
-        SHORT=x.shape[1] <= of.blocks.depth, **of.constants,
+        tokens.token_maxima, -(-len(x) // plan.blocks.rows) * documents, x, y, out, winners, tile.starts,
+        len(x), documents, x.shape[1] // plan.aligned, x.stride(0) // plan.aligned, y.stride(0) // plan.aligned,
+        SHORT=x.shape[1] <= plan.blocks.depth, **plan.constants,
     )  # fmt: skip

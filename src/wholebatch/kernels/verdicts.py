@@ -94,8 +94,8 @@ def surroundings(device: torch.device) -> tuple[object, ...]:
 
     card: tuple[object, ...] = (device.type,)
     if device.type == "cuda":
-        of = torch.cuda.get_device_properties(device)
-        card = of.name, of.major, of.minor, of.total_memory, of.multi_processor_count, _driver()
+        gpu = torch.cuda.get_device_properties(device)
+        card = gpu.name, gpu.major, gpu.minor, gpu.total_memory, gpu.multi_processor_count, _driver()
     return *card, torch.__version__, torch.version.cuda, triton.__version__, __version__, _digest_of_sources()
 
 

@@ -71,13 +71,13 @@ class _Memory:
     def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = prod(shape)
         fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-        made = like.new_full((count + 2 * _BESIDE,), fill, dtype=dtype)
-        self.whole.append((made, count))
-        return made[_BESIDE : _BESIDE + count].view(shape)
+        buffer = like.new_full((count + 2 * _BESIDE,), fill, dtype=dtype)
+        self.whole.append((buffer, count))
+        return buffer[_BESIDE : _BESIDE + count].view(shape)
 
     def is_left_alone(self) -> bool:
         """Return whether nothing was written beside the results."""
-        return all(_is_untouched(of[:_BESIDE]) and _is_untouched(of[_BESIDE + n :]) for of, n in self.whole)
+        return all(_is_untouched(buffer[:_BESIDE]) and _is_untouched(buffer[_BESIDE + n :]) for buffer, n in self.whole)
 
 
 def _is_untouched(x: Tensor) -> bool:
@@ -100,27 +100,27 @@ def verifying() -> Iterator[list[str]]:
 
 
 def checked_by(
-    expected: Callable[..., references.Expected], found: Callable[..., dict[str, Tensor]] | None = None
+    expected: Callable[..., references.Expected], reader: Callable[..., dict[str, Tensor]] | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a launcher compare its results inside of :func:`verifying`.
 
     Args:
         expected: returns the truth, from the launcher's arguments.
-        found: returns the results, from the same arguments after the launch; None: they are what the launcher returns.
+        reader: returns the results, from the same arguments after the launch; None: they are what the launcher returns.
     """
 
     def decorate(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(launcher)
-        def start(*args: _P.args, **more: _P.kwargs) -> _R:
+        def start(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if launch.verified is None:
-                return launcher(*args, **more)
+                return launcher(*args, **kwargs)
             passed, launch.verified = launch.verified, None
             try:
-                made = _verified(launcher, expected, found, signature(launcher).bind(*args, **more).arguments)
+                returned = _verified(launcher, expected, reader, signature(launcher).bind(*args, **kwargs).arguments)
             finally:
                 launch.verified = passed
             passed.append(launcher.__name__ + "_by_pointers" * launch.latest["by pointers"])
-            return cast(_R, made)
+            return cast(_R, returned)
 
         return start
 
@@ -130,61 +130,61 @@ def checked_by(
 def _verified(
     launcher: Callable[..., Any],
     expected: Callable[..., references.Expected],
-    found: Callable[..., dict[str, Tensor]] | None,
+    reader: Callable[..., dict[str, Tensor]] | None,
     arguments: dict[str, Any],
 ) -> Any:
     """Return what a launcher returns, and write what it writes, if all of it is right."""
-    memory, given = _Memory(), dict(arguments)
-    tile = given["tile"]
+    memory, guarded = _Memory(), dict(arguments)
+    tile = guarded["tile"]
     features = tile.features if isinstance(tile, NestedTile | TokenTile) else tile
     around = replace(features, x=_surrounded(features.x), y=_surrounded(features.y))
-    given["tile"] = around if tile is features else replace(tile, features=around)
-    written = [name for name in ("out", "winners") if given.get(name) is not None]
+    guarded["tile"] = around if tile is features else replace(tile, features=around)
+    written = [name for name in ("out", "winners") if guarded.get(name) is not None]
     for name in written:
-        given[name] = memory.empty(features.x, given[name].shape, given[name].dtype)
+        guarded[name] = memory.empty(features.x, guarded[name].shape, guarded[name].dtype)
     launch.memory = memory.empty
     try:
-        made = launcher(**given)
+        returned = launcher(**guarded)
     finally:
         launch.memory = None
     truth = expected(**arguments)
-    if found is not None:
-        results = found(**{**arguments, **{name: given[name] for name in written}})
+    if reader is not None:
+        results = reader(**{**arguments, **{name: guarded[name] for name in written}})
     else:
-        results = _named(made, truth, given[written[0]] if written else None)
+        results = _named(returned, truth, guarded[written[0]] if written else None)
     for name, (true, error) in truth.items():
         _compare(f"{launcher.__name__}, {name}", results[name], true, error)
     if not memory.is_left_alone():
         raise KernelError(f"{launcher.__name__} writes beside its results")
     for name in written:
-        arguments[name].copy_(given[name])
-    return made
+        arguments[name].copy_(guarded[name])
+    return returned
 
 
-def _named(made: Any, truth: references.Expected, written: Tensor | None) -> dict[str, Tensor]:
+def _named(returned: Any, truth: references.Expected, written: Tensor | None) -> dict[str, Tensor]:
     """Return results by the names of the true ones."""
-    found: dict[str, Tensor] = {} if written is None else {"dS": written}
-    if isinstance(made, tuple) and isinstance(made[0], dict):
-        for side, of_side in zip(("rows", "columns"), made, strict=True):
-            found |= {f"{side}: {name}": of for name, of in of_side.items()}
-        return found
-    rest = [of for of in (made if isinstance(made, tuple) else (made,)) if of is not None]
+    results: dict[str, Tensor] = {} if written is None else {"dS": written}
+    if isinstance(returned, tuple) and isinstance(returned[0], dict):
+        for side, of_side in zip(("rows", "columns"), returned, strict=True):
+            results |= {f"{side}: {name}": x for name, x in of_side.items()}
+        return results
+    rest = [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x is not None]
     names = [name for name in truth if name != "dS"]
-    return found | dict(zip(names, rest, strict=True))
+    return results | dict(zip(names, rest, strict=True))
 
 
-def _compare(name: str, found: Tensor, true: Tensor, error: Tensor) -> None:
+def _compare(name: str, result: Tensor, true: Tensor, error: Tensor) -> None:
     """Raise KernelError unless every entry is right."""
-    rounding = _ROUNDING.get(found.dtype, 0.0) * (2 if launch.interpreted() else 1)  # which truncates
-    allowed = rounding * true.abs() + error + _TINY.get(found.dtype, 1e-30)
-    excess = ((found.double() - true).abs() / allowed).nan_to_num(nan=float("inf"))
+    rounding = _ROUNDING.get(result.dtype, 0.0) * (2 if launch.interpreted() else 1)  # which truncates
+    allowed = rounding * true.abs() + error + _TINY.get(result.dtype, 1e-30)
+    excess = ((result.double() - true).abs() / allowed).nan_to_num(nan=float("inf"))
     count = int((excess > 1).sum())
     if not count:
         return
-    at = int(excess.argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), true.shape))
+    worst = int(excess.argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), true.shape))
     raise KernelError(
-        f"{name}: {count} of {true.numel()} entries are wrong; the worst, at {place}, is {found[place].item():.7g} "
+        f"{name}: {count} of {true.numel()} entries are wrong; the worst, at {place}, is {result[place].item():.7g} "
         f"instead of {true[place].item():.7g}: its error may be {allowed[place].item():.3g}, "
         f"and is {excess[place].item():.3g} times that"
     )
@@ -207,7 +207,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     memory, few = _Memory(), min(len(x), len(y))
     seeded = torch.Generator().manual_seed(len(x))
     product, grads, sums = (
-        torch.rand(of, generator=seeded, device="cpu").to(x.device) + 0.5 for of in (x.shape, len(x), len(x))
+        torch.rand(shape, generator=seeded, device="cpu").to(x.device) + 0.5 for shape in (x.shape, len(x), len(x))
     )
     grads, sums, unit = grads.double(), sums.double(), torch.tensor(0.25, device=x.device)
     launch.memory = memory.empty
@@ -215,11 +215,11 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         numbers = [rows.row_numbers(_surrounded(x), _surrounded(y), (unit,) * scalars) for scalars in range(3)]
         weights = rows.side_weights((grads, sums), (grads[:few], sums[:few]), 3.0)
         of_pairs, cosines = launch.numbers_of(14.3, 2.0, x.device), product[:few, 0] - 0.9
-        pairs = [(of, cols) for cols in (None, grads[:few]) for of in [(sums[:few], cols, cosines, of_pairs)]]
-        losses = [rows.pair_losses(*of) for of, _ in pairs]
-        slopes = [rows.pair_weights(grads[:few], *of, 3.0) for of, _ in pairs]
+        pairs = [(inputs, cols) for cols in (None, grads[:few]) for inputs in [(sums[:few], cols, cosines, of_pairs)]]
+        losses = [rows.pair_losses(*inputs) for inputs, _ in pairs]
+        slopes = [rows.pair_weights(grads[:few], *inputs, 3.0) for inputs, _ in pairs]
         norms = numbers[0].norms[: len(x)].clone()
-        found = {
+        gradients = {
             form: rows.row_gradient(
                 product,
                 _surrounded(x),
@@ -239,13 +239,13 @@ def check_rows(x: Tensor, y: Tensor) -> None:
     divisors = of_rows[: len(x), None].clamp(min=EPS)
     z = a / divisors
     compared: list[tuple[str, Tensor | None, Tensor, Tensor]] = []
-    for of in numbers:
-        scalars = [unit.double()] * (len(of.extremes) - 3)
+    for computed in numbers:
+        scalars = [unit.double()] * (len(computed.extremes) - 3)
         extremes = torch.stack([a.norm(dim=1).max(), b.norm(dim=1).max(), -inner.min(), *scalars])
         compared += [
-            ("products", of.products, inner, sizes),
-            ("norms", of.norms, of_rows, of_rows),
-            ("extremes", of.extremes, extremes, extremes.abs() + sizes.max()),
+            ("products", computed.products, inner, sizes),
+            ("norms", computed.norms, of_rows, of_rows),
+            ("extremes", computed.extremes, extremes, extremes.abs() + sizes.max()),
         ]
     compared += [
         ("weights of rows", weights[0], 3 * grads / sums, 3 * grads / sums),
@@ -265,7 +265,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         ]
         for made_weights, side in zip((by_row, by_col), sides, strict=False):
             compared.append(("weights of pairs", made_weights, slope / (side + positive), slope / (side + positive)))
-    for form, (made, shares) in found.items():
+    for form, (dx, shares) in gradients.items():
         grad = product.double() * (0.25 if form.in_units else 1.0)
         size = grad.clone()
         if form.paired:
@@ -275,7 +275,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         if form.normed:
             grad, size = grad - z * (z * grad).sum(1, keepdim=True), size + size.norm(dim=1, keepdim=True)
         compared += [
-            (f"dX, {form}", made, 0.5 * grad, size),
+            (f"dX, {form}", dx, 0.5 * grad, size),
             (f"<X, dX>, {form}", shares.sum(), share, (a.abs() * size).sum() + share.abs()),
         ]
     for name, result, true, terms in compared:

@@ -185,8 +185,8 @@ class _Max(Rule):
     kinds, initial, constants = ("max", "index"), (float("-inf"), NOBODY), 0
 
     def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
-        best, at = self.scores(values).max(dim)  # the first of equal ones
-        _take_(kept, torch.stack([best.to(kept.dtype), (at + first).to(kept.dtype)], 1))
+        best, index = self.scores(values).max(dim)  # the first of equal ones
+        _take_(kept, torch.stack([best.to(kept.dtype), (index + first).to(kept.dtype)], 1))
 
     def scores(self, values: Values) -> Tensor:
         """Return the numbers of which the largest wins."""
@@ -267,7 +267,7 @@ class Kept:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.kinds = [kind for rule in rules for kind in rule.kinds]
         self.initial = [value for rule in rules for value in rule.initial]
-        ends = [sum(len(rule.kinds) for rule in rules[: at + 1]) for at in range(len(rules))]
+        ends = [sum(len(rule.kinds) for rule in rules[: number + 1]) for number in range(len(rules))]
         self.slices = [slice(end - len(rule.kinds), end) for end, rule in zip(ends, rules, strict=True)]
 
     def start(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -276,51 +276,51 @@ class Kept:
 
     def combine_(self, x: Tensor, other: Tensor) -> None:
         """Combine the numbers of two parts, in place."""
-        at = 0
-        while at < len(self.kinds):
-            if self.kinds[at] == "sum":
-                x[:, at] += other[:, at]
-                at += 1
+        pos = 0
+        while pos < len(self.kinds):
+            if self.kinds[pos] == "sum":
+                x[:, pos] += other[:, pos]
+                pos += 1
                 continue
-            group = slice(at, self._end_of_group(at))
-            if self.kinds[at + 1] == "index":
+            group = slice(pos, self._end_of_group(pos))
+            if self.kinds[pos + 1] == "index":
                 _take_(x[:, group], other[:, group])
-            elif self.kinds[at + 1] == "tied":
+            elif self.kinds[pos + 1] == "tied":
                 _tie_(x[:, group], other[:, group])
             else:
-                top = torch.maximum(x[:, at], other[:, at])
-                for column in range(at + 1, group.stop):
-                    x[:, column] = x[:, column] * _ratio(x[:, at], top) + other[:, column] * _ratio(other[:, at], top)
-                x[:, at] = top
-            at = group.stop
+                top = torch.maximum(x[:, pos], other[:, pos])
+                for column in range(pos + 1, group.stop):
+                    x[:, column] = x[:, column] * _ratio(x[:, pos], top) + other[:, column] * _ratio(other[:, pos], top)
+                x[:, pos] = top
+            pos = group.stop
 
     def over_ranks(self, comm: Communicator, x: Tensor) -> Tensor:
         """Return the numbers of all ranks combined. Collective: up to three all-reduces."""
         x = x.clone()
-        tops = [at for at, kind in enumerate(self.kinds) if kind == "max"]
+        tops = [pos for pos, kind in enumerate(self.kinds) if kind == "max"]
         if tops:
             top = comm.all_reduce(x[:, tops].contiguous(), "max", check=False)
             lowest = []
-            for number, at in enumerate(tops):
-                for column in range(at + 1, self._end_of_group(at)):
+            for number, pos in enumerate(tops):
+                for column in range(pos + 1, self._end_of_group(pos)):
                     if self.kinds[column] == "scaled":
-                        x[:, column] *= _ratio(x[:, at], top[:, number])
+                        x[:, column] *= _ratio(x[:, pos], top[:, number])
                     elif self.kinds[column] == "tied":
-                        x[:, column] *= x[:, at] == top[:, number]
+                        x[:, column] *= x[:, pos] == top[:, number]
                     else:
-                        wins = (x[:, at] == top[:, number]) & (x[:, column] != NOBODY)
+                        wins = (x[:, pos] == top[:, number]) & (x[:, column] != NOBODY)
                         x[:, column] = torch.where(wins, x[:, column], _LAST)
                         lowest.append(column)
-                x[:, at] = top[:, number]
+                x[:, pos] = top[:, number]
             if lowest:
                 x[:, lowest] = comm.all_reduce(x[:, lowest].contiguous(), "min", check=False)
-        added = [at for at, kind in enumerate(self.kinds) if kind in ("sum", "scaled", "tied")]
+        added = [column for column, kind in enumerate(self.kinds) if kind in ("sum", "scaled", "tied")]
         if added:
             x[:, added] = comm.all_reduce(x[:, added].contiguous(), check=False)
         return x
 
-    def _end_of_group(self, at: int) -> int:
-        end = at + 1
+    def _end_of_group(self, pos: int) -> int:
+        end = pos + 1
         while end < len(self.kinds) and self.kinds[end] in ("scaled", "index", "tied"):
             end += 1
         return end

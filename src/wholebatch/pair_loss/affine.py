@@ -46,12 +46,12 @@ class Coefficients(NamedTuple):
     @torch.no_grad()
     def outputs(self, score: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return a and c, if they have a gradient, each with dL by it, from dL/df and f, which is overwritten."""
-        found = []
+        pairs = []
         if self.a.requires_grad:
-            found.append((self.a, _sum_to(score, self.a, weights) / self.a.detach()))
+            pairs.append((self.a, _sum_to(score, self.a, weights) / self.a.detach()))
         if self.c.requires_grad:
-            found.append((self.c, _scaled_sum(weights, self.a.detach(), self.c)))
-        return found
+            pairs.append((self.c, _scaled_sum(weights, self.a.detach(), self.c)))
+        return pairs
 
 
 def _sum_to(x: Tensor, like: Tensor, weights: Tensor) -> Tensor:
@@ -78,22 +78,22 @@ def is_affine(term: Term, entries: Entries) -> bool:
     """Return whether the operations of a score, called with a few entries, leave no doubt that it is affine."""
     s = entries.s[ONE].detach().clone()
     with torch.no_grad(), _Watch(s) as watch:
-        found = replace(entries, s={ONE: s}).values(term, None).value
-    if found is not None and found.dtype != s.dtype:
+        score = replace(entries, s={ONE: s}).values(term, None).value
+    if score is not None and score.dtype != s.dtype:
         return False  # data of a wider type
-    written = any(x._version for x in watch.affine.values() if x is not found and not x.is_inference())
+    written = any(x._version for x in watch.affine.values() if x is not score and not x.is_inference())
     certain = not watch.unsure and not written
-    return found is not None and id(found) in watch.affine and id(found) not in watch.other and certain
+    return score is not None and id(score) in watch.affine and id(score) not in watch.other and certain
 
 
 @torch.no_grad()
 def confirmed(term: Term, entries: Entries) -> bool:
     """Return whether a (s + c) is the score of a few entries."""
-    found = coefficients(term, entries)
+    fitted = coefficients(term, entries)
     value = entries.values(term, None).value
-    if found is None or value is None:
-        return found is None  # another tile may have coefficients
-    expected = found.score_(entries.s[ONE], torch.empty_like(entries.s[ONE]))
+    if fitted is None or value is None:
+        return fitted is None  # another tile may have coefficients
+    expected = fitted.score_(entries.s[ONE], torch.empty_like(entries.s[ONE]))
     return torch.allclose(value.expand(entries.shape), expected, 1e-3, 1e-3 * max(1.0, float(expected.abs().amax())))
 
 
@@ -105,15 +105,15 @@ def coefficients(term: Term, entries: Entries) -> Coefficients | None:
         entries: of the tile, whose similarities c is compared with.
     """
     s = entries.s[ONE]
-    at = [
+    values = [
         replace(entries, s={ONE: torch.full((1, 1), number, dtype=torch.float64, device=s.device)})
         .values(term, None)
         .value
         for number in (0.0, 1.0)
     ]
-    assert at[0] is not None
-    assert at[1] is not None
-    a, b = at[1] - at[0], at[0]
+    assert values[0] is not None
+    assert values[1] is not None
+    a, b = values[1] - values[0], values[0]
     if any(1 not in x.shape for x in (a, b, b / a)):
         return None
     c = b / a
@@ -147,15 +147,15 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         self.unsure |= name in _TO_PYTHON or name.startswith(_IN_PLACE) or (name.endswith("_") and name[-2:] != "__")
         self.unsure |= "out" in kwargs or bool(kwargs.get("inplace"))
-        found = func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        affine, other = (any(id(x) in known for x in given) for known in (self.affine, self.other))
+        output = func(*args, **kwargs)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        affine, other = (any(id(x) in known for x in inputs) for known in (self.affine, self.other))
         if affine or other:
             into = self.affine if affine and not other and self._stays(func, args, kwargs) else self.other
-            for x in tree_leaves(found):
+            for x in tree_leaves(output):
                 if isinstance(x, Tensor):
                     into[id(x)] = x
-        return found
+        return output
 
     def _stays(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Return whether a function of affine arguments is affine."""

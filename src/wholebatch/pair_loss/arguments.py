@@ -65,7 +65,7 @@ class Arguments:
             ValueError: for an argument of the wrong kind; shapes and dtypes of features and data are checked later.
         """
         x_data, y_data, candidate_data = (
-            _vectors(name, of) for name, of in zip(("x_data", "y_data", "candidate_data"), data, strict=True)
+            _vectors(name, part) for name, part in zip(("x_data", "y_data", "candidate_data"), data, strict=True)
         )
         x_lengths = y_lengths = None
         if kinds.get(ONE) in LATE:
@@ -87,28 +87,28 @@ class Arguments:
             raise ValueError("y_data must be left out where y is: the rows of x are the columns, with x_data")
         owners, flat = torch.zeros(0, dtype=torch.int64, device="cpu"), None
         if candidates is not None:
-            flat, owners, candidate_data = _own(candidates, candidate_offsets, candidate_data, kinds, features)
+            flat, owners, candidate_data = _candidates(candidates, candidate_offsets, candidate_data, kinds, features)
         elif candidate_data or candidate_offsets is not None:
             raise ValueError(
                 "candidate_data and candidate_offsets need candidates=, the features of each row's own candidates"
             )
-        numbers = (_on_device_of(features, of) for of in (x_data, y_data, candidate_data, _parameters(parameters)))
-        x_data, y_data, candidate_data, found = numbers
-        return cls(features, columns, flat, widths, x_data, y_data, candidate_data, owners, found, x_lengths, y_lengths)
+        numbers = (_on_device_of(features, part) for part in (x_data, y_data, candidate_data, _parameters(parameters)))
+        x_data, y_data, candidate_data, p = numbers
+        return cls(features, columns, flat, widths, x_data, y_data, candidate_data, owners, p, x_lengths, y_lengths)
 
     @property
     def signature(self) -> list[Any]:
         """Names, dtypes and shapes of everything that functions read, and plain numbers, without the number of rows."""
         of_data = (self.x_data, self.y_data, self.candidate_data)
-        dtypes = [[(name, str(one.dtype)) for name, one in of.items()] for of in of_data]
-        shapes = [(name, tuple(one.shape) if isinstance(one, Tensor) else one) for name, one in self.parameters.items()]
+        dtypes = [[(name, str(x.dtype)) for name, x in numbers.items()] for numbers in of_data]
+        shapes = [(name, tuple(x.shape) if isinstance(x, Tensor) else x) for name, x in self.parameters.items()]
         return [dtypes, shapes, self.y is None, self.candidates is None, str(self.x.dtype), str(self.x.device)]
 
     @property
     def learned(self) -> list[str]:
         """Names of the tensors with a gradient."""
-        each = {name: of if isinstance(of, dict) else {"": of} for name, of in vars(self).items()}
-        tensors = [(name, key, x) for name, of in each.items() for key, x in of.items() if isinstance(x, Tensor)]
+        each = {name: value if isinstance(value, dict) else {"": value} for name, value in vars(self).items()}
+        tensors = [(name, key, x) for name, value in each.items() for key, x in value.items() if isinstance(x, Tensor)]
         return [f"{name}.{key}" for name, key, x in tensors if x.requires_grad]
 
     def inputs(self, weights: Tensor | None) -> Inputs:
@@ -118,21 +118,21 @@ class Arguments:
             features["y"] = self.y
         if self.candidates is not None:
             features["candidates"] = self.candidates
-        data = {f"x_data[{name!r}]": (one, "x") for name, one in self.x_data.items()}
-        data |= {f"y_data[{name!r}]": (one, "y") for name, one in self.y_data.items()}
-        data |= {f"candidate_data[{name!r}]": (one, "candidates") for name, one in self.candidate_data.items()}
+        data = {f"x_data[{name!r}]": (x, "x") for name, x in self.x_data.items()}
+        data |= {f"y_data[{name!r}]": (x, "y") for name, x in self.y_data.items()}
+        data |= {f"candidate_data[{name!r}]": (x, "candidates") for name, x in self.candidate_data.items()}
         return Inputs(
             features=features,
             weights=(weights, "x"),
             data=data,
             parameters={f"parameters[{name!r}]": value for name, value in self.parameters.items()},
-            items={name: len(of) for name, of in (("x", self.x_lengths), ("y", self.y_lengths)) if of is not None},
+            items={name: len(x) for name, x in (("x", self.x_lengths), ("y", self.y_lengths)) if x is not None},
         )
 
 
-def _packed(name: str, given: Any) -> Packed:
+def _packed(name: str, x: Any) -> Packed:
     """Return the vectors of items that the caller has padded or packed."""
-    return packed(name, given if isinstance(given, Tokens) else Tokens(given))
+    return packed(name, x if isinstance(x, Tokens) else Tokens(x))
 
 
 def _vectors(name: str, data: Any) -> dict[str, Tensor]:
@@ -148,9 +148,9 @@ def _vectors(name: str, data: Any) -> dict[str, Tensor]:
     return dict(data)
 
 
-def _check_name(of: str, name: object) -> None:
+def _check_name(label: str, name: object) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or SEPARATOR in name:
-        raise ValueError(f"{of} must have names like 'label', which functions read as attributes; got {shown(name)}")
+        raise ValueError(f"{label} must have names like 'label', which functions read as attributes; got {shown(name)}")
 
 
 def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dict[str, int]]:
@@ -165,17 +165,17 @@ def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dic
     if not isinstance(x, Mapping) or set(x) != set(kinds):
         got = sorted(map(str, x)) if isinstance(x, Mapping) else shown(x)
         raise ValueError(f"{name} must be a mapping with the names of similarity, {sorted(kinds)}, got {got}")
-    parts = [x[of] for of in kinds]
-    for of, part in zip(kinds, parts, strict=True):
+    parts = [x[key] for key in kinds]
+    for key, part in zip(kinds, parts, strict=True):
         if not is_dense(part) or not has_feature_dtype(part) or part.dim() != 2 or not part.shape[1]:
             got = f"{tuple(part.shape)}, {part.dtype}" if is_dense(part) else shown(part)
-            raise ValueError(f"{name}[{of!r}] must be a floating-point tensor (rows, embedding size), got {got}")
+            raise ValueError(f"{name}[{key!r}] must be a floating-point tensor (rows, embedding size), got {got}")
         if len(part) != len(parts[0]) or part.dtype != parts[0].dtype or part.device != parts[0].device:
             raise ValueError(f"all of {name} must have the same number of rows, dtype and device")
-    return torch.cat(parts, dim=1), {of: part.shape[1] for of, part in zip(kinds, parts, strict=True)}
+    return torch.cat(parts, dim=1), {key: part.shape[1] for key, part in zip(kinds, parts, strict=True)}
 
 
-def _own(
+def _candidates(
     candidates: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
 ) -> tuple[Any, Tensor, dict[str, Tensor]]:
     """Return own candidates in one list, (k, d), their rows, (k,), and their data, (k,) each."""
@@ -206,7 +206,7 @@ def _own(
                     f"{tuple(value.shape)}"
                 )
         data = {name: value.flatten() for name, value in data.items()}
-        flat = {name: one.flatten(0, 1) for name, one in each.items()}
+        flat = {name: part.flatten(0, 1) for name, part in each.items()}
     else:
         owners = _owners(offsets, rows, len(first))
         flat = dict(each)
@@ -225,12 +225,12 @@ def _owners(offsets: Any, rows: int, count: int) -> Tensor:
     if not good:
         raise ValueError(
             f"candidate_offsets must be {rows + 1} integers that rise from 0 to {count}: row i's candidates are those "
-            f"from candidate_offsets[i] up to candidate_offsets[i + 1]; got {_offsets(offsets)}"
+            f"from candidate_offsets[i] up to candidate_offsets[i + 1]; got {_offsets_error(offsets)}"
         )
     return torch.arange(rows, device=offsets.device).repeat_interleave(offsets.diff())
 
 
-def _offsets(offsets: object) -> str:
+def _offsets_error(offsets: object) -> str:
     """Return the text of wrong offsets."""
     if not is_dense(offsets):
         return shown(offsets)
@@ -252,16 +252,16 @@ def check_parameters(parameters: Any) -> None:
 def _parameters(parameters: Any) -> dict[str, Any]:
     """Return the parameters of a call: numbers and tensors."""
     check_parameters(parameters)
-    found = {name: value() if isinstance(value, nn.Module) else value for name, value in parameters.items()}
-    check_parameters(found)
-    for name, value in found.items():
+    values = {name: value() if isinstance(value, nn.Module) else value for name, value in parameters.items()}
+    check_parameters(values)
+    for name, value in values.items():
         if not is_dense(value) and not isinstance(value, int | float):
             raise ValueError(f"parameters[{name!r}] must be a number or a dense tensor with data, got {shown(value)}")
-    return found
+    return values
 
 
 def _on_device_of(x: Any, numbers: dict[str, Any]) -> dict[str, Any]:
     """Return numbers with their tensors on the device of the features x; if these are no tensor they stay."""
     if not isinstance(x, Tensor):
         return numbers
-    return {name: of.to(x.device) if isinstance(of, Tensor) else of for name, of in numbers.items()}
+    return {name: number.to(x.device) if isinstance(number, Tensor) else number for name, number in numbers.items()}

@@ -83,13 +83,13 @@ class Call:
         of_rows, of_cols = self.reduced()
         if self.facts.statistics:
             report(self._statistics(of_rows, of_cols))
-        for what, function, of_side, tower, partners in (
+        for name, function, of_side, tower, partners in (
             ("row_loss", self.declared.row_loss, of_rows, self.x, self.partners[0]),
             ("column_loss", self.declared.column_loss, of_cols, self.y, self.partners[1]),
         ):
             if function is not None:
-                side = partial(self._side, what, function, of_side, tower, partners)
-                sides.append(self.failure.guard(side, partial(self._nothing, tower)))
+                side = partial(self._side, name, function, of_side, tower, partners)
+                sides.append(self.failure.guard(side, partial(self._no_losses, tower)))
         if self.facts.options.reduction == "none":
             losses = [loss for loss, _ in sides]
             self.failure.report()
@@ -119,8 +119,8 @@ class Call:
         kinds, x = self.declared.kinds, self.facts.inputs[name]
         widths = [*self.call.widths.values()]
         parts = dict(zip(kinds, [x] if len(widths) == 1 else x.split(widths, dim=1), strict=True))
-        features = {of: multiplied(part, kinds[of], self.shifts.get(of)) for of, part in parts.items()}
-        numbers = {key: self.facts.inputs.get(f"{of_data}[{key!r}]", one) for key, one in data.items()}
+        features = {key: multiplied(part, kinds[key], self.shifts.get(key)) for key, part in parts.items()}
+        numbers = {key: self.facts.inputs.get(f"{of_data}[{key!r}]", value) for key, value in data.items()}
         return Tower(features, numbers, rows, vectors)
 
     @torch.no_grad()
@@ -133,14 +133,14 @@ class Call:
 
     def _partners(self, pairs: Pairs, *, rows: bool) -> dict[str, Tensor]:
         """Return the similarities of rows, or of columns, with their partners, by the names of numbers."""
-        found = partner_numbers(pairs.similarities)
+        numbers = partner_numbers(pairs.similarities)
         if ("x" if rows else "y") in self.declared.reads.ties:
-            found |= partner_numbers(pairs.rounding(self.facts.dtype, self.facts.products.error), ROUNDING)
+            numbers |= partner_numbers(pairs.rounding(self.facts.dtype, self.facts.products.error), ROUNDING)
         if not rows and self.pairing is not None and not self.pairing.all_cols:
-            (at,) = self._with_partner().nonzero(as_tuple=True)
+            (index,) = self._with_partner().nonzero(as_tuple=True)
             none = torch.zeros(self.cols.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
-            found = {name: none.index_put((at,), s) for name, s in found.items()}
-        return found
+            numbers = {name: none.index_put((index,), s) for name, s in numbers.items()}
+        return numbers
 
     def _with_partner(self) -> Tensor:
         """Return whether each local column has a partner."""
@@ -151,20 +151,20 @@ class Call:
     def _pairs(self, *, rows: bool) -> Pairs:
         """Return the pairs of partners, without the columns that have none."""
         assert self.pairing is not None
-        local, other, at = self.x, self.y, None
+        local, other, places = self.x, self.y, None
         index = self.pairing.of_rows
         if not rows:
             local, other, index = self.y, self.x, self.pairing.of_cols
             if not self.pairing.all_cols:
                 assert index is not None
-                (at,) = self._with_partner().nonzero(as_tuple=True)
-                index = index[at]
-        return Pairs(self.facts, self.declared.kinds, local, other, index, at=at, rows_are_local=rows)
+                (places,) = self._with_partner().nonzero(as_tuple=True)
+                index = index[places]
+        return Pairs(self.facts, self.declared.kinds, local, other, index, places=places, rows_are_local=rows)
 
     def reduced(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reductions of rows and of columns, (b,) and (n_r,) each, by the names of terms."""
         of_rows, of_cols = self._swept()
-        for found, names, rows in (
+        for values, names, rows in (
             (of_rows, self.declared.reads.rows, True),
             (of_cols, self.declared.reads.cols, False),
         ):
@@ -177,14 +177,14 @@ class Call:
                         "'pair' and so no partner; leave it to row_loss"
                     )
                 if isinstance(term, Partner):
-                    at = 0 if rows else 1
-                    scores = partial(self.pairs[at].scores, term, self.parameters, self.partners[at])
-                    found[name] = self.failure.guard(scores, partial(self._zeros, (self.x, self.y)[at]))
+                    side = 0 if rows else 1
+                    scores = partial(self.pairs[side].scores, term, self.parameters, self.partners[side])
+                    values[name] = self.failure.guard(scores, partial(self._zeros, (self.x, self.y)[side]))
                 elif isinstance(term, Max | Min) and term.over != "own" and term.ties == "first":
-                    found[name] = self._winners(term, found[name], rows=rows)
+                    values[name] = self._winners(term, values[name], rows=rows)
                 if rows and term.over != "batch":
-                    own = self.failure.guard(partial(self._own, term), partial(self._zeros, self.x))
-                    found[name] = own if term.over == "own" else combined(term, found[name], own)
+                    own = self.failure.guard(partial(self._own_reduction, term), partial(self._zeros, self.x))
+                    values[name] = own if term.over == "own" else combined(term, values[name], own)
         return of_rows, of_cols
 
     def _winners(self, term: Term, index: Tensor, *, rows: bool) -> Tensor:
@@ -195,7 +195,7 @@ class Call:
         towers = (x, y) if rows else (y, x)
         return winners(self.facts, self.declared.kinds, towers, term, index, self.parameters, rows_are_local=rows)
 
-    def _nothing(self, tower: Tower) -> tuple[Tensor, None]:
+    def _no_losses(self, tower: Tower) -> tuple[Tensor, None]:
         """Return the losses of local rows, and no weights, after an error."""
         return self._zeros(tower), None
 
@@ -203,7 +203,7 @@ class Call:
         """Return a number for each local row of a tower, after an error."""
         return torch.zeros(tower.rows.counts[self.facts.rank], dtype=self.wide, device=self.facts.device)
 
-    def _own(self, term: Term) -> Tensor:
+    def _own_reduction(self, term: Term) -> Tensor:
         """Return a term over each row's own candidates, (b,)."""
         tower = self._tower("candidates", "candidate_data", self.call.candidate_data, self.facts.rows["candidates"])
         own = OwnRows(tower.features, tower.numbers, self.call.owners, self.rows.counts[self.facts.rank])
@@ -217,11 +217,11 @@ class Call:
             return {}, {}
         kinds, facts = self.declared.kinds, self.facts
         x, y = (_side_by_side([*tower.features.values()]) for tower in (self.x, self.y))
-        x_numbers, y_numbers = (self._numbers(tower, at) for at, tower in enumerate((self.x, self.y)))
+        x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))
         x_learned, y_learned = (
-            [name for name, one in of.items() if one.requires_grad] for of in (x_numbers, y_numbers)
+            [name for name, value in numbers.items() if value.requires_grad] for numbers in (x_numbers, y_numbers)
         )
-        p_learned = [n for n, one in self.parameters.items() if isinstance(one, Tensor) and one.requires_grad]
+        p_learned = [n for n, value in self.parameters.items() if isinstance(value, Tensor) and value.requires_grad]
         plan = PairPlan(
             facts,
             self._route(),
@@ -230,8 +230,8 @@ class Call:
             reduced,
             self.rows,
             self.cols,
-            {name: one for name, one in x_numbers.items() if name not in x_learned},
-            {name: self._of_all_columns(name, one) for name, one in y_numbers.items() if name not in y_learned},
+            {name: value for name, value in x_numbers.items() if name not in x_learned},
+            {name: self._gather_columns(name, value) for name, value in y_numbers.items() if name not in y_learned},
             x_learned,
             y_learned,
             p_learned,
@@ -249,8 +249,8 @@ class Call:
         ]
         of_rows, of_cols = PairSums.apply(plan, x, y, *learned)
         return (
-            dict(zip([of.name for of in plan.of_rows], of_rows, strict=True)),
-            dict(zip([of.name for of in plan.of_cols], of_cols, strict=not plan.symmetric)),
+            dict(zip([term.name for term in plan.of_rows], of_rows, strict=True)),
+            dict(zip([term.name for term in plan.of_cols], of_cols, strict=not plan.symmetric)),
         )
 
     def _route(self) -> Route:
@@ -260,34 +260,34 @@ class Call:
         layout = Layout(self.rows, self.cols, symmetric=self.declared.symmetric)
         return choose_route(self.facts, layout, exact=True, dtype=self.facts.dtype, times=self.tiles)
 
-    def _of_all_columns(self, name: str, numbers: Tensor) -> Tensor:
+    def _gather_columns(self, name: str, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks' columns, (B,). Collective: one all-gather, except for their index."""
         if name == INDEX:
             return torch.arange(self.cols.total, device=self.facts.device)
         return self.facts.all_gather(as_integers(numbers), self.cols).to(numbers.dtype)
 
-    def _numbers(self, tower: Tower, at: int) -> dict[str, Tensor]:
+    def _numbers(self, tower: Tower, side: int) -> dict[str, Tensor]:
         """Return the numbers of one side that tiles need, those of this library in the precision of tiles."""
-        found = {name: one.to(self.facts.dtype) for name, one in self.partners[at].items()}
-        found |= {**tower.numbers, INDEX: tower.index(self.facts)}
+        numbers = {name: x.to(self.facts.dtype) for name, x in self.partners[side].items()}
+        numbers |= {**tower.numbers, INDEX: tower.index(self.facts)}
         for name in self.declared.distances:
-            found[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
-        return found
+            numbers[f"{SQUARES}{SEPARATOR}{name}"] = squares(tower.features[name], self.facts.dtype)
+        return numbers
 
     @torch.no_grad()
     def _statistics(self, *sides: dict[str, Tensor]) -> TermStatistics:
         """Return the mean of each term over the rows where it is finite. Collective: one all-reduce."""
         sums = [torch.zeros(2, dtype=self.wide, device=self.facts.device)]  # a rank may have nothing else
         for term in (x.to(self.wide) for side in sides for x in side.values()):
-            there = ~term.isinf()
-            sums.append(torch.stack([torch.where(there, term, 0.0).sum(), there.sum().to(self.wide)]))
+            finite = ~term.isinf()
+            sums.append(torch.stack([torch.where(finite, term, 0.0).sum(), finite.sum().to(self.wide)]))
         totals = iter(self.facts.comm.all_reduce(torch.stack(sums), check=False)[1:])
         rows, cols = ({name: a / b for name, (a, b) in zip(side, totals, strict=False)} for side in sides)
         return TermStatistics(rows, cols)
 
     def _side(
         self,
-        what: str,
+        name: str,
         function: Callable[..., Any],
         reduced: dict[str, Tensor],
         tower: Tower,
@@ -295,31 +295,31 @@ class Call:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted losses of this rank's rows or columns, and their weights, or None if all are 1."""
         numbers = nested({**tower.numbers, **partners, INDEX: tower.index(self.facts)})[0]
-        letter = "x" if what == "row_loss" else "y"
-        found = function(fields("r", reduced), fields(letter, numbers), fields("p", self.parameters))
-        loss, *own_weights = losses_and_weights(what, found, tower.rows.counts[self.facts.rank], caller=f"{CALLER}: ")
+        letter = "x" if name == "row_loss" else "y"
+        result = function(fields("r", reduced), fields(letter, numbers), fields("p", self.parameters))
+        loss, *own_weights = losses_and_weights(name, result, tower.rows.counts[self.facts.rank], caller=f"{CALLER}: ")
         weights = self.facts.inputs["weights"]
         if weights is not None and tower is not self.x and self.rows.counts != self.cols.counts:
             raise ValueError(
                 f"{CALLER}: weights are those of rows, and of columns where there are as many on each rank, got "
                 f"{self.rows.counts} and {self.cols.counts}; return (losses, weights) from column_loss instead"
             )
-        each = [one.to(loss.device, self.wide) for one in (*own_weights, *([] if weights is None else [weights]))]
+        each = [x.to(loss.device, self.wide) for x in (*own_weights, *([] if weights is None else [weights]))]
         weight = None
-        for one in each:
-            weight = one if weight is None else weight * one
+        for x in each:
+            weight = x if weight is None else weight * x
         loss = loss.to(self.wide)
         return (loss if weight is None else weighted(loss, weight)), weight
 
     def _total(self, losses: Tensor, weights: Tensor | None, count: int) -> Tensor:
         """Return the mean or the sum over all ranks. Collective: one all-reduce of two numbers."""
         weight = losses.new_zeros(()) if weights is None else weights.sum()
-        found, weight = total(self.facts.comm, torch.stack([losses.sum(), weight])).unbind()
+        summed, weight = total(self.facts.comm, torch.stack([losses.sum(), weight])).unbind()
         if self.facts.options.reduction == "sum":
-            return found
+            return summed
         if weights is None:
-            return found / max(count, 1)
-        return torch.where(weight > 0, found / weight.clamp(min=torch.finfo(found.dtype).tiny), found * 0)
+            return summed / max(count, 1)
+        return torch.where(weight > 0, summed / weight.clamp(min=torch.finfo(summed.dtype).tiny), summed * 0)
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

@@ -59,8 +59,8 @@ class OwnRows:
             for name, kind in kinds.items()
         }
         none = torch.full_like(self.owners, -1)
-        of_x = nested({name: one[self.owners, None] for name, one in x_numbers.items()})[0]
-        of_y = nested({name: one[:, None] for name, one in {**self.numbers, INDEX: none}.items()})[0]
+        of_x = nested({name: value[self.owners, None] for name, value in x_numbers.items()})[0]
+        of_y = nested({name: value[:, None] for name, value in {**self.numbers, INDEX: none}.items()})[0]
         entries = Entries(kinds, with_ties(s, of_x), of_x, of_y, parameters)
         return self._reduced(term, entries.values(term, entries.mask(term)), dtype)
 

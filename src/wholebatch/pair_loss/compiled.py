@@ -45,11 +45,11 @@ class Kernels:
     """The kernels of a declared loss, by what they were traced with. Copies of the loss start without any.
 
     Attributes:
-        found: the kernels.
+        by_key: the kernels.
         failure: why there are none; "": nothing has failed.
     """
 
-    found: dict[str, Kernel] = field(default_factory=dict)
+    by_key: dict[str, Kernel] = field(default_factory=dict)
     failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ class Kernels:
     def give_up(self, reason: str) -> None:
         """Use plain tiles from now on."""
         self.failure = reason
-        self.found.clear()
+        self.by_key.clear()
 
 
 class CompiledTiles:
@@ -90,37 +90,37 @@ class CompiledTiles:
         """Add a tile to the kept numbers of its rows and columns, as `PlainTiles` does."""
         form = _Form(leaves, self._numbers)
         inputs = _Inputs(form)
-        for number, of in enumerate(self.reduced):
+        for number, reduced in enumerate(self.reduced):
             # On the diagonal of a symmetric matrix the sums of columns are computed as well, and dropped.
-            for letter, read, mine in (("x", of.rows, rows[number]), ("y", of.cols, cols[number])):
+            for letter, read, mine in (("x", reduced.rows, rows[number]), ("y", reduced.cols, cols[number])):
                 kept = rows[number] if mine is None else mine
                 if read and kept is not None:
                     inputs.add(letter, kept.contiguous())  # a row may hold further terms' numbers
-        if any("index" in of.rule.kinds for of in self.reduced):
+        if any("index" in reduced.rule.kinds for reduced in self.reduced):
             for first in firsts:
                 inputs.add("", torch.full((), first, device=form.device))
 
         def function(*tensors: Tensor) -> list[Tensor]:
             kept = iter(tensors[form.count :])
-            of_sides = [[next(kept).clone() if read else None for read in (of.rows, of.cols)] for of in self.reduced]
-            at: tuple[int | Tensor, int | Tensor] = (next(kept, 0), next(kept, 0))
+            of_sides = [[next(kept).clone() if read else None for read in (r.rows, r.cols)] for r in self.reduced]
+            starts: tuple[int | Tensor, int | Tensor] = (next(kept, 0), next(kept, 0))
             entries = form.leaves(tensors).entries()
-            for of, (of_rows, of_cols) in zip(self.reduced, of_sides, strict=True):
-                values = replace(entries.values(of.term, entries.mask(of.term), safe=False), fused=True)
-                update_(of, values, of_rows, of_cols, at)
+            for reduced, (of_rows, of_cols) in zip(self.reduced, of_sides, strict=True):
+                values = replace(entries.values(reduced.term, entries.mask(reduced.term), safe=False), fused=True)
+                update_(reduced, values, of_rows, of_cols, starts)
             return [x for of_term in of_sides for x in of_term if x is not None]
 
-        found = self._call("forward", tile, inputs, function, [])
-        if found is None:
+        results = self._call("forward", tile, inputs, function, [])
+        if results is None:
             self.plain.update_(tile, leaves, masks, rows, cols, firsts)
             return
-        new = iter(found)
-        for number, of in enumerate(self.reduced):
-            for read, mine in ((of.rows, rows[number]), (of.cols, cols[number])):
+        new = iter(results)
+        for number, reduced in enumerate(self.reduced):
+            for read, mine in ((reduced.rows, rows[number]), (reduced.cols, cols[number])):
                 if read:
-                    made = next(new)
+                    result = next(new)
                     if mine is not None:
-                        mine.copy_(made)
+                        mine.copy_(result)
 
     def gradients(
         self,
@@ -134,12 +134,12 @@ class CompiledTiles:
         form = _Form(leaves, self._numbers)
         inputs = _Inputs(form)
         self._dtypes = self._dtypes or _dtypes_of_scores(leaves, self.reduced)
-        learned = [number for number, of in enumerate(self.reduced) if of.rule.constants]
+        learned = [number for number, reduced in enumerate(self.reduced) if reduced.rule.constants]
         for number in learned:
-            of, dtype = self.reduced[number], self._dtypes[number]
-            for letter, read, mine in (("x", of.rows, rows[number]), ("y", of.cols, cols[number])):
+            reduced, dtype = self.reduced[number], self._dtypes[number]
+            for letter, read, mine in (("x", reduced.rows, rows[number]), ("y", reduced.cols, cols[number])):
                 if read:  # on the diagonal of a symmetric matrix there are no numbers of columns
-                    for x in mine or _without_weight(of, rows[number]):
+                    for x in mine or _without_weight(reduced, rows[number]):
                         inputs.add(letter, x.to(dtype))
         places = list[Slot]()
 
@@ -147,22 +147,22 @@ class CompiledTiles:
             numbers = iter(tensors[form.count :])
             outputs = list[tuple[Tensor, Tensor]]()
             with torch.enable_grad():
-                here = form.leaves(tensors)
-                entries = here.entries()
+                traced = form.leaves(tensors)
+                entries = traced.entries()
                 for number in learned:
-                    of = self.reduced[number]
-                    of_rows, of_cols = (_next(numbers, of.rule.constants * read) for read in (of.rows, of.cols))
-                    values = replace(entries.values(of.term, entries.mask(of.term)), fused=True)
-                    collect(of.rule, values, sides_of(of_rows, of_cols), outputs)
-                grads = here.gradients(*zip(*outputs, strict=True)) if outputs else {}
+                    reduced, rule = self.reduced[number], self.reduced[number].rule
+                    of_rows, of_cols = (_next(numbers, rule.constants * read) for read in (reduced.rows, reduced.cols))
+                    values = replace(entries.values(reduced.term, entries.mask(reduced.term)), fused=True)
+                    collect(rule, values, sides_of(of_rows, of_cols), outputs)
+                grads = traced.gradients(*zip(*outputs, strict=True)) if outputs else {}
             places[:] = grads
             return [grad.detach() for grad in grads.values()]
 
-        found = self._call("backward", tile, inputs, function, places)
-        if found is None:
+        results = self._call("backward", tile, inputs, function, places)
+        if results is None:
             return self.plain.gradients(tile, leaves, masks, rows, cols)
         assert self._kernel is not None
-        return dict(zip(self._kernel.places, found, strict=True))
+        return dict(zip(self._kernel.places, results, strict=True))
 
     def _call(
         self, direction: str, tile: Tile, inputs: _Inputs, function: Function, places: list[Slot]
@@ -182,10 +182,10 @@ class CompiledTiles:
 
     def _kernel_of(self, direction: str, inputs: _Inputs, function: Function, places: list[Slot]) -> Kernel:
         """Return the kernel of a function, which fills `places` while it is traced."""
-        terms = [(of.name, of.rows, of.cols) for of in self.reduced]
+        terms = [(reduced.name, reduced.rows, reduced.cols) for reduced in self.reduced]
         key = repr((direction, self.signature, terms, inputs.described))
-        if key not in self.kernels.found:
-            if len(self.kernels.found) >= _MOST:
+        if key not in self.kernels.by_key:
+            if len(self.kernels.by_key) >= _MOST:
                 raise ValueError(
                     f"{_MOST // 2} kinds of calls, by dtypes, shapes of parameters, integers among them and numbers "
                     "that functions read elsewhere, were compiled, and there are more; pass floats or tensors in "
@@ -196,8 +196,8 @@ class CompiledTiles:
                 warnings.simplefilter("ignore")  # of torch's own code
                 kernel = Kernel(compiled(function, example), places)
                 kernel.run(*example)
-            self.kernels.found[key] = kernel
-        return self.kernels.found[key]
+            self.kernels.by_key[key] = kernel
+        return self.kernels.by_key[key]
 
 
 class _Form:
@@ -210,38 +210,38 @@ class _Form:
 
     def __init__(self, leaves: Leaves, numbers: dict[Slot, Tensor]) -> None:
         products = next(iter(leaves.products.values()))
-        self.given, self.numbers, self.dtype, self.device = leaves, numbers, products.dtype, products.device
-        self.slots = [(at, x) for at, x in leaves.slots() if isinstance(x, Tensor | float)]
-        self.learned = {at for at, x in self.slots if isinstance(x, Tensor) and x.requires_grad}
+        self.original, self.numbers, self.dtype, self.device = leaves, numbers, products.dtype, products.device
+        self.slots = [(key, x) for key, x in leaves.slots() if isinstance(x, Tensor | float)]
+        self.learned = {key for key, x in self.slots if isinstance(x, Tensor) and x.requires_grad}
         self.count = len(self.slots)
 
     @property
     def described(self) -> list[Any]:
         """Everything that a kernel depends on beside the user's functions, except for rows and columns."""
-        tensors = [(at, str(x.dtype) if isinstance(x, Tensor) else "", at in self.learned) for at, x in self.slots]
+        tensors = [(key, str(x.dtype) if isinstance(x, Tensor) else "", key in self.learned) for key, x in self.slots]
         parameters = [
             (name, tuple(x.shape) if isinstance(x, Tensor) else "" if isinstance(x, float) else x)
-            for name, x in self.given.parameters.items()
+            for name, x in self.original.parameters.items()
         ]
         return [tensors, parameters, str(self.dtype), str(self.device)]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield letters and tensors; numbers of rows and columns are vectors."""
-        for at, x in self.slots:
+        for key, x in self.slots:
             if not isinstance(x, Tensor):
-                if at not in self.numbers:
-                    self.numbers[at] = torch.full((), x, dtype=self.dtype, device=self.device)
-                x = self.numbers[at]
-            yield at[0], x.detach().reshape(-1) if at[0] in ("x", "y") else x.detach()
+                if key not in self.numbers:
+                    self.numbers[key] = torch.full((), x, dtype=self.dtype, device=self.device)
+                x = self.numbers[key]
+            yield key[0], x.detach().reshape(-1) if key[0] in ("x", "y") else x.detach()
 
     def leaves(self, tensors: Sequence[Tensor]) -> Leaves:
         """Return leaves with the first of these tensors."""
         values = {}
-        for (at, _), x in zip(self.slots, tensors, strict=False):
-            if at[0] in "xy":
-                x = x.unsqueeze(1 if at[0] == "x" else 0)
-            values[at] = x.detach().requires_grad_() if at in self.learned else x
-        return self.given.changed(values)
+        for (key, _), x in zip(self.slots, tensors, strict=False):
+            if key[0] in "xy":
+                x = x.unsqueeze(1 if key[0] == "x" else 0)
+            values[key] = x.detach().requires_grad_() if key in self.learned else x
+        return self.original.changed(values)
 
 
 class _Inputs:
@@ -289,17 +289,17 @@ class _Inputs:
         are equal in an example for one.
         """
         pairs = [*zip(self.letters, self.tensors, strict=True)]
-        taken = {size for letter, x in pairs if letter != "s" for size in x.shape[letter in ("x", "y") :]}
-        rows, cols, *_ = (size for size in range(max(side, _FEW[0] + len(taken)), 1, -1) if size not in taken)
-        found = []
+        sizes = {size for letter, x in pairs if letter != "s" for size in x.shape[letter in ("x", "y") :]}
+        rows, cols, *_ = (size for size in range(max(side, _FEW[0] + len(sizes)), 1, -1) if size not in sizes)
+        resized = []
         for letter, x in pairs:
             if letter in ("s", "x"):
                 x = x.index_select(0, torch.arange(rows, device=x.device) % len(x))
             if letter in ("s", "y"):
                 dim = 1 if letter == "s" else 0
                 x = x.index_select(dim, torch.arange(cols, device=x.device) % x.shape[dim])
-            found.append(x)
-        return found
+            resized.append(x)
+        return resized
 
 
 def compiled(function: Function, example: Sequence[Tensor]) -> Function:
@@ -308,10 +308,10 @@ def compiled(function: Function, example: Sequence[Tensor]) -> Function:
     # takes the operations of autograd's backward pass into the graph.
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    made = make_fx(function, tracing_mode="symbolic")(*example)
-    _sum_in_two_steps_(made.graph)
-    made.recompile()
-    return torch.compile(made, dynamic=True)
+    traced = make_fx(function, tracing_mode="symbolic")(*example)
+    _sum_in_two_steps_(traced.graph)
+    traced.recompile()
+    return torch.compile(traced, dynamic=True)
 
 
 def _sum_in_two_steps_(graph: torch.fx.Graph) -> None:
@@ -330,10 +330,10 @@ def _check(run: Function, plain: Function, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError unless a kernel and the function that it was traced from agree."""
     single = any(x.is_floating_point() and x.dtype.itemsize < 8 for x in tensors)
     close = _CLOSE if single else _CLOSE_IN_FLOAT64
-    for found, expected in zip(run(*tensors), plain(*tensors), strict=True):
+    for result, expected in zip(run(*tensors), plain(*tensors), strict=True):
         finite = torch.where(expected.isfinite(), expected, 0.0).abs()
         # A sum over entries, such as the gradient of a parameter, may cancel: it is as exact as its largest part.
-        if not torch.allclose(found, expected, close, close * max(1.0, float(finite.max())), equal_nan=True):
+        if not torch.allclose(result, expected, close, close * max(1.0, float(finite.max())), equal_nan=True):
             raise ValueError(
                 "a compiled function and the declared one differ on a few entries; a score or a mask must not read "
                 "Python variables that change between calls: pass these in parameters"
@@ -344,16 +344,16 @@ def _dtypes_of_scores(leaves: Leaves, reduced: Sequence[Reduced]) -> list[torch.
     """Return the dtypes of all terms' scores."""
     with torch.no_grad():
         entries = leaves.entries().first(2)
-        values = [entries.values(of.term, None).value for of in reduced]
+        values = [entries.values(each.term, None).value for each in reduced]
     return [torch.float32 if x is None else x.dtype for x in values]
 
 
-def _without_weight(of: Reduced, like: Sequence[Tensor]) -> list[Tensor]:
+def _without_weight(reduced: Reduced, like: Sequence[Tensor]) -> list[Tensor]:
     """Return numbers of a rule, as many as there are, at which every entry has the weight 0."""
-    found = [torch.zeros_like(x) for x in like]
-    if "scaled" in of.rule.kinds:  # exp(f - shift) must not overflow
-        found[0].fill_(torch.finfo(torch.float32).max / 2)
-    return found
+    numbers = [torch.zeros_like(x) for x in like]
+    if "scaled" in reduced.rule.kinds:  # exp(f - shift) must not overflow
+        numbers[0].fill_(torch.finfo(torch.float32).max / 2)
+    return numbers
 
 
 def _next(numbers: Iterator[Tensor], count: int) -> list[Tensor]:

@@ -85,9 +85,9 @@ class Declaration:
                 )
         if row_loss is None and column_loss is None:
             raise ValueError("row_loss must be a function of (r, x, p); it may be None only with a column_loss")
-        for what, function in (("row_loss", row_loss), ("column_loss", column_loss)):
+        for name, function in (("row_loss", row_loss), ("column_loss", column_loss)):
             if function is not None:
-                check_callable(what, function)
+                check_callable(name, function)
         if symmetric and column_loss is not None:
             raise ValueError("symmetric must be False with a column_loss: rows and columns are the same then")
         return cls(
@@ -110,10 +110,10 @@ class Declaration:
         numbers = (call.x_data, y_numbers, None if call.candidates is None else call.candidate_data)
         declared = self.terms, (self.row_loss, self.column_loss), self.kinds
         self.reads = first_use(*declared, numbers, call.parameters, device=call.x.device, symmetric=self.symmetric)
-        found = dict[str, list[float]]()
+        values = dict[str, list[float]]()
         with suppress(ValueError):  # a fixed number may be no index of a table; the functions before it are compared
-            first_use(*declared, numbers, call.parameters, device=torch.device("cpu"), found=found)
-        self.values = json.dumps(found)
+            first_use(*declared, numbers, call.parameters, device=torch.device("cpu"), values=values)
+        self.values = json.dumps(values)
         if call.candidates is not None and all(term.over == "batch" for term in self.terms.values()):
             raise ValueError(
                 "candidates must be left out: no term has over='own' or over='both', so nothing would read them"
@@ -127,13 +127,13 @@ class Declaration:
 
     def reduced(self) -> list[Reduced]:
         """Return the terms that tiles compute, with the sides that read them."""
-        found = []
+        reduced = []
         for name, term in self.terms.items():
             rows = name in self.reads.rows and term.over != "own"
             cols = name in self.reads.cols or (rows and self.symmetric)
             if (rows or cols) and not isinstance(term, Partner):
-                found.append(Reduced(name, term, rule_of(term), rows, cols))
-        return found
+                reduced.append(Reduced(name, term, rule_of(term), rows, cols))
+        return reduced
 
     @property
     def functions(self) -> list[Any]:

@@ -62,7 +62,7 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
         return [type(value).__qualname__, named, value.extra_repr(), _attributes(value, read, depth, within)]
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
     own = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
-    plain = {key: of for key, of in own.items() if isinstance(of, (*_PLAIN, tuple))}
+    plain = {key: x for key, x in own.items() if isinstance(x, (*_PLAIN, tuple))}
     call = None if isinstance(value, type) else vars(type(value)).get("__call__")
     code = [_text(call, depth - 1, inside)] if isinstance(call, types.FunctionType) else []
     return [name, _text(plain, depth - 1, inside), *code]
@@ -73,25 +73,25 @@ def _function(function: types.FunctionType, depth: int, within: frozenset[int]) 
     contents = [_content(cell) for cell in function.__closure__ or ()]
     names = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
     captured = [_text(content, depth, within) for content in contents]
-    found = [(name, _text(value, depth, within)) for name, value in names.items()]
+    read_globals = [(name, _text(value, depth, within)) for name, value in names.items()]
     attributes = [_attributes(value, _looked_up(code), depth, within) for value in (*contents, *names.values())]
     defaults = _text([function.__defaults__, function.__kwdefaults__], depth, within)
-    return [_code(code, depth, within), captured, found, defaults, attributes]
+    return [_code(code, depth, within), captured, read_globals, defaults, attributes]
 
 
 def _attributes(value: object, names: set[str], depth: int, within: frozenset[int]) -> list[Any]:
     """Return the attributes that a function may read of an object which it has captured: those of these names."""
     if depth == 0 or id(value) in within or isinstance(value, types.ModuleType | types.FunctionType | type | Tensor):
         return []
-    inside, found = within | {id(value)}, list[Any]()
+    inside, described = within | {id(value)}, list[Any]()
     own = {**getattr(value, "__dict__", {}), **getattr(value, "_modules", {})}
     for name in sorted(names & own.keys()):
-        of = own[name]
-        if isinstance(of, (*_PLAIN, tuple, list, set, frozenset, Mapping)):
-            found.append((name, _text(of, depth - 1, inside)))
+        attribute = own[name]
+        if isinstance(attribute, (*_PLAIN, tuple, list, set, frozenset, Mapping)):
+            described.append((name, _text(attribute, depth - 1, inside)))
         else:
-            found.append((name, _attributes(of, names, depth - 1, inside)))
-    return found
+            described.append((name, _attributes(attribute, names, depth - 1, inside)))
+    return described
 
 
 def _looked_up(code: types.CodeType) -> set[str]:
@@ -108,7 +108,7 @@ def _code(code: types.CodeType, depth: int, within: frozenset[int]) -> list[Any]
 def _names(code: types.CodeType) -> set[str]:
     """Return the global names that a function and those inside of it look up."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    loaded = {of.argval for of in dis.get_instructions(code) if of.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    loaded = {op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return loaded.union(*map(_names, inner))
 
 
@@ -145,8 +145,8 @@ def captured(function: object, tensor: Tensor) -> str:
         if value is tensor:
             return f"{name!r}"
     for name, value in values.items():
-        for attribute, of in getattr(value, "__dict__", {}).items() if not isinstance(value, types.ModuleType) else ():
-            if of is tensor:
+        for attribute, x in getattr(value, "__dict__", {}).items() if not isinstance(value, types.ModuleType) else ():
+            if x is tensor:
                 return f"'{name}.{attribute}'"
         inside = (
             captured(value, tensor)

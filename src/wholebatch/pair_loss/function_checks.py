@@ -59,12 +59,12 @@ class Reads:
     @property
     def names(self) -> dict[str, list[str]]:
         """The names as JSON."""
-        return {of: sorted(names) for of, names in vars(self).items()}
+        return {key: sorted(names) for key, names in vars(self).items()}
 
     @classmethod
     def union(cls, of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> Reads:
         """Return everything that is read on any rank: functions may look at their data, which differ."""
-        return cls(**{of: set().union(*(names[of] for names in of_ranks)) for of in of_ranks[0]})
+        return cls(**{key: set().union(*(names[key] for names in of_ranks)) for key in of_ranks[0]})
 
     @property
     def partner(self) -> bool:
@@ -81,7 +81,7 @@ def first_use(
     *,
     device: torch.device,
     symmetric: bool = False,
-    found: dict[str, list[float]] | None = None,
+    values: dict[str, list[float]] | None = None,
 ) -> Reads:
     """Return what the functions read, or raise.
 
@@ -93,42 +93,42 @@ def first_use(
         parameters: by name.
         device: of the features, the data and the parameters.
         symmetric: whether scores and masks have to be symmetric.
-        found: gets the values of the functions, by name, on numbers that are the same on all ranks.
+        values: gets the values of the functions, by name, on numbers that are the same on all ranks.
 
     Raises:
         ValueError: naming the function, what it did, and the fix.
     """
-    reads, jumps, pick, found = Reads(), False, _some if found is None else _fixed, {} if found is None else found
+    reads, jumps, pick, values = Reads(), False, _sample if values is None else _fixed, {} if values is None else values
     x, y, own = (
-        None if of is None else {name: pick(one, n) for name, one in of.items()}
-        for of, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
+        None if numbers is None else {name: pick(x, n) for name, x in numbers.items()}
+        for numbers, n in zip(data, (_ROWS, _COLUMNS, _COLUMNS), strict=True)
     )
     assert x is not None
     assert y is not None
     p = {name: value.detach() if isinstance(value, Tensor) else value for name, value in parameters.items()}
     if pick is _fixed:
         p = {name: _fixed(value, *value.shape) if isinstance(value, Tensor) else value for name, value in p.items()}
-    p = {name: one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for name, one in p.items()}
+    p = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in p.items()}
     for name, term in terms.items():
         columns = y if term.over != "own" else own
         if term.over != "batch" and own is None:
             raise ValueError(f"term {name!r} has over={term.over!r} and needs candidates=, each row's own candidates")
         assert columns is not None
         tile = _tile(kinds, x, columns, p, reads, device)
-        found[f"term {name!r}"] = _check_term(name, term, tile)
+        values[f"term {name!r}"] = _check_term(name, term, tile)
         jumps = jumps or not _is_continuous(term, tile)
         if term.over != "batch":
             assert own is not None
             _check_term(name, term, _without_partner(_tile(kinds, x, own, p, reads, device)))
     reads.ties |= {letter for letter in "xy" if jumps and PARTNER in getattr(reads, letter)}
-    for what, function, read, side in (
+    for name, function, read, side in (
         ("row_loss", functions[0], reads.rows, x),
         ("column_loss", functions[1], reads.cols, y),
     ):
         if function is not None:
-            found[what] = _check_loss(what, function, terms, side, (kinds, p, read, reads), device)
+            values[name] = _check_loss(name, function, terms, side, (kinds, p, read, reads), device)
     if symmetric:
-        rows = {name: _some(one, _ROWS) for name, one in data[0].items()}
+        rows = {name: _sample(x, _ROWS) for name, x in data[0].items()}
         for name, term in terms.items():
             _check_symmetry(name, term, _part(_tile(kinds, rows, rows, p, Reads(), device), _ALL, _SQUARE))
     return reads
@@ -143,12 +143,12 @@ def _is_continuous(term: Term, entries: Entries) -> bool:
 def check_same_values(caller: str, of_ranks: Sequence[str]) -> None:
     """Raise ValueError, on all ranks, if a function has other values on a rank than on rank 0."""
     values = [json.loads(text or "{}") for text in of_ranks]
-    for rank, found in enumerate(values):
-        for what in (name for name in values[0] if name in found):
-            for a, b in zip_longest(values[0][what], found[what], fillvalue=math.inf):
+    for rank, others in enumerate(values):
+        for label in (name for name in values[0] if name in others):
+            for a, b in zip_longest(values[0][label], others[label], fillvalue=math.inf):
                 if a != b and not math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-12) and not (a != a and b != b):
                     raise ValueError(
-                        f"{caller}: {what} must compute alike on all ranks, got {a} on rank 0 and {b} on rank {rank} "
+                        f"{caller}: {label} must compute alike on all ranks, got {a} on rank 0 and {b} on rank {rank} "
                         "from the same numbers; run the same program with the same files and environment on all "
                         "ranks, and pass numbers in parameters"
                     )
@@ -160,7 +160,7 @@ def _fixed(x: Tensor, *shape: int) -> Tensor:
     return (even if x.is_floating_point() else even * 100 // 1 % 2).to(x.dtype)
 
 
-def _some(x: Tensor, rows: int) -> Tensor:
+def _sample(x: Tensor, rows: int) -> Tensor:
     """Return a few of a vector's numbers, some several times if it is short; zeros if it is empty."""
     x = x.detach()
     return x[torch.arange(rows, device=x.device) % len(x)] if len(x) else x.new_zeros(rows)
@@ -201,38 +201,38 @@ def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
 
 
 def _check_term(name: str, term: Term, entries: Entries) -> list[float]:
-    what = f"the {' or '.join(term.functions) or 'score'} of term {name!r}"
-    values = watched(what, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
+    text = f"the {' or '.join(term.functions) or 'score'} of term {name!r}"
+    values = watched(text, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
     _check_slope(f"term {name!r}", term, entries)
     parts = [(_part(entries, rows, cols), (rows, cols)) for rows, cols in _CUTS]
-    for part, at in [*parts, (_as_list(entries), None)]:
+    for part, cut in [*parts, (_as_list(entries), None)]:
         for whole, of_part in zip(_numbers(values), _numbers(_every_entry(name, term, part)), strict=True):
-            every = whole.expand(values.shape)
-            expected = every.reshape(-1, 1) if at is None else every[at]
+            expanded = whole.expand(values.shape)
+            expected = expanded.reshape(-1, 1) if cut is None else expanded[cut]
             if not torch.allclose(expected, of_part.expand(part.shape), _CLOSE, _CLOSE, equal_nan=True):
                 raise ValueError(
-                    f"{what} must compute each entry from its own s, x, y and p alone; its values change when the tile "
+                    f"{text} must compute each entry from its own s, x, y and p alone; its values change when the tile "
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
                 )
     return [number for x in _numbers(values) for number in x.flatten().tolist()]
 
 
-def _check_slope(what: str, term: Term, entries: Entries) -> None:
+def _check_slope(label: str, term: Term, entries: Entries) -> None:
     """Raise ValueError unless a given slope is the derivative of the score."""
     if term.slope is None:
         return
     if ONE not in entries.s:
-        raise ValueError(f"{what}: slope must be left out with several similarities; autograd takes all derivatives")
+        raise ValueError(f"{label}: slope must be left out with several similarities; autograd takes all derivatives")
     with torch.enable_grad():
         s = entries.s[ONE].detach().requires_grad_()
-        given = replace(entries, s={ONE: s})
-        value, slope = given.values(term, None).value, given.call(term.slope)
+        learned = replace(entries, s={ONE: s})
+        value, slope = learned.values(term, None).value, learned.call(term.slope)
         assert value is not None
-        _check_shape(f"slope of {what}", slope, entries.shape)
-        found = torch.autograd.grad(value.expand(entries.shape).sum(), s, allow_unused=True)[0]
-    expected = torch.zeros_like(s) if found is None else found
+        _check_shape(f"slope of {label}", slope, entries.shape)
+        grad = torch.autograd.grad(value.expand(entries.shape).sum(), s, allow_unused=True)[0]
+    expected = torch.zeros_like(s) if grad is None else grad
     if not torch.allclose(slope.detach().double().expand(entries.shape), expected, _CLOSE, _CLOSE):
-        raise ValueError(f"{what}: slope must be the derivative of the score by s, and differs from autograd's")
+        raise ValueError(f"{label}: slope must be the derivative of the score by s, and differs from autograd's")
 
 
 def _every_entry(name: str, term: Term, entries: Entries) -> Values:
@@ -240,8 +240,8 @@ def _every_entry(name: str, term: Term, entries: Entries) -> Values:
     values = _values(name, term, entries)
     if not term.scored:
         return values
-    every = entries.values(term, None)
-    return replace(every, mask=values.mask)
+    unmasked = entries.values(term, None)
+    return replace(unmasked, mask=values.mask)
 
 
 def _as_list(entries: Entries) -> Entries:
@@ -260,8 +260,8 @@ def _without_partner(entries: Entries) -> Entries:
 
 def _numbers(values: Values) -> list[Tensor]:
     """Return everything that was computed of a tile: masks as numbers, and other numbers where they count."""
-    found = [] if values.mask is None else [values.mask.double()]
-    return [*found, *(x.detach().double() for x in (values.value, values.log_weight) if x is not None)]
+    masks = [] if values.mask is None else [values.mask.double()]
+    return [*masks, *(x.detach().double() for x in (values.value, values.log_weight) if x is not None)]
 
 
 def _values(name: str, term: Term, entries: Entries) -> Values:
@@ -273,37 +273,37 @@ def _values(name: str, term: Term, entries: Entries) -> Values:
         if mask.dtype != torch.bool:
             raise ValueError(f"where of term {name!r} must return booleans, got {mask.dtype}; compare, or use .bool()")
     values = entries.values(term, mask)
-    given: list[tuple[str, Any]] = [("score", values.value)] if term.scored else []
+    outputs: list[tuple[str, Any]] = [("score", values.value)] if term.scored else []
     if isinstance(term, Mean) and term.log_weight is not None:
-        given.append(("log_weight", values.log_weight))
-    for function, x in given:
-        what = f"{function} of term {name!r}"
+        outputs.append(("log_weight", values.log_weight))
+    for function, x in outputs:
+        label = f"{function} of term {name!r}"
         if isinstance(x, Fields):
             raise ValueError(
-                f"{what} must return a tensor, got {x!r}: read one of these, such as lambda s, x, y, p: "
+                f"{label} must return a tensor, got {x!r}: read one of these, such as lambda s, x, y, p: "
                 f"{str(x).split()[0]}.{next(iter(x), 'name')}; the arguments come in this order"
             )
-        _check_shape(what, x, entries.shape)
+        _check_shape(label, x, entries.shape)
         assert x is not None
         if not x.is_floating_point():
             raise ValueError(
-                f"{what} must return floating-point numbers, got {x.dtype}; use Count for numbers of entries"
+                f"{label} must return floating-point numbers, got {x.dtype}; use Count for numbers of entries"
             )
     return values
 
 
-def _check_shape(what: str, x: object, shape: tuple[int, ...]) -> None:
+def _check_shape(label: str, x: object, shape: tuple[int, ...]) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{what} must return a tensor, got {shown(x)}")
+        raise ValueError(f"{label} must return a tensor, got {shown(x)}")
     # torch.broadcast_shapes takes a tenth of the first call
     if x.dim() > len(shape) or any(n not in (1, size) for n, size in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(
-            f"{what} must return one value for each entry, {shape} in a tile like this, got {tuple(x.shape)}"
+            f"{label} must return one value for each entry, {shape} in a tile like this, got {tuple(x.shape)}"
         )
 
 
 def _check_loss(
-    what: str,
+    label: str,
     function: Callable[..., Any],
     terms: Mapping[str, Term],
     side: Mapping[str, Tensor],
@@ -315,42 +315,42 @@ def _check_loss(
     # Differences of two terms have both signs, and no two are equal: a mean of any of them would show.
     uneven = torch.tensor([0.4, 1.7, 0.9, 1.3], dtype=torch.float64, device=device)
     r = {name: uneven.roll(number) * (1 + 0.3 * number) for number, name in enumerate(terms)}
-    numbers: dict[str, Any] = {name: _some(x, rows) for name, x in side.items()}
+    numbers: dict[str, Any] = {name: _sample(x, rows) for name, x in side.items()}
     numbers |= {**_partners(kinds, rows, torch.float64, device), INDEX: torch.arange(rows, device=device)}
-    letter = "x" if what == "row_loss" else "y"
+    letter = "x" if label == "row_loss" else "y"
 
-    def call(at: slice) -> list[Tensor]:
-        of_r = fields("r", {name: x[at] for name, x in r.items()}, read)
-        of_side = fields(letter, changed(numbers, lambda x: x[at]), reads.x)
+    def call(cut: slice) -> list[Tensor]:
+        of_r = fields("r", {name: x[cut] for name, x in r.items()}, read)
+        of_side = fields(letter, changed(numbers, lambda x: x[cut]), reads.x)
         return losses_and_weights(
-            what, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[at]), checks=False
+            label, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[cut]), checks=False
         )
 
     plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
-    given = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
-    whole = watched(what, {what: function}, given, lambda: call(slice(0, rows)), on=f"{rows} rows")
-    for at in (slice(0, 1), slice(1, rows)):
-        for one, part in zip(whole, call(at), strict=True):
-            if not torch.allclose(one[at], part, _CLOSE, _CLOSE, equal_nan=True):
+    tensors = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
+    whole = watched(label, {label: function}, tensors, lambda: call(slice(0, rows)), on=f"{rows} rows")
+    for cut in (slice(0, 1), slice(1, rows)):
+        for x, part in zip(whole, call(cut), strict=True):
+            if not torch.allclose(x[cut], part, _CLOSE, _CLOSE, equal_nan=True):
                 raise ValueError(
-                    f"{what} must compute the loss of each row from its own numbers alone; its values change when the "
+                    f"{label} must compute the loss of each row from its own numbers alone; its values change when the "
                     "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
                 )
     return [number for x in whole for number in x.tolist()]
 
 
-def losses_and_weights(what: str, found: Any, rows: int, *, caller: str = "", checks: bool = True) -> list[Tensor]:
+def losses_and_weights(label: str, returned: Any, rows: int, *, caller: str = "", checks: bool = True) -> list[Tensor]:
     """Return what a row loss has returned: losses, or losses and weights, checked."""
-    parts: Sequence[Any] = found if isinstance(found, tuple) else (found,)
+    parts: Sequence[Any] = returned if isinstance(returned, tuple) else (returned,)
     if len(parts) not in (1, 2):
-        raise ValueError(f"{caller}{what} must return losses, or (losses, weights), got {len(parts)} values")
+        raise ValueError(f"{caller}{label} must return losses, or (losses, weights), got {len(parts)} values")
     for part in parts:
         if not isinstance(part, Tensor) or tuple(part.shape) != (rows,):
             got = tuple(part.shape) if isinstance(part, Tensor) else shown(part)
-            raise ValueError(f"{caller}{what} must return one number for each row, shape ({rows},), got {got}")
-    for weights in (of.detach().double() for of in parts[1:] if rows and checks):
+            raise ValueError(f"{caller}{label} must return one number for each row, shape ({rows},), got {got}")
+    for weights in (x.detach().double() for x in parts[1:] if rows and checks):
         smallest, total = torch.stack([weights.amin(), weights.sum()]).tolist()
-        check_not_negative(f"the weights that {what} returns", weights, smallest, total)
+        check_not_negative(f"the weights that {label} returns", weights, smallest, total)
     return [*parts]
 
 
@@ -361,9 +361,9 @@ def weighted(loss: Tensor, weight: Tensor) -> Tensor:
 
 def _check_symmetry(name: str, term: Term, entries: Entries) -> None:
     """Raise ValueError unless masks and scores of a square tile, whose similarities are symmetric, are symmetric."""
-    even = {of: (s + s.T) / 2 for of, s in entries.s.items()}
+    even = {key: (s + s.T) / 2 for key, s in entries.s.items()}
     partner = entries.x[PARTNER]
-    turned = fields("s", {of: partner[of].T for of in partner}) if isinstance(partner, Fields) else partner.T
+    turned = fields("s", {key: partner[key].T for key in partner}) if isinstance(partner, Fields) else partner.T
     values = _values(name, term, replace(entries, s=even, y={**entries.y, PARTNER: turned}, reads=None))
     for x in _numbers(values):
         whole = x.expand(values.shape)

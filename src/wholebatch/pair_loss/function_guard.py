@@ -26,23 +26,23 @@ _SIGNATURES = (
 
 
 def watched(
-    what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor], call: Callable[[], Any], *, on: str
+    name: str, functions: Mapping[str, Callable[..., Any]], known: Sequence[Tensor], call: Callable[[], Any], *, on: str
 ) -> Any:
     """Return what a call of the user's functions returns; raise if it reads, draws or writes what it must not."""
-    versions = [_version(x) for x in given]
-    with torch.no_grad(), _Random(what), _Captured(what, functions, given):
+    versions = [_version(x) for x in known]
+    with torch.no_grad(), _Random(name), _Captured(name, functions, known):
         try:
-            found = call()
+            result = call()
         except (ValueError, AttributeError) as error:
             if isinstance(error, ValueError):
                 raise
-            raise ValueError(f"{what} failed: {error}") from error
+            raise ValueError(f"{name} failed: {error}") from error
         except Exception as error:
             fix = f"; {_SIGNATURES}" if isinstance(error, TypeError) else ""
-            raise ValueError(f"{what} failed on {on}: {type(error).__name__}: {error}{fix}") from error
-    if versions != [_version(x) for x in given]:
-        raise ValueError(f"{what} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
-    return found
+            raise ValueError(f"{name} failed on {on}: {type(error).__name__}: {error}{fix}") from error
+    if versions != [_version(x) for x in known]:
+        raise ValueError(f"{name} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
+    return result
 
 
 def _version(x: Tensor) -> int:
@@ -53,27 +53,27 @@ def _version(x: Tensor) -> int:
 class _Captured(TorchFunctionMode):
     """Raise if an operation gets a tensor that the function has neither received nor made."""
 
-    def __init__(self, what: str, functions: Mapping[str, Callable[..., Any]], given: Sequence[Tensor]) -> None:
+    def __init__(self, label: str, functions: Mapping[str, Callable[..., Any]], tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.what, self.functions = what, functions
-        self.known = {id(x): x for x in given}  # they live as long as their ids are compared
+        self.label, self.functions = label, functions
+        self.known = {id(x): x for x in tensors}  # they live as long as their ids are compared
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for x in itertools.chain(tree_leaves(args), tree_leaves(kwargs)):
             if isinstance(x, Tensor) and id(x) not in self.known:
                 names = (captured(function, x) for function in self.functions.values())
-                name = next((found for found in names if found), "a tensor without a name")
-                what = f"{name} of shape {tuple(x.shape)}{' with a gradient' if x.requires_grad else ''}"
+                name = next((text for text in names if text), "a tensor without a name")
+                tensor = f"{name} of shape {tuple(x.shape)}{' with a gradient' if x.requires_grad else ''}"
                 raise ValueError(
-                    f"{self.what} must receive its tensors as x, y or p, got {what} from elsewhere: pass numbers of "
+                    f"{self.label} must receive its tensors as x, y or p, got {tensor} from elsewhere: pass numbers of "
                     "rows in x_data or y_data, and shared ones in parameters"
                 )
-        found = func(*args, **kwargs)
-        for x in tree_leaves(found):
+        output = func(*args, **kwargs)
+        for x in tree_leaves(output):
             if isinstance(x, Tensor):
                 self.known[id(x)] = x
-        return found
+        return output
 
 
 class _Random(TorchDispatchMode):
@@ -81,14 +81,14 @@ class _Random(TorchDispatchMode):
 
     _should_skip_dynamo = classmethod(lambda cls: False)  # else torch imports Dynamo at the first operation
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, label: str) -> None:
         super().__init__()
-        self.what = what
+        self.label = label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise ValueError(
-                f"{self.what} must not draw random numbers ({resolve_name(func) or func}): the backward pass computes "
+                f"{self.label} must not draw random numbers ({resolve_name(func) or func}): the backward pass computes "
                 "it again; draw them before the call, and pass them in x_data or parameters"
             )
         return func(*args, **(kwargs or {}))

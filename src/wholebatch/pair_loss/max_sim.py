@@ -25,7 +25,7 @@ def vectors_of(items: Ragged, index: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return the places of the vectors of some items, one item's after the other's, and how many each has."""
     chosen = index.tolist()
     lengths = tuple(items.lengths[k] for k in chosen)
-    starts, counts = (numbers_on(of, index.device) for of in ([items.starts[k] for k in chosen], lengths))
+    starts, counts = (numbers_on(numbers, index.device) for numbers in ([items.starts[k] for k in chosen], lengths))
     first, total = starts - counts.cumsum(0) + counts, sum(lengths)
     places = torch.arange(total, device=index.device)
     return places + first.repeat_interleave(counts, output_size=total), lengths
@@ -42,8 +42,8 @@ def max_sim_of_pairs(
         lengths: the number of tokens of each query, and of each document.
         dtype: of the result.
     """
-    found: Tensor = _OfPairs.apply(queries, documents, lengths, dtype)
-    return found
+    similarities: Tensor = _OfPairs.apply(queries, documents, lengths, dtype)
+    return similarities
 
 
 class _OfPairs(torch.autograd.Function):
@@ -70,15 +70,15 @@ class _OfPairs(torch.autograd.Function):
                 last, longest = last + 1, wider
             of_q, of_d = lengths[0][first:last], lengths[1][first:last]
             q, d = queries[q_start : q_start + sum(of_q)].to(dtype), documents[d_start : d_start + sum(of_d)].to(dtype)
-            q_padded, d_padded = (pad_sequence(x.split(of), batch_first=True) for x, of in ((q, of_q), (d, of_d)))
-            d_lengths, q_lengths = (torch.tensor(of, device=q.device)[:, None] for of in (of_d, of_q))
-            there = torch.arange(longest[1], device=q.device) < d_lengths
-            scores = torch.bmm(q_padded, d_padded.mT).masked_fill_(~there[:, None], float("-inf"))
+            q_padded, d_padded = (pad_sequence(x.split(n), batch_first=True) for x, n in ((q, of_q), (d, of_d)))
+            d_lengths, q_lengths = (torch.tensor(n, device=q.device)[:, None] for n in (of_d, of_q))
+            d_mask = torch.arange(longest[1], device=q.device) < d_lengths
+            scores = torch.bmm(q_padded, d_padded.mT).masked_fill_(~d_mask[:, None], float("-inf"))
             largest, place = scores.max(2)
-            at = torch.arange(longest[0], device=q.device) < q_lengths
+            q_mask = torch.arange(longest[0], device=q.device) < q_lengths
             starts = d_start + d_lengths.cumsum(0) - d_lengths
-            best[q_start : q_start + len(q)] = largest[at]
-            winners[q_start : q_start + len(q)] = (place + starts)[at]
+            best[q_start : q_start + len(q)] = largest[q_mask]
+            winners[q_start : q_start + len(q)] = (place + starts)[q_mask]
             first, q_start, d_start = last, q_start + len(q), d_start + len(d)
         ctx.save_for_backward(queries, documents, winners, owners)
         return torch.zeros(count, dtype=dtype, device=queries.device).index_add_(0, owners, best)

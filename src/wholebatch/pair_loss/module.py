@@ -164,12 +164,12 @@ class PairLoss(nn.Module):
             ValueError: on every rank, whichever rank made the mistake.
             RuntimeError: if the gradient is differentiated again.
         """
-        given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
+        merged = {**self._current_parameters(), **parameters} if isinstance(parameters, Mapping) else parameters
         data = (x_data, y_data, candidate_data)
         call = prepared(
             CALLER,
             self.options.group,
-            lambda: self._checked_arguments(x, y, data, candidates, candidate_offsets, given),
+            lambda: self._checked_arguments(x, y, data, candidates, candidate_offsets, merged),
         )
         checks = Checks(
             check=lambda: self._facts(call),
@@ -180,8 +180,8 @@ class PairLoss(nn.Module):
         check_same_values(CALLER, facts.of_ranks(_VALUES))
         self.declaration.values = ""
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
-        self._say_what_nobody_reads()
-        self._say_why_nothing_is_compiled(facts.of_ranks(_NOT_COMPILED))
+        self._warn_of_unread_terms()
+        self._stop_compiling(facts.of_ranks(_NOT_COMPILED))
         loss = Call(
             self.declaration,
             call,
@@ -190,7 +190,7 @@ class PairLoss(nn.Module):
             signature=facts.of_ranks(_FINGERPRINT)[0],
         ).loss()
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
-            self._say_why_nothing_is_compiled([self._not_compiled])
+            self._stop_compiling([self._not_compiled])
         return loss
 
     def reference(
@@ -211,16 +211,16 @@ class PairLoss(nn.Module):
         Raises:
             ValueError: as in `forward`.
         """
-        given = {**self._parameters_here(), **parameters} if isinstance(parameters, Mapping) else parameters
-        call = self._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, given)
+        merged = {**self._current_parameters(), **parameters} if isinstance(parameters, Mapping) else parameters
+        call = self._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, merged)
         inputs = call.inputs(weights)
         inputs.check_features()
         inputs.check_rest()
         inputs.check_values(on_host(inputs.numbers()))
         kinds, sizes = self.declaration.kinds, list(call.widths.values())
         of_x, of_y, of_own = (
-            None if one is None else dict(zip(kinds, one.split(sizes, dim=1), strict=True))
-            for one in (call.x, call.x if call.y is None else call.y, call.candidates)
+            None if features is None else dict(zip(kinds, features.split(sizes, dim=1), strict=True))
+            for features in (call.x, call.x if call.y is None else call.y, call.candidates)
         )
         assert of_x is not None
         assert of_y is not None
@@ -230,9 +230,9 @@ class PairLoss(nn.Module):
         whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, own, call.parameters, lengths)
         return whole.loss(weights, self.options.reduction)
 
-    def _parameters_here(self) -> dict[str, Any]:
-        of = self.values
-        return {**self._constants, **of._parameters, **of._buffers, **of._modules}
+    def _current_parameters(self) -> dict[str, Any]:
+        values = self.values
+        return {**self._constants, **values._parameters, **values._buffers, **values._modules}
 
     def _checked_arguments(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
@@ -257,7 +257,7 @@ class PairLoss(nn.Module):
     def _not_compiled(self) -> str:
         return "" if self.declaration.kernels is None else self.declaration.kernels.failure
 
-    def _say_why_nothing_is_compiled(self, reasons: Sequence[str]) -> None:
+    def _stop_compiling(self, reasons: Sequence[str]) -> None:
         """Stop compiling on all ranks if one of them could not."""
         reason = next(filter(None, reasons), "")
         if reason and self.declaration.kernels is not None and not self._said_reason:
@@ -274,7 +274,7 @@ class PairLoss(nn.Module):
             self._tiles[kind] = tiles_held(self.declaration, call)
         return self._tiles[kind]
 
-    def _say_what_nobody_reads(self) -> None:
+    def _warn_of_unread_terms(self) -> None:
         if self.declaration.unread and not self._said:
             self._said = True
             names = ", ".join(self.declaration.unread)
@@ -282,7 +282,7 @@ class PairLoss(nn.Module):
 
     def _check_names(self, parameters: Any) -> None:
         """Raise ValueError for a parameter of a call that nothing reads, and whose name is nearly that of another."""
-        known = self._parameters_here()
+        known = self._current_parameters()
         for name in parameters:
             if name not in known and name not in self.declaration.reads.p:
                 for similar in get_close_matches(name, {*known, *self.declaration.reads.p}, n=1, cutoff=0.75):
@@ -310,5 +310,5 @@ def arguments_of(
     weights: Tensor | None = None,
 ) -> Arguments:
     """Return the checked arguments of a call, without weights; arguments as in `forward`, without communication."""
-    given = {**loss_fn._parameters_here(), **parameters}
-    return loss_fn._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, given)
+    merged = {**loss_fn._current_parameters(), **parameters}
+    return loss_fn._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, merged)

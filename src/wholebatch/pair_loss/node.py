@@ -74,12 +74,12 @@ class PairPlan:
     @property
     def of_rows(self) -> list[Reduced]:
         """The terms that rows read."""
-        return [of for of in self.reduced if of.rows]
+        return [reduced for reduced in self.reduced if reduced.rows]
 
     @property
     def of_cols(self) -> list[Reduced]:
         """The terms that columns read."""
-        return [of for of in self.reduced if of.cols]
+        return [reduced for reduced in self.reduced if reduced.cols]
 
     def sweep(
         self,
@@ -138,12 +138,12 @@ class PairSums(torch.autograd.Function):
         x, y = plan.route.products.rounded(x), plan.route.products.rounded(y)
         fetched = exchange.fetch(y)
         of_x, of_y, of_p = _split(learned, plan)
-        all_y = [plan.facts.all_gather(one, plan.cols) for one in of_y]
+        all_y = [plan.facts.all_gather(numbers, plan.cols) for numbers in of_y]
         entries = plan.route.budget.kept if any(ctx.needs_input_grad) else 0
         of_kept = accumulation_dtype(x.dtype) if plan.vectors is None else plan.route.budget.kept_dtype
         kept = x.new_empty(entries, dtype=of_kept) if entries else None
         sweep = plan.sweep(x, [*of_x, *of_p], all_y, kept)
-        kept_rows, kept_cols = (Kept([of.rule for of in some]) for some in (plan.of_rows, plan.of_cols))
+        kept_rows, kept_cols = (Kept([reduced.rule for reduced in some]) for some in (plan.of_rows, plan.of_cols))
         rows = kept_rows.start(plan.counts[0], wide, x.device)
         slices = kept_rows.slices, kept_cols.slices
 
@@ -187,14 +187,14 @@ class PairSums(torch.autograd.Function):
             torch.zeros_like(x, dtype=dtype) if want_x and not plan.symmetric else None,
             x.new_zeros(plan.counts[0], len(of_x), dtype=wide),
             x.new_zeros(plan.cols.total, len(of_y), dtype=wide),
-            [torch.zeros_like(one, dtype=wide) for one in of_p],
+            [torch.zeros_like(value, dtype=wide) for value in of_p],
         )
         by_term, failure = _by_term(plan, of_rows, rows=True), Failure(plan.facts.comm, plan.facts.caller)
 
         def visit(block: Block, columns: ColumnData) -> None:
             numbers: list[Tensor] = []
             if columns.carried is not None:
-                numbers = list(columns.carried.split([len(one) for one in of_cols]))
+                numbers = list(columns.carried.split([len(value) for value in of_cols]))
             sums = into if columns.local is None else into._replace(u=columns.local)  # rows are columns, too
             of_block = _by_term(plan, numbers, rows=False)
             failure.guard(lambda: sweep.backward(block, by_term, of_block, sums, columns.accumulated), lambda: None)
@@ -212,9 +212,9 @@ class PairSums(torch.autograd.Function):
         of_columns = into.of_cols
         if of_y and plan.facts.comm.size > 1:
             of_columns = plan.facts.comm.reduce_scatter(of_columns, counts=plan.cols.counts, check=False)
-        of_numbers = [into.of_rows[:, at].to(one.dtype) for at, one in enumerate(of_x)]
-        of_numbers += [of_columns[:, at].to(one.dtype) for at, one in enumerate(of_y)]
-        of_parameters = [grad.to(one.dtype) for grad, one in zip(into.of_parameters, of_p, strict=True)]
+        of_numbers = [into.of_rows[:, column].to(value.dtype) for column, value in enumerate(of_x)]
+        of_numbers += [of_columns[:, column].to(value.dtype) for column, value in enumerate(of_y)]
+        of_parameters = [grad.to(value.dtype) for grad, value in zip(into.of_parameters, of_p, strict=True)]
         return None, grad_x, grad_y, *of_numbers, *of_parameters
 
 
@@ -225,21 +225,21 @@ def _split(learned: Sequence[Tensor], plan: PairPlan) -> tuple[Sequence[Tensor],
 
 
 def _results(reduced: Sequence[Reduced], kept: Tensor, slices: Sequence[slice]) -> Tensor:
-    found = [of.rule.result(kept[:, at]) for of, at in zip(reduced, slices, strict=True)]
-    return torch.stack(found) if found else kept.new_zeros(0, len(kept))
+    results = [term.rule.result(kept[:, part]) for term, part in zip(reduced, slices, strict=True)]
+    return torch.stack(results) if results else kept.new_zeros(0, len(kept))
 
 
 def _constants(reduced: Sequence[Reduced], kept: Tensor, slices: Sequence[slice], grads: Tensor) -> list[Tensor]:
     """Return the numbers that each term's rule needs of each row or column, (constants, k)."""
     none = kept.new_zeros(0, len(kept))
     return [
-        of.rule.backward(kept[:, at], grad) if of.rule.constants else none
-        for of, at, grad in zip(reduced, slices, grads, strict=True)
+        term.rule.backward(kept[:, part], grad) if term.rule.constants else none
+        for term, part, grad in zip(reduced, slices, grads, strict=True)
     ]
 
 
 def _by_term(plan: PairPlan, numbers: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
     """Return the numbers in the order of all terms; none for those that the side does not read."""
-    given = iter(numbers)
+    remaining = iter(numbers)
     none = torch.empty(0, 0, device="cpu")
-    return [next(given, none) if (of.rows if rows else of.cols) else none for of in plan.reduced]
+    return [next(remaining, none) if (term.rows if rows else term.cols) else none for term in plan.reduced]

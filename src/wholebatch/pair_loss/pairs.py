@@ -65,15 +65,15 @@ class Tower:
         numbers = {name: _fetch(facts, x, self.rows, index) for name, x in self.numbers.items()}
         return Chosen(features, {**numbers, INDEX: index}, lengths)
 
-    def chosen(self, facts: Facts, at: Tensor | None) -> Chosen:
+    def chosen(self, facts: Facts, index: Tensor | None) -> Chosen:
         """Return features and numbers of some local rows, or of all."""
         numbers = {**self.numbers, INDEX: self.index(facts)}
         local = None if self.vectors is None else self.vectors.local(facts.rank)
-        if at is None:
+        if index is None:
             return Chosen(dict(self.features), numbers, None if local is None else local.lengths)
-        places, lengths = (at, None) if local is None else vectors_of(local, at)
+        places, lengths = (index, None) if local is None else vectors_of(local, index)
         features = {name: x[places] for name, x in self.features.items()}
-        return Chosen(features, {name: x[at] for name, x in numbers.items()}, lengths)
+        return Chosen(features, {name: x[index] for name, x in numbers.items()}, lengths)
 
 
 class Chosen(NamedTuple):
@@ -151,7 +151,7 @@ class Pairs:
         local: the side whose rows are here.
         other: the other side.
         index: for each pair, the row among all rows of the other side; None: the local row of the same place.
-        at: for each pair, the local row; None: all, in order.
+        places: for each pair, the local row; None: all, in order.
         rows_are_local: whether `local` is x.
     """
 
@@ -163,11 +163,11 @@ class Pairs:
         other: Tower,
         index: Tensor | None,
         *,
-        at: Tensor | None = None,
+        places: Tensor | None = None,
         rows_are_local: bool,
     ) -> None:
         theirs = other.chosen(facts, None) if index is None else other.fetched(facts, index)
-        sides = [local.chosen(facts, at), theirs]
+        sides = [local.chosen(facts, places), theirs]
         self.x, self.y = sides if rows_are_local else sides[::-1]
         self.kinds, self.dtype = kinds, wide_dtype(facts.device)
 
@@ -181,7 +181,7 @@ class Pairs:
         """Return by how much tiles of a dtype may round these, with an error of their products, by name."""
         x, y = self.x.features, self.y.features
         rows = {name: (kind, *absolute(kind, x[name], y[name])) for name, kind in self.kinds.items()}
-        return {name: rounding(self._similarity(*of), of[1].shape[1], dtype, error) for name, of in rows.items()}
+        return {name: rounding(self._similarity(*row), row[1].shape[1], dtype, error) for name, row in rows.items()}
 
     def _similarity(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
         if kind not in LATE:
@@ -202,7 +202,7 @@ class Pairs:
         """
         s = {name: x[:, None] for name, x in self.similarities.items()}
         x, y = (
-            nested({name: one[:, None] for name, one in {**side, **partners}.items()})[0]
+            nested({name: value[:, None] for name, value in {**side, **partners}.items()})[0]
             for side in (self.x.numbers, self.y.numbers)
         )
         value = Entries(self.kinds, with_ties(s, x, y), x, y, parameters).values(term, None).value
@@ -210,9 +210,9 @@ class Pairs:
         return value.to(self.dtype).expand(len(next(iter(s.values()))), 1)[:, 0]
 
 
-def partner_numbers(of_similarities: Mapping[str, Tensor], what: str = PARTNER) -> dict[str, Tensor]:
-    """Return the similarities with partners, or `what` else belongs to these, as numbers of rows, by name."""
-    return {what if name == ONE else f"{what}{SEPARATOR}{name}": x for name, x in of_similarities.items()}
+def partner_numbers(of_similarities: Mapping[str, Tensor], prefix: str = PARTNER) -> dict[str, Tensor]:
+    """Return the similarities with partners, or other numbers that belong to these, as numbers of rows, by name."""
+    return {prefix if name == ONE else f"{prefix}{SEPARATOR}{name}": x for name, x in of_similarities.items()}
 
 
 def winners(
@@ -237,10 +237,10 @@ def winners(
         rows_are_local: whether the local side is x.
     """
     assert isinstance(term, Max | Min)
-    found = index >= 0
-    (at,) = found.nonzero(as_tuple=True)
+    won = index >= 0
+    (places,) = won.nonzero(as_tuple=True)
     local, other = towers
-    chosen = Pairs(facts, kinds, local, other, index[at].long(), at=at, rows_are_local=rows_are_local)
+    chosen = Pairs(facts, kinds, local, other, index[places].long(), places=places, rows_are_local=rows_are_local)
     none = float("-inf") if isinstance(term, Max) else float("inf")
     scores = chosen.scores(term, parameters)
-    return torch.full_like(index, none, dtype=scores.dtype).index_put((at,), scores)
+    return torch.full_like(index, none, dtype=scores.dtype).index_put((places,), scores)

@@ -60,13 +60,13 @@ class Term:
     @property
     def functions(self) -> dict[str, Callable[..., Tensor]]:
         """The user's functions, by the names of the arguments."""
-        found = {
+        functions = {
             "score": self.score,
             "where": self.where,
             "log_weight": getattr(self, "log_weight", None),
             "slope": self.slope,
         }
-        return {name: function for name, function in found.items() if function is not None}
+        return {name: function for name, function in functions.items() if function is not None}
 
     @property
     def settings(self) -> list[str | float | None]:

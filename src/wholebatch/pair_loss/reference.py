@@ -66,18 +66,18 @@ class Dense:
         sides = []
         if declared.row_loss is not None:
             r = {name: self._term(name, entries, x_numbers, to_y) for name in declared.reads.rows}
-            found = declared.row_loss(fields("r", r), fields("x", x_numbers), fields("p", self.parameters))
-            sides.append(losses_and_weights("row_loss", found, rows))
+            returned = declared.row_loss(fields("r", r), fields("x", x_numbers), fields("p", self.parameters))
+            sides.append(losses_and_weights("row_loss", returned, rows))
         if declared.column_loss is not None:
             r = {name: self._term(name, entries, None, to_y) for name in declared.reads.cols}
-            found = declared.column_loss(fields("r", r), fields("y", y_numbers), fields("p", self.parameters))
-            sides.append(losses_and_weights("column_loss", found, cols))
+            returned = declared.column_loss(fields("r", r), fields("y", y_numbers), fields("p", self.parameters))
+            sides.append(losses_and_weights("column_loss", returned, cols))
         return _combined(sides, weights, reduction)
 
     def _similarities(self, kind: str, x: Tensor, y: Tensor) -> Tensor:
         """Return the similarity of each row of x with each row of y."""
         if self.lengths is not None:
-            of_x, of_y = (tokens.split([*of]) for tokens, of in zip((x, y), self.lengths, strict=True))
+            of_x, of_y = (tokens.split([*lengths]) for tokens, lengths in zip((x, y), self.lengths, strict=True))
             return torch.stack([torch.stack([(q @ d.T).max(1).values.sum() for d in of_y]) for q in of_x])
         if kind == "neg_squared_distance":
             return -(x[:, None] - y).square().sum(2)
@@ -98,23 +98,23 @@ class Dense:
         x: dict[str, Any] = {**self.x_data, INDEX: torch.arange(rows, device=device)}
         y: dict[str, Any] = {**self.y_data, INDEX: torch.arange(cols, device=device)}
         if to_y is not None:
-            for what in (PARTNER, ROUNDING):
-                s = {name: self._partners(what, kind, name, to_y) for name, kind in self.declaration.kinds.items()}
+            for key in (PARTNER, ROUNDING):
+                s = {name: self._partners(key, kind, name, to_y) for name, kind in self.declaration.kinds.items()}
                 none = torch.zeros(cols, dtype=next(iter(s.values())).dtype, device=device)
-                back = {name: none.index_put((to_y,), one) for name, one in s.items()}
-                x[what], y[what] = (of.get(ONE, fields("s", of)) for of in (s, back))
+                back = {name: none.index_put((to_y,), values) for name, values in s.items()}
+                x[key], y[key] = (by_name.get(ONE, fields("s", by_name)) for by_name in (s, back))
         return x, y
 
-    def _partners(self, what: str, kind: str, name: str, to_y: Tensor) -> Tensor:
+    def _partners(self, key: str, kind: str, name: str, to_y: Tensor) -> Tensor:
         """Return the similarity of each row of x with its partner, or its rounding."""
         x, y = self.x[name], self.y[name]
-        if what == ROUNDING:
+        if key == ROUNDING:
             x, y = absolute(kind, x, y)
         if self.lengths is not None:
             s = self._similarities(kind, x, y)[torch.arange(len(to_y), device=to_y.device), to_y]
         else:
-            s = _of_pairs(kind, x, y[to_y])
-        return s if what == PARTNER else rounding(s, x.shape[1], x.dtype)
+            s = _pair_similarities(kind, x, y[to_y])
+        return s if key == PARTNER else rounding(s, x.shape[1], x.dtype)
 
     def _term(self, name: str, entries: Entries, x_numbers: Numbers | None, to_y: Tensor | None) -> Tensor:
         """Return one reduction of all rows, or of all columns, without `x_numbers`."""
@@ -134,22 +134,22 @@ class Dense:
             assert x_numbers is not None
             for row, group in enumerate(groups):
                 group += _Candidates.of(self._own_entries(row, x_numbers), term).split(0)
-        found = [
+        reduced = [
             _reduced(term, _Candidates(*(torch.cat(parts) for parts in zip(*group, strict=True)))) for group in groups
         ]
-        return torch.stack(found) if found else next(iter(entries.s.values())).sum(1)[:0]
+        return torch.stack(reduced) if reduced else next(iter(entries.s.values())).sum(1)[:0]
 
     def _own_entries(self, row: int, x_numbers: Numbers) -> Entries:
         """Return one row's own candidates as a matrix of one row."""
         assert self.own is not None
-        at = self.own.owners == row
+        mask = self.own.owners == row
         s = {
-            name: _of_pairs(kind, self.x[name][row : row + 1], self.own.features[name][at])[None]
+            name: _pair_similarities(kind, self.x[name][row : row + 1], self.own.features[name][mask])[None]
             for name, kind in self.declaration.kinds.items()
         }
         of_row = changed(x_numbers, lambda x: x[row : row + 1])
-        numbers = {name: x[at] for name, x in self.own.numbers.items()}
-        columns = {**numbers, INDEX: torch.full_like(self.own.owners[at], -1)}
+        numbers = {name: x[mask] for name, x in self.own.numbers.items()}
+        columns = {**numbers, INDEX: torch.full_like(self.own.owners[mask], -1)}
         return Entries(self.declaration.kinds, s, _unsqueezed(of_row, 1), _unsqueezed(columns, 0), self.parameters)
 
 
@@ -165,9 +165,9 @@ class _Candidates(NamedTuple):
         like = next(iter(entries.s.values()))
         mask = entries.mask(term)
         values = entries.values(term, mask)
-        every = torch.ones_like(like, dtype=torch.bool) if mask is None else mask
-        given = (torch.zeros_like(like) if x is None else x for x in (values.value, values.log_weight))
-        return cls(*(x.expand(entries.shape) for x in (every, *given)))
+        candidates = torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+        numbers = (torch.zeros_like(like) if x is None else x for x in (values.value, values.log_weight))
+        return cls(*(x.expand(entries.shape) for x in (candidates, *numbers)))
 
     def split(self, dim: int) -> list[_Candidates]:
         """Return those of each row, or of each column."""
@@ -202,7 +202,7 @@ def _reduced(term: Term, all_pairs: _Candidates) -> Tensor:
     return value.mean() if term.log_weight is None else (log_weight.softmax(0) * value).sum()
 
 
-def _of_pairs(kind: str, x: Tensor, y: Tensor) -> Tensor:
+def _pair_similarities(kind: str, x: Tensor, y: Tensor) -> Tensor:
     if kind == "neg_squared_distance":
         return -(x - y).square().sum(1)
     if kind == "cosine":
@@ -220,8 +220,8 @@ def _combined(sides: list[list[Tensor]], weights: Tensor | None, reduction: str)
     weighted = []
     for loss, *own in sides:
         each = torch.ones_like(loss) if weights is None else weights.to(loss)
-        for one in own:
-            each = each * one
+        for factor in own:
+            each = each * factor
         loss = loss.masked_fill((each == 0) & ~loss.isfinite(), 0.0)  # such a row does not count
         weighted.append((each * loss, each))
     if reduction == "none":

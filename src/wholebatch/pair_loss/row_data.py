@@ -25,16 +25,16 @@ class Fields:
     """Numbers by name, as attributes: `x.label`, `p.alpha`, `r.positives`.
 
     Args:
-        what: the argument's name in the user's functions, for messages.
+        letter: the argument's name in the user's functions, for messages.
         values: the numbers.
         hint: how to pass more of them, for messages.
         read: a set that gets the names that were read; None: they are not recorded.
     """
 
-    __slots__ = ("_hint", "_read", "_values", "_what")
+    __slots__ = ("_hint", "_letter", "_read", "_values")
 
-    def __init__(self, what: str, values: Mapping[str, Any], hint: str = "", read: set[str] | None = None) -> None:
-        for name, value in (("_what", what), ("_values", values), ("_hint", hint), ("_read", read)):
+    def __init__(self, letter: str, values: Mapping[str, Any], hint: str = "", read: set[str] | None = None) -> None:
+        for name, value in (("_letter", letter), ("_values", values), ("_hint", hint), ("_read", read)):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -48,14 +48,14 @@ class Fields:
             raise AttributeError(name)
         similar = get_close_matches(name, self._values, n=1)
         known = ", ".join(self._values) or "nothing"
-        fix = f"did you mean {self._what}.{similar[0]}?" if similar else self._hint
-        raise FieldError(f"{self._what}.{name} does not exist: {self._what} has {known}; {fix}")
+        fix = f"did you mean {self._letter}.{similar[0]}?" if similar else self._hint
+        raise FieldError(f"{self._letter}.{name} does not exist: {self._letter} has {known}; {fix}")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise FieldError(f"{self._what}.{name} cannot be set: functions of a PairLoss only read their arguments")
+        raise FieldError(f"{self._letter}.{name} cannot be set: functions of a PairLoss only read their arguments")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -64,7 +64,7 @@ class Fields:
         return name in self._values
 
     def __repr__(self) -> str:
-        return f"{self._what} with {', '.join(self._values) or 'nothing'}"
+        return f"{self._letter} with {', '.join(self._values) or 'nothing'}"
 
 
 HINTS = {
@@ -76,28 +76,28 @@ HINTS = {
 }
 
 
-def fields(what: str, values: Mapping[str, Any], read: set[str] | None = None) -> Fields:
+def fields(letter: str, values: Mapping[str, Any], read: set[str] | None = None) -> Fields:
     """Return the argument of this name of a user's functions."""
-    return Fields(what, values, HINTS[what], read)
+    return Fields(letter, values, HINTS[letter], read)
 
 
 def changed(numbers: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Return numbers by name, each changed; those of several similarities one by one."""
     return {
-        name: fields("s", {of: change(x[of]) for of in x}) if isinstance(x, Fields) else change(x)
+        name: fields("s", {key: change(x[key]) for key in x}) if isinstance(x, Fields) else change(x)
         for name, x in numbers.items()
     }
 
 
 def nested(numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return numbers as the user reads them, those of several similarities by name once more; and the squares."""
-    found, squares, several = dict[str, Any](), dict[str, Any](), dict[str, dict[str, Any]]()
+    plain, squares, several = dict[str, Any](), dict[str, Any](), dict[str, dict[str, Any]]()
     for name, x in numbers.items():
-        of, dot, similarity = name.partition(SEPARATOR)
-        if of == SQUARES:
+        stem, dot, similarity = name.partition(SEPARATOR)
+        if stem == SQUARES:
             squares[similarity] = x
         elif dot:
-            several.setdefault(of, {})[similarity] = x
+            several.setdefault(stem, {})[similarity] = x
         else:
-            found[name] = x
-    return found | {name: fields("s", of) for name, of in several.items()}, squares
+            plain[name] = x
+    return plain | {name: fields("s", values) for name, values in several.items()}, squares

@@ -103,8 +103,8 @@ def of_pairs(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     Two nodes have the two gradients, so that only one more matrix is held at a time.
     """
     distance = kind == DISTANCE
-    found: Tensor = _OfPairs.apply(distance, x, y.detach(), dtype)
-    return found if not y.requires_grad else _AlsoOf.apply(found, distance, x.detach(), y)
+    similarities: Tensor = _OfPairs.apply(distance, x, y.detach(), dtype)
+    return similarities if not y.requires_grad else _AlsoOf.apply(similarities, distance, x.detach(), y)
 
 
 class _OfPairs(torch.autograd.Function):
@@ -115,7 +115,7 @@ class _OfPairs(torch.autograd.Function):
         ctx.distance = distance
         ctx.save_for_backward(x, y)
         parts = []
-        for a, b in zip(*(of.split(rows_at_a_time(of.device)) for of in (x, y)), strict=True):
+        for a, b in zip(*(part.split(rows_at_a_time(part.device)) for part in (x, y)), strict=True):
             a, b = a.to(dtype), b.to(dtype)
             away = a - b if distance else None
             parts.append(torch.linalg.vecdot(a, b) if away is None else -torch.linalg.vecdot(away, away))
@@ -131,10 +131,10 @@ class _AlsoOf(torch.autograd.Function):
     """Similarities as they are, and the gradient by y."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, distance: bool, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, similarities: Tensor, distance: bool, x: Tensor, y: Tensor) -> Tensor:
         ctx.distance = distance
         ctx.save_for_backward(x, y)
-        return found.view_as(found)
+        return similarities.view_as(similarities)
 
     @staticmethod
     @once_differentiable
@@ -143,10 +143,10 @@ class _AlsoOf(torch.autograd.Function):
         return grad, None, None, _gradient(grad, y, x, distance=ctx.distance)
 
 
-def _gradient(grad: Tensor, of: Tensor, other: Tensor, *, distance: bool) -> Tensor:
-    """Return the gradient by one of the rows: g_i other_i, or -2 g_i (of_i - other_i)."""
-    grad = grad.to(of.dtype)[:, None]
-    return (of - other).mul_(-2 * grad) if distance else grad * other
+def _gradient(grad: Tensor, rows: Tensor, other: Tensor, *, distance: bool) -> Tensor:
+    """Return the gradient by one of the rows: g_i other_i, or -2 g_i (rows_i - other_i)."""
+    grad = grad.to(rows.dtype)[:, None]
+    return (rows - other).mul_(-2 * grad) if distance else grad * other
 
 
 class _Normalized(torch.autograd.Function):
@@ -155,8 +155,8 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         z, norms = torch.empty_like(x, dtype=accumulation_dtype(x.dtype)), known_norms(x)
-        for found, rows, norm in zip(*(of.split(rows_at_a_time(x.device)) for of in (z, x, norms)), strict=True):
-            torch.div(rows.to(z.dtype), divisors(norm), out=found)
+        for z_rows, rows, norm in zip(*(part.split(rows_at_a_time(x.device)) for part in (z, x, norms)), strict=True):
+            torch.div(rows.to(z.dtype), divisors(norm), out=z_rows)
         ctx.dtype = x.dtype
         ctx.save_for_backward(z, norms)
         return z
@@ -164,6 +164,6 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
-        found = grad.clone(memory_format=torch.contiguous_format)
-        project_(found, *ctx.saved_tensors)
-        return (found.to(ctx.dtype),)
+        projected = grad.clone(memory_format=torch.contiguous_format)
+        project_(projected, *ctx.saved_tensors)
+        return (projected.to(ctx.dtype),)

@@ -67,34 +67,34 @@ def tiles_held(declaration: Declaration, call: Arguments) -> int:
         call: the arguments; of their data some rows are taken, and features are random ones.
     """
     with torch.inference_mode(False), torch.enable_grad(), not_collecting():
-        held = of_an_entry(lambda side: count_step(declaration, _few(call, TILES * side), side).held)
+        held = of_an_entry(lambda side: count_step(declaration, _few_rows(call, TILES * side), side).held)
     return max(1, ceil(held / (2 * accumulation_dtype(call.x.dtype).itemsize)))
 
 
 def _leaves(call: Arguments) -> list[Tensor]:
     mappings = (call.x_data, call.y_data, call.candidate_data, call.parameters)
-    every = [call.x, call.y, call.candidates, *(x for of in mappings for x in of.values())]
-    return [x for x in every if isinstance(x, Tensor) and x.requires_grad]
+    tensors = [call.x, call.y, call.candidates, *(x for mapping in mappings for x in mapping.values())]
+    return [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _few(call: Arguments, rows: int) -> Arguments:
+def _few_rows(call: Arguments, rows: int) -> Arguments:
     """Return arguments of the same kinds with so many rows, and one own candidate of each."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def features(x: Any) -> Any:
         if x is None:
             return None
         width = _WIDTH * len(call.widths)
-        found = torch.randn(rows, width, generator=made, device="cpu").to(call.x.device, call.x.dtype)
-        return found.requires_grad_(x.requires_grad)
+        values = torch.randn(rows, width, generator=generator, device="cpu").to(call.x.device, call.x.dtype)
+        return values.requires_grad_(x.requires_grad)
 
-    def data(of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _some(x, rows).requires_grad_(x.requires_grad) for name, x in of.items()}
+    def data(numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _sample(x, rows).requires_grad_(x.requires_grad) for name, x in numbers.items()}
 
     x_data, y_data = data(call.x_data), data(call.y_data)
-    for of in (x_data, y_data):
-        if PAIR in of:
-            of[PAIR] = torch.arange(rows, device=call.x.device)
+    for numbers in (x_data, y_data):
+        if PAIR in numbers:
+            numbers[PAIR] = torch.arange(rows, device=call.x.device)
     parameters = {
         name: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for name, x in call.parameters.items()
@@ -115,6 +115,6 @@ def _few(call: Arguments, rows: int) -> Arguments:
     )
 
 
-def _some(x: Tensor, rows: int) -> Tensor:
+def _sample(x: Tensor, rows: int) -> Tensor:
     x = x.detach()
     return x[torch.arange(rows, device=x.device) % len(x)] if len(x) else x.new_zeros(rows)

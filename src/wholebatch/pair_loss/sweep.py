@@ -142,13 +142,13 @@ class PairSweep:
         """
         wants = v is not None or into.u is not None
         for tile, factors, masks in self._tiles(block):
-            here = _relative(tile.cols, block)
+            local_cols = _relative(tile.cols, block)
             products = {name: self._products(name, tile, factors[name]) for name in factors}
             of_rows = [[*numbers[:, tile.rows]] for numbers in rows]
-            of_cols = [[] if tile.self_transposed else [*numbers[:, here]] for numbers in cols]
+            of_cols = [[] if tile.self_transposed else [*numbers[:, local_cols]] for numbers in cols]
             leaves = self._leaves(tile, products, wants=wants)
-            found = self.functions.gradients(tile, leaves, masks, of_rows, of_cols)
-            self._add(tile, block, factors, found, into, v)
+            grads = self.functions.gradients(tile, leaves, masks, of_rows, of_cols)
+            self._add(tile, block, factors, grads, into, v)
 
     def _products(self, name: str, tile: Tile, factors: tuple[Factor, Factor]) -> Tensor:
         """Return a tile's products from the forward pass, or computed again."""
@@ -213,7 +213,7 @@ class PairSweep:
                 of_side[name] = of_side[name].detach().requires_grad_()
         parameters = self._parameters()
         parameters |= {name: parameters[name].detach().requires_grad_() for name in self.learned}
-        s = {name: one.detach().requires_grad_(wants) for name, one in products.items()}
+        s = {name: product.detach().requires_grad_(wants) for name, product in products.items()}
         return Leaves(self.kinds, s, x, y, parameters)
 
     def _add(

@@ -64,52 +64,52 @@ class Leaves(NamedTuple):
     def changed(self, values: Mapping[Slot, Any]) -> Leaves:
         """Return the same with other values in some places."""
         letters = zip("sxyp", (self.products, self.x, self.y, self.parameters), strict=True)
-        made = ({name: values.get((letter, name), of) for name, of in numbers.items()} for letter, numbers in letters)
-        return Leaves(self.kinds, *made)
+        sides = ({name: values.get((letter, name), x) for name, x in numbers.items()} for letter, numbers in letters)
+        return Leaves(self.kinds, *sides)
 
     def entries(self) -> Entries:
         """Return the entries of the tile, as the user's functions read them."""
         (x, x_squares), (y, y_squares) = map(nested, (self.x, self.y))
         s = {
-            name: of_tile(self.kinds[name], of, x_squares.get(name), y_squares.get(name))
-            for name, of in self.products.items()
+            name: of_tile(self.kinds[name], product, x_squares.get(name), y_squares.get(name))
+            for name, product in self.products.items()
         }
         return Entries(self.kinds, with_ties(s, x, y), x, y, self.parameters)
 
     @property
     def only_products(self) -> bool:
         """Whether nothing but one similarity has a gradient, and that is the product itself."""
-        learned = [at for at, x in self.slots() if isinstance(x, Tensor) and x.requires_grad]
+        learned = [slot for slot, x in self.slots() if isinstance(x, Tensor) and x.requires_grad]
         return learned == [("s", ONE)] and self.kinds[ONE] != DISTANCE
 
     def gradients(self, outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[Slot, Tensor]:
         """Return the gradients of all leaves that have one."""
-        asked = {at: x for at, x in self.slots() if isinstance(x, Tensor) and x.requires_grad}
+        asked = {slot: x for slot, x in self.slots() if isinstance(x, Tensor) and x.requires_grad}
         if not asked or not outputs:
             return {}
-        found = torch.autograd.grad(outputs, [*asked.values()], weights, allow_unused=True)
-        return {at: grad for at, grad in zip(asked, found, strict=True) if grad is not None}
+        grads = torch.autograd.grad(outputs, [*asked.values()], weights, allow_unused=True)
+        return {slot: grad for slot, grad in zip(asked, grads, strict=True) if grad is not None}
 
 
 Masks = Sequence[Tensor | None] | None  # of terms that read no similarity; None: none of them is known
 
 
 def update_(
-    of: Reduced, values: Values, rows: Tensor | None, cols: Tensor | None, firsts: tuple[int | Tensor, int | Tensor]
+    term: Reduced, values: Values, rows: Tensor | None, cols: Tensor | None, firsts: tuple[int | Tensor, int | Tensor]
 ) -> None:
     """Add a term's values of a tile to the kept numbers of its rows and of its columns, (k, numbers), in place.
 
     Args:
-        of: the term.
+        term: the term.
         values: of the tile.
         rows: the kept numbers of rows; None: they do not read the term here.
         cols: those of columns, likewise.
         firsts: the indices of the first row and of the first column.
     """
     if rows is not None:
-        of.rule.update_(rows, values, 1, firsts[1])
+        term.rule.update_(rows, values, 1, firsts[1])
     if cols is not None:
-        of.rule.update_(cols, values, 0, firsts[0])
+        term.rule.update_(cols, values, 0, firsts[0])
 
 
 def sides_of(of_rows: Sequence[Tensor], of_cols: Sequence[Tensor]) -> list[tuple[Sequence[Tensor], int]]:
@@ -173,15 +173,15 @@ class PlainTiles:
         """Add a tile to the kept numbers of its rows and columns, of each term that a side reads, in place."""
         entries = leaves.entries()
         affine = self._affine_terms(entries)
-        for at, reduced in enumerate(self.reduced):
-            candidates, room = _mask(entries, reduced.term, masks, at), self.room(tile, 0)
-            found = affine.get(at)
-            if found is not None:
-                score = found.score_(leaves.products[ONE].detach(), self.room(tile, 1))
+        for index, reduced in enumerate(self.reduced):
+            candidates, room = _mask(entries, reduced.term, masks, index), self.room(tile, 0)
+            affine_score = affine.get(index)
+            if affine_score is not None:
+                score = affine_score.score_(leaves.products[ONE].detach(), self.room(tile, 1))
                 values = Values(tile.shape, candidates, score, room=room)
             else:
                 values = replace(entries.values(reduced.term, candidates, safe=False), room=room)
-            update_(reduced, values, rows[at], cols[at], firsts)
+            update_(reduced, values, rows[index], cols[index], firsts)
 
     def gradients(
         self,
@@ -202,10 +202,10 @@ class PlainTiles:
         """
         masked = any(reduced.term.where is not None for reduced in self.reduced)
         safe = masked and not self.looks
-        found = self._gradients(tile, leaves, masks, rows, cols, safe=safe)
-        if masked and not safe and not all(bool(grad.sum().isfinite()) for grad in found.values()):
-            found = self._gradients(tile, leaves, masks, rows, cols, safe=True)
-        return found
+        grads = self._gradients(tile, leaves, masks, rows, cols, safe=safe)
+        if masked and not safe and not all(bool(grad.sum().isfinite()) for grad in grads.values()):
+            grads = self._gradients(tile, leaves, masks, rows, cols, safe=True)
+        return grads
 
     def _gradients(
         self,
@@ -227,21 +227,21 @@ class PlainTiles:
         with torch.enable_grad():
             entries = leaves.entries()
             affine = {} if safe else self._affine_terms(entries)
-            for at, reduced in enumerate(self.reduced):
+            for index, reduced in enumerate(self.reduced):
                 if not reduced.rule.constants:
                     continue
-                candidates, found = _mask(entries, reduced.term, masks, at), affine.get(at)
-                sides = sides_of(rows[at], cols[at])
-                if found is None and reduced.term.slope is not None and not safe and leaves.only_products:
+                candidates, affine_score = _mask(entries, reduced.term, masks, index), affine.get(index)
+                sides = sides_of(rows[index], cols[index])
+                if affine_score is None and reduced.term.slope is not None and not safe and leaves.only_products:
                     of_products = _added(of_products, self._by_slope(reduced, entries, candidates, sides))
                     continue
-                if found is None:
+                if affine_score is None:
                     collect(reduced.rule, entries.values(reduced.term, candidates, safe=safe), sides, outputs)
                     continue
-                score = found.score_(leaves.products[ONE].detach(), self.room(tile, 1))
+                score = affine_score.score_(leaves.products[ONE].detach(), self.room(tile, 1))
                 total = self._weights_of(reduced.rule, tile, candidates, score, sides)
-                outputs += found.outputs(score, total)
-                slope = found.a.detach().to(score.dtype)
+                outputs += affine_score.outputs(score, total)
+                slope = affine_score.a.detach().to(score.dtype)
                 if of_products is None:
                     of_products = torch.mul(total, slope, out=self.room(tile, 3))
                 else:
@@ -255,32 +255,32 @@ class PlainTiles:
 
     @torch.no_grad()
     def _by_slope(
-        self, of: Reduced, entries: Entries, mask: Tensor | None, sides: Iterable[tuple[Sequence[Tensor], int]]
+        self, reduced: Reduced, entries: Entries, mask: Tensor | None, sides: Iterable[tuple[Sequence[Tensor], int]]
     ) -> Tensor:
         """Return dL/ds of a tile for a term whose score has a given slope."""
-        assert of.term.slope is not None
-        values = entries.values(of.term, mask, safe=False)
+        assert reduced.term.slope is not None
+        values = entries.values(reduced.term, mask, safe=False)
         assert values.value is not None
         dtype = values.value.dtype
         total = torch.zeros(values.shape, dtype=dtype, device=values.value.device)
         for numbers, dim in sides:
-            weights, _ = of.rule.weights(values, [x.to(dtype).unsqueeze(dim) for x in numbers])
+            weights, _ = reduced.rule.weights(values, [x.to(dtype).unsqueeze(dim) for x in numbers])
             assert weights is not None
             total += weights
-        return total.mul_(entries.call(of.term.slope))
+        return total.mul_(entries.call(reduced.term.slope))
 
     @torch.no_grad()
     def _weights_of(
         self, rule: Rule, tile: Tile, mask: Tensor | None, score: Tensor, sides: Iterable[tuple[Sequence[Tensor], int]]
     ) -> Tensor:
         """Return dL/df of a tile for a term whose scores are known, in memory that the next term overwrites."""
-        found = []
+        parts = []
         for number, (numbers, dim) in enumerate(sides):
             values = Values(tile.shape, mask, score, room=self.room(tile, 2 * number))
             weights, _ = rule.weights(values, [x.to(score.dtype).unsqueeze(dim) for x in numbers])
             assert weights is not None
-            found.append(weights)
-        return found[0] if len(found) == 1 else torch.add(found[0], found[1], out=self.room(tile, 0))
+            parts.append(weights)
+        return parts[0] if len(parts) == 1 else torch.add(parts[0], parts[1], out=self.room(tile, 0))
 
     def _affine_terms(self, entries: Entries) -> dict[int, Coefficients]:
         """Return the coefficients of affine scores on a tile, by the numbers of their terms."""
@@ -288,17 +288,17 @@ class PlainTiles:
             return {}
         if not self._affine:
             few = entries.first()
-            for at, of in enumerate(self.reduced):
-                may_be = may_be_affine(of.term, entries.kinds)
-                self._affine[at] = may_be and is_affine(of.term, few) and confirmed(of.term, few)
-        found = {at: coefficients(self.reduced[at].term, entries) for at, is_so in self._affine.items() if is_so}
-        return {at: of for at, of in found.items() if of is not None}
+            for i, reduced in enumerate(self.reduced):
+                may_be = may_be_affine(reduced.term, entries.kinds)
+                self._affine[i] = may_be and is_affine(reduced.term, few) and confirmed(reduced.term, few)
+        fitted = {i: coefficients(self.reduced[i].term, entries) for i, is_so in self._affine.items() if is_so}
+        return {i: score for i, score in fitted.items() if score is not None}
 
 
-def _added(total: Tensor | None, more: Tensor) -> Tensor:
-    return more if total is None else total.add_(more)
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
 
 
-def _mask(entries: Entries, term: Term, known: Masks, at: int) -> Tensor | None:
+def _mask(entries: Entries, term: Term, known: Masks, index: int) -> Tensor | None:
     """Return a term's candidates, which may be known unless they depend on similarities."""
-    return entries.mask(term) if known is None or term.mask_reads_similarity else known[at]
+    return entries.mask(term) if known is None or term.mask_reads_similarity else known[index]

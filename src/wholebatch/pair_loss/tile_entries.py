@@ -81,13 +81,13 @@ class Values:
 
 def with_ties(s: Mapping[str, Tensor], *sides: Numbers) -> dict[str, Tensor]:
     """Return similarities; one that differs from that of a partner by rounding alone equals it. Gradients stay."""
-    found = dict(s)
-    for side in (of for of in sides if ROUNDING in of):
-        for name, one in found.items():
-            partner, bound = (side[of] if name == ONE else side[of][name] for of in (PARTNER, ROUNDING))
-            tied = torch.where((one.detach() - partner).abs() <= bound, partner, one).detach()
-            found[name] = tied + (one - one.detach()) if one.requires_grad else tied
-    return found
+    similarities = dict(s)
+    for side in (numbers for numbers in sides if ROUNDING in numbers):
+        for name, x in similarities.items():
+            partner, bound = (side[key] if name == ONE else side[key][name] for key in (PARTNER, ROUNDING))
+            tied = torch.where((x.detach() - partner).abs() <= bound, partner, x).detach()
+            similarities[name] = tied + (x - x.detach()) if x.requires_grad else tied
+    return similarities
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Entries:
 
     def first(self, most: int = 16) -> Entries:
         """Return the first few rows and columns alone."""
-        s, x, y = (changed(numbers, lambda of: of[:most, :most]) for numbers in (self.s, self.x, self.y))
+        s, x, y = (changed(numbers, lambda numbers: numbers[:most, :most]) for numbers in (self.s, self.x, self.y))
         return replace(self, s=s, x=x, y=y)
 
     def mask(self, term: Term) -> Tensor | None:
@@ -126,9 +126,9 @@ class Entries:
             return None
         x, y, p = self._arguments(None)
         with torch.no_grad():
-            given = (x, y, self._similarity(None, detached=True), p)
+            arguments = (x, y, self._similarity(None, detached=True), p)
             count = 2 + term.mask_reads_similarity + term.mask_reads_parameters
-            return self._checked(term, "where", term.where(*given[:count]))
+            return self._checked(term, "where", term.where(*arguments[:count]))
 
     def values(self, term: Term, mask: Tensor | None, *, safe: bool = True) -> Values:
         """Return the scores of a term at all entries; those of other entries than candidates mean nothing.
@@ -167,22 +167,22 @@ class Entries:
         return x
 
     def _similarity(self, mask: Tensor | None, *, detached: bool = False) -> Any:
-        found = {}
+        similarities = {}
         for name, s in self.s.items():
             s = s.detach() if detached else s
-            found[name] = s if mask is None else torch.where(mask, s, safe_value(self.kinds[name]))
-        return found[ONE] if ONE in found else fields("s", found)
+            similarities[name] = s if mask is None else torch.where(mask, s, safe_value(self.kinds[name]))
+        return similarities[ONE] if ONE in similarities else fields("s", similarities)
 
     def _arguments(self, mask: Tensor | None) -> tuple[Fields, Fields, Fields]:
-        made = []
-        for what, numbers in (("x", self.x), ("y", self.y)):
-            read = None if self.reads is None else self.reads[what]
-            made.append(
-                fields(what, numbers, read)
+        arguments = []
+        for letter, numbers in (("x", self.x), ("y", self.y)):
+            read = None if self.reads is None else self.reads[letter]
+            arguments.append(
+                fields(letter, numbers, read)
                 if mask is None
-                else _SafeFields(what, numbers, HINTS[what], read, mask, self.kinds)
+                else _SafeFields(letter, numbers, HINTS[letter], read, mask, self.kinds)
             )
-        return made[0], made[1], fields("p", self.p, None if self.reads is None else self.reads["p"])
+        return arguments[0], arguments[1], fields("p", self.p, None if self.reads is None else self.reads["p"])
 
 
 class _SafeFields(Fields):
@@ -192,24 +192,24 @@ class _SafeFields(Fields):
 
     def __init__(
         self,
-        what: str,
+        letter: str,
         values: Numbers,
         hint: str,
         read: set[str] | None,
         mask: Tensor,
         kinds: Mapping[str, str],
     ) -> None:
-        super().__init__(what, values, hint, read)
+        super().__init__(letter, values, hint, read)
         object.__setattr__(self, "_mask", mask)
         object.__setattr__(self, "_kinds", kinds)
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if isinstance(found, Fields):  # of several similarities
-            return fields("s", {of: self._replaced(found[of], safe_value(self._kinds[of])) for of in found})
-        if found.is_floating_point():
-            return self._replaced(found, safe_value(self._kinds[ONE]) if name == PARTNER else _SAFE_DATA)
-        return found if found.dtype == torch.bool else torch.where(self._mask, found, 1)
+        value = super().__getattr__(name)
+        if isinstance(value, Fields):  # of several similarities
+            return fields("s", {key: self._replaced(value[key], safe_value(self._kinds[key])) for key in value})
+        if value.is_floating_point():
+            return self._replaced(value, safe_value(self._kinds[ONE]) if name == PARTNER else _SAFE_DATA)
+        return value if value.dtype == torch.bool else torch.where(self._mask, value, 1)
 
     def _replaced(self, x: Tensor, value: float) -> Tensor:
         return torch.where(self._mask, x, value)

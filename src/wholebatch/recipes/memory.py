@@ -66,7 +66,7 @@ class RowMemory:
             features = torch.cat([self._features, features.to(self._features)])
             data = {name: torch.cat([old, data[name].to(old)]) for name, old in self._data.items()}
         self._features = features[-self.rows :].clone()
-        self._data = {name: one[-self.rows :].clone() for name, one in data.items()}
+        self._data = {name: x[-self.rows :].clone() for name, x in data.items()}
 
     def columns(self, features: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows of a batch followed by those remembered, (b + m, d), and their data, (b + m,) each.
@@ -78,7 +78,7 @@ class RowMemory:
         if self._features is None:
             return features, dict(data)
         columns = torch.cat([features, self._features.to(features)])
-        return columns, {name: torch.cat([one, self._data[name].to(one)]) for name, one in data.items()}
+        return columns, {name: torch.cat([x, self._data[name].to(x)]) for name, x in data.items()}
 
     def _checked(self, features: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return features and data without their graphs."""
@@ -92,17 +92,17 @@ class RowMemory:
         if not isinstance(data, Mapping) or (self._features is not None and set(data) != set(self._data)):
             names = sorted(map(str, data)) if isinstance(data, Mapping) else shown(data)
             raise ValueError(f"data must have the names {sorted(self._data)} like the rows before, got {names}")
-        for name, one in data.items():
-            if not is_dense(one) or tuple(one.shape) != (len(features),):
-                got = tuple(one.shape) if is_dense(one) else shown(one)
+        for name, x in data.items():
+            if not is_dense(x) or tuple(x.shape) != (len(features),):
+                got = tuple(x.shape) if is_dense(x) else shown(x)
                 raise ValueError(
                     f"data[{name!r}] of a RowMemory must be a vector with a number for each of {len(features)} rows, "
                     f"got {got}"
                 )
-            if name in self._data and one.dtype != self._data[name].dtype:
+            if name in self._data and x.dtype != self._data[name].dtype:
                 before = self._data[name].dtype
-                raise ValueError(f"data[{name!r}] of a RowMemory must be {before} like earlier rows, got {one.dtype}")
-        return features.detach(), {name: one.detach() for name, one in data.items()}
+                raise ValueError(f"data[{name!r}] of a RowMemory must be {before} like earlier rows, got {x.dtype}")
+        return features.detach(), {name: x.detach() for name, x in data.items()}
 
 
 def memory_sup_con(*, temperature: float = 0.1, **options: Any) -> PairLoss:  # of PairLoss

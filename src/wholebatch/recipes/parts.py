@@ -19,8 +19,8 @@ from ..nodes.cross_entropy import softplus
 
 def other(x: Any, y: Any) -> Tensor:  # fields
     """Return where a column is another row."""
-    found: Tensor = x.index != y.index
-    return found
+    mask: Tensor = x.index != y.index
+    return mask
 
 
 def scaled(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields

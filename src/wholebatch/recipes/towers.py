@@ -69,7 +69,7 @@ class TowersLoss(nn.Module):
         if not good or len(names) < 2 or len(set(names)) < len(names):
             raise ValueError(f"towers must be two or more different names such as 'image', got {shown(towers)}")
         self.towers, self.missing = tuple(names), check_flag("missing", missing)
-        self._of_pair = {f"pair_{n}": of for n, of in enumerate(combinations(names, 2))}
+        self._of_pair = {f"pair_{n}": both for n, both in enumerate(combinations(names, 2))}
         terms: dict[str, Term] = {}
         has = {pair: (f"has_{a}", f"has_{b}") if missing else None for pair, (a, b) in self._of_pair.items()}
         for pair, both in has.items():
@@ -144,13 +144,13 @@ class TowersLoss(nn.Module):
         data, rows = dict[str, Tensor](), dict(features)
         for name in self.towers if self.missing else ():
             x = rows[name]
-            there = has.get(name, x.new_ones(len(x), dtype=torch.bool))
-            if not is_dense(there) or there.dtype != torch.bool or tuple(there.shape) != (len(x),):
-                given = f"{tuple(there.shape)}, {there.dtype}" if is_dense(there) else shown(there)
-                raise ValueError(f"has[{name!r}] must be a boolean vector of {len(x)} examples, got {given}")
-            data[f"has_{name}"] = there
-            rows[name] = torch.where(there[:, None], x, 0.0)
-        of_rows, of_cols = ({pair: rows[of[side]] for pair, of in self._of_pair.items()} for side in (0, 1))
+            mask = has.get(name, x.new_ones(len(x), dtype=torch.bool))
+            if not is_dense(mask) or mask.dtype != torch.bool or tuple(mask.shape) != (len(x),):
+                kind = f"{tuple(mask.shape)}, {mask.dtype}" if is_dense(mask) else shown(mask)
+                raise ValueError(f"has[{name!r}] must be a boolean vector of {len(x)} examples, got {kind}")
+            data[f"has_{name}"] = mask
+            rows[name] = torch.where(mask[:, None], x, 0.0)
+        of_rows, of_cols = ({pair: rows[both[side]] for pair, both in self._of_pair.items()} for side in (0, 1))
         return of_rows, of_cols, data
 
 
@@ -178,10 +178,10 @@ def _col_has(x: Any, y: Any, *, both: tuple[str, str]) -> Tensor:  # fields
     return candidates
 
 
-def _mean(r: Any, of: Any, p: Any, *, terms: Sequence[tuple[str, tuple[str, str] | None]]) -> tuple[Tensor, Tensor]:
+def _mean(r: Any, fields: Any, p: Any, *, terms: Sequence[tuple[str, tuple[str, str] | None]]) -> tuple[Tensor, Tensor]:
     """Return half of the mean over the pairs of towers that an example has, and their number."""
     losses = torch.stack([softplus(r[name]) for name, _ in terms])
     all_have = torch.ones_like(losses[0], dtype=torch.bool)
-    there = torch.stack([of[both[0]] & of[both[1]] if both else all_have for _, both in terms])
-    count = there.sum(0).to(losses.dtype)
-    return (losses * there).sum(0) / count.clamp(min=1) / 2, count
+    counted = torch.stack([fields[both[0]] & fields[both[1]] if both else all_have for _, both in terms])
+    count = counted.sum(0).to(losses.dtype)
+    return (losses * counted).sum(0) / count.clamp(min=1) / 2, count

@@ -20,8 +20,8 @@ def check_shapes(
         TypeError: for a matrix that is no tensor.
         ValueError: for another shape.
     """
-    given = {name: x for name, x in matrices.items() if x is not None}
-    for name, x in given.items():
+    tensors = {name: x for name, x in matrices.items() if x is not None}
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{caller}: {name} must be a tensor of shape (rows, embedding size), got {type(x).__name__}"
@@ -30,11 +30,11 @@ def check_shapes(
             raise ValueError(
                 f"{caller}: {name} must be floating-point, (rows, embedding size), got {x.dtype}, {x.shape}"
             )
-    first_name, first = next(iter(given.items()))
-    for name, x in given.items():
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
         if x.shape[1] != first.shape[1] or (paired and len(x) != len(first)):
-            what = "shape" if paired else "embedding size"
-            raise ValueError(f"{caller}: {name} must have {first_name}'s {what}, got {x.shape} and {first.shape}")
+            label = "shape" if paired else "embedding size"
+            raise ValueError(f"{caller}: {name} must have {first_name}'s {label}, got {x.shape} and {first.shape}")
     for vector in vectors:
         if vector is not None and (not isinstance(vector, Tensor) or vector.shape[:1] != first.shape[:1]):
             got = vector.shape if isinstance(vector, Tensor) else type(vector).__name__

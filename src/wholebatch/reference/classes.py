@@ -53,7 +53,7 @@ def partial_fc_loss(
     of_unit_embeddings, of_unit_centers = (normalize in ("both", side) for side in ("embeddings", "centers"))
     units = normalized(embeddings, EPS if of_unit_embeddings else 0.0)
     directions = normalized(centers, EPS if of_unit_centers else 0.0)
-    of_sub_centers = [_angles(units[:, None], directions[of]) for of in target.unbind(1)]
+    of_sub_centers = [_angles(units[:, None], directions[classes]) for classes in target.unbind(1)]
     angles = torch.stack([angles.min(1).values for angles in of_sub_centers], 1)
     norms, lengths = row_norms(embeddings).to(units), row_norms(centers)[:, 0, 0].to(units)
     targets = Targets(angles, norms)
@@ -76,11 +76,11 @@ def partial_fc_loss(
     positive = (counted[:, :, None] & (target[:, :, None] == torch.arange(len(ids), device=target.device))).any(1)
     negatives = logits.masked_fill(positive, float("-inf"))
     losses = []
-    for of, target_logit in zip(target.unbind(1), target_logits.unbind(1), strict=True):
-        of_label = negatives.scatter(1, of[:, None], target_logit[:, None].to(negatives))
+    for classes, target_logit in zip(target.unbind(1), target_logits.unbind(1), strict=True):
+        of_label = negatives.scatter(1, classes[:, None], target_logit[:, None].to(negatives))
         log_p, counts = of_label.log_softmax(1), of_label > float("-inf")
         mean = torch.where(counts, log_p, 0.0).sum(1) / counts.sum(1)
-        nll = -log_p.gather(1, of[:, None])[:, 0]
+        nll = -log_p.gather(1, classes[:, None])[:, 0]
         losses.append((1 - label_smoothing) * nll - label_smoothing * mean if label_smoothing else nll)
     per_label = torch.stack(losses, 1)
     if isinstance(margin, Regularizes):
@@ -94,9 +94,9 @@ def partial_fc_loss(
 
 def _transformed(margin: Any, cosines: Tensor, angles: Tensor) -> Tensor:
     """Return the cosines of negatives that the margin puts in their place, with the slope that it declares."""
-    z, every = margin.s * cosines.detach().T, slice(0, len(cosines))
+    z, everything = margin.s * cosines.detach().T, slice(0, len(cosines))
     transform = margin.of_negatives(angles)
-    value, slope = (change(z.clone(), every).T for change in (transform.transform_, transform.slope_))
+    value, slope = (change(z.clone(), everything).T for change in (transform.transform_, transform.slope_))
     return value / margin.s + slope * (cosines - cosines.detach())
 
 

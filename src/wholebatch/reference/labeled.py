@@ -80,8 +80,8 @@ def circle_loss(
     of_positives = -gamma * (1 + m - fixed).clamp(min=0) * (cosines - 1 + m)
     both = positive.any(1) & negative.any(1)
     exponents = [
-        of.masked_fill(~among, -torch.inf)[both].logsumexp(1)
-        for of, among in ((of_negatives, negative), (of_positives, positive))
+        logits.masked_fill(~among, -torch.inf)[both].logsumexp(1)
+        for logits, among in ((of_negatives, negative), (of_positives, positive))
     ]
     losses = torch.zeros(len(cosines), dtype=cosines.dtype, device=cosines.device)
     losses = losses.index_put((both.nonzero()[:, 0],), F.softplus(exponents[0] + exponents[1], threshold=40))

@@ -55,7 +55,7 @@ def info_nce_loss(
         raise ValueError(
             f"info_nce_loss: keys must have at least as many rows as queries, {len(queries)}, got {len(keys)}"
         )
-    n, at = len(queries), torch.arange(len(queries), device=queries.device)
+    n, index = len(queries), torch.arange(len(queries), device=queries.device)
     all_keys = keys if negatives is None else torch.cat([keys, negatives])
     q_ids, k_ids = _retrieval_ids(n, len(keys), len(all_keys), query_ids, key_ids, negative_ids, queries.device)
     guides = (queries, all_keys) if query_guides is None or key_guides is None else (query_guides, key_guides)
@@ -71,7 +71,7 @@ def info_nce_loss(
         x, y, x_ids, y_ids, x_guide, y_guide = towers[name]
         similarities = x @ y.T
         diagonal = torch.zeros_like(similarities, dtype=torch.bool)
-        diagonal[at, at] = True
+        diagonal[index, index] = True
         equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] != _NO_ID) & ~diagonal
         positive, excluded = (diagonal, equal) if equal_ids == "excluded" else (diagonal | equal, equal & ~equal)
         if name in (

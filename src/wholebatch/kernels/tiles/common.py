@@ -53,11 +53,11 @@ def with_products(
         rows = tl.minimum(row + tl.arange(0, BM), num_rows - 1).to(tl.int64)
         cols = tl.minimum(col + tl.arange(0, BN), num_cols - 1).to(tl.int64)
         of_rows, of_cols = x + rows[:, None] * (stride_x * ALIGNED), y + cols[:, None] * (stride_y * ALIGNED)
-    for at in range(first, stop, BK):
+    for start in range(first, stop, BK):
         if BOXES:
-            a, b = x.load([row, at]), y.load([col, at])
+            a, b = x.load([row, start]), y.load([col, start])
         else:
-            features = at + tl.arange(0, BK)[None, :]
+            features = start + tl.arange(0, BK)[None, :]
             a = tl.load(of_rows + features, mask=features < stop, other=0.0)
             b = tl.load(of_cols + features, mask=features < stop, other=0.0)
         if WIDEN:
@@ -106,18 +106,18 @@ def members(
     """Return a mask of the entries in a set that is not empty: it has NAMED rows for each column, or ids."""
     first_row, num_rows, num_cols = sets[8], sets[9], sets[10]
     if NAMED > 0:
-        found = rows[:, None] == (tl.load(named + cols, mask=cols < num_cols, other=-1) - first_row)[None, :]
-        for at in tl.static_range(1, NAMED):
-            other = tl.load(named + at * stride_named + cols, mask=cols < num_cols, other=-1) - first_row
-            found |= rows[:, None] == other[None, :]
+        matches = rows[:, None] == (tl.load(named + cols, mask=cols < num_cols, other=-1) - first_row)[None, :]
+        for slot in tl.static_range(1, NAMED):
+            other = tl.load(named + slot * stride_named + cols, mask=cols < num_cols, other=-1) - first_row
+            matches |= rows[:, None] == other[None, :]
     if IDS != NO_IDS:
         of_rows = tl.load(row_ids + rows, mask=rows < num_rows, other=0)
         of_cols = tl.load(col_ids + cols, mask=cols < num_cols, other=-1)  # ids are not negative
         equal = of_rows[:, None] == of_cols[None, :]
         if NAMED > 0:
-            equal = (equal | found) if IDS == OR_EQUAL_IDS else (equal & (found == 0))
-        found = equal
-    return found
+            equal = (equal | matches) if IDS == OR_EQUAL_IDS else (equal & (matches == 0))
+        matches = equal
+    return matches
 
 
 @triton.jit
@@ -139,8 +139,8 @@ def choose(values, of_positives, of_excluded, rows, cols, sets, KINDS: tl.conste
 @triton.jit
 def any_named(row, cols, named, stride_named, sets, NAMED: tl.constexpr, BM: tl.constexpr):
     """Whether a column names one of the BM rows from `row` on, which is false for most blocks."""
-    found = 0
-    for at in tl.static_range(0, NAMED):
-        of_cols = tl.load(named + at * stride_named + cols, mask=cols < sets[10], other=-1) - sets[8] - row
-        found += tl.sum(tl.where((of_cols >= 0) & (of_cols < BM), 1, 0), 0)
-    return found > 0
+    count = 0
+    for slot in tl.static_range(0, NAMED):
+        of_cols = tl.load(named + slot * stride_named + cols, mask=cols < sets[10], other=-1) - sets[8] - row
+        count += tl.sum(tl.where((of_cols >= 0) & (of_cols < BM), 1, 0), 0)
+    return count > 0

@@ -66,13 +66,13 @@ def nested_sums(
         of_col = tl.load(col_scales + part * num_cols + cols, mask=here_cols, other=0.0)
         logits = total * of_row[:, None] * (of_col * _LOG2_E)[None, :]
         exponentials = tl.where(out, 0.0, tl.exp2(logits - log2_shift))
-        at = (part * across + block_col).to(tl.int64) * num_rows + rows
-        tl.store(of_rows + at, tl.sum(tl.where(here_cols[None, :], exponentials, 0.0), 1), mask=here_rows)
+        offsets = (part * across + block_col).to(tl.int64) * num_rows + rows
+        tl.store(of_rows + offsets, tl.sum(tl.where(here_cols[None, :], exponentials, 0.0), 1), mask=here_rows)
         targets = tl.sum(tl.where(here_cols[None, :] & among, logits, 0.0), 1)
-        tl.store(of_targets + at, targets / _LOG2_E, mask=here_rows)
+        tl.store(of_targets + offsets, targets / _LOG2_E, mask=here_rows)
         if of_cols is not None:
-            at = (part * down + block_row).to(tl.int64) * num_cols + cols
-            tl.store(of_cols + at, tl.sum(tl.where(here_rows[:, None], exponentials, 0.0), 0), mask=here_cols)
+            offsets = (part * down + block_row).to(tl.int64) * num_cols + cols
+            tl.store(of_cols + offsets, tl.sum(tl.where(here_rows[:, None], exponentials, 0.0), 0), mask=here_cols)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def _gradient(
     if col_weights is not None:
         weights = weights + tl.load(col_weights + part * num_cols + cols, mask=here_cols, other=0.0)[None, :]
     targets = tl.load(row_targets + part * num_rows + rows, mask=here_rows, other=0.0)
-    made = tl.where(out, 0.0, tl.exp2(logits * _LOG2_E - log2_shift) * weights)
-    return total, stop, tl.where(among, targets[:, None], made), logits, scales
+    grad = tl.where(out, 0.0, tl.exp2(logits * _LOG2_E - log2_shift) * weights)
+    return total, stop, tl.where(among, targets[:, None], grad), logits, scales
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -116,7 +116,7 @@ def nested_gradient(
     row, col = block_row * BM, block_col * BN
     rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
-    here = here_rows[:, None] & here_cols[None, :]
+    inside = here_rows[:, None] & here_cols[None, :]
     sets = (
         positive, positive_stride, positive_rows, positive_cols,
         excluded, excluded_stride, excluded_rows, excluded_cols, first_row, num_rows, num_cols,
@@ -125,27 +125,27 @@ def nested_gradient(
     total, left = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):
-        total, first, made, logits, scales = _gradient(
+        total, first, grad, logits, scales = _gradient(
             total, first, part, x, y, ends, row, col, rows, cols, here_rows, here_cols, num_rows, num_cols,
             stride_x, stride_y, among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift,
             ENDS, BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
         )  # fmt: skip
-        left += made * scales
-        products = tl.where(here, made * logits, 0.0)
-        at = (part * across + block_col).to(tl.int64) * num_rows + rows
-        tl.store(of_rows + at, tl.sum(products, 1), mask=here_rows)
+        left += grad * scales
+        products = tl.where(inside, grad * logits, 0.0)
+        offsets = (part * across + block_col).to(tl.int64) * num_rows + rows
+        tl.store(of_rows + offsets, tl.sum(products, 1), mask=here_rows)
         if of_cols is not None:
-            at = (part * down + block_row).to(tl.int64) * num_cols + cols
-            tl.store(of_cols + at, tl.sum(products, 0), mask=here_cols)
+            offsets = (part * down + block_row).to(tl.int64) * num_cols + cols
+            tl.store(of_cols + offsets, tl.sum(products, 0), mask=here_cols)
     write(gradient, row, col, rows, cols, here_rows, here_cols, stride_gradient, left, False)
     total = tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts - 1):
-        total, first, made, _, scales = _gradient(
+        total, first, grad, _, scales = _gradient(
             total, first, part, x, y, ends, row, col, rows, cols, here_rows, here_cols, num_rows, num_cols,
             stride_x, stride_y, among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift,
             ENDS, BM, BN, BOXES, ALIGNED, BK, PRECISION, WIDEN,
         )  # fmt: skip
-        left -= made * scales
+        left -= grad * scales
         gradient += num_rows.to(tl.int64) * stride_gradient
         write(gradient, row, col, rows, cols, here_rows, here_cols, stride_gradient, left, False)

@@ -28,19 +28,19 @@ def _largest(values):
 
 
 @triton.jit
-def _features(x, rows, here, start, dim, stride, BK: tl.constexpr):
+def _features(x, rows, valid, start, dim, stride, BK: tl.constexpr):
     """Return some features of rows, float32; 0 beyond the last one, and in rows that do not exist."""
-    at = start + tl.arange(0, BK)
-    known = here[:, None] & (at < dim)[None, :]
-    return tl.load(x + rows.to(tl.int64)[:, None] * stride + at[None, :], mask=known, other=0.0).to(tl.float32)
+    features = start + tl.arange(0, BK)
+    known = valid[:, None] & (features < dim)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * stride + features[None, :], mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _powers(x, rows, here, dim, stride, BM: tl.constexpr, BK: tl.constexpr):
+def _powers(x, rows, valid, dim, stride, BM: tl.constexpr, BK: tl.constexpr):
     """Return for each row the power of two that brings its largest entry to [1, 2); near it for extreme rows."""
     largest = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        largest = tl.maximum(largest, tl.max(tl.abs(_features(x, rows, here, start, dim, stride, BK)), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(_features(x, rows, valid, start, dim, stride, BK)), 1))
     largest = tl.minimum(tl.maximum(largest, 2.0**-94), 2.0**95)
     return 1.0 / (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -85,11 +85,11 @@ def row_numbers(
 @triton.jit
 def _weigh(grads, sums, weights, largest, block, count, stride, size, BLOCK: tl.constexpr):
     """Write N a_i / R_i of a block, 0 where a_i is, and the largest N |a_i|."""
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    grad = tl.load(grads + at * stride, mask=here, other=0.0) * size
-    total = tl.where(grad == 0, 1.0, tl.load(sums + at, mask=here, other=1.0))
-    tl.store(weights + at, (grad / total).to(tl.float32), mask=here)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    valid = offsets < count
+    grad = tl.load(grads + offsets * stride, mask=valid, other=0.0) * size
+    total = tl.where(grad == 0, 1.0, tl.load(sums + offsets, mask=valid, other=1.0))
+    tl.store(weights + offsets, (grad / total).to(tl.float32), mask=valid)
     tl.store(largest, _largest(tl.abs(grad)))
 
 
@@ -110,16 +110,16 @@ def side_weights(
 
 
 @triton.jit
-def _target(products, numbers, at, here):
+def _target(products, numbers, offsets, valid):
     """Return the logit of each pair less the shift, in units of log 2, float64."""
     scale, shift = tl.load(numbers).to(tl.float64), tl.load(numbers + 1).to(tl.float64)
-    return tl.load(products + at, mask=here, other=0.0).to(tl.float64) * scale - shift
+    return tl.load(products + offsets, mask=valid, other=0.0).to(tl.float64) * scale - shift
 
 
 @triton.jit
-def _cross_entropy(sums, target, at, here):
+def _cross_entropy(sums, target, offsets, valid):
     """Return log(1 + R_i / exp(T_i)), exact to rounding."""
-    total = tl.load(sums + at, mask=here, other=1.0)
+    total = tl.load(sums + offsets, mask=valid, other=1.0)
     x = tl.log2(tl.where(total == 0, 1.0, total)) - target
     small = tl.exp2(-tl.abs(x))
     above = (1.0 + small) - 1.0
@@ -132,22 +132,22 @@ def pair_losses(
     row_sums, col_sums, products, numbers, losses, rows, BOTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Write the cross-entropy of each pair in its row, or with BOTH the mean of that and the one in its column."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = at < rows
-    target = _target(products, numbers, at, here)
-    loss = _cross_entropy(row_sums, target, at, here)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = offsets < rows
+    target = _target(products, numbers, offsets, valid)
+    loss = _cross_entropy(row_sums, target, offsets, valid)
     if BOTH:
-        loss = (loss + _cross_entropy(col_sums, target, at, here)) / 2
-    tl.store(losses + at, loss, mask=here)
+        loss = (loss + _cross_entropy(col_sums, target, offsets, valid)) / 2
+    tl.store(losses + offsets, loss, mask=valid)
 
 
 @triton.jit
-def _weigh_pairs(grad, sums, positive, weights, largest, at, here):
+def _weigh_pairs(grad, sums, positive, weights, largest, offsets, valid):
     """Write the weight of E in a side, g / (R_i + exp T_i), and the largest |g R_i / (R_i + exp T_i)|; return these."""
-    total = tl.load(sums + at, mask=here, other=0.0)
+    total = tl.load(sums + offsets, mask=valid, other=0.0)
     both = total + positive
     weight = grad / tl.where(both == 0, 1.0, both)
-    tl.store(weights + at, weight.to(tl.float32), mask=here)
+    tl.store(weights + offsets, weight.to(tl.float32), mask=valid)
     tl.store(largest, _largest(tl.abs(weight * total)))
     return weight * total
 
@@ -159,27 +159,27 @@ def pair_weights(
 ):  # fmt: skip
     """Write weights of rows, with BOTH of columns, those of the pairs, and (2, blocks): the largest |dS| of each."""
     block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    here = at < rows
-    grad = tl.load(grads + at * stride_grads, mask=here, other=0.0).to(tl.float64) * size
-    positive = tl.exp2(_target(products, numbers, at, here))
-    term = _weigh_pairs(grad, row_sums, positive, row_weights, largest + block, at, here)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    valid = offsets < rows
+    grad = tl.load(grads + offsets * stride_grads, mask=valid, other=0.0).to(tl.float64) * size
+    positive = tl.exp2(_target(products, numbers, offsets, valid))
+    term = _weigh_pairs(grad, row_sums, positive, row_weights, largest + block, offsets, valid)
     largest += tl.num_programs(0) + block
     if BOTH:
-        term += _weigh_pairs(grad, col_sums, positive, col_weights, largest, at, here)
+        term += _weigh_pairs(grad, col_sums, positive, col_weights, largest, offsets, valid)
     else:
         tl.store(largest, 0.0)
-    tl.store(terms + at, -term, mask=here)
+    tl.store(terms + offsets, -term, mask=valid)
 
 
 @triton.jit
 def _gradient(
-    products, other, rows, here, start, pairs, dim, stride, term, unit, PAIRED: tl.constexpr, BK: tl.constexpr
+    products, other, rows, valid, start, pairs, dim, stride, term, unit, PAIRED: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """Return some features of u U_i + t_i y_i; rows from `pairs` on have no y_i."""
-    grad = _features(products, rows, here, start, dim, dim, BK) * unit
+    grad = _features(products, rows, valid, start, dim, dim, BK) * unit
     if PAIRED:
-        grad += term[:, None] * _features(other, rows, here & (rows < pairs), start, dim, stride, BK)
+        grad += term[:, None] * _features(other, rows, valid & (rows < pairs), start, dim, stride, BK)
     return grad
 
 
@@ -193,7 +193,7 @@ def row_gradient(
     """Write dX, (rows, d), and sum_i <x_i, u U_i + t_i y_i> of each block of rows."""
     block = tl.program_id(0)
     rows = block * BM + tl.arange(0, BM)
-    here = rows < num_rows
+    valid = rows < num_rows
     dim, stride_x, stride_other = dim * ALIGNED, stride_x * ALIGNED, stride_other * ALIGNED
     of_unit = 1.0
     if UNIT:
@@ -206,17 +206,17 @@ def row_gradient(
         term = (tl.load(terms + rows * stride_terms, mask=rows < pairs, other=0.0) * term_factor).to(tl.float32)
     along = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
-        grad = _gradient(products, other, rows, here, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
-        along += tl.sum(_features(x, rows, here, start, dim, stride_x, BK) * grad, 1)
+        grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
+        along += tl.sum(_features(x, rows, valid, start, dim, stride_x, BK) * grad, 1)
     tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
     if NORMED:  # <z_i, U_i> = <x_i, U_i / |x_i|>
-        norm = tl.load(norms + rows, mask=here, other=1.0)
+        norm = tl.load(norms + rows, mask=valid, other=1.0)
         divisor = tl.maximum(norm, EPS)
         removed = tl.where(norm >= EPS, along / divisor / divisor, 0.0)
     for start in range(0, dim, BK):
-        grad = _gradient(products, other, rows, here, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
+        grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
         if NORMED:
-            grad -= _features(x, rows, here, start, dim, stride_x, BK) * removed[:, None]
-        at = start + tl.arange(0, BK)
-        to = out + rows.to(tl.int64)[:, None] * dim + at[None, :]
-        tl.store(to, (grad * times).to(out.dtype.element_ty), mask=here[:, None] & (at < dim)[None, :])
+            grad -= _features(x, rows, valid, start, dim, stride_x, BK) * removed[:, None]
+        features = start + tl.arange(0, BK)
+        to = out + rows.to(tl.int64)[:, None] * dim + features[None, :]
+        tl.store(to, (grad * times).to(out.dtype.element_ty), mask=valid[:, None] & (features < dim)[None, :])

@@ -38,12 +38,12 @@ def log2_of_1_plus(e):
 def _reciprocal(x, APPROXIMATE: tl.constexpr):
     """Return 1 / x; the interpreter runs no assembly."""
     if APPROXIMATE:
-        found = tl.inline_asm_elementwise(
+        inverse = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        found = 1.0 / x
-    return found
+        inverse = 1.0 / x
+    return inverse
 
 
 @triton.jit(do_not_specialize=[*ANY, "stride_sums", "added"])
@@ -83,18 +83,18 @@ def tile_sigmoid(
             of_losses += tl.sum(tl.maximum(m, 0.0) + log2_of_1_plus(e), 1)
             if gradient is not None or totals is not None:
                 inverse = _reciprocal(1.0 + e, APPROXIMATE)
-                made = tl.where(m > 0, inverse, e * inverse)
+                grad = tl.where(m > 0, inverse, e * inverse)
                 if CANDIDATES != NEGATIVES:
-                    made = choose(made, -made, made, rows, cols, sets, KINDS)
+                    grad = choose(grad, -grad, grad, rows, cols, sets, KINDS)
                 if row_weights is not None:
-                    made *= tl.load(row_weights + rows, mask=here_rows, other=0.0)[:, None]
+                    grad *= tl.load(row_weights + rows, mask=here_rows, other=0.0)[:, None]
                 if totals is not None:
-                    summed += tl.sum(made, 1)
+                    summed += tl.sum(grad, 1)
                 if gradient is not None:
-                    write(gradient, row, first, rows, cols, here_rows, here_cols, stride_gradient, made, STORES)
-        at = block_col.to(tl.int64) * stride_sums + rows
+                    write(gradient, row, first, rows, cols, here_rows, here_cols, stride_gradient, grad, STORES)
+        offsets = block_col.to(tl.int64) * stride_sums + rows
         earlier = rows < added
-        of_losses = of_losses * _LOG_2 + tl.load(losses + at, mask=earlier, other=0.0)
-        tl.store(losses + at, of_losses, mask=here_rows)
+        of_losses = of_losses * _LOG_2 + tl.load(losses + offsets, mask=earlier, other=0.0)
+        tl.store(losses + offsets, of_losses, mask=here_rows)
         if totals is not None:
-            tl.store(totals + at, summed + tl.load(totals + at, mask=earlier, other=0.0), mask=here_rows)
+            tl.store(totals + offsets, summed + tl.load(totals + offsets, mask=earlier, other=0.0), mask=here_rows)

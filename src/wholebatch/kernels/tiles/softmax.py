@@ -46,7 +46,7 @@ def _exponents(products, k, c, rows, cols, here_rows, here_cols, row_scale, row_
 
 
 @triton.jit
-def _of_candidates(values, rows, cols, sets, KINDS: tl.constexpr, CANDIDATES: tl.constexpr):
+def _keep_candidates(values, rows, cols, sets, KINDS: tl.constexpr, CANDIDATES: tl.constexpr):
     """Return the values of candidates, and 0 elsewhere."""
     nothing = tl.zeros_like(values)
     return choose(
@@ -86,21 +86,21 @@ def tile_sums(
             first = col + part * (BN // PARTS)
             cols = first + tl.arange(0, BN // PARTS)
             here_cols = cols < num_cols
-            here = here_rows[:, None] & here_cols[None, :]
+            inside = here_rows[:, None] & here_cols[None, :]
             if OF_COLS:
                 to_cols = of_cols + block_row.to(tl.int64) * num_cols + cols
             of_part = columns_of(products, part, PARTS)
             exponents = _exponents(of_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
             # Sums of logits come first: then their registers are free for exponentials.
             if ALL_FIELDS > EXPONENTIALS:
-                logits = tl.where(here, (of_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
+                logits = tl.where(inside, (of_part * k if row_scale is None else exponents + c) * _LOG_2, 0.0)
                 if TARGETS & ALL_FIELDS:
-                    of_positives = _of_candidates(logits, rows, cols, sets, KINDS, POSITIVES)
+                    of_positives = _keep_candidates(logits, rows, cols, sets, KINDS, POSITIVES)
                     targets += tl.sum(of_positives, 1)
                     if TARGETS & OF_COLS:
                         tl.store(to_cols + stride_cols, tl.sum(of_positives, 0), mask=here_cols)
                 if LOGITS & ALL_FIELDS:
-                    candidates = _of_candidates(tl.where(here, 1.0, 0.0), rows, cols, sets, KINDS, CANDIDATES)
+                    candidates = _keep_candidates(tl.where(inside, 1.0, 0.0), rows, cols, sets, KINDS, CANDIDATES)
                     of_logits += tl.sum(logits * candidates, 1)
                     counts += tl.sum(candidates, 1)
                     if LOGITS & OF_COLS:
@@ -115,8 +115,8 @@ def tile_sums(
                 special |= any_named(row, cols, positive, positive_stride, sets, KINDS[0], BM)
                 special |= any_named(row, cols, excluded, excluded_stride, sets, KINDS[2], BM)
             if special:
-                exponentials = tl.where(here, exponentials, 0.0)
-                exponentials = _of_candidates(exponentials, rows, cols, sets, KINDS, CANDIDATES)
+                exponentials = tl.where(inside, exponentials, 0.0)
+                exponentials = _keep_candidates(exponentials, rows, cols, sets, KINDS, CANDIDATES)
             by_row += tl.sum(exponentials, 1)
             if OF_COLS:
                 tl.store(to_cols, tl.sum(exponentials, 0), mask=here_cols)
@@ -135,11 +135,11 @@ def tile_sums(
 def _weights(of_rows, of_cols, rows, cols, num_rows, num_cols):
     """Return the sum of the rows' and the columns' weights of a field, of which at least one exists."""
     if of_rows is not None:
-        found = tl.load(of_rows + rows, mask=rows < num_rows, other=0.0)[:, None]
+        weights = tl.load(of_rows + rows, mask=rows < num_rows, other=0.0)[:, None]
     if of_cols is not None:
-        here = tl.load(of_cols + cols, mask=cols < num_cols, other=0.0)[None, :]
-        found = here if of_rows is None else found + here
-    return found
+        col_weights = tl.load(of_cols + cols, mask=cols < num_cols, other=0.0)[None, :]
+        weights = col_weights if of_rows is None else weights + col_weights
+    return weights
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -177,21 +177,21 @@ def tile_gradient(
             here_cols = cols < num_cols
             of_part = columns_of(products, part, PARTS)
             exponents = _exponents(of_part, k, c, rows, cols, here_rows, here_cols, row_scale, row_offset, col_scale)
-            made = tl.exp2(exponents) * _weights(row_sum, col_sum, rows, cols, num_rows, num_cols)
+            grad = tl.exp2(exponents) * _weights(row_sum, col_sum, rows, cols, num_rows, num_cols)
             if row_logits is not None or col_logits is not None:
-                made += _weights(row_logits, col_logits, rows, cols, num_rows, num_cols)
-            nothing = tl.zeros_like(made)
-            of_positives = nothing if CANDIDATES == NEGATIVES else made
+                grad += _weights(row_logits, col_logits, rows, cols, num_rows, num_cols)
+            nothing = tl.zeros_like(grad)
+            of_positives = nothing if CANDIDATES == NEGATIVES else grad
             if row_target is not None or col_target is not None:
                 of_positives += _weights(row_target, col_target, rows, cols, num_rows, num_cols)
-            made = nothing if CANDIDATES == POSITIVES else made
-            made = choose(made, of_positives, nothing, rows, cols, sets, KINDS)
+            grad = nothing if CANDIDATES == POSITIVES else grad
+            grad = choose(grad, of_positives, nothing, rows, cols, sets, KINDS)
             if totals is not None:
-                summed += tl.sum(tl.where(here_cols[None, :], made, 0.0), 1)
+                summed += tl.sum(tl.where(here_cols[None, :], grad, 0.0), 1)
             if row_scale is not None:
-                made *= tl.load(row_scale + rows, mask=here_rows, other=0.0)[:, None]
+                grad *= tl.load(row_scale + rows, mask=here_rows, other=0.0)[:, None]
             if col_scale is not None:
-                made *= tl.load(col_scale + cols, mask=here_cols, other=0.0)[None, :]
-            write(gradient, row, first, rows, cols, here_rows, here_cols, stride_gradient, made, STORES)
+                grad *= tl.load(col_scale + cols, mask=here_cols, other=0.0)[None, :]
+            write(gradient, row, first, rows, cols, here_rows, here_cols, stride_gradient, grad, STORES)
         if totals is not None:
             tl.store(totals + block_col.to(tl.int64) * num_rows + rows, summed, mask=here_rows)

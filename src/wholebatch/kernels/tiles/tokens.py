@@ -27,7 +27,7 @@ def token_maxima(
     """Write the maxima, (rows, documents), and with `winners` the places of the tokens that have them."""
     block_row, document = place_of(tl.program_id(0), tl.cdiv(num_rows, BM), num_documents, GROUP)
     rows = block_row * BM + tl.arange(0, BM)
-    here = rows < num_rows
+    valid = rows < num_rows
     first, stop = tl.load(starts + document), tl.load(starts + document + 1)
     if SHORT:
         features = tl.arange(0, BK)[None, :]
@@ -56,8 +56,8 @@ def token_maxima(
             among = tl.where(products == of_block[:, None], tokens[None, :], stop)
             winner = tl.where(of_block > largest, tl.min(among, 1) - first, winner)
         largest = tl.maximum(largest, of_block)
-    at = rows.to(tl.int64) * num_documents + document
-    tl.store(best + at, largest, mask=here)
+    offsets = rows.to(tl.int64) * num_documents + document
+    tl.store(best + offsets, largest, mask=valid)
     if winners is not None:
         last = stop - first - 1  # of whose copies one could have won only if equal products differed
-        tl.store(winners + at, tl.minimum(winner, last).to(winners.dtype.element_ty), mask=here)
+        tl.store(winners + offsets, tl.minimum(winner, last).to(winners.dtype.element_ty), mask=valid)
