@@ -48,24 +48,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         settings = sys.modules["jax"].config
         settings.update("jax_compilation_cache_dir", str(session.config.cache.mkdir("jax")))
         settings.update("jax_persistent_cache_min_compile_time_secs", 0)
-    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
-        _device_functions_are_quick(interpreter)
+    if "triton.runtime.interpreter" in sys.modules:
+        import quick_interpreter
 
-
-def _device_functions_are_quick(interpreter) -> None:
-    """Triton's interpreter replaces the language at a launch, and then at each call of a device function once more.
-
-    The second replacement changes nothing, and takes almost half of the time of a kernel.
-    """
-    import triton.language as tl
-
-    replace = interpreter._patch_lang
-
-    def replace_once(function):
-        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        return replace(function) if any(tl.core.is_builtin(language.load) for language in languages) else None
-
-    interpreter._patch_lang = replace_once
+        quick_interpreter.use()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
