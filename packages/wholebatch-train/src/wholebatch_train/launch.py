@@ -129,7 +129,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     Precision(asked.precision, device)  # refuses what the device does not have
     progress = Progress(is_quiet=not is_first)
     with ExitStack() as held:
-        (config, data, _, folder, *_), path, done, schedule = _agree_on_start(
+        (config, data, _, folder, *_), path, done, schedule = _agree(
             lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
         )
         held.callback(progress.stop)
@@ -174,7 +174,7 @@ class _Prepared(NamedTuple):
     extensions: tuple[Extension, ...] = ()
 
 
-def _agree_on_start(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
+def _agree(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
     """Return the local result of `prepare`, and rank 0's run folder, steps and schedule, once all have succeeded.
 
     Raises:

@@ -52,7 +52,7 @@ def read_separated(path: Path) -> Iterator[Any]:
             if said:
                 next(reader)
             rows = reader if has_quotes else ([*map(_unquote, row)] for row in reader)
-            yield from _separated_rows(path, reader, rows, bad)
+            yield from _batches(path, reader, rows, bad)
         except csv.Error as error:
             raise UserError(f"{path}, line {reader.line_num}: not a {path.suffix[1:].upper()} file: {error}") from error
         finally:
@@ -70,7 +70,7 @@ def _note_bad_lines(lines: Iterable[str], bad: list[str]) -> Iterator[str]:
         yield line
 
 
-def _separated_rows(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: list[str]) -> Iterator[Any]:
+def _batches(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: list[str]) -> Iterator[Any]:
     header = [name.strip() for name in next((row for row in rows_read if row), [])]
     if bad:
         raise UserError(f"{path}, line {reader.line_num}: {bad[0]}")
