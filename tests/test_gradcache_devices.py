@@ -124,7 +124,7 @@ def test_graphs_of_the_cpu_are_counted_beside_a_gpu(monkeypatch):
 
 class OfChunk:
     def __init__(self, rows):
-        self.given = Part(None, rows)
+        self.chunk_input = Part(None, rows)
 
 
 def test_places_of_rows_lie_where_the_rows_lie():

@@ -157,7 +157,7 @@ def not_reached_body():
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net)
     models = [lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("wholebatch.gradcache.backward._not_in_graph", lambda *_: [])
+        monkeypatch.setattr("wholebatch.gradcache.backward._missing_from_graph", lambda *_: [])
         wb.GradCache(models, 2, loss_fn)(*local)
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):

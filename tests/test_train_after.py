@@ -38,7 +38,7 @@ from wholebatch_train.using.feature_files import FeatureFile
 from wholebatch_train.using.items import open_items
 from wholebatch_train.using.open_run import open_run
 from wholebatch_train.using.options import EmbedConfig
-from wholebatch_train.using.overlap import _number_in, _Rows, case_ignored_by
+from wholebatch_train.using.overlap import _count_in, _Rows, case_ignored_by
 from wholebatch_train.using.sheet import Line, draw_sheet
 from wholebatch_train.using.top import most_similar
 
@@ -567,7 +567,7 @@ def test_texts_are_compared_without_case_where_the_encoder_ignores_it(run, data,
     rows = torch.arange(3)
     ours, theirs = (_Rows(Texts(texts), rows, rows) for texts in (["STRASSE", "a", "b"], ["Straße", "A", "c"]))
     found = open_run(run)
-    assert [_number_in(ours, [theirs], change) for change in (str.upper, str.lower, None)] == [2, 1, 0]
+    assert [_count_in(ours, [theirs], change) for change in (str.upper, str.lower, None)] == [2, 1, 0]
     assert case_ignored_by(found.encoder("text")) is identity
     assert case_ignored_by(found.encoder("image")) is None
 
@@ -604,8 +604,8 @@ def test_negatives_and_drawn_pictures_count_as_seen(tmp_path, capsys):
     drawn = DrawnPictures(torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 1, 2, 2).contiguous())
     rows = torch.arange(6)
     ours, theirs = _Rows(drawn, rows[2:], rows), _Rows(drawn, rows[:3], rows)
-    assert _number_in(ours, [theirs]) == 1
-    assert _number_in(ours, [_Rows(Texts(["a"]), rows[:1], rows[:1])]) is None, "not compared"
+    assert _count_in(ours, [theirs]) == 1
+    assert _count_in(ours, [_Rows(Texts(["a"]), rows[:1], rows[:1])]) is None, "not compared"
 
 
 # --task identify

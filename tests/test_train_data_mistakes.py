@@ -770,7 +770,7 @@ def meets(paths):
     config = replace(CONFIG, data=paths[dist.get_rank()])
     try:
         chosen, data = load_data(config, 2)
-        launch._together(lambda: launch._Prepared(chosen, data, DataFacts(config.data, "", data[0].digest)), config)
+        launch._agree(lambda: launch._Prepared(chosen, data, DataFacts(config.data, "", data[0].digest)), config)
     except UserError as error:
         return str(error)
     return ""

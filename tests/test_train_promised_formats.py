@@ -232,11 +232,11 @@ def test_the_names_of_columns_are_compared_a_few_times_each(tmp_path):
     count = 2000
     names = [Name(f"column {number}") for number in range(count)]
     Name.compared = 0
-    (batch,) = text_files._separated(tmp_path / "a.csv", SimpleNamespace(line_num=1), iter([names, ["x"] * count]), [])
+    (batch,) = text_files._batches(tmp_path / "a.csv", SimpleNamespace(line_num=1), iter([names, ["x"] * count]), [])
     assert batch.num_columns == count + 2, "the line, and the reason of a row without values"
     assert Name.compared < 20 * count, "not with all others"
     with pytest.raises(UserError, match="line 1: the column 'column 7' appears twice"):
-        [*text_files._separated(Path("a.csv"), SimpleNamespace(line_num=1), iter([[*names, Name("column 7")]]), [])]
+        [*text_files._batches(Path("a.csv"), SimpleNamespace(line_num=1), iter([[*names, Name("column 7")]]), [])]
 
 
 def beside(folder):

@@ -78,8 +78,8 @@ def test_the_tokens_of_a_pretrained_encoder_are_no_words():
 def test_the_words_of_several_queries_are_found_in_one_reading(monkeypatch):
     """Each word is named once, in the order of the queries; the texts are read once for all of them."""
     readings = []
-    parts = module._in_parts
-    monkeypatch.setattr(module, "_in_parts", lambda column: readings.append(column) or parts(column))
+    parts = module._parts
+    monkeypatch.setattr(module, "_parts", lambda column: readings.append(column) or parts(column))
     queries = ["red bird", "blue Bird", "red whale", *(f"new{chr(97 + i)} bird" for i in range(12))]
     found = of_texts(queries, "a red bird", "a newb")
     assert found == ["blue", "whale", *(f"new{chr(97 + i)}" for i in range(12) if i != 1)]

@@ -34,20 +34,20 @@ def first_run(
         for inputs in (True, False):
             runs = Runs(problem, used, seed, timeout_s, inputs)
             try:
-                one, again, reference = runs.measure([_WHOLE, _WHOLE, replace(_WHOLE, reference=True)])
+                measured, again, reference = runs.measure([_WHOLE, _WHOLE, replace(_WHOLE, reference=True)])
             except FailureError as failure:
                 first = first or failure
                 continue
-            _check_deterministic(one, again)
+            _check_deterministic(measured, again)
             notes = []
             if used != dtype:
                 notes.append(f"computed in float32: in float64 it raises {first.summary if first else ''}")
             elif not inputs:
                 notes.append(f"no gradients by the batch: with them it raises {first.summary if first else ''}")
-            printed = one.answers[0].printed.strip()
+            printed = measured.answers[0].printed.strip()
             if printed:
                 notes.append(f"the problem's output is left out ({printed.partition(chr(10))[0]!r}, ...)")
-            return runs, one, reference, notes
+            return runs, measured, reference, notes
         if not _is_about_dtypes(first):
             break
     raise UserError(f"on one process the problem failed: {first.summary if first else ''}") from first
@@ -57,13 +57,13 @@ def _is_about_dtypes(failure: FailureError | None) -> bool:
     return any(word in str(failure) for word in ("dtype", "Double", "float64", "scalar type"))
 
 
-def _check_deterministic(one: Measured, again: Measured) -> None:
+def _check_deterministic(first: Measured, again: Measured) -> None:
     differ = [
-        name for name, x in one.gradients.items() if not torch.allclose(x, again.gradients[name], rtol=1e-9, atol=0)
+        name for name, x in first.gradients.items() if not torch.allclose(x, again.gradients[name], rtol=1e-9, atol=0)
     ]
-    if one.losses != again.losses or differ:
+    if first.losses != again.losses or differ:
         raise UserError(
-            f"two runs of one process differ (losses {one.losses[0]!r} and {again.losses[0]!r}), though both had "
+            f"two runs of one process differ (losses {first.losses[0]!r} and {again.losses[0]!r}), though both had "
             "the same seeds: data and weights must come from torch's, numpy's or random's default generator, or one "
             "with a seed; and each call of the factory must make its own model"
         )
@@ -93,12 +93,12 @@ def make_baseline(
     groups = grouped(reference.gradients)
     eval_modules: tuple[EvalModules, ...] = ()
     if measured.answers[0].drew and max(ranks) > 1:
-        eval_modules = _without_randomness(runs, whole)
+        eval_modules = _modules_that_draw(runs, whole)
         modules = "its dropout modules" if eval_modules == ("dropout",) else "the model"
         notes.append(f"on several ranks with {modules} in evaluation mode, because ranks draw different random numbers")
-    made = directions(reference.gradients, groups)
+    unit_vectors = directions(reference.gradients, groups)
     close = CLOSE[runs.dtype]
-    return Baseline(measured, reference, groups, made, total, tolerance, None, eval_modules, close), notes
+    return Baseline(measured, reference, groups, unit_vectors, total, tolerance, None, eval_modules, close), notes
 
 
 def _common_rows(measured: Measured, ranks: Sequence[int]) -> tuple[int, list[str]]:
@@ -120,7 +120,7 @@ def _common_rows(measured: Measured, ranks: Sequence[int]) -> tuple[int, list[st
     return even, [f"the first {even} of {rows} rows, which can be split evenly over all numbers of ranks"]
 
 
-def _without_randomness(runs: Runs, whole: Trial) -> tuple[EvalModules, ...]:
+def _modules_that_draw(runs: Runs, whole: Trial) -> tuple[EvalModules, ...]:
     """Return the modules that must be in evaluation mode so that nothing is drawn."""
     choices: tuple[tuple[EvalModules, ...], ...] = (("dropout",), ("all",))
     for eval_modules in choices:

@@ -57,16 +57,16 @@ def take(batch: Any, rows: Sequence[int], *, but: tuple[str, Sequence[int]] | No
 
 def with_gradient(batch: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return the batch with floating-point tensors replaced by leaves that require a gradient, and these leaves."""
-    found: dict[str, Tensor] = {}
+    batch_leaves: dict[str, Tensor] = {}
     names = iter(leaves(batch))
 
     def leaf_of(x: Any) -> Any:
         name = next(names)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
-            found[name] = x = x.detach().clone().requires_grad_()
+            batch_leaves[name] = x = x.detach().clone().requires_grad_()
         return x
 
-    return trees.map_leaves(leaf_of, batch, is_leaf=_has_rows), found
+    return trees.map_leaves(leaf_of, batch, is_leaf=_has_rows), batch_leaves
 
 
 def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
@@ -84,16 +84,16 @@ def splits(rows: int, size: int, *, uneven: bool, empty: bool) -> list[tuple[int
     >>> splits(12, 3, uneven=True, empty=True)
     [(4, 4, 4), (2, 4, 6), (6, 0, 6)]
     """
-    made = [Partition.even(rows, size).counts]
+    counts = [Partition.even(rows, size).counts]
     if uneven and rows > size:
         weights = [rank + 1 for rank in range(size)]
         parts = [max(1, rows * weight // sum(weights)) for weight in weights]
         parts[-1] += rows - sum(parts)
-        made.append(tuple(parts))
+        counts.append(tuple(parts))
     if empty and size > 1:
         first, *others = Partition.even(rows, size - 1).counts
-        made.append((first, 0, *others))
-    return list(dict.fromkeys(made))
+        counts.append((first, 0, *others))
+    return list(dict.fromkeys(counts))
 
 
 def _has_rows(x: Any) -> bool:

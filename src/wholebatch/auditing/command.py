@@ -25,10 +25,10 @@ def run(config: AuditConfig) -> int:
         UserError: for a mistake in the problem.
     """
     sys.path.insert(0, os.getcwd())
-    reports = [("", _audited(config, config.problem))] if config.problem else _of_presets(config)
+    reports = [("", _audit_problem(config, config.problem))] if config.problem else _audit_presets(config)
     if config.json:
-        found = [{"library": library, **report.to_dict()} for library, report in reports]
-        print(json.dumps(found[0] if config.problem else found, indent=1))
+        values = [{"library": library, **report.to_dict()} for library, report in reports]
+        print(json.dumps(values[0] if config.problem else values, indent=1))
     elif config.markdown:
         print(markdown([(library, summarize(report)) for library, report in reports]))
     elif config.problem is not None or config.setting is not None:
@@ -39,24 +39,24 @@ def run(config: AuditConfig) -> int:
     return 0 if all(report.exact for _, report in reports) else 1
 
 
-def _of_presets(config: AuditConfig) -> list[tuple[str, Report]]:
+def _audit_presets(config: AuditConfig) -> list[tuple[str, Report]]:
     names = presets.installed() if config.preset == ("all",) else list(config.preset)
-    found = [(name, setting, problem) for name in names for setting, problem in presets.settings(name).items()]
+    problems = [(name, setting, problem) for name in names for setting, problem in presets.settings(name).items()]
     if config.setting is not None:
-        found = [(name, setting, problem) for name, setting, problem in found if config.setting in setting]
-        if not found:
+        problems = [(name, setting, problem) for name, setting, problem in problems if config.setting in setting]
+        if not problems:
             raise UserError(f"no setting of {', '.join(names)} has {config.setting!r} in its name")
     preload(*(presets.module_name(name) for name in names))
     reports = []
-    for name, setting, problem in found:
-        versions = " ".join(f"{package} {of}" for package, of in presets.versions(name).items())
+    for name, setting, problem in problems:
+        versions = " ".join(f"{package} {number}" for package, number in presets.versions(name).items())
         if not config.json and not config.markdown:
             print(f"{name}: {setting}", file=sys.stderr)
-        reports.append((versions or name, _audited(config, problem, setting)))
+        reports.append((versions or name, _audit_problem(config, problem, setting)))
     return reports
 
 
-def _audited(config: AuditConfig, problem: object, name: str | None = None) -> Report:
+def _audit_problem(config: AuditConfig, problem: object, name: str | None = None) -> Report:
     return audit(
         problem,
         config.ranks,

@@ -58,7 +58,7 @@ def number(x: float) -> str:
 
 def compare(got: Gradients, true: Gradients, names: Sequence[str], total: float) -> Comparison:
     """Compare the gradients of some parameters; `total` is the norm of the true gradient of all parameters."""
-    g, t = (torch.cat([of[name].double().flatten() for name in names]) for of in (got, true))
+    g, t = (torch.cat([gradients[name].double().flatten() for name in names]) for gradients in (got, true))
     of_g, of_t = g.norm().item(), t.norm().item()
     if of_t <= _NOTHING[true[names[0]].dtype] * total:
         return Comparison(math.nan, math.nan, of_g / total if total else of_g, math.nan)
@@ -98,7 +98,7 @@ def grouped(gradients: Gradients) -> dict[str, list[str]]:
 def directions(true: Gradients, groups: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
     """Return a unit vector for each group, half along its true gradient and half random."""
     generator = torch.Generator().manual_seed(0)
-    made = {}
+    units = {}
     for group, names in groups.items():
         chance = {name: torch.randn(true[name].shape, generator=generator, dtype=torch.float64) for name in names}
         along = {name: true[name].double() for name in names}
@@ -107,5 +107,5 @@ def directions(true: Gradients, groups: Mapping[str, Sequence[str]]) -> dict[str
         if sum(x.numel() for x in mixed.values()) == 1:  # one direction and its opposite
             mixed = {name: torch.ones_like(x) for name, x in mixed.items()}
         whole = norm(mixed)
-        made[group] = {name: x / whole for name, x in mixed.items()}
-    return made
+        units[group] = {name: x / whole for name, x in mixed.items()}
+    return units

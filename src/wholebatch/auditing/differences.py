@@ -41,17 +41,17 @@ def _derivatives(
     ]
     trials = [replace(trial, perturbation=perturbation) for perturbation in perturbations]
     of_trials = iter(runs.answers(trials, {group: baseline.directions[group] for group in groups}))
-    made = []
+    per_step = []
     for step in steps:
-        found = {}
+        per_group = {}
         for group in groups:
             columns = []
             for _ in ranks:
                 plus, minus = (torch.tensor([a.loss for a in next(of_trials)], dtype=torch.float64) for _ in range(2))
                 columns.append((plus - minus) / (2 * step))
-            found[group] = torch.stack(columns, 1)
-        made.append(found)
-    return made
+            per_group[group] = torch.stack(columns, 1)
+        per_step.append(per_group)
+    return per_step
 
 
 def derivatives_within(
@@ -60,11 +60,11 @@ def derivatives_within(
     """Return for each group the ranks' mean of dl_s/dtheta . v while collectives return fixed results."""
     trials = [replace(trial, perturbation=Perturbation(group, None, by)) for group in groups for by in (step, -step)]
     of_trials = iter(runs.answers(trials, {group: baseline.directions[group] for group in groups}))
-    made = {}
+    slopes = {}
     for group in groups:
         plus, minus = (sum(answer.loss for answer in next(of_trials)) / len(trial.counts) for _ in range(2))
-        made[group] = (plus - minus) / (2 * step)
-    return made
+        slopes[group] = (plus - minus) / (2 * step)
+    return slopes
 
 
 def smooth_step(runs: Runs, baseline: Baseline, trial: Trial) -> tuple[float | None, dict[str, float], float]:
@@ -75,12 +75,12 @@ def smooth_step(runs: Runs, baseline: Baseline, trial: Trial) -> tuple[float | N
     """
     for dtype in dict.fromkeys((runs.dtype, torch.float32)):
         steps, close = STEPS[dtype], CLOSE[dtype]
-        found = [
+        per_step = [
             {group: d.item() for group, d in of_step.items()}
             for of_step in _derivatives(runs, baseline, trial, [*baseline.groups], steps)
         ]
-        for step, one, other in zip(steps, found, found[1:], strict=False):
-            size = max(map(abs, one.values()))
-            if all(abs(other[g] - one[g]) <= close / 4 * max(abs(one[g]), 1e-3 * size) for g in one):
-                return step, one, close
+        for step, slopes, other in zip(steps, per_step, per_step[1:], strict=False):
+            size = max(map(abs, slopes.values()))
+            if all(abs(other[g] - slopes[g]) <= close / 4 * max(abs(slopes[g]), 1e-3 * size) for g in slopes):
+                return step, slopes, close
     return None, {}, CLOSE[runs.dtype]

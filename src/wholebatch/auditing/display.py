@@ -12,7 +12,7 @@ from .summary import Summary
 def print_report(report: Report) -> None:
     """Print every comparison of one problem."""
     header, *lines = table(report)
-    starts = [at for at, row in enumerate(report.rows) if at and row.counts != report.rows[at - 1].counts]
+    starts = [i for i, row in enumerate(report.rows) if i and row.counts != report.rows[i - 1].counts]
     print_table(
         f"audit of {report.problem}",
         header,
@@ -30,14 +30,14 @@ def print_report(report: Report) -> None:
 def print_summaries(summaries: Sequence[tuple[str, Summary]]) -> None:
     """Print a line for each setting of each library."""
     libraries = [library for library, _ in summaries]
-    starts = [at for at, library in enumerate(libraries) if library not in libraries[:at]]
+    starts = [i for i, library in enumerate(libraries) if library not in libraries[:i]]
     print_table(
         "",
         HEADER,
-        [(of.setting, of.encoders, of.scalars, of.causes) for _, of in summaries],
+        [(summary.setting, summary.encoders, summary.scalars, summary.causes) for _, summary in summaries],
         left=HEADER,
-        styles=["green" if of.exact else "red" for _, of in summaries],
-        headings={at: libraries[at] for at in starts},
+        styles=["green" if summary.exact else "red" for _, summary in summaries],
+        headings={i: libraries[i] for i in starts},
     )
     print_text("W: number of ranks; 1/W: the gradient is too small by that factor")
 

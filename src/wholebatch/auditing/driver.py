@@ -84,17 +84,17 @@ def audit(
         checked_factory(problem)
     runs, measured, reference, notes = first_run(problem, dtype, seed, timeout_s)
     baseline, more = make_baseline(runs, measured, reference, ranks, tolerance or _TOLERANCES[runs.dtype])
-    made = _Audit(runs, measured.facts, baseline, diagnose=diagnose)
-    made.one_process()
+    auditor = _Audit(runs, measured.facts, baseline, diagnose=diagnose)
+    auditor.one_process()
     for size in ranks:
-        if size > 1 and not made.hangs:  # it would hang again, for as long
-            made.multi_rank(size)
+        if size > 1 and not auditor.hangs:  # it would hang again, for as long
+            auditor.multi_rank(size)
     return Report(
         name or str(problem if isinstance(problem, str) else getattr(problem, "__name__", "problem")),
-        tuple(made.rows),
-        tuple(_distinct(sorted(made.findings, key=lambda finding: not finding.cause.wrong))),
-        tuple(dict.fromkeys(notes + more + made.notes)),
-        made.values,
+        tuple(auditor.rows),
+        tuple(_distinct(sorted(auditor.findings, key=lambda finding: not finding.cause.wrong))),
+        tuple(dict.fromkeys(notes + more + auditor.notes)),
+        auditor.values,
         str(runs.dtype).removeprefix("torch."),
         baseline.tolerance,
         time.monotonic() - started,
@@ -124,30 +124,30 @@ class _Audit:
         counts = measured.trial.counts
         self.values[counts] = (measured.losses[0],)
         step: float | None = None
-        found: dict[str, float] = {}
+        slopes: dict[str, float] = {}
         try:
-            step, found, close = smooth_step(runs, baseline, measured.trial)
+            step, slopes, close = smooth_step(runs, baseline, measured.trial)
         except FailureError as failure:
             self.notes.append(f"finite differences of the loss failed: {failure.summary}")
         self.baseline = baseline = replace(baseline, step=step, close=close)
         if self.facts.has_reference:
             compared = one_process.against_reference(baseline)
         elif step is not None:
-            compared, tolerance = one_process.against_differences(baseline, measured, found), close
+            compared, tolerance = one_process.against_differences(baseline, measured, slopes), close
         elif self.facts.calls_backward:
             compared = {}
             self.findings.append(Finding(causes.NOT_CHECKED, counts, (), "differences with several steps disagree"))
         else:
             self.notes.append("the loss is not smooth enough to check one process's gradient by finite differences")
             compared = {}
-        found_here = one_process.diagnose(runs, baseline, compared, tolerance, found) if self.diagnose else []
-        if not any(finding.cause is causes.DETACHED for finding in found_here):
+        findings = one_process.diagnose(runs, baseline, compared, tolerance, slopes) if self.diagnose else []
+        if not any(finding.cause is causes.DETACHED for finding in findings):
             right = self._add(counts, compared, tolerance)
             self.wrong_on_one = not right
-            self.by_differences = None if right or self.facts.has_reference else found
+            self.by_differences = None if right or self.facts.has_reference else slopes
         else:
             self.baseline = baseline = replace(baseline, detached=True)
-        self.findings += found_here
+        self.findings += findings
         if self.diagnose and not self.facts.has_reference:
             self._check_micro_batches()
         if self.facts.has_reference and any(row.kind == "input" and not row.exact for row in self._inputs(measured)):
@@ -197,22 +197,22 @@ class _Audit:
         """Look for causes, unless fewer ranks with the same symptoms have shown a particular one."""
         verdicts = {group: c.verdict(self.baseline.tolerance) for group, c in compared.items()}
         wrong = frozenset(group for group, verdict in verdicts.items() if verdict != "exact")
-        if self.wrong_on_one and self._as_on_one(measured):
+        if self.wrong_on_one and self._matches_one_process(measured):
             self.notes.append("on several ranks the gradient is that of one process, which is wrong")
             return
         symptoms = (len(set(measured.trial.counts)) > 1, wrong)
         if symptoms in self.explained:
             return
-        found = multi_rank.diagnose(self.runs, self.baseline, measured, compared)
-        self.findings += found
-        if any(finding.cause.name not in causes.GENERAL for finding in found):
+        findings = multi_rank.diagnose(self.runs, self.baseline, measured, compared)
+        self.findings += findings
+        if any(finding.cause.name not in causes.GENERAL for finding in findings):
             self.explained.add(symptoms)
 
-    def _as_on_one(self, measured: Measured) -> bool:
+    def _matches_one_process(self, measured: Measured) -> bool:
         baseline = self.baseline
-        one, every = baseline.measured.gradients, baseline.groups.values()
+        whole, every = baseline.measured.gradients, baseline.groups.values()
         return all(
-            compare(measured.gradients, one, names, baseline.total).error <= baseline.tolerance for names in every
+            compare(measured.gradients, whole, names, baseline.total).error <= baseline.tolerance for names in every
         )
 
     def _measured(self, trials: Sequence[Trial]) -> list[Measured]:
@@ -245,8 +245,8 @@ class _Audit:
         return all(row.exact for row in new)
 
     def _inputs(self, measured: Measured) -> list[Row]:
-        true, found = self.baseline.reference.inputs, measured.inputs
-        compared = {name: compare(found, true, [name], norm(true)) for name in true if name in found}
+        true, inputs = self.baseline.reference.inputs, measured.inputs
+        compared = {name: compare(inputs, true, [name], norm(true)) for name in true if name in inputs}
         tolerance = self.baseline.tolerance
         return [Row(measured.trial.counts, "input", name, c, c.verdict(tolerance)) for name, c in compared.items()]
 

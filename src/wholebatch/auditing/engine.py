@@ -35,28 +35,28 @@ def _broadcast(x: Tensor) -> None:
         x.copy_(sent.view(x.dtype).view(x.shape))
 
 
-def dense(grads: Mapping[str, Tensor | None], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dense(grads: Mapping[str, Tensor | None], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return each parameter's gradient as a dense tensor, 0 where there is none."""
-    made = {}
-    for name, p in found.items():
+    dense_grads = {}
+    for name, p in trained.items():
         grad = grads.get(name)
-        made[name] = torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
-    return made
+        dense_grads[name] = torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
+    return dense_grads
 
 
 def reduce_gradients(engine: str, gradients: Mapping[str, Tensor], sharded: Sequence[str]) -> dict[str, Tensor]:
     """Return the ranks' gradients as the engine reduces them; all rows of sharded parameters. Collective."""
-    made, size = {}, dist.get_world_size()
+    reduced, size = {}, dist.get_world_size()
     for name, x in gradients.items():
         if name in sharded:
-            made[name] = _concatenated(x)
+            reduced[name] = _concatenate(x)
         elif engine in ("none", "ddp"):
-            made[name] = x.detach()
+            reduced[name] = x.detach()
         else:
             summed = x.detach().clone()
             dist.all_reduce(summed)
-            made[name] = summed / size if engine == "mean" else summed
-    return made
+            reduced[name] = summed / size if engine == "mean" else summed
+    return reduced
 
 
 def differ_from_rank_0(gradients: Mapping[str, Tensor]) -> bool:
@@ -69,7 +69,7 @@ def differ_from_rank_0(gradients: Mapping[str, Tensor]) -> bool:
     return differ
 
 
-def _concatenated(x: Tensor) -> Tensor:
+def _concatenate(x: Tensor) -> Tensor:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, x)
     return torch.cat(parts)

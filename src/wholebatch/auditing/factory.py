@@ -53,37 +53,37 @@ def find(name: str) -> Factory:
     except (Exception, SystemExit) as error:
         raise UserError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
     try:
-        found = getattr(module, attribute)
+        candidate = getattr(module, attribute)
     except AttributeError:
-        offers = [n for n, of in vars(module).items() if callable(of) and getattr(of, "__module__", "") == module_name]
+        offers = [n for n, x in vars(module).items() if callable(x) and getattr(x, "__module__", "") == module_name]
         raise UserError(
             f"{module_name} has no {attribute!r}; it defines {', '.join(offers) or 'no functions'}"
         ) from None
     preload(*_installed_packages(set(sys.modules) - known))
-    return _checked(found, name)
+    return _check_factory(candidate, name)
 
 
 def _installed_packages(modules: Iterable[str]) -> list[str]:
     """Return the installed packages among them; a user's modules may compute when they are imported."""
-    found = []
+    packages = []
     for name in sorted({module.partition(".")[0] for module in modules}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None and INSTALLED in Path(file).parts:
-            found.append(name)
-    return found
+            packages.append(name)
+    return packages
 
 
 def checked_factory(problem: Any) -> Factory:
     """Return the factory, given itself or by its name."""
-    return find(problem) if isinstance(problem, str) else _checked(problem, "problem")
+    return find(problem) if isinstance(problem, str) else _check_factory(problem, "problem")
 
 
-def _checked(found: Any, name: str) -> Factory:
-    if isinstance(found, Problem):
+def _check_factory(candidate: Any, name: str) -> Factory:
+    if isinstance(candidate, Problem):
         raise UserError(f"{name} is a Problem: give the function that makes it, because each rank makes its own")
-    if not callable(found):
-        raise UserError(f"{name} must be {_FORM}; got {type(found).__name__}")
-    factory: Factory = found
+    if not callable(candidate):
+        raise UserError(f"{name} must be {_FORM}; got {type(candidate).__name__}")
+    factory: Factory = candidate
     return factory
 
 
@@ -96,7 +96,7 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
     function = find(factory) if isinstance(factory, str) else factory
     seed_all(seed)
     try:
-        made = function()
+        problem = function()
     except SystemExit as error:
         raise UserError(f"the factory left by exit({error.code!r}); it must be {_FORM}") from error
     except UserError:
@@ -108,14 +108,14 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
                 "batch on the CPU"
             ) from error
         raise UserError(f"the factory raised {type(error).__name__}: {_first_line(error)}{_place(error)}") from error
-    if isinstance(made, tuple) and len(made) == 3:
-        made = Problem(*made)
-    if not isinstance(made, Problem):
-        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    if isinstance(problem, tuple) and len(problem) == 3:
+        problem = Problem(*problem)
+    if not isinstance(problem, Problem):
+        got = f"a tuple of {len(problem)}" if isinstance(problem, tuple) else type(problem).__name__
         raise UserError(f"the factory must be {_FORM}; it returned {got}")
-    for module in modules(made):
+    for module in modules(problem):
         module.to(dtype)
-    return Problem(**{**vars(made), "batch": to_dtype(made.batch, dtype)})
+    return Problem(**{**vars(problem), "batch": to_dtype(problem.batch, dtype)})
 
 
 def _first_line(error: BaseException) -> str:
@@ -124,6 +124,6 @@ def _first_line(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """Return where it was raised: the innermost line outside installed packages."""
-    every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if INSTALLED not in Path(frame.filename).parts] or list(every)
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if INSTALLED not in Path(frame.filename).parts] or list(stack)
     return f' (File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name})' if frames else ""

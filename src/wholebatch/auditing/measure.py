@@ -77,7 +77,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         seed_all(_FORWARD_SEED + job.seed + rank)
         before = random_state()
         observer = Observer(problem)
-        model = problem.model if by_reference else _wrapped(problem, sharded)
+        model = problem.model if by_reference else _wrap(problem, sharded)
         if trial.perturbation is not None:  # only now, because DDP starts from rank 0's parameters
             _apply(trial.perturbation, parameters(problem), job.directions, rank)
         with communication, nullcontext() if backward else without_comparison():
@@ -86,18 +86,18 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
     facts = _facts(problem, sharded)
     if not backward:
         return Answer(loss, facts=facts)
-    found = {name: p for name, p in parameters(problem).items() if p.requires_grad}
+    trained = {name: p for name, p in parameters(problem).items() if p.requires_grad}
     engine = "sum" if by_reference else facts.engine
-    gradients = reduce_gradients(engine, dense({n: p.grad for n, p in found.items()}, found), sharded)
+    gradients = reduce_gradients(engine, dense({n: p.grad for n, p in trained.items()}, trained), sharded)
     differ = engine in ("none", "ddp") and differ_from_rank_0(gradients)  # the others were just made equal
     alone = dist.get_world_size() == 1
     return Answer(
         loss,
         gradients if rank == 0 or differ else {},
-        dense(observer.total, found) if alone else {},
-        dense(observer.last, found) if alone else {},
+        dense(observer.total, trained) if alone else {},
+        dense(observer.last, trained) if alone else {},
         observer.passes,
-        tuple(name for name, p in found.items() if p.grad is None),
+        tuple(name for name, p in trained.items() if p.grad is None),
         {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()},
         tuple(observer.calls),
         drew,
@@ -114,7 +114,7 @@ def _batch_of_rank(batch: Any, trial: Trial, rank: int) -> tuple[Any, dict[str, 
     return with_gradient(batch) if trial.inputs and trial.perturbation is None else (batch, {})
 
 
-def _wrapped(problem: Problem, sharded: Sequence[str]) -> nn.Module:
+def _wrap(problem: Problem, sharded: Sequence[str]) -> nn.Module:
     """Return the model as the engine wraps it."""
     model: nn.Module = problem.model
     if not problem.wraps:
@@ -187,10 +187,10 @@ def _switch_to_eval(model: nn.Module, eval_modules: Sequence[EvalModules]) -> No
 @torch.no_grad()
 def _apply(
     perturbation: Perturbation,
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     directions: Mapping[str, Mapping[str, Tensor]],
     rank: int,
 ) -> None:
     if perturbation.rank in (rank, None):
         for name, direction in directions[perturbation.group].items():
-            found[name].add_(direction.to(found[name]), alpha=perturbation.by)
+            tensors[name].add_(direction.to(tensors[name]), alpha=perturbation.by)

@@ -45,19 +45,19 @@ class _Case:
 
     def findings(self) -> list[Finding]:
         """Return the first explanation that holds."""
-        different = self._different()
+        different = self._differing_groups()
         if different:
             return [self._finding(causes.NOT_REDUCED, different, "rank 0's and another rank's differ after the step")]
         if self.without and self.without != [*self.baseline.groups]:
             rest = [group for group in self.wrong if group not in self.without]
-            found = [self._finding(causes.NO_GRADIENT, self.without, "0 or None on all ranks")]
+            findings = [self._finding(causes.NO_GRADIENT, self.without, "0 or None on all ranks")]
             if not rest:
-                return found
+                return findings
             self.wrong = rest
-            return found + self._explained()
-        return self._explained()
+            return findings + self._explain()
+        return self._explain()
 
-    def _different(self) -> list[str]:
+    def _differing_groups(self) -> list[str]:
         """Return the groups whose gradients differ between ranks."""
         of_ranks = [answer.gradients for answer in self.measured.answers if answer.gradients]
         return [
@@ -69,15 +69,15 @@ class _Case:
             )
         ]
 
-    def _explained(self) -> list[Finding]:
-        found = self._batch_statistics()
-        if not found and len(set(self.counts)) > 1:
-            found = self._unequal_ranks()
-        if not found and self.baseline.detached:
-            found = self._by_ratios() if same(self.mean, self.true_loss) else self._of_values(alone=False)
-        elif not found and self.baseline.step is not None:
-            found = self._by_differences()
-        return found or [self._finding(causes.UNKNOWN, self.wrong, self._figures())]
+    def _explain(self) -> list[Finding]:
+        findings = self._batch_statistics()
+        if not findings and len(set(self.counts)) > 1:
+            findings = self._unequal_ranks()
+        if not findings and self.baseline.detached:
+            findings = self._explain_ratios() if same(self.mean, self.true_loss) else self._explain_values(alone=False)
+        elif not findings and self.baseline.step is not None:
+            findings = self._explain_differences()
+        return findings or [self._finding(causes.UNKNOWN, self.wrong, self._figures())]
 
     def _finding(self, cause: Cause, groups: Sequence[str], evidence: str) -> Finding:
         return Finding(cause, self.counts, tuple(groups), evidence)
@@ -95,12 +95,12 @@ class _Case:
             return []
         eval_modules = (*self.baseline.eval_modules, "batch_norm")
         try:
-            (one,) = self.runs.measure([replace(self.baseline.measured.trial, eval_modules=eval_modules)])
-            (here,) = self.runs.measure([replace(self.measured.trial, eval_modules=eval_modules)])
+            (whole,) = self.runs.measure([replace(self.baseline.measured.trial, eval_modules=eval_modules)])
+            (split,) = self.runs.measure([replace(self.measured.trial, eval_modules=eval_modules)])
         except FailureError:
             return []
         names = [name for group in self.baseline.groups.values() for name in group]
-        if compare(here.gradients, one.gradients, names, self.baseline.total).error > self.baseline.tolerance:
+        if compare(split.gradients, whole.gradients, names, self.baseline.total).error > self.baseline.tolerance:
             return []
         evidence = "with BatchNorm in evaluation mode the gradient is that of one process"
         return [self._finding(causes.BATCH_STATISTICS, self.wrong, evidence)]
@@ -131,12 +131,12 @@ class _Case:
             flat = tuple(row for part in batch for row in part)
             trial = replace(self.baseline.reference.trial, counts=(len(flat),), rows=flat)
             try:
-                (one,) = self.runs.measure([trial])
+                (run,) = self.runs.measure([trial])
             except FailureError:
                 continue
             names = [name for group in self.wrong for name in self.baseline.groups[group]]
             if (
-                compare(self.measured.gradients, one.gradients, names, self.baseline.total).off_axis
+                compare(self.measured.gradients, run.gradients, names, self.baseline.total).off_axis
                 <= self.baseline.tolerance
             ):
                 evidence = f"the gradient is that of one process on a batch of {rows_used}"
@@ -145,7 +145,7 @@ class _Case:
 
     # Finite differences of losses.
 
-    def _by_ratios(self) -> list[Finding]:
+    def _explain_ratios(self) -> list[Finding]:
         """Explain by ratios alone, where something is detached and the ranks' loss is L."""
         groups = [g for g, c in self.compared.items() if not math.isnan(c.ratio)]
         for factor, everything in ((1 / self.ranks, causes.EVERYTHING_OVER_W), (self.ranks, causes.EVERYTHING_TIMES_W)):
@@ -159,7 +159,7 @@ class _Case:
                 ]
         return []
 
-    def _by_differences(self) -> list[Finding]:
+    def _explain_differences(self) -> list[Finding]:
         parts = {g for g, names in self.baseline.groups.items() if any(name in self.facts.sharded for name in names)}
         encoders = [g for g in self.baseline.encoders if g in self.wrong and g not in parts]
         scalars = [g for g in self.baseline.scalars if g in self.wrong]
@@ -206,7 +206,7 @@ class _Case:
             for factor, cause in ((1 / w, causes.GATHER_AVERAGES), (w, causes.GATHER_TIMES_W)):
                 if holds({g: within[g] + factor * through[g] for g in wrong}):
                     return [self._finding(cause, wrong, f"{evidence}: that part is multiplied by {number(factor)}")]
-        return uniform or (self._of_values(alone=alone) if holds(whole) else [])
+        return uniform or (self._explain_values(alone=alone) if holds(whole) else [])
 
     def _of_scalars(self, wrong: list[str]) -> list[Finding]:
         """Explain wrong parameters of the loss where encoders are right."""
@@ -225,7 +225,7 @@ class _Case:
                 return [self._finding(cause, wrong, evidence)]
         return []
 
-    def _of_values(self, *, alone: bool) -> list[Finding]:
+    def _explain_values(self, *, alone: bool) -> list[Finding]:
         """Explain a forward pass that computes another loss than L, where the backward pass fits it."""
         values = self._values()
         if alone and not self.replicated:

@@ -25,16 +25,16 @@ def against_reference(baseline: Baseline) -> dict[str, Comparison]:
     }
 
 
-def against_differences(baseline: Baseline, measured: Measured, found: dict[str, float]) -> dict[str, Comparison]:
+def against_differences(baseline: Baseline, measured: Measured, slopes: dict[str, float]) -> dict[str, Comparison]:
     """Compare each group's gradient along its direction with finite differences of the loss."""
-    made = {}
+    comparisons = {}
     for group, direction in baseline.directions.items():
-        ours, true = inner(measured.gradients, direction), found[group]
+        ours, true = inner(measured.gradients, direction), slopes[group]
         if abs(true) <= 1e-6 * baseline.total:
-            made[group] = Comparison(float("nan"), float("nan"), abs(ours - true) / baseline.total, float("nan"))
+            comparisons[group] = Comparison(float("nan"), float("nan"), abs(ours - true) / baseline.total, float("nan"))
         else:
-            made[group] = Comparison(ours / true, float("nan"), abs(ours / true - 1), 0.0)
-    return made
+            comparisons[group] = Comparison(ours / true, float("nan"), abs(ours / true - 1), 0.0)
+    return comparisons
 
 
 def diagnose(
@@ -72,17 +72,17 @@ def diagnose(
         return finding(
             causes.DROPOUT_NOT_REPLAYED, wrong, "with dropout switched off, the gradient is that of the returned loss"
         )
-    found = []
+    findings = []
     ratios = {g: compared[g].ratio for g in wrong if g not in without}
     passes = {answer.passes.get(name, 0) for g in ratios for name in baseline.groups[g]}
     n = passes.pop() if len(passes) == 1 else 1
     if n > 1 and all(abs(ratio / n - 1) < 10 * tolerance for ratio in ratios.values()):
         cause = causes.SCALE_TIMES_STEPS if set(ratios) <= set(baseline.scalars) else causes.EVERYTHING_TIMES_STEPS
-        found += finding(cause, [*ratios], f"{n} backward passes, and {n} times the gradient")
+        findings += finding(cause, [*ratios], f"{n} backward passes, and {n} times the gradient")
     if without:
-        found += finding(causes.NO_GRADIENT, without, "their gradient is 0 or None")
-    if found:
-        return found
+        findings += finding(causes.NO_GRADIENT, without, "their gradient is 0 or None")
+    if findings:
+        return findings
     if facts.has_reference and baseline.step is not None:
         of_its_loss = against_differences(baseline, measured, differences).values()
         if all(c.verdict(baseline.close) == "exact" for c in of_its_loss):
@@ -138,7 +138,7 @@ def _is_last(measured: Measured, wrong: list[str], baseline: Baseline) -> bool:
     names = [name for g in wrong for name in baseline.groups[g]]
     if max((answer.passes.get(name, 0) for name in names), default=0) < 2:
         return False
-    last, total = (compare(measured.gradients, of, names, baseline.total) for of in (answer.last, answer.contributed))
+    last, total = (compare(measured.gradients, x, names, baseline.total) for x in (answer.last, answer.contributed))
     return last.error <= 1e-9 and total.error > baseline.tolerance
 
 
@@ -151,11 +151,11 @@ def _right_without_randomness(runs: Runs, baseline: Baseline, wrong: list[str]) 
             (measured,) = runs.measure([trial])
             if measured.answers[0].drew:
                 continue
-            found = derivatives(runs, baseline, trial, wrong, baseline.step)
+            slopes = derivatives(runs, baseline, trial, wrong, baseline.step)
         except FailureError:
             return False
-        of = measured.gradients
-        return all(_agrees(baseline, inner(of, baseline.directions[g]), found[g].item()) for g in wrong)
+        grads = measured.gradients
+        return all(_agrees(baseline, inner(grads, baseline.directions[g]), slopes[g].item()) for g in wrong)
     return False
 
 

@@ -59,9 +59,9 @@ class Probes:
             return False
         for ranks in {2, self._ranks}:
             rows = self._rows[:n] * ranks
-            here = replace(self._measured.trial, counts=(n,) * ranks, rows=rows)
-            one = replace(self._baseline.reference.trial, counts=(len(rows),), rows=rows)
-            (measured,), (true,) = self._runs.measure([here]), self._runs.measure([one])
+            split = replace(self._measured.trial, counts=(n,) * ranks, rows=rows)
+            whole = replace(self._baseline.reference.trial, counts=(len(rows),), rows=rows)
+            (measured,), (true,) = self._runs.measure([split]), self._runs.measure([whole])
             if not same(measured.mean, true.losses[0]):
                 return False
         return True
@@ -77,8 +77,8 @@ class Probes:
                 mixed = tuple(row for rank in order for row in self._rows[rank * n : (rank + 1) * n])
                 if mixed == self._rows:
                     continue
-                (one,) = self._runs.measure([replace(self._baseline.reference.trial, but=(name, mixed))])
-                if same(one.losses[0], self._measured.mean):
+                (whole,) = self._runs.measure([replace(self._baseline.reference.trial, but=(name, mixed))])
+                if same(whole.losses[0], self._measured.mean):
                     return name, ", ".join(map(str, order))
         return None
 
@@ -105,6 +105,6 @@ class Probes:
 
     def _losses_of(self, batches: Sequence[tuple[int, ...]]) -> tuple[list[list[float]], list[float]]:
         """Return each rank's losses of these rows, and one process's."""
-        here = [replace(self._measured.trial, rows=rows) for rows in batches]
-        one = [replace(self._baseline.reference.trial, rows=rows) for rows in batches]
-        return [m.losses for m in self._runs.measure(here)], [m.losses[0] for m in self._runs.measure(one)]
+        split = [replace(self._measured.trial, rows=rows) for rows in batches]
+        whole = [replace(self._baseline.reference.trial, rows=rows) for rows in batches]
+        return [m.losses for m in self._runs.measure(split)], [m.losses[0] for m in self._runs.measure(whole)]

@@ -67,9 +67,9 @@ class Problem:
     @property
     def call(self) -> Callable[[Any, Any], Any]:  # one of the above
         """Return `loss` or `step`, whichever was given."""
-        found = self.step if self.loss is None else self.loss
-        assert found is not None
-        return found
+        function = self.step if self.loss is None else self.loss
+        assert function is not None
+        return function
 
     def __post_init__(self) -> None:
         self.check()
@@ -81,8 +81,8 @@ class Problem:
                 f"Problem's model must be a torch.nn.Module, got {type(self.model).__name__}; several go into a "
                 "torch.nn.ModuleDict"
             )
-        given = [function for function in (self.loss, self.step) if function is not None]
-        if len(given) != 1 or not callable(given[0]):
+        functions = [function for function in (self.loss, self.step) if function is not None]
+        if len(functions) != 1 or not callable(functions[0]):
             raise UserError(
                 "Problem needs loss=, a function loss(model, batch) that returns the scalar to call backward() of, or "
                 "step=, one that has called it; one of the two"
@@ -161,12 +161,12 @@ def modules(problem: Problem) -> list[nn.Module]:
 
 def parameters(problem: Problem) -> dict[str, nn.Parameter]:
     """Return all parameters by name: the model's, and as `loss. ...` those of a loss that is a module."""
-    found = dict(problem.model.named_parameters())
-    ids = {id(p) for p in found.values()}
+    named = dict(problem.model.named_parameters())
+    ids = {id(p) for p in named.values()}
     for function in (problem.loss, problem.step):
         if isinstance(function, nn.Module):
-            found |= {f"loss.{name}": p for name, p in function.named_parameters() if id(p) not in ids}
-    return found
+            named |= {f"loss.{name}": p for name, p in function.named_parameters() if id(p) not in ids}
+    return named
 
 
 def sharded_names(problem: Problem) -> list[str]:

@@ -114,14 +114,14 @@ class Report:
                     "counts": list(row.counts),
                     "kind": row.kind,
                     "name": row.name,
-                    "ratio": _plain(row.comparison.ratio),
-                    "cosine": _plain(row.comparison.cosine),
-                    "relative_error": _plain(row.comparison.error),
+                    "ratio": _finite_or_none(row.comparison.ratio),
+                    "cosine": _finite_or_none(row.comparison.cosine),
+                    "relative_error": _finite_or_none(row.comparison.error),
                     "verdict": row.verdict,
                 }
                 for row in self.rows
             ],
-            "losses": [{"counts": list(counts), "of_ranks": list(of)} for counts, of in self.values.items()],
+            "losses": [{"counts": list(counts), "of_ranks": list(losses)} for counts, losses in self.values.items()],
             "notes": list(self.notes),
             "dtype": self.dtype,
             "tolerance": self.tolerance,
@@ -177,5 +177,5 @@ def explanations(report: Report) -> list[str]:
     return lines
 
 
-def _plain(x: float) -> float | None:
+def _finite_or_none(x: float) -> float | None:
     return x if math.isfinite(x) else None

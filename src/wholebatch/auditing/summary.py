@@ -43,10 +43,10 @@ def markdown(summaries: Sequence[tuple[str, Summary]]) -> str:
     """Return a Markdown table of libraries and their settings."""
     lines = ["| | encoders | temperature | cause |", "|---|---|---|---|"]
     library = None
-    for of, summary in summaries:
-        if of != library:
-            lines.append(f"| **{of}** | | | |")
-            library = of
+    for name, summary in summaries:
+        if name != library:
+            lines.append(f"| **{name}** | | | |")
+            library = name
         cells = (summary.setting, summary.encoders, summary.scalars, summary.causes)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

@@ -29,10 +29,10 @@ class _SyncBatchNorm(_BatchNorm):
             others = [dim for dim in range(x.dim()) if dim != 1]
             count = comm.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype, device=x.device))
             mean = comm.all_reduce(x.sum(others)) / count
-            variance = comm.all_reduce((x - _along(mean, x)).square().sum(others)) / count
-        made = (x - _along(mean, x)) / (_along(variance, x) + self.eps).sqrt()
-        return made if self.weight is None else made * _along(self.weight, x) + _along(self.bias, x)
+            variance = comm.all_reduce((x - _expand(mean, x)).square().sum(others)) / count
+        normalized = (x - _expand(mean, x)) / (_expand(variance, x) + self.eps).sqrt()
+        return normalized if self.weight is None else normalized * _expand(self.weight, x) + _expand(self.bias, x)
 
 
-def _along(of_channels: Tensor, x: Tensor) -> Tensor:
+def _expand(of_channels: Tensor, x: Tensor) -> Tensor:
     return of_channels.view(1, -1, *[1] * (x.dim() - 2))

@@ -39,8 +39,8 @@ def backward(
         awaited = {id(p): p for p in control.awaits(engine.module)} if control.awaits is not None else {}
         # An engine that hides its other passes counts the gradients of each parameter: zeros come in the same pass.
         (known if engine.hides else unsure).update({**awaited, **(reached or {}).get(key, {})})
-    roots = [*pairs, *_zeros(_not_in_graph(pairs, known))]
-    missing = _not_in_graph(roots, unsure)
+    roots = [*pairs, *_zeros(_missing_from_graph(pairs, known))]
+    missing = _missing_from_graph(roots, unsure)
     waits = [e.module for e in last_of if not e.control.collective]
     waiting = [p for p in parameters_in(*waits) if p.requires_grad]
     with _arrivals([*{*missing, *waiting}]) as arrived:
@@ -62,7 +62,7 @@ def _zeros(tensors: Iterable[Tensor]) -> Pairs:
     return [(p, torch.zeros_like(p)) for p in tensors]
 
 
-def _not_in_graph(pairs: Pairs, awaited: Mapping[int, Tensor]) -> list[Tensor]:
+def _missing_from_graph(pairs: Pairs, awaited: Mapping[int, Tensor]) -> list[Tensor]:
     """Return the awaited parameters that do not occur in the graph of these tensors.
 
     A backward pass may reach some of them: the graph does not show what is inside of a checkpoint that goes backward by
@@ -71,8 +71,8 @@ def _not_in_graph(pairs: Pairs, awaited: Mapping[int, Tensor]) -> list[Tensor]:
     if not awaited:
         return []
     roots = [x for x, _ in pairs]
-    found = {id(p) for p in (*roots, *leaves_of(roots))}
-    return [p for key, p in awaited.items() if key not in found]
+    in_graph = {id(p) for p in (*roots, *leaves_of(roots))}
+    return [p for key, p in awaited.items() if key not in in_graph]
 
 
 @contextmanager
@@ -92,13 +92,13 @@ def hidden_backward(pairs: Pairs) -> None:
 
     Gradients are added to `.grad` here instead of by autograd. As there, each `.grad` is a tensor of its own.
     """
-    of = leaves_of(x for x, _ in pairs)
-    if not pairs or not of:
+    leaves = leaves_of(x for x, _ in pairs)
+    if not pairs or not leaves:
         return
-    given = [grad for _, grad in pairs]
-    found: Sequence[Tensor | None] = torch.autograd.grad([x for x, _ in pairs], of, given, allow_unused=True)
+    grad_outputs = [grad for _, grad in pairs]
+    grads: Sequence[Tensor | None] = torch.autograd.grad([x for x, _ in pairs], leaves, grad_outputs, allow_unused=True)
     with torch.no_grad():
-        for p, grad in zip(of, found, strict=True):
+        for p, grad in zip(leaves, grads, strict=True):
             if grad is None:
                 continue
             if p.grad is None:

@@ -66,16 +66,16 @@ class Encoder:
 
     def read(self, rows: int | None, out: Any) -> tuple[Tensor, ...]:
         """Return the representations in the model's output for a part of its input, with `rows` rows if known."""
-        found, self.form = representations(self._get_reps(out), self.name)
+        reps, self.form = representations(self._get_reps(out), self.name)
         if rows is not None:
-            for number, x in enumerate(found):
+            for number, x in enumerate(reps):
                 if x.dim() and len(x) != rows:
-                    one = "; one number for the whole batch, such as a scale, has shape ()" if len(x) == 1 else ""
+                    hint = "; one number for the whole batch, such as a scale, has shape ()" if len(x) == 1 else ""
                     raise ValueError(
                         f"{self.name} got {rows} rows and returned {len(x)} as representation {number}: each row of "
-                        f"its input must have one{one}"
+                        f"its input must have one{hint}"
                     )
-        return found
+        return reps
 
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Add these to the model's parameters."""
@@ -96,21 +96,21 @@ class Chunk:
 
     Args:
         encoder: the model.
-        given: its input.
+        chunk_input: its input.
         number: its place among the model's chunks.
         last: whether it is the model's last chunk.
     """
 
     encoder: Encoder
-    given: Part
+    chunk_input: Part
     number: int
     last: bool = False
     replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
     engines: list[Synchronized] = field(default_factory=list)  # engines that the first pass has called
-    found: tuple[Tensor, ...] = ()
+    reps: tuple[Tensor, ...] = ()
     places: list[Index] = field(default_factory=list)  # in the tensor of all rows, for each representation
-    kept: bool = False  # whether `found` has its graph
+    kept: bool = False  # whether `reps` has its graph
     returned: bool = False  # whether the model's call has returned, whatever its output
 
     @property
@@ -121,7 +121,7 @@ class Chunk:
     @property
     def part(self) -> Any:
         """The input of the model, a tree of tensors."""
-        return self.given.tree
+        return self.chunk_input.tree
 
     def encode(self) -> tuple[Tensor, ...]:
         """Run one forward pass, and return its representations; an error of the model gets a note with the chunk."""
@@ -138,14 +138,14 @@ class Chunk:
                 )
             raise
         self.returned = True
-        rows = self.given.rows
+        rows = self.chunk_input.rows
         if rows is not None:
             return self.encoder.read(len(rows), out)
         return self.encoder.read(rows_of(part, self.encoder.name) if self.encoder.count_rows else None, out)
 
     def forget(self) -> None:
         """Free the graph."""
-        self.kept, self.found = False, tuple(x.detach() for x in self.found)
+        self.kept, self.reps = False, tuple(x.detach() for x in self.reps)
 
 
 def differentiable(x: Tensor) -> bool:
@@ -183,7 +183,7 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
     filled: list[Chunk] = []
     for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
         local = [chunk for chunk in chunks if chunk.encoder.index == index]
-        encoder, nothing = local[0].encoder, local[-1].given.emptied()
+        encoder, nothing = local[0].encoder, local[-1].chunk_input.emptied()
         local[-1].last = False
         filled += [*local, *(Chunk(encoder, nothing, number) for number in range(len(local), count))]
         filled[-1].last = True
@@ -207,8 +207,8 @@ def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
     """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
     return {
         "counts": [sum(chunk.encoder.index == index for chunk in chunks) for index in range(models)],
-        "holds": [[[*c.given.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
-        "may be empty": all(chunk.given.may_be_empty for chunk in chunks),
+        "holds": [[[*c.chunk_input.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
+        "may be empty": all(chunk.chunk_input.may_be_empty for chunk in chunks),
     }
 
 
@@ -223,9 +223,9 @@ def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
     """
     name, leaves = chunks[0].encoder.name, []
     places: list[list[Index]] = []  # of each chunk, for each representation
-    lengths = padded_lengths([chunk.found for chunk in chunks])
+    lengths = padded_lengths([chunk.reps for chunk in chunks])
     for number, (parts, length) in enumerate(
-        zip(zip(*(chunk.found for chunk in chunks), strict=True), lengths, strict=True)
+        zip(zip(*(chunk.reps for chunk in chunks), strict=True), lengths, strict=True)
     ):
         alike = {(x.dtype, x.device, x.dim(), x.shape[1 if length is None else 2 :]) for x in parts}
         if len(alike) > 1:
@@ -239,28 +239,28 @@ def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
                 f"be the same in every chunk; got {[x.item() for x in parts]}. Numbers of rows have shape (rows,)"
             )
         places.append(_places(chunks, parts, length))
-        leaves.append(_joined([x.detach() for x in parts], places[-1], length))
+        leaves.append(_join([x.detach() for x in parts], places[-1], length))
     for chunk, *of_chunk in zip(chunks, *places, strict=True):
         chunk.places = of_chunk
         if not chunk.kept:
-            chunk.found = tuple(x[at] if x.dim() else x for x, at in zip(leaves, chunk.places, strict=True))
+            chunk.reps = tuple(x[place] if x.dim() else x for x, place in zip(leaves, chunk.places, strict=True))
     trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
-    return [leaf.detach().requires_grad_(of) for leaf, of in zip(leaves, trained, strict=True)]
+    return [leaf.detach().requires_grad_(needs_grad) for leaf, needs_grad in zip(leaves, trained, strict=True)]
 
 
 def _places(chunks: Sequence[Chunk], parts: Sequence[Tensor], length: int | None) -> list[Index]:
     """Return where each chunk's part of a representation stands among all rows, of `length` tokens if that differs."""
     counts = [len(x) if x.dim() else 0 for x in parts]
-    numbers = numbers_of_rows([chunk.given for chunk in chunks], counts)
+    numbers = numbers_of_rows([chunk.chunk_input for chunk in chunks], counts)
     rows = [index_of(of_part, x.device) for of_part, x in zip(numbers, parts, strict=True)]
     if length is None:
         return [*rows]
-    return [(at, slice(x.shape[1])) for at, x in zip(rows, parts, strict=True)]
+    return [(index, slice(x.shape[1])) for index, x in zip(rows, parts, strict=True)]
 
 
-def _joined(parts: Sequence[Tensor], places: Sequence[Index], length: int | None) -> Tensor:
+def _join(parts: Sequence[Tensor], places: Sequence[Index], length: int | None) -> Tensor:
     """Return a tensor of all rows."""
-    first, slices = parts[0], [at for at in places if isinstance(at, slice)]
+    first, slices = parts[0], [place for place in places if isinstance(place, slice)]
     if not first.dim() or (len(parts) == 1 and slices):
         return first
     if len(slices) == len(parts):
@@ -268,6 +268,6 @@ def _joined(parts: Sequence[Tensor], places: Sequence[Index], length: int | None
         return torch.cat([parts[k] for k in order])
     rest = first.shape[1:] if length is None else (length, *first.shape[2:])
     whole = first.new_zeros(sum(map(len, parts)), *rest)
-    for x, at in zip(parts, places, strict=True):
-        whole[at] = x
+    for x, place in zip(parts, places, strict=True):
+        whole[place] = x
     return whole

@@ -96,11 +96,11 @@ def _current_pass() -> BackwardPass:
     """Return the backward pass that calls this."""
     number = torch._C._current_graph_task_id()
     with _LOCK:
-        found = _CURRENT.get(number)
-        if found is None:
-            found = _CURRENT[number] = BackwardPass(_error_of_this_backward_pass())
-            _call_at_the_end(found.after_all_nodes)  # autograd keeps it alive until then, or until an error
-    return found
+        backward_pass = _CURRENT.get(number)
+        if backward_pass is None:
+            backward_pass = _CURRENT[number] = BackwardPass(_error_of_this_backward_pass())
+            _call_at_the_end(backward_pass.after_all_nodes)  # autograd keeps it alive until then, or until an error
+    return backward_pass
 
 
 def _call_at_the_end(callback: Any) -> None:
@@ -129,8 +129,8 @@ def deferred_loss(step: Step, loss_of: Callable[[list[Tensor]], Tensor]) -> Tens
     if not loss.requires_grad:
         return loss
     step.of_loss = leaves_of([loss])
-    found: Tensor = _Loss.apply(loss, step)
-    return found
+    deferred: Tensor = _Loss.apply(loss, step)
+    return deferred
 
 
 class _Representations(Function):

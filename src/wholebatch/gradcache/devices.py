@@ -20,9 +20,9 @@ def devices_of(modules: Iterable[nn.Module], model_input: Any) -> tuple[torch.de
     >>> devices_of([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")], None)
     (device(type='cpu'),)
     """
-    of_modules = _without_meta(parameters_in(*modules))
-    return of_modules or _without_meta(tensors_of(model_input)) or (torch.device("cpu"),)
+    of_modules = _real_devices(parameters_in(*modules))
+    return of_modules or _real_devices(tensors_of(model_input)) or (torch.device("cpu"),)
 
 
-def _without_meta(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+def _real_devices(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
     return (*dict.fromkeys(x.device for x in tensors if x.device.type != "meta"),)

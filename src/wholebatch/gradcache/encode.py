@@ -91,9 +91,9 @@ def encode(
 
     def chunks() -> list[Chunk]:
         cache = GradCache([model], chunk_size, _no_loss, split_input_fn, get_rep_fn)
-        found = cache._chunks([model_input])
-        found[0].encoder.may_be_frozen = True
-        return found
+        result = cache._chunks([model_input])
+        result[0].encoder.may_be_frozen = True
+        return result
 
     first = next(iter(modules_of(model)), None)
     step = first_passes(

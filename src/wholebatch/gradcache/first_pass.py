@@ -54,13 +54,13 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
             _free_graphs(chunks, keeper)
             buffers.find_moved()
             buffers.replace(chunk.before)
-            chunk.found = ()
+            chunk.reps = ()
             chunk.replay.rewind()
-    if chunk.found and not chunk.kept:
+    if chunk.reps and not chunk.kept:
         chunk.forget()
-    elif not chunk.found:
+    elif not chunk.reps:
         with without_graph(), _observed(chunk, observer):
-            chunk.found = chunk.encode()
+            chunk.reps = chunk.encode()
     buffers.find_moved()
 
 
@@ -69,11 +69,11 @@ def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keep
     encoder = chunk.encoder
     existing = [*encoder.parameters.values(), *tensors_of(chunk.part)]
     with keeper.measured(encoder.index, existing), _observed(chunk, observer):
-        chunk.found = encoded_with_graph(chunk)
+        chunk.reps = encoded_with_graph(chunk)
     if chunk.first:
-        encoder.leaves = leaves_of(chunk.found)
+        encoder.leaves = leaves_of(chunk.reps)
     if not encoder.local:
-        encoder.add_parameters(encoder.leaves if chunk.first else leaves_of(chunk.found))
+        encoder.add_parameters(encoder.leaves if chunk.first else leaves_of(chunk.reps))
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in chunk.engines)
     chunk.kept = keeps and not replayed and keeper.kept(encoder.index)
 

@@ -93,9 +93,9 @@ class _SecondPass:
         self._name = getattr(func, "__name__", type(func).__name__)
         self._call = lambda: representations(func(*new_containers(args), **new_containers(kwargs)), self._name)[0]
         self._buffers, self._replay, self._done = Buffers(), Replay(), False
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-        visible = modules_of(func, *given)
-        with Observer(self._buffers).call(func, *given, visible=visible) as called, without_graph():
+        modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+        visible = modules_of(func, *modules)
+        with Observer(self._buffers).call(func, *modules, visible=visible) as called, without_graph():
             self._first = self._call()
         self._engines, self._seen = called.engines, called.seen.values()
         for engine in self._engines:
@@ -111,8 +111,8 @@ class _SecondPass:
 
     def leaves(self) -> list[Tensor]:
         """Return the representations, as leaves."""
-        found = [x.detach() for x in self._first]
-        leaves = [x.requires_grad_() if differentiable(x) else x for x in found]
+        reps = [x.detach() for x in self._first]
+        leaves = [x.requires_grad_() if differentiable(x) else x for x in reps]
         self._leaves = [weakref.ref(x) for x in leaves]
         return leaves
 
@@ -122,12 +122,12 @@ class _SecondPass:
         return any(leaf is not None and leaf.grad is not None for leaf in leaves)
 
     def __call__(self, *leaves: Tensor | Sequence[Tensor]) -> None:
-        given = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
+        flat_leaves = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
         if self._done:
             raise ValueError(f"this call of {self._name} has had its second pass already, and its gradient is counted")
-        if len(given) != len(self._first):
-            raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(given)}")
-        for number, leaf in enumerate(given):
+        if len(flat_leaves) != len(self._first):
+            raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(flat_leaves)}")
+        for number, leaf in enumerate(flat_leaves):
             if differentiable(leaf) and leaf.grad is None:
                 raise ValueError(
                     f"representation {number} of {self._name} has no gradient: call the loss's backward first, and "
@@ -153,7 +153,7 @@ class _SecondPass:
             with self._replay.again():
                 second = with_graph(self._call, self._name)
             wrong = difference(self._first, second, self._name)
-            both = zip(second, given, strict=True) if wrong is None else ()
+            both = zip(second, flat_leaves, strict=True) if wrong is None else ()
             pairs = [(x, y.grad) for x, y in both if x.requires_grad and y.grad is not None]
             if pairs and checks:
                 check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines, live_engines)

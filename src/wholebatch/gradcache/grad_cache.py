@@ -98,8 +98,8 @@ class GradCache:
         unchecked: Iterable[Tensor] = (),
         deferred: bool = False,
     ) -> None:
-        self.models = _checked_models(models)
-        self.chunk_sizes = _checked_sizes(chunk_sizes, len(self.models))
+        self.models = _check_models(models)
+        self.chunk_sizes = _check_sizes(chunk_sizes, len(self.models))
         for name, fn in (("loss_fn", loss_fn), ("split_input_fn", split_input_fn), ("get_rep_fn", get_rep_fn)):
             if not callable(fn) and (fn is not None or name == "loss_fn"):
                 raise ValueError(f"{name} must be callable, got {type(fn).__name__}")
@@ -228,10 +228,10 @@ class GradCache:
                 check_input(model_input, name, 1 if by_tokens else size)
                 if by_tokens:
                     mask_in(model_input, size, name)
-            found: object = self.split_inputs(model_input, size)
-            if not isinstance(found, Iterable):
-                raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(found)}")
-            parts = [part_of(x) for x in found]
+            split: object = self.split_inputs(model_input, size)
+            if not isinstance(split, Iterable):
+                raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(split)}")
+            parts = [part_of(x) for x in split]
             if not parts:
                 raise ValueError(f"{name} was split into no chunks; for no rows give one chunk without rows")
             check_rows(model_input, parts, name)
@@ -259,18 +259,18 @@ class GradCache:
         return loss
 
 
-def _checked_models(models: Any) -> list[Callable[..., Any]]:
+def _check_models(models: Any) -> list[Callable[..., Any]]:
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise ValueError(f"models must be a list of modules or functions, got {type(models).__name__}")
-    found = check_items("models", models, "modules or functions")
-    if not found or not all(callable(model) for model in found):
-        raise ValueError(f"models must be a list of modules or functions, got {shown(found)}")
-    return found
+    items = check_items("models", models, "modules or functions")
+    if not items or not all(callable(model) for model in items):
+        raise ValueError(f"models must be a list of modules or functions, got {shown(items)}")
+    return items
 
 
-def _checked_sizes(chunk_sizes: ChunkSize | Sequence[ChunkSize], models: int) -> list[Any]:
-    one = not isinstance(chunk_sizes, Sequence) or isinstance(chunk_sizes, str | bytes)
-    sizes: list[Any] = [chunk_sizes] * models if one else check_items("chunk_sizes", chunk_sizes, "integers")
+def _check_sizes(chunk_sizes: ChunkSize | Sequence[ChunkSize], models: int) -> list[Any]:
+    single = not isinstance(chunk_sizes, Sequence) or isinstance(chunk_sizes, str | bytes)
+    sizes: list[Any] = [chunk_sizes] * models if single else check_items("chunk_sizes", chunk_sizes, "integers")
     if len(sizes) != models:
         raise ValueError(f"chunk_sizes must be one number, or one for each of the {models} models; got {shown(sizes)}")
     for size in sizes:

@@ -41,7 +41,7 @@ def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler:
         mistake = step.mistake()
         if mistake is not None:
             raise mistake
-        return _without_backward(loss.detach())
+        return _replace_backward(loss.detach())
 
     step.remember(gradients)
     with gradients.restored_after_an_error():
@@ -51,15 +51,15 @@ def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler:
     return loss
 
 
-def _without_backward(loss: Tensor) -> Tensor:
+def _replace_backward(loss: Tensor) -> Tensor:
     """Return a detached loss whose `backward` says that the step has made the backward pass.
 
     Only the method of this one object is replaced. Whatever is computed from it, and its copies in files, are plain
     tensors.
     """
-    found: Any = loss
-    found.backward = _refuse
-    found.__getstate__ = dict  # torch.save would write the attribute, which torch.load refuses to read
+    patched: Any = loss
+    patched.backward = _refuse
+    patched.__getstate__ = dict  # torch.save would write the attribute, which torch.load refuses to read
     return loss
 
 

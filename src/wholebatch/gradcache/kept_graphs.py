@@ -105,7 +105,7 @@ class Keeper:
         costs = self._costs.get(model, {})
         return all(
             self._bytes[place]
-            >= costs.get(place, 0) + max((of.get(place, 0) for of in self._costs.values()), default=0)
+            >= costs.get(place, 0) + max((other.get(place, 0) for other in self._costs.values()), default=0)
             for place in self._places(model)
         )
 
@@ -127,13 +127,13 @@ def _graph_memory(devices: Iterable[torch.device], existing: Iterable[Tensor]) -
                 held[x.device] = held.get(x.device, 0) + memory.nbytes()
         return x.detach(), x._version
 
-    with saved_tensors_hooks(count, _unchanged) if len(before) < len(held) else nullcontext():
+    with saved_tensors_hooks(count, _check_unchanged) if len(before) < len(held) else nullcontext():
         yield held
     for device, allocated in before.items():
         held[device] = torch.cuda.memory_allocated(device) - allocated
 
 
-def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+def _check_unchanged(saved: tuple[Tensor, int]) -> Tensor:
     """Return the saved tensor, unless it has been changed since; with hooks, autograd does not check this."""
     x, version = saved
     if x._version != version:

@@ -54,7 +54,7 @@ class Observer:
                     if local is not x:  # a method, whose call is not a call of its module
                         called.add_engines(engine for engine in synchronized([local]) if engine.module is local)
             for module in visible:
-                if _compiled(module):  # nor would the calls inside be seen
+                if _is_compiled(module):  # nor would the calls inside be seen
                     called.add(module)
                     called.add_engines(synchronized([module]))
             stack.enter_context(warnings.catch_warnings())
@@ -119,14 +119,14 @@ class Called:
         control = control_of(module, self._observer.no_engines)
         if control is not None:
             self._add_engine(Synchronized(module, control))
-        elif _compiled(module):
+        elif _is_compiled(module):
             self.add_engines(synchronized([module]))
         if id(module) in self._after_broadcast:
             self._after_broadcast.remove(id(module))
             self._observer.buffers.begin(module)
 
 
-def _compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """Return whether compiled code makes the calls inside the module."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 

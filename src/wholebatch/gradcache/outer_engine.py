@@ -32,12 +32,12 @@ from .engines.known import Synchronized
 from .engines.sync_control import SyncControl
 
 
-def _without_engine(ddp: Any) -> AbstractContextManager[None]:
+def _bypass_engine(ddp: Any) -> AbstractContextManager[None]:
     """Return a context in which calls of the engine are calls of its module."""
     return with_attributes(ddp, forward=ddp.module.__call__)
 
 
-_CONTROL = SyncControl(lambda _module: False, _without_engine, collective=False, hides=lambda _module: True)
+_CONTROL = SyncControl(lambda _module: False, _bypass_engine, collective=False, hides=lambda _module: True)
 
 
 class Enclosing(Synchronized):
@@ -92,9 +92,9 @@ class Enclosing(Synchronized):
 
 
 def _note_early(engine: weakref.ref[Enclosing], _p: Tensor) -> None:
-    found = engine()
-    if found is not None:
-        found.reduced_early = True
+    enclosing = engine()
+    if enclosing is not None:
+        enclosing.reduced_early = True
 
 
 def hooks_of_others(p: Tensor) -> list[Any]:

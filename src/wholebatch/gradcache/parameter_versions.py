@@ -39,18 +39,18 @@ class Versions:
         now = versions_of(p for _, p, _ in self._then.values())
         for key, (name, p, version) in self._then.items():
             if now[key] != version:
-                raise _changed(f"a parameter of {name}, of shape {tuple(p.shape)}, has")
+                raise _change_error(f"a parameter of {name}, of shape {tuple(p.shape)}, has")
         for name, engine, state in self._states:
             if _state(engine) != state:
-                raise _changed(f"parameters of {name}, which {type(engine.module).__name__} holds, have")
+                raise _change_error(f"parameters of {name}, which {type(engine.module).__name__} holds, have")
 
 
 def _state(engine: Synchronized) -> object:
     return None if engine.control.state is None else engine.control.state(engine.module)
 
 
-def _changed(what: str) -> ValueError:
+def _change_error(start: str) -> ValueError:
     return ValueError(
-        f"{what} been changed since the forward pass of this loss (by an optimizer's step?), so that the second pass "
+        f"{start} been changed since the forward pass of this loss (by an optimizer's step?), so that the second pass "
         "would not repeat the first: go backward first, then change parameters"
     )

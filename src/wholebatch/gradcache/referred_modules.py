@@ -18,18 +18,18 @@ _DEPTH, _MANY = 6, 1000  # how deep, and among how many objects, a function's mo
 
 def modules_of(*objects: object) -> list[nn.Module]:
     """Return the modules among these, and in functions' closures and globals, objects and containers among these."""
-    found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    modules: dict[int, nn.Module] = {}
+    ids: set[int] = set()
     level: list[object] = [*objects]
     for _ in range(_DEPTH):
-        level = [x for x in level if id(x) not in seen and not isinstance(x, str | bytes | int | float | type)][:_MANY]
-        seen.update(map(id, level))
-        found |= {id(x): x for x in level if isinstance(x, nn.Module)}
-        level = [inner for x in level if not isinstance(x, nn.Module) for inner in _within(x)]
-    return [*found.values()]
+        level = [x for x in level if id(x) not in ids and not isinstance(x, str | bytes | int | float | type)][:_MANY]
+        ids.update(map(id, level))
+        modules |= {id(x): x for x in level if isinstance(x, nn.Module)}
+        level = [inner for x in level if not isinstance(x, nn.Module) for inner in _referents(x)]
+    return [*modules.values()]
 
 
-def _within(x: Any) -> Iterable[object]:
+def _referents(x: Any) -> Iterable[object]:
     """Return the objects that an object refers to."""
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
@@ -37,7 +37,7 @@ def _within(x: Any) -> Iterable[object]:
         return [x.__func__, x.__self__]
     if isinstance(x, types.FunctionType):
         unwrapped = inspect.unwrap(x)
-        cells = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
+        cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
         return [*cells, *_globals_of(x.__code__, x.__globals__), *([] if unwrapped is x else [unwrapped])]
     if isinstance(x, Mapping):
         return list(x.values()) if len(x) <= _MANY else []
@@ -48,20 +48,20 @@ def _within(x: Any) -> Iterable[object]:
 
 def _globals_of(code: types.CodeType, names: Mapping[str, object]) -> list[object]:
     """Return the globals that a function and its inner functions name; of Python modules, the named attributes."""
-    found = []
+    objects = []
     for name in code.co_names:
         x = names.get(name)
         if isinstance(x, types.ModuleType):
-            found += [vars(x).get(inner) for inner in code.co_names]
+            objects += [vars(x).get(inner) for inner in code.co_names]
         else:
-            found.append(x)
+            objects.append(x)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found += _globals_of(constant, names)
-    return found
+            objects += _globals_of(constant, names)
+    return objects
 
 
-def _filled(cell: types.CellType) -> bool:
+def _is_filled(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

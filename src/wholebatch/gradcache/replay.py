@@ -141,22 +141,22 @@ class Buffers:
         """
         for place in _places(module):
             if place not in self._still and place not in self._moving:
-                self._still[place] = _at(place).clone()
+                self._still[place] = _buffer(place).clone()
 
     def begin(self, module: nn.Module) -> None:
         """Record the present values of the module's buffers as their first: an engine has just set them."""
         for place in _places(module):
             if place in self._still:
-                self._still[place] = _at(place).clone()
+                self._still[place] = _buffer(place).clone()
 
     def now(self) -> list[Tensor]:
         """Return the state."""
-        return [_at(place).clone() for place in self._moving]
+        return [_buffer(place).clone() for place in self._moving]
 
     def find_moved(self) -> None:
         """Find the buffers that have changed since."""
         for place, beginning in [*self._still.items()]:
-            if not torch.equal(_at(place), beginning):
+            if not torch.equal(_buffer(place), beginning):
                 self._moving[place] = self._still.pop(place)
 
     def forget(self) -> None:
@@ -173,7 +173,7 @@ class Buffers:
         """Restore a state in place: no graph that is still to be used may need the buffers."""
         self._written = True
         for place, value in self._values(state):
-            held = _at(place)
+            held = _buffer(place)
             if held.shape == value.shape:
                 held.copy_(value)
             else:
@@ -183,7 +183,7 @@ class Buffers:
         """Restore a state in other tensors, until `restore`: graphs that are still to be used keep the buffers."""
         for place, value in self._values(state):
             owner, name = place
-            self._replaced.setdefault(place, _at(place))
+            self._replaced.setdefault(place, _buffer(place))
             owner._buffers[name] = value.clone()
 
     @torch.no_grad()
@@ -227,7 +227,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield owner, name
 
 
-def _at(place: _Place) -> Tensor:
+def _buffer(place: _Place) -> Tensor:
     owner, name = place
     held = owner._buffers[name]
     assert held is not None

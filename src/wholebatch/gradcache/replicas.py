@@ -77,17 +77,17 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     >>> checksums({"x": x})["x"] == same, len({same, negative, moved})
     (True, 3)
     """
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for device in dict.fromkeys(x.device for x in tensors.values()):  # in the same order on every rank
-        here = {name: x for name, x in tensors.items() if x.device == device}
-        sums = [checksum(x.detach()) for x in here.values()]
-        found.update(zip(here, torch.stack(sums).tolist(), strict=True))
-    return found
+        on_device = {name: x for name, x in tensors.items() if x.device == device}
+        sums = [checksum(x.detach()) for x in on_device.values()]
+        by_name.update(zip(on_device, torch.stack(sums).tolist(), strict=True))
+    return by_name
 
 
-def digest(found: Mapping[str, int]) -> str:
+def digest(sums: Mapping[str, int]) -> str:
     """Return one text for all checksums and their names."""
-    return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(sums).encode(), digest_size=16).hexdigest()
 
 
 def check_same(everyone: Sequence[Mapping[str, int]], *, steps: int) -> None:
@@ -135,34 +135,34 @@ def replicated(
         of_loss: the leaves of the loss's graph.
         unchecked: parameters that are left out.
     """
-    taken, found = {id(p) for p in unchecked}, dict[str, Tensor]()
+    done, parameters = {id(p) for p in unchecked}, dict[str, Tensor]()
 
-    def add(of: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    def add(owner: str, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, p in named:
-            if id(p) not in taken and _comparable(p):
-                taken.add(id(p))
-                found[f"{name!r} of {of} {tuple(p.shape)}"] = p
+            if id(p) not in done and _is_comparable(p):
+                done.add(id(p))
+                parameters[f"{name!r} of {owner} {tuple(p.shape)}"] = p
 
     for encoder in encoders:
         called = {id(p) for _, p in _named_of(encoder.called.values())}
         add(encoder.name, ((name, p) for name, p in _named_of(encoder.visible) if id(p) in called))
         add(encoder.name, _named_of(encoder.called.values(), "hidden "))
         if not any(engine.control.sharded for engine in encoder.synchronized.values()):
-            add(encoder.name, _free(encoder.leaves))
+            add(encoder.name, _unnamed_parameters(encoder.leaves))
     in_loss = {id(p) for p in of_loss}
     add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in in_loss))
-    add("loss_fn", _free(of_loss))
-    return found
+    add("loss_fn", _unnamed_parameters(of_loss))
+    return parameters
 
 
 def _named_of(modules: Iterable[nn.Module], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for index, module in enumerate(modules):
         number = f"[{index}]." if index else ""
-        for name, p in _named(module):
+        for name, p in _replicated_parameters(module):
             yield f"{prefix}{number}{name}", p
 
 
-def _named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _replicated_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield a module's parameters by name, without those that an engine shards over the ranks."""
     control = control_of(module)
     if control is not None and control.sharded:
@@ -173,15 +173,15 @@ def _named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for name, p in module.named_parameters(recurse=False):
         yield prefix + name, p
     for name, child in module.named_children():
-        yield from _named(child, f"{prefix}{name}.")
+        yield from _replicated_parameters(child, f"{prefix}{name}.")
 
 
-def _free(leaves: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _unnamed_parameters(leaves: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Return parameters of no known module, numbered in their order."""
     return ((f"parameter {number}", p) for number, p in enumerate(leaves) if isinstance(p, nn.Parameter))
 
 
-def _comparable(p: Tensor) -> bool:
+def _is_comparable(p: Tensor) -> bool:
     """Return whether a parameter is trained, has its entries here, and is a copy of other ranks' parameter."""
     if not p.requires_grad or is_sharded(p) or p.layout is not torch.strided or p.device.type == "meta":
         return False

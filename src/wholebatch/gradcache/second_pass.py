@@ -53,12 +53,12 @@ def second_pass(
         error: Exception | None = None
         if not chunk.kept:
             error = _encode_again(chunk, done, release)
-            if not chunk.found:
+            if not chunk.reps:
                 pairs += _zeros_for_engines(chunk, done, release)
-        leaves = leaves_of(chunk.found)
+        leaves = leaves_of(chunk.reps)
         about_to_change(leaves)  # an input may have a gradient, too
-        given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
-        pairs += _roots(chunk, given, whole=bool(done))
+        grads = [None] * len(chunk.reps) if error is not None else _gradients_of_chunk(chunk)
+        pairs += _roots(chunk, grads, whole=bool(done))
         for engine in _enclosing(chunk):
             of_engine = {id(p): p for p in leaves or chunk.encoder.leaves if id(p) in engine.parameters}
             reached[id(engine.module)] |= of_engine
@@ -107,36 +107,36 @@ def _zeros_for_engines(chunk: Chunk, done: set[int], release: Mapping[int, Synch
 def _encode_again(chunk: Chunk, done: set[int], release: Mapping[int, Synchronized]) -> Exception | None:
     """Encode the chunk as in the first pass, with a graph; return the error if that fails or differs.
 
-    After a failure, `chunk.found` is empty. Engines are held, except those whose last chunk this is (`done`).
+    After a failure, `chunk.reps` is empty. Engines are held, except those whose last chunk this is (`done`).
     """
-    first = chunk.found
+    first = chunk.reps
     chunk.encoder.buffers.set(chunk.before)
     with chunk.replay.again(), _held(chunk.engines, done, release):
         try:
-            chunk.found = encoded_with_graph(chunk)
-            return difference(first, chunk.found, chunk.encoder.name)
+            chunk.reps = encoded_with_graph(chunk)
+            return difference(first, chunk.reps, chunk.encoder.name)
         except Exception as error:
             if not chunk.returned and any(engine.control.collective for engine in chunk.engines):
                 raise  # in the middle of the engine's communication
-            chunk.found = ()
+            chunk.reps = ()
             return RuntimeError(f"in the second pass, {error}") if isinstance(error, NoGraphError) else error
 
 
-def _of_chunk(chunk: Chunk) -> list[Tensor | None]:
+def _gradients_of_chunk(chunk: Chunk) -> list[Tensor | None]:
     """Return the gradients of the chunk's representations."""
-    given = chunk.encoder.gradients or [None] * len(chunk.found)
-    of_model = zip(chunk.found, given, chunk.places, strict=True)
-    return [None if grad is None else grad[at] if x.dim() else grad for x, grad, at in of_model]
+    grads = chunk.encoder.gradients or [None] * len(chunk.reps)
+    of_model = zip(chunk.reps, grads, chunk.places, strict=True)
+    return [None if grad is None else grad[place] if x.dim() else grad for x, grad, place in of_model]
 
 
-def _roots(chunk: Chunk, given: Sequence[Tensor | None], *, whole: bool) -> Pairs:
+def _roots(chunk: Chunk, grads: Sequence[Tensor | None], *, whole: bool) -> Pairs:
     """Return a chunk's representations with their gradients.
 
     A number of the whole batch, of shape (), has its gradient in the model's last chunk. In the last pass of an engine
     (`whole`), which waits for the gradients of all parameters, a representation without a gradient gets zeros.
     """
     pairs = []
-    for x, grad in zip(chunk.found, given, strict=True):
+    for x, grad in zip(chunk.reps, grads, strict=True):
         if not x.requires_grad:
             continue
         if grad is not None and (x.dim() or chunk.last):
@@ -151,11 +151,11 @@ def _releases(chunks: Iterable[Chunk]) -> dict[int, Synchronized]:
 
     It synchronizes there if its caller has left it switched on in any of the calls, as it would without caching.
     """
-    found: dict[int, Synchronized] = {}
+    releases: dict[int, Synchronized] = {}
     for engine in (engine for chunk in chunks for engine in chunk.engines):
-        if id(engine.module) not in found or found[id(engine.module)].off:
-            found[id(engine.module)] = engine
-    return found
+        if id(engine.module) not in releases or releases[id(engine.module)].off:
+            releases[id(engine.module)] = engine
+    return releases
 
 
 @contextmanager

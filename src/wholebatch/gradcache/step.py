@@ -167,7 +167,7 @@ class Step:
 
     def remember(self, gradients: Gradients) -> None:
         """Remember the gradients that the step is going to change."""
-        known = [p for of in self.encoders() for p in of.parameters.values()]
+        known = [p for encoder in self.encoders() for p in encoder.parameters.values()]
         if not all(p.is_leaf for p in known):  # FSDP1, during its forward pass, has views in place of its parameters
             known = parameters_in(*(engine.module for engine in self.engines()))
         gradients.remember(known, self.engines())
@@ -221,7 +221,7 @@ class Step:
         An engine does not wait if its caller has not prepared it. One that has not waited, but should have, is a
         ValueError on all ranks.
         """
-        enclosing = [(of, e) for of in self.encoders() for e in of.synchronized.values() if isinstance(e, Enclosing)]
+        enclosing = [(m, e) for m in self.encoders() for e in m.synchronized.values() if isinstance(e, Enclosing)]
 
         def state() -> None:
             for encoder, engine in enclosing:
@@ -238,18 +238,18 @@ class Step:
     def mistake(self) -> ValueError | None:
         """Return an error if a representation has no gradient, or has been changed in place."""
         versions = iter(self._as_encoded)
-        for of in self.encoders():
-            given = of.gradients or [None] * len(of.leaves_of_all_chunks)
-            for number, (x, grad) in enumerate(zip(of.leaves_of_all_chunks, given, strict=True)):
+        for encoder in self.encoders():
+            grads = encoder.gradients or [None] * len(encoder.leaves_of_all_chunks)
+            for number, (x, grad) in enumerate(zip(encoder.leaves_of_all_chunks, grads, strict=True)):
                 if x._version != next(versions):
                     return ValueError(
-                        f"representation {number} of {of.name} was changed in place after the first pass, which is "
-                        "compared with the second: change a copy, as in x.clone().div_(2)"
+                        f"representation {number} of {encoder.name} was changed in place after the first pass, which "
+                        "is compared with the second: change a copy, as in x.clone().div_(2)"
                     )
                 if x.requires_grad and x.dim() and grad is None:
                     return ValueError(
-                        f"the loss does not depend on representation {number} of {of.name}; leave out models that it "
-                        "does not train"
+                        f"the loss does not depend on representation {number} of {encoder.name}; leave out models that "
+                        "it does not train"
                     )
         return None
 

@@ -119,13 +119,13 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         of_rows = dict(zip(("shortest", "longest"), ends_of(known_norms(embeddings)), strict=True))
         return {**of_labels, **of_rows, **(centers.read_back() if centers is not None else {})}
 
-    def derive(found: Mapping[str, float]) -> dict[str, Any]:
-        check_different(found.get("repeated", 0.0))
-        check_directions("embeddings", embeddings, found["shortest"], found["longest"])
-        of_centers = {} if centers is None else centers.check_values(found)
-        ends = int(found["smallest"]), int(found["largest"])
-        of_labels = {"labels": ends if ends[0] <= ends[1] else None, IGNORED: int(found[IGNORED])}
-        return {**of_labels, _STEP: int(found[_STEP]), **of_centers}
+    def derive(values: Mapping[str, float]) -> dict[str, Any]:
+        check_different(values.get("repeated", 0.0))
+        check_directions("embeddings", embeddings, values["shortest"], values["longest"])
+        of_centers = {} if centers is None else centers.check_values(values)
+        ends = int(values["smallest"]), int(values["largest"])
+        of_labels = {"labels": ends if ends[0] <= ends[1] else None, IGNORED: int(values[IGNORED])}
+        return {**of_labels, _STEP: int(values[_STEP]), **of_centers}
 
     facts = agree(
         caller,
@@ -165,8 +165,8 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         _check_total(facts, partition, classes.num_classes)
     longest = max(of_rank[_LONGEST] for of_rank in by_rank)
     needs_grad = facts.differentiable or (torch.is_grad_enabled() and any(by_rank.column(_NEEDS_GRAD)))
-    at, norms, largest_offset = centers.index, centers.norms, centers.largest_offset
-    return Agreed(facts, all_labels, centers.sample, partition, at, norms, longest, largest_offset, needs_grad)
+    index, norms, largest_offset = centers.index, centers.norms, centers.largest_offset
+    return Agreed(facts, all_labels, centers.sample, partition, index, norms, longest, largest_offset, needs_grad)
 
 
 IGNORED = "ignored labels"  # the fact with their number on a rank
@@ -224,13 +224,13 @@ class _Centers:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers
 
-    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
+    def check_values(self, values: Mapping[str, float]) -> dict[str, Any]:
         """Check the numbers of `read_back`, now on the host, and return the facts about them."""
         sample = self.sample
-        check_directions("centers", self._flat[0], found["shortest center"], found["longest center"])
-        check_ascending(found.get("out of order", 0.0))
-        self.largest_offset = check_offset_values(sample, found, smoothed=self._logits.label_smoothing > 0)
-        return {_LONGEST: found["longest center"], PART: found[PART]}
+        check_directions("centers", self._flat[0], values["shortest center"], values["longest center"])
+        check_ascending(values.get("out of order", 0.0))
+        self.largest_offset = check_offset_values(sample, values, smoothed=self._logits.label_smoothing > 0)
+        return {_LONGEST: values["longest center"], PART: values[PART]}
 
 
 def _settings(labels: Tensor, classes: Classes, logits: Logits) -> tuple[Hashable, ...] | None:

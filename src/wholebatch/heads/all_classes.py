@@ -39,9 +39,9 @@ def heads_of(module: nn.Module) -> dict[str, PartialFC]:
 def names_in(module: nn.Module) -> list[str]:
     """Return the names, in a module, of all parameters and buffers of its heads, which an engine must leave alone."""
     heads = heads_of(module).values()
-    here = {id(x) for head in heads for x in (*head.parameters(), *head.buffers())}
+    ids = {id(x) for head in heads for x in (*head.parameters(), *head.buffers())}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return [name for name, x in named if id(x) in here]
+    return [name for name, x in named if id(x) in ids]
 
 
 @torch.no_grad()
@@ -84,11 +84,11 @@ def whole_state_dict(state: State, heads: Heads) -> State:
     """
     for name, head in heads.items():
         prefix = f"{name}." if name else ""
-        here = {key: x for key in ROWS if (x := state.get(prefix + key)) is not None}
-        for key, x in _gathered(head, here).items():
+        rows = {key: x for key in ROWS if (x := state.get(prefix + key)) is not None}
+        for key, x in _gather(head, rows).items():
             state[prefix + key] = x
         if select_communicator(head.options.group).rank:
-            for key in here:
+            for key in rows:
                 del state[prefix + key]
             continue
         if prefix + "first_class" in state:
@@ -111,15 +111,15 @@ def whole_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> S
         ValueError: on every rank, for state that has no row for each class, such as factored second moments.
     """
     owner = _owners(heads)
-    found = {**state, "state": dict(state["state"])}
+    result = {**state, "state": dict(state["state"])}
     for key, p in enumerate(_parameters(optimizer)):
         head = owner.get(id(p))
-        if head is None or key not in found["state"]:
+        if head is None or key not in result["state"]:
             continue
-        rows = {name: x for name, x in found["state"][key].items() if isinstance(x, Tensor) and x.dim()}
-        whole = _gathered(head, rows, p, type(optimizer).__name__)
-        found["state"][key] = {**{k: x for k, x in found["state"][key].items() if k not in rows}, **whole}
-    return found
+        rows = {name: x for name, x in result["state"][key].items() if isinstance(x, Tensor) and x.dim()}
+        whole = _gather(head, rows, p, type(optimizer).__name__)
+        result["state"][key] = {**{k: x for k, x in result["state"][key].items() if k not in rows}, **whole}
+    return result
 
 
 def local_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> State:
@@ -129,14 +129,14 @@ def local_optimizer_state(state: State, optimizer: Optimizer, heads: Heads) -> S
         ValueError: if the state is that of one rank.
     """
     owner = _owners(heads)
-    found = {**state, "state": dict(state["state"])}
+    result = {**state, "state": dict(state["state"])}
     keys = [key for group in state["param_groups"] for key in group["params"]]
     for key, p in zip(keys, _parameters(optimizer), strict=False):
         head = owner.get(id(p))
-        if head is not None and key in found["state"]:
-            entries = found["state"][key].items()
-            found["state"][key] = {name: _local_rows(head, name, x) for name, x in entries}
-    return found
+        if head is not None and key in result["state"]:
+            entries = result["state"][key].items()
+            result["state"][key] = {name: _local_rows(head, name, x) for name, x in entries}
+    return result
 
 
 def _local_rows(head: PartialFC, name: str, x: Any) -> Any:
@@ -151,7 +151,7 @@ def _local_rows(head: PartialFC, name: str, x: Any) -> Any:
 
 
 @torch.no_grad()
-def _gathered(head: PartialFC, rows: Mapping[str, Tensor], p: Tensor | None = None, of: str = "") -> dict[str, Tensor]:
+def _gather(head: PartialFC, rows: Mapping[str, Tensor], p: Tensor | None = None, kind: str = "") -> dict[str, Tensor]:
     """Return these tensors with the rows of all classes, on the CPU of rank 0; nothing on other ranks."""
     comm = select_communicator(head.options.group)
     counts = Partition.even(head.num_classes, comm.size).counts
@@ -161,7 +161,7 @@ def _gathered(head: PartialFC, rows: Mapping[str, Tensor], p: Tensor | None = No
             if p is not None and x.shape not in (p.shape, p.shape[:1]):
                 raise ValueError(
                     f"the state of an optimizer of a head must have a row for each class, got {name} of shape "
-                    f"{tuple(x.shape)} of {of}; use wholebatch.SparseSGD or SparseAdamW, or SGD, Adam or Adagrad of "
+                    f"{tuple(x.shape)} of {kind}; use wholebatch.SparseSGD or SparseAdamW, or SGD, Adam or Adagrad of "
                     "torch"
                 )
         return {**head.facts(), "tensors": [*rows]}
@@ -171,23 +171,23 @@ def _gathered(head: PartialFC, rows: Mapping[str, Tensor], p: Tensor | None = No
     whole = {}
     for name, x in rows.items():
         x = x.to_dense() if x.is_sparse else x.detach()
-        found = x.new_empty((head.num_classes if not comm.rank else 0, *x.shape[1:]), device="cpu")
+        full = x.new_empty((head.num_classes if not comm.rank else 0, *x.shape[1:]), device="cpu")
         most = max(1, _NUMBERS // max(1, x[:1].numel()))
         for start in range(0, max(counts), most):
             sizes = [min(most, max(0, count - start)) for count in counts]
             part = comm.gather(x[start : start + most], counts=sizes, check=False).cpu()
             if not comm.rank:
-                _place(found, part, counts, sizes, start)
+                _place(full, part, counts, sizes, start)
         if not comm.rank:
-            whole[name] = found
+            whole[name] = full
     return whole
 
 
-def _place(found: Tensor, part: Tensor, counts: tuple[int, ...], sizes: list[int], start: int) -> None:
+def _place(full: Tensor, part: Tensor, counts: tuple[int, ...], sizes: list[int], start: int) -> None:
     """Write the rows of each rank from `start` on to the places of their classes."""
     first = 0
     for count, rows in zip(counts, part.split(sizes), strict=True):
-        found[first + start : first + start + len(rows)] = rows
+        full[first + start : first + start + len(rows)] = rows
         first += count
 
 

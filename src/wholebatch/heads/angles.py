@@ -44,38 +44,38 @@ def nearest(
 
 
 def target_angles(
-    x: Tensor, centers: Tensor, at: Tensor, *, clamp: tuple[bool, bool], index: Tensor | None = None
+    x: Tensor, centers: Tensor, targets: Tensor, *, clamp: tuple[bool, bool], index: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the angle and length of each embedding's target center, and the centers for all further use.
 
     Args:
         x: (B, d), embeddings of any length.
         centers: (C_r, d), of any length.
-        at: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
+        targets: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
         clamp: whether embeddings are divided by max(norm, 1e-12), as in `_base.normalize`, and whether centers are. If
             not, they are divided by their norm, however small.
-        index: (K_r,), ascending, the rows of `centers` that `at` counts; None: all. The gradient by the returned
+        index: (K_r,), ascending, the rows of `centers` that `targets` counts; None: all. The gradient by the returned
             centers must then be sparse, with these rows.
 
     Returns:
         The angles and the lengths of the centers, both (B, k), float64, 0 if the center is on another rank; and the
         centers. The caller must use these centers from here on: their gradient is then accumulated in one tensor.
     """
-    angles, lengths, same_centers = _Angles.apply(x, centers, at, clamp, index)
+    angles, lengths, same_centers = _Angles.apply(x, centers, targets, clamp, index)
     return angles, lengths, same_centers
 
 
 class _Angles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, centers: Tensor, at: Tensor, clamp: tuple[bool, bool], index: Tensor | None
+        ctx: Any, x: Tensor, centers: Tensor, targets: Tensor, clamp: tuple[bool, bool], index: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        angles, lengths = (torch.zeros(at.shape, dtype=wide_dtype(x.device), device=x.device) for _ in range(2))
-        for cols, slots, rows, here in _pairs(at, len(centers if index is None else index)):
+        angles, lengths = (torch.zeros(targets.shape, dtype=wide_dtype(x.device), device=x.device) for _ in range(2))
+        for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
             u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
-            lengths[cols, slots] = torch.where(here, w.norms[:, 0], 0.0)
-            angles[cols, slots] = torch.where(here, _angle(u, w)[:, 0], 0.0)
-        ctx.save_for_backward(x, centers, at, angles, index)
+            lengths[cols, slots] = torch.where(local, w.norms[:, 0], 0.0)
+            angles[cols, slots] = torch.where(local, _angle(u, w)[:, 0], 0.0)
+        ctx.save_for_backward(x, centers, targets, angles, index)
         ctx.clamp = clamp
         return angles, lengths, centers.view_as(centers)
 
@@ -84,21 +84,21 @@ class _Angles(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor, of_lengths: Tensor, of_centers: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, centers, at, angles, index = ctx.saved_tensors
+        x, centers, targets, angles, index = ctx.saved_tensors
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         sums = of_centers._values() if of_centers.is_sparse else of_centers
-        for cols, slots, rows, here in _pairs(at, len(centers if index is None else index)):
-            theta, weight, here = (of[:, None] for of in (angles[cols, slots], grad[cols, slots], here))
+        for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
+            theta, weight, local = (x[:, None] for x in (angles[cols, slots], grad[cols, slots], local))
             u, w = (
                 _Rows.of(x[cols], ctx.clamp[0]),
                 _Rows.of(centers[rows if index is None else index[rows]], ctx.clamp[1]),
             )
             if of_x is not None:
                 of_u = _away(u, w, theta) * weight / u.divisors
-                of_x.index_add_(0, cols, torch.where(here, of_u, 0.0).to(of_x.dtype))
+                of_x.index_add_(0, cols, torch.where(local, of_u, 0.0).to(of_x.dtype))
             if ctx.needs_input_grad[1]:
                 of_w = _away(w, u, theta) * weight / w.divisors + w.directions * of_lengths[cols, slots, None]
-                sums.index_add_(0, rows, torch.where(here, of_w, 0.0).to(sums.dtype))
+                sums.index_add_(0, rows, torch.where(local, of_w, 0.0).to(sums.dtype))
         return of_x, of_centers if ctx.needs_input_grad[1] else None, None, None, None
 
 
@@ -150,14 +150,14 @@ def _away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
     return torch.where(same, 0.0, -torch.where(u.clamped, y, difference + half * x) / theta.sin())
 
 
-def _pairs(at: Tensor, centers: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield (embeddings, columns of `at`, rows of centers, whether these are local), some at a time.
+def _pairs(grid: Tensor, centers: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield (embeddings, columns of `grid`, rows of centers, whether these are local), some at a time.
 
     Rows of other ranks are not filtered out: the host would have to wait for the size of the result.
     """
     if not centers:
         return
-    for some in torch.arange(at.numel(), device=at.device).split(rows_at_a_time(at.device) // 2):  # in float64
-        cols, slots = some // at.shape[1], some % at.shape[1]
-        rows = at[cols, slots]
+    for some in torch.arange(grid.numel(), device=grid.device).split(rows_at_a_time(grid.device) // 2):  # in float64
+        cols, slots = some // grid.shape[1], some % grid.shape[1]
+        rows = grid[cols, slots]
         yield cols, slots, rows.clamp(min=0), rows != NOT_HERE

@@ -62,7 +62,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         return {**head.facts(), "folder": str(folder), "head": _facts(head, optimizer), "save": new_save_id()}
 
     def write_local() -> dict[str, Any]:
-        rows = _rows_of(head, _known(optimizer, head))
+        rows = _rows_of(head, _states(optimizer, head))
         try:
             return write_rows(
                 Path(folder), comm.rank, comm.size, save, head.local_classes.start, rows, _margin_buffers(head)
@@ -114,7 +114,7 @@ def load_head(
             is damaged or from another save, its number of classes or its embedding size differs, or it has no state of
             this kind of optimizer.
     """
-    comm, found = _communicator(head), dict[str, Any]()
+    comm, loaded = _communicator(head), dict[str, Any]()
 
     def first() -> dict[str, Any]:
         _check_head(head)
@@ -122,7 +122,7 @@ def load_head(
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         if save_id is not None and not is_save_id(save_id):
             raise ValueError(f"save_id must be an id that save_head has returned, or None; got {shown(save_id)}")
-        found["index"] = index = read_index(Path(folder))
+        loaded["index"] = index = read_index(Path(folder))
         if save_id not in (None, index.save):
             raise ValueError(f"{folder} belongs to another save: expected {save_id}, got {index.save}")
         _check(index.facts, head, optimizer, classes)
@@ -132,31 +132,31 @@ def load_head(
         return {"classes": checksum, "save": index.save}
 
     def second() -> dict[str, Any]:
-        index: Index = found["index"]
+        index: Index = loaded["index"]
         new_classes = (
             torch.arange(index.facts["num_classes"], device="cpu") if classes is None else classes.cpu().long()
         )
-        at = rows_within(new_classes, head.local_classes)
-        found["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
-        found["targets"] = _rows_of(head, found["state"])
+        positions = rows_within(new_classes, head.local_classes)
+        loaded["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
+        loaded["targets"] = _rows_of(head, loaded["state"])
         try:
             with Slices(index) as slices:
-                found["rows"] = {name: _rows(slices, name, x, at) for name, x in found["targets"].items()}
-                found["margin"] = {name: slices.whole(name, x) for name, x in _margin_buffers(head).items()}
+                loaded["rows"] = {name: _rows(slices, name, x, positions) for name, x in loaded["targets"].items()}
+                loaded["margin"] = {name: slices.whole(name, x) for name, x in _margin_buffers(head).items()}
         except OSError as error:
             raise ValueError(f"{folder} cannot be read, it is damaged or incomplete: {error}") from error
         return {}
 
     comm.handshake(first, caller="load_head", must_match=("classes", "save"))
     comm.handshake(second, caller="load_head")
-    facts = found["index"].facts
+    facts = loaded["index"].facts
     with torch.no_grad():
         if optimizer is not None:
-            optimizer.state.update(found["state"])
-        for name, x in found["targets"].items():
-            x.copy_(found["rows"][name])
+            optimizer.state.update(loaded["state"])
+        for name, x in loaded["targets"].items():
+            x.copy_(loaded["rows"][name])
         for name, x in _margin_buffers(head).items():
-            x.copy_(found["margin"][name])
+            x.copy_(loaded["margin"][name])
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
 
@@ -176,7 +176,7 @@ def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return the facts that the index of a checkpoint has about the head and its optimizer, if any."""
     known = None
     if optimizer is not None:
-        known = sorted({name for state in _known(optimizer, head).values() for name in state})
+        known = sorted({name for state in _states(optimizer, head).values() for name in state})
     return {
         **head.size_facts(),
         "margin": sorted(_margin_buffers(head)),
@@ -246,7 +246,7 @@ def _names_of(optimizer: Optimizer) -> tuple[str, ...]:
     return names
 
 
-def _known(optimizer: Optimizer | None, head: PartialFC) -> dict[Tensor, dict[str, Tensor]]:
+def _states(optimizer: Optimizer | None, head: PartialFC) -> dict[Tensor, dict[str, Tensor]]:
     """Return the optimizer's present state of the rows of each parameter: empty before its first step."""
     if optimizer is None:
         return {}
@@ -260,11 +260,11 @@ def _state_with(optimizer: Optimizer | None, head: PartialFC, names: Sequence[st
     State with another number of rows is replaced, too: a state_dict of another rank has been loaded.
     """
 
-    def of(p: Tensor, name: str, state: Mapping[str, Tensor]) -> Tensor:
+    def get(p: Tensor, name: str, state: Mapping[str, Tensor]) -> Tensor:
         present = state.get(name)
         return _initial_state(name, p) if present is None or present.shape[:1] != p.shape[:1] else present
 
-    return {p: {name: of(p, name, state) for name in names} for p, state in _known(optimizer, head).items()}
+    return {p: {name: get(p, name, state) for name in names} for p, state in _states(optimizer, head).items()}
 
 
 def _initial_state(name: str, p: Tensor) -> Tensor:
@@ -279,22 +279,22 @@ def _margin_buffers(head: PartialFC) -> dict[str, Tensor]:
 
 def _rows_of(head: PartialFC, state: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors with a row for each local class: the head's, and those of an optimizer's state."""
-    found = {}
+    rows = {}
     for name, p in head.named_parameters():
-        found[name] = p.detach()
-        found |= {f"optimizer/{name}/{field}": x for field, x in state.get(p, {}).items()}
-    return found
+        rows[name] = p.detach()
+        rows |= {f"optimizer/{name}/{field}": x for field, x in state.get(p, {}).items()}
+    return rows
 
 
-def _rows(slices: Slices, name: str, present: Tensor, at: Tensor) -> Tensor:
-    """Return the present rows with row at[i] replaced by the checkpoint's row i, or by the mean of several."""
-    count = torch.bincount(at[at != NOT_HERE], minlength=len(present))
+def _rows(slices: Slices, name: str, present: Tensor, positions: Tensor) -> Tensor:
+    """Return the present rows with row positions[i] replaced by the checkpoint's row i, or by the mean of several."""
+    count = torch.bincount(positions[positions != NOT_HERE], minlength=len(present))
     rows_out = present.detach().to("cpu", accumulation_dtype(present.dtype), copy=True)
     rows_out[count > 0] = 0
     for part in slices.of(name):
-        to = at[part.first : part.first + part.rows]
-        here = to != NOT_HERE
-        if here.any():
-            rows = slices.rows(name, part, present)[here].to(rows_out.dtype)
-            rows_out.index_add_(0, to[here], rows / count[to[here]].view(-1, *[1] * (rows_out.dim() - 1)))
+        to = positions[part.first : part.first + part.rows]
+        is_local = to != NOT_HERE
+        if is_local.any():
+            rows = slices.rows(name, part, present)[is_local].to(rows_out.dtype)
+            rows_out.index_add_(0, to[is_local], rows / count[to[is_local]].view(-1, *[1] * (rows_out.dim() - 1)))
     return rows_out

@@ -53,10 +53,10 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     facts, sample = agreed.facts, agreed.sample
     counts = agreed.labels != logits.ignore_index
     local_classes = LocalClasses(agreed.partition, facts.rank, sample.ids)
-    at = local_classes.rows_of(agreed.labels)
+    class_rows = local_classes.rows_of(agreed.labels)
     rows, comm = facts.rows["embeddings"], Communicator(facts.comm.transport, loss="sum")
     if not sample.complete:
-        local_classes.check_complete(comm, caller, at, counts)
+        local_classes.check_complete(comm, caller, class_rows, counts)
 
     x = comm.all_gather(facts.inputs["embeddings"], counts=rows.counts, check=False)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
@@ -74,12 +74,12 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     # The gradient of a bias is a sum over many rows, which half precision would not hold.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = sum_of(bias, sample.log_weights)
-    places = rows_of_groups(at, best_of)
+    places = rows_of_groups(class_rows, best_of)
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index)
     angles, target_lengths, centers = target_angles(x, centers, nearest_centers, clamp=logits.clamp, index=index)
     margin, all_norms = logits.margin, lengths.to(angles)[:, 0]
-    given = counts if any(facts.of_ranks(IGNORED)) else None
-    transform = _observe(margin, comm, angles.detach(), all_norms.detach(), given)
+    is_labeled = counts if any(facts.of_ranks(IGNORED)) else None
+    transform = _observe(margin, comm, angles.detach(), all_norms.detach(), is_labeled)
     shard = Shard(
         centers, index, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset
     )
@@ -89,7 +89,7 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     if not logits.unit_centers:
         target_parts["lengths"] = target_lengths
     if bias is not None:
-        target_parts["bias"] = torch.cat([bias, bias.new_zeros(1)])[at]  # the last entry is read for NOT_HERE
+        target_parts["bias"] = torch.cat([bias, bias.new_zeros(1)])[class_rows]  # the last entry is read for NOT_HERE
     statistics, target_parts = combine_over_ranks(comm, rows, statistics, target_parts)
     local = rows.rows(facts.rank)
     targets = Targets(target_parts["angles"], all_norms[local, None])

@@ -38,8 +38,8 @@ class LocalClasses:
         ids = self.ids.to(labels)
         if not len(ids):
             return torch.full_like(labels, NOT_HERE)
-        at = torch.searchsorted(ids, labels).clamp_(max=len(ids) - 1)
-        return torch.where(ids[at] == labels, at, NOT_HERE)
+        index = torch.searchsorted(ids, labels).clamp_(max=len(ids) - 1)
+        return torch.where(ids[index] == labels, index, NOT_HERE)
 
     def check_complete(self, comm: Communicator, caller: str, rows: Tensor, counts: Tensor) -> None:
         """Raise ValueError unless one rank holds the class of each label. Collective with ids: one all-reduce.
@@ -69,8 +69,8 @@ def rows_within(labels: Tensor, local: slice) -> Tensor:
     return torch.where((labels >= local.start) & (labels < local.stop), labels - local.start, NOT_HERE)
 
 
-def rows_of_groups(at: Tensor, of: int) -> Tensor:
-    """Return the rows of the `of` sub-centers of each class, (B, k, of), from the rows of the classes, (B, k).
+def rows_of_groups(rows: Tensor, size: int) -> Tensor:
+    """Return the rows of the `size` sub-centers of each class, (B, k, size), from the rows of the classes, (B, k).
 
     A class on another rank is NOT_HERE, and so are its sub-centers.
 
@@ -78,8 +78,8 @@ def rows_of_groups(at: Tensor, of: int) -> Tensor:
     tensor([[[ 4,  5],
              [-1, -1]]])
     """
-    each = of * at[..., None] + torch.arange(of, device=at.device)
-    return torch.where(at[..., None] == NOT_HERE, NOT_HERE, each)
+    each = size * rows[..., None] + torch.arange(size, device=rows.device)
+    return torch.where(rows[..., None] == NOT_HERE, NOT_HERE, each)
 
 
 def out_of_order(ids: Tensor) -> Tensor:

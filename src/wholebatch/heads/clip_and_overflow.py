@@ -52,8 +52,8 @@ def clip_grad_norm_(
 
     def state() -> dict[str, Any]:
         nonlocal most
-        for found, name, given in ((everyone, "replicated", replicated), (local, "sharded", sharded)):
-            found.extend(_parameters(name, given))
+        for target, name, source in ((everyone, "replicated", replicated), (local, "sharded", sharded)):
+            target.extend(_parameters(name, source))
         if {id(p) for p in everyone} & {id(p) for p in local}:
             raise ValueError(
                 "replicated and sharded must have no parameter in common, got one in both: pass a parameter as one or "
@@ -116,30 +116,30 @@ def agree_on_overflow(scaler: GradScaler, *optimizers: Optimizer, group: Group =
     if not scaler.is_enabled():
         return
     for optimizer in optimizers:
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if not found and comm.size == 1:
+        flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not flags and comm.size == 1:
             continue
         device = next(p.device for of_group in optimizer.param_groups for p in of_group["params"])
-        local = torch.stack([x.to(device) for x in found.values()]).amax() if found else torch.zeros((), device=device)
+        local = torch.stack([x.to(device) for x in flags.values()]).amax() if flags else torch.zeros((), device=device)
         of_all = comm.all_reduce(local.reshape(()), "max", check=False)
-        for x in found.values():
+        for x in flags.values():
             x.fill_(of_all.item())
-        if not found:
-            found[device] = of_all.reshape(1)
+        if not flags:
+            flags[device] = of_all.reshape(1)
 
 
-def _parameters(name: str, given: Any) -> list[Tensor]:
+def _parameters(name: str, parameters: Any) -> list[Tensor]:
     """Return the parameters of a list, or the one that was given instead of a list."""
-    found: list[Any] = [given] if isinstance(given, Tensor) else check_items(name, given, "parameters")
-    for p in found:
+    items: list[Any] = [parameters] if isinstance(parameters, Tensor) else check_items(name, parameters, "parameters")
+    for p in items:
         check_instance(name, p, Tensor, "parameters, or one of them")
         if p.grad is not None and not p.grad.is_sparse and not is_dtensor(p.grad):
             check_dense(f"a gradient of {name}", p.grad)
-    return found
+    return items
 
 
 def _is_partial(x: Any) -> bool:  # a gradient, or None
-    return is_dtensor(x) and any(at.is_partial() for at in x.placements)
+    return is_dtensor(x) and any(placement.is_partial() for placement in x.placements)
 
 
 def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -152,7 +152,7 @@ def _square_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if is_dtensor(grad):
             placements = enumerate(grad.placements)
-            groups = tuple(grad.device_mesh.get_group(axis) for axis, at in placements if not at.is_replicate())
+            groups = tuple(grad.device_mesh.get_group(axis) for axis, kind in placements if not kind.is_replicate())
         of_parts[groups] = of_parts.get(groups, 0) + square
     for groups, square in of_parts.items():
         for group in groups:

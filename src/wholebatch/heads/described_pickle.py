@@ -115,12 +115,12 @@ class _Machine:
         self._stack.pop()
         return value
 
-    def _marked(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         """Remove and return all values since the last mark."""
         if not self._below:
             raise ValueError("its pickle has no mark where one is needed")
-        found, self._stack = self._stack, self._below.pop()
-        return found
+        values, self._stack = self._stack, self._below.pop()
+        return values
 
     def _append(self, values: list[Any]) -> None:
         target = self._top()
@@ -141,17 +141,17 @@ class _Machine:
         self._append([self._pop()])
 
     def appends(self) -> None:
-        self._append(self._marked())
+        self._append(self._pop_to_mark())
 
     def set_item(self) -> None:
         value, key = self._pop(), self._pop()
         self._set([key, value])
 
     def set_items(self) -> None:
-        self._set(self._marked())
+        self._set(self._pop_to_mark())
 
     def tuple_of(self, count: int | None) -> None:
-        values = self._marked() if count is None else [self._pop() for _ in range(count)][::-1]
+        values = self._pop_to_mark() if count is None else [self._pop() for _ in range(count)][::-1]
         self._stack.append(tuple(values))
 
     def build(self) -> None:
@@ -179,22 +179,22 @@ class _Machine:
             case _Name(text=name), (Storage() as storage, offset, tuple(shape), tuple(stride), bool(), dict(), *_) if (
                 name == _TENSOR
             ):
-                self._stack.append(_stored(storage, offset, shape, stride))
+                self._stack.append(_tensor(storage, offset, shape, stride))
             case _Name(text=name), _:
                 raise ValueError(f"its pickle calls {name} with arguments that torch.save does not write")
             case _:
                 raise ValueError("its pickle calls a value that is no function")
 
 
-def _stored(storage: Storage, offset: object, shape: tuple[object, ...], stride: tuple[object, ...]) -> StoredTensor:
+def _tensor(storage: Storage, offset: object, shape: tuple[object, ...], stride: tuple[object, ...]) -> StoredTensor:
     numbers = [offset, *shape, *stride]
     if len(shape) != len(stride) or len(shape) > 16 or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
         raise ValueError("its pickle describes a tensor with an invalid shape")
-    found = StoredTensor(storage, offset, shape, stride)  # type: ignore[arg-type]
-    last = found.offset + sum((n - 1) * step for n, step in zip(found.shape, found.stride, strict=True))
-    if math.prod(found.shape) and last >= storage.count:
+    tensor = StoredTensor(storage, offset, shape, stride)  # type: ignore[arg-type]
+    last = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    if math.prod(tensor.shape) and last >= storage.count:
         raise ValueError("its pickle describes a tensor that reaches beyond its storage")
-    return found
+    return tensor
 
 
 def _name(argument: str) -> _Name:
@@ -205,7 +205,7 @@ def _name(argument: str) -> _Name:
     return _Name(argument)
 
 
-def _same(argument: Any) -> Any:
+def _identity(argument: Any) -> Any:
     return argument
 
 
@@ -216,12 +216,12 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "NONE": lambda _: None,
     "NEWTRUE": lambda _: True,
     "NEWFALSE": lambda _: False,
-    "BINUNICODE": _same,
-    "BININT": _same,
-    "BININT1": _same,
-    "BININT2": _same,
-    "LONG1": _same,
-    "BINFLOAT": _same,
+    "BINUNICODE": _identity,
+    "BININT": _identity,
+    "BININT1": _identity,
+    "BININT2": _identity,
+    "LONG1": _identity,
+    "BINFLOAT": _identity,
     "GLOBAL": _name,
 }
 _OPERATIONS: dict[str, Callable[[_Machine], None]] = {

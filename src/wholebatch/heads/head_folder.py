@@ -82,20 +82,20 @@ def write_rows(
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = f"rank-{rank:05d}-of-{size:05d}.safetensors"
-    found: dict[str, list[tuple[str, int, int]]] = {}
+    entries: dict[str, list[tuple[str, int, int]]] = {}
     tensors: dict[str, Tensor] = {}
     for name, x in rows.items():
         for start in range(0, len(x), _ROWS):
             part = x[start : start + _ROWS]
             key = _key(name, first + start)
             tensors[key] = part
-            found.setdefault(name, []).append((key, first + start, len(part)))
+            entries.setdefault(name, []).append((key, first + start, len(part)))
     tensors |= {name: x for name, x in whole.items() if rank == 0}
     digests = write_tensors(folder / file, tensors, {"format": _FORMAT, "save": save})
     return {
         "slices": {
             name: [asdict(Slice(file, first, rows, digests[key])) for key, first, rows in parts]
-            for name, parts in found.items()
+            for name, parts in entries.items()
         },
         "whole": {name: asdict(Slice(file, 0, 0, digests[name])) for name in whole if rank == 0},
     }
@@ -128,55 +128,55 @@ def read_index(folder: Path) -> Index:
         text = read_bounded(path, _MOST_INDEX_BYTES)
     except OSError as error:
         raise ValueError(f"{folder} holds no checkpoint of a head: {error}") from error
-    what = str(path)
-    value = unsealed(text, what)
-    check_fields(value, what, {"format": str, "save": str, "head": dict, "slices": dict, "whole": dict})
+    source = str(path)
+    value = unsealed(text, source)
+    check_fields(value, source, {"format": str, "save": str, "head": dict, "slices": dict, "whole": dict})
     if value["format"] != _FORMAT or not is_save_id(value["save"]):
         raise ValueError(
-            f"{what} must have format {_FORMAT!r} and the id of a save, got {shown(value['format'])} and "
+            f"{source} must have format {_FORMAT!r} and the id of a save, got {shown(value['format'])} and "
             f"{shown(value['save'])}"
         )
-    facts = check_fields(value["head"], what, _FACTS)
+    facts = check_fields(value["head"], source, _FACTS)
     for name, least in (("num_classes", 1), ("embedding_size", 1), ("sub_centers", 1), ("step", 0)):
         if not least <= facts[name] < 2**63:
-            raise ValueError(f"{what}: {name} must be at least {least} and have 64 bits, got {shown(facts[name])}")
+            raise ValueError(f"{source}: {name} must be at least {least} and have 64 bits, got {shown(facts[name])}")
     if not -(2**63) <= facts["seed"] < 2**63:
-        raise ValueError(f"{what}: seed must be an integer of 64 bits, got {shown(facts['seed'])}")
+        raise ValueError(f"{source}: seed must be an integer of 64 bits, got {shown(facts['seed'])}")
     for name in ("margin", "optimizer"):
-        if not all(isinstance(one, str) for one in facts[name] or ()):
-            raise ValueError(f"{what}: {name} must be a list of names, got {shown(facts[name])}")
-    slices = {name: [_slice(one, what) for one in _parts(name, parts, what)] for name, parts in value["slices"].items()}
+        if not all(isinstance(x, str) for x in facts[name] or ()):
+            raise ValueError(f"{source}: {name} must be a list of names, got {shown(facts[name])}")
+    slices = {name: [_slice(x, source) for x in _parts(name, parts, source)] for name, parts in value["slices"].items()}
     for name, parts in slices.items():
-        _check_cover(name, parts, facts["num_classes"], what)
-    whole = {name: _slice(one, what) for name, one in value["whole"].items()}
+        _check_cover(name, parts, facts["num_classes"], source)
+    whole = {name: _slice(x, source) for name, x in value["whole"].items()}
     for name, part in whole.items():
         if part.first or part.rows:
-            raise ValueError(f"{what}: {shown(name)} has no rows of classes, got {part.rows} from {part.first} on")
+            raise ValueError(f"{source}: {shown(name)} has no rows of classes, got {part.rows} from {part.first} on")
     return Index(folder, value["save"], facts, slices, whole)
 
 
-def _parts(name: str, parts: Any, what: str) -> list[Any]:
+def _parts(name: str, parts: Any, source: str) -> list[Any]:
     if not isinstance(parts, list):
-        raise ValueError(f"{what}: the slices of {shown(name)} must be a list, got {shown(parts)}")
+        raise ValueError(f"{source}: the slices of {shown(name)} must be a list, got {shown(parts)}")
     return parts
 
 
-def _slice(value: Any, what: str) -> Slice:
-    check_fields(value, what, {"file": str, "first": int, "rows": int, "digest": str})
+def _slice(value: Any, source: str) -> Slice:
+    check_fields(value, source, {"file": str, "first": int, "rows": int, "digest": str})
     if not _FILE.fullmatch(value["file"]) or not is_digest(value["digest"]):
-        raise ValueError(f"{what} has a slice in the file {shown(value['file'])}; expected one of the folder's own")
+        raise ValueError(f"{source} has a slice in the file {shown(value['file'])}; expected one of the folder's own")
     return Slice(**value)
 
 
-def _check_cover(name: str, parts: list[Slice], count: int, what: str) -> None:
+def _check_cover(name: str, parts: list[Slice], count: int, source: str) -> None:
     """Raise ValueError unless each class has one row."""
-    at = 0
+    next_row = 0
     for part in parts:
-        if part.first != at or part.rows < 1:
-            raise ValueError(f"{what}: {shown(name)} has rows from {part.first} on, expected them from {at} on")
-        at += part.rows
-    if at != count:
-        raise ValueError(f"{what}: {shown(name)} has {at} rows, expected one for each of {count} classes")
+        if part.first != next_row or part.rows < 1:
+            raise ValueError(f"{source}: {shown(name)} has rows from {part.first} on, expected them from {next_row} on")
+        next_row += part.rows
+    if next_row != count:
+        raise ValueError(f"{source}: {shown(name)} has {next_row} rows, expected one for each of {count} classes")
 
 
 class Slices:
@@ -189,7 +189,7 @@ class Slices:
     def __enter__(self) -> Slices:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._close()
 
     def of(self, name: str) -> list[Slice]:
@@ -230,10 +230,10 @@ class Slices:
         if self._open is None or self._open.path != path:
             self._close()
             self._open = TensorFile(path)
-            found = self._open.metadata
-            if found.get("format") != _FORMAT or found.get("save") != self._index.save:
+            metadata = self._open.metadata
+            if metadata.get("format") != _FORMAT or metadata.get("save") != self._index.save:
                 raise ValueError(
-                    f"{path} belongs to another save, {shown(found.get('save'))}; the index beside it is of save "
+                    f"{path} belongs to another save, {shown(metadata.get('save'))}; the index beside it is of save "
                     f"{self._index.save!r}"
                 )
         return self._open

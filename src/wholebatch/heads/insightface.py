@@ -54,7 +54,7 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             hold more than plain values and tensors, are of another optimizer, or have another number of classes or
             embedding size.
     """
-    comm, found = select_communicator(head.options.group if isinstance(head, PartialFC) else None), dict[str, Tensor]()
+    comm, parts = select_communicator(head.options.group if isinstance(head, PartialFC) else None), dict[str, Tensor]()
     steps: list[float] = []
 
     def state() -> dict[str, Any]:
@@ -71,12 +71,12 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
         checked_path("folder", folder)
         try:
             weight, states = _version_in(Path(folder))
-            found["weight"] = _local_rows(Path(folder), "weight", weight, head)
+            parts["weight"] = _local_rows(Path(folder), "weight", weight, head)
             if kind is not None and kind.names[0] not in states:
-                raise ValueError(f"files like {_name_of(weight)} hold no {kind.what}; leave the optimizer out")
+                raise ValueError(f"files like {_name_of(weight)} hold no {kind.content}; leave the optimizer out")
             if kind is not None:
                 for name in kind.names:
-                    found[name] = _local_rows(Path(folder), f"{name} of {kind.name}", states[name], head)
+                    parts[name] = _local_rows(Path(folder), f"{name} of {kind.name}", states[name], head)
                 if kind.counts:
                     steps.append(_steps_in(Path(folder), states["step"]))
         except OSError as error:
@@ -85,9 +85,9 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
 
     comm.handshake(state, caller="load_insightface")
     with torch.no_grad():
-        head.weight.copy_(found.pop("weight"))
+        head.weight.copy_(parts.pop("weight"))
         if optimizer is not None:
-            for name, rows in found.items():  # state that is there may be that of another rank, with other rows
+            for name, rows in parts.items():  # state that is there may be that of another rank, with other rows
                 optimizer.state[head.weight][name] = rows.to(head.weight.device)
             if steps:
                 _set_steps(optimizer, head.weight, steps[0])
@@ -97,7 +97,7 @@ class _Kind(NamedTuple):
     """A kind of optimizer, by the state that it has of the centers."""
 
     name: str
-    what: str
+    content: str
     """Its state of the centers, in words."""
     names: tuple[str, ...]
     """Its matrices like that of the centers."""
@@ -186,33 +186,33 @@ _VERSIONS: tuple[tuple[_Files, Mapping[str, _Files]], ...] = (
 def _version_in(folder: Path) -> tuple[_Files, Mapping[str, _Files]]:
     """Return the files of the first version that has one in the folder."""
     for weight, states in _VERSIONS:
-        if _by_rank(folder, weight):
+        if _files_by_rank(folder, weight):
             return weight, states
     names = " or ".join(_name_of(weight) for weight, _ in _VERSIONS)
     raise ValueError(f"{folder} holds no file whose name is {names}")
 
 
-def _by_rank(folder: Path, files: _Files) -> dict[int, Path]:
-    return {int(at[1]): file for file in folder.glob("*.pt") if (at := re.fullmatch(files.pattern, file.name))}
+def _files_by_rank(folder: Path, files: _Files) -> dict[int, Path]:
+    return {int(m[1]): file for file in folder.glob("*.pt") if (m := re.fullmatch(files.pattern, file.name))}
 
 
 def _name_of(files: _Files) -> str:
     return files.pattern.replace(_RANK, "0").replace("\\", "")
 
 
-def _local_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tensor:
+def _local_rows(folder: Path, name: str, files: _Files, head: PartialFC) -> Tensor:
     """Return the rows of the local classes."""
-    found = _by_rank(folder, files)
-    missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
+    by_rank = _files_by_rank(folder, files)
+    missing = sorted(set(range(max(by_rank, default=0) + 1)) - by_rank.keys())
     if missing:
         raise ValueError(
-            f"{folder} has files like {_name_of(files)} of ranks {sorted(found)}, those of {missing[:10]} are missing"
+            f"{folder} has files like {_name_of(files)} of ranks {sorted(by_rank)}, those of {missing[:10]} are missing"
         )
     shards, common = dict[Path, StoredTensor](), dict[Path, Any]()
-    for _, file in sorted(found.items()):
+    for _, file in sorted(by_rank.items()):
         with TorchFile(file) as opened:
             _check_name(files, file, opened.name)
-            shards[file] = _matrix(file, what, opened.content, files.take)
+            shards[file] = _matrix(file, name, opened.content, files.take)
             common[file] = _part(file, opened.content, files.common, "epoch and global_step")
     (first, first_steps), *others = common.items()
     for file, steps in others:
@@ -236,16 +236,16 @@ def _local_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tens
 
 def _steps_in(folder: Path, files: _Files) -> float:
     """Return the number of the optimizer's steps, which is the same in all files."""
-    found = dict[Path, float]()
-    for _, file in sorted(_by_rank(folder, files).items()):
+    by_file = dict[Path, float]()
+    for _, file in sorted(_files_by_rank(folder, files).items()):
         with TorchFile(file) as opened:
             content = _part(file, opened.content, files.take, "the number of AdamW's steps")
             if isinstance(content, StoredTensor) and content.shape in ((), (1,)):
                 content = opened.rows(replace(content, shape=(1, 1), stride=(1, 1)), slice(0, 1)).item()
         if type(content) not in (int, float) or not 0 <= content < 2**24:
             raise ValueError(f"{file} must hold the number of the optimizer's steps, got {shown(content)}")
-        found[file] = float(content)
-    (first, steps), *others = found.items()
+        by_file[file] = float(content)
+    (first, steps), *others = by_file.items()
     for file, other in others:
         if other != steps:
             raise ValueError(f"{file} is of step {other:.0f} of the optimizer, {first.name} of {steps:.0f}")
@@ -260,15 +260,15 @@ def _check_name(files: _Files, file: Path, saved_as: str) -> None:
         raise ValueError(f"{file} was saved as {was[0]}: another rank's classes; restore that name")
 
 
-def _part(file: Path, content: Any, take: Callable[[Any], Any], what: str) -> Any:
+def _part(file: Path, content: Any, take: Callable[[Any], Any], name: str) -> Any:
     try:
         return take(content)
     except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{file} must hold {what} where insightface writes it; it is missing there") from error
+        raise ValueError(f"{file} must hold {name} where insightface writes it; it is missing there") from error
 
 
-def _matrix(file: Path, what: str, content: Any, take: Callable[[Any], Any]) -> StoredTensor:
-    found = _part(file, content, take, f"the classifier's {what}")
-    if not isinstance(found, StoredTensor) or len(found.shape) != 2 or not found.storage.dtype.is_floating_point:
-        raise ValueError(f"{file} must hold a matrix of floating-point numbers for the classifier's {what}")
-    return found
+def _matrix(file: Path, name: str, content: Any, take: Callable[[Any], Any]) -> StoredTensor:
+    matrix = _part(file, content, take, f"the classifier's {name}")
+    if not isinstance(matrix, StoredTensor) or len(matrix.shape) != 2 or not matrix.storage.dtype.is_floating_point:
+        raise ValueError(f"{file} must hold a matrix of floating-point numbers for the classifier's {name}")
+    return matrix

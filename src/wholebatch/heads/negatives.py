@@ -124,10 +124,10 @@ def combine_over_ranks(
     of_negatives = [x for x in (statistics.logsumexp, statistics.logits, statistics.count) if x is not None]
     parts = [x[:, None] for x in of_negatives] + [x.to(of_negatives[0]) for x in target_parts.values()]
     num_local, widths = rows.counts[comm.rank], [x.shape[1] for x in parts]
-    found = comm.all_to_all(
+    received = comm.all_to_all(
         torch.cat(parts, dim=1), send_counts=rows.counts, receive_counts=(num_local,) * comm.size, check=False
     )
-    each = found.view(comm.size, num_local, sum(widths)).split(widths, dim=2)
+    each = received.view(comm.size, num_local, sum(widths)).split(widths, dim=2)
     logsumexp, *others = (x[..., 0] for x in each[: len(of_negatives)])
     none = logsumexp.isneginf().all(0)  # without any negatives the gradient must be 0, not 0 / 0
     total = torch.where(none, float("-inf"), torch.where(none, 0.0, logsumexp).logsumexp(0))

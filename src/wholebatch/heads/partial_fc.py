@@ -274,9 +274,9 @@ class PartialFC(nn.Module):
             return Sample(self.weight, bias=self.bias, complete=True)
         seed, step = int(self.seed), int(self.step)
         drawn = drawn_classes(self.sample_rate, self.local_classes, seed=seed, step=step, device=self.weight.device)
-        at = rows_within(labels, self.local_classes)
+        rows = rows_within(labels, self.local_classes)
         positive = torch.zeros_like(drawn)
-        positive[at[at != NOT_HERE]] = True
+        positive[rows[rows != NOT_HERE]] = True
         (index,) = (drawn | positive).nonzero(as_tuple=True)
         log_weights = None
         if self.unbiased:
@@ -369,7 +369,7 @@ class PartialFC(nn.Module):
         Raises:
             ValueError: on every rank, if `root` is not a rank, or `root` or the head's settings differ between ranks.
         """
-        return self._full("full_weight", self.weight, root)
+        return self._gather_rows("full_weight", self.weight, root)
 
     @bind_on_all_ranks
     def full_bias(self, root: int = 0) -> Tensor | None:
@@ -380,10 +380,10 @@ class PartialFC(nn.Module):
         Raises:
             ValueError: as `full_weight`.
         """
-        return self._full("full_bias", self.bias, root)
+        return self._gather_rows("full_bias", self.bias, root)
 
     @torch.no_grad()
-    def _full(self, name: str, local: Tensor | None, root: int) -> Tensor | None:
+    def _gather_rows(self, name: str, local: Tensor | None, root: int) -> Tensor | None:
         comm = select_communicator(self.options.group)
 
         def state() -> dict[str, Any]:

@@ -36,14 +36,14 @@ class Piece:
     """
 
     grad: Tensor
-    at: slice
+    rows: slice
     index: Tensor | None
     buffers: dict[str, Tensor]
 
     def take(self, name: str, x: Tensor) -> Tensor:
         """Return these rows of x, to be changed in place; a copy lies in the buffer `name`."""
         if self.index is None:
-            return x[self.at]
+            return x[self.rows]
         return torch.index_select(x, 0, self.index, out=self.buffer(name, x))
 
     def put(self, x: Tensor, rows: Tensor) -> None:
@@ -84,5 +84,5 @@ class Pieces:
             values, index = ascending._values(), ascending._indices()[0]
         most = max(1, _numbers_at_a_time(values.device) // max(1, prod(values.shape[1:])))
         for start in range(0, len(values), most):
-            at = slice(start, start + most)
-            yield Piece(values[at], at, None if index is None else index[at], self._buffers)
+            rows = slice(start, start + most)
+            yield Piece(values[rows], rows, None if index is None else index[rows], self._buffers)

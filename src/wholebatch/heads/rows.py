@@ -24,13 +24,13 @@ def matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else _Matrix.apply(x)
 
 
-def rows_of_each(index: Tensor, of: int) -> Tensor:
-    """Return the rows of each group of `of` rows, (k,) -> (k of,).
+def rows_of_each(index: Tensor, size: int) -> Tensor:
+    """Return the rows of each group of `size` rows, (k,) -> (k size,).
 
     >>> rows_of_each(torch.tensor([0, 2]), 3)
     tensor([0, 1, 2, 6, 7, 8])
     """
-    return index if of == 1 else (of * index[:, None] + torch.arange(of, device=index.device)).flatten()
+    return index if size == 1 else (size * index[:, None] + torch.arange(size, device=index.device)).flatten()
 
 
 def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:
@@ -65,6 +65,6 @@ class _Matrix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        of = ctx.shape[1]
-        index, values = grad._indices()[0, ::of] // of, grad._values().unflatten(0, (-1, of))
+        size = ctx.shape[1]
+        index, values = grad._indices()[0, ::size] // size, grad._values().unflatten(0, (-1, size))
         return sparse_rows(index, values, ctx.shape)

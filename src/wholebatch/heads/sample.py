@@ -46,8 +46,8 @@ class Sample:
 
     def offsets(self) -> dict[str, Tensor]:
         """Return the numbers added to the logits of negatives, each (K_r,), and the sum of several."""
-        found = {"bias": self.bias, "log_weights": self.log_weights}
-        parts = {name: x.to(accumulation_dtype(x.dtype)) for name, x in found.items() if x is not None}
+        terms = {"bias": self.bias, "log_weights": self.log_weights}
+        parts = {name: x.to(accumulation_dtype(x.dtype)) for name, x in terms.items() if x is not None}
         return parts if len(parts) < 2 else {**parts, _SUM: parts["bias"] + parts["log_weights"]}
 
     @torch.no_grad()
@@ -82,8 +82,8 @@ class Classes:
 
 def sum_of(*parts: Tensor | None) -> Tensor | None:
     """Return the sum of the parts that are not None, or None."""
-    found = [x for x in parts if x is not None]
-    return sum(found[1:], start=found[0]) if found else None
+    terms = [x for x in parts if x is not None]
+    return sum(terms[1:], start=terms[0]) if terms else None
 
 
 def check_offset_values(sample: Sample, largest: Mapping[str, float], *, smoothed: bool) -> float:

@@ -26,7 +26,7 @@ def bernoulli(rate: float, ids: Tensor, *, seed: int, step: int) -> Tensor:
     >>> torch.equal(bernoulli(0.25, ids[7:9], seed=0, step=3), drawn[7:9])
     True
     """
-    return _mixed(ids, key=mix(mix(seed) + step)) < int(rate * 2**_BITS)
+    return _mix(ids, key=mix(mix(seed) + step)) < int(rate * 2**_BITS)
 
 
 def drawn_classes(rate: float, classes: slice, *, seed: int, step: int, device: torch.device) -> Tensor:
@@ -39,21 +39,21 @@ def drawn_classes(rate: float, classes: slice, *, seed: int, step: int, device: 
     return drawn
 
 
-def _mixed(ids: Tensor, *, key: int) -> Tensor:
+def _mix(ids: Tensor, *, key: int) -> Tensor:
     """Return uniform numbers in [0, 2^53), int64."""
-    x = (ids + 1) * _signed(_GOLDEN) + _signed(key)
+    x = (ids + 1) * _to_signed(_GOLDEN) + _to_signed(key)
     for shift, factor in _FACTORS:
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return _shifted(x ^ _shifted(x, 31), 64 - _BITS)
+        x = (x ^ _shift(x, shift)) * _to_signed(factor)
+    return _shift(x ^ _shift(x, 31), 64 - _BITS)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift(x: Tensor, bits: int) -> Tensor:
     """Return x / 2^bits, rounded down, of unsigned numbers that are stored as int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: int) -> int:
-    """Return the function of `_mixed` of one number: 64 bits, unsigned."""
+    """Return the function of `_mix` of one number: 64 bits, unsigned."""
     mask = (1 << 64) - 1
     x = (x + 1) * _GOLDEN & mask
     for shift, factor in _FACTORS:
@@ -61,5 +61,5 @@ def mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def _signed(x: int) -> int:
+def _to_signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x

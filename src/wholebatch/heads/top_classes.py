@@ -80,24 +80,24 @@ def top_classes(
         raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}; pass a smaller k")
     rows = Partition(tuple(facts["rows"] for facts in everyone))
     x = comm.all_gather(embeddings, counts=rows.counts, check=False)
-    found = _of_local_classes(x, k, local, logits)
+    local_best = _best_local_classes(x, k, local, logits)
     num_local = rows.counts[comm.rank]
     values, classes = (
         comm.all_to_all(part, send_counts=rows.counts, receive_counts=(num_local,) * comm.size, check=False)
         .view(comm.size, num_local, k)
         .transpose(0, 1)
         .flatten(1)
-        for part in found
+        for part in local_best
     )
     return _best(values, classes, k)
 
 
-def _of_local_classes(x: Tensor, k: int, local: LocalCenters, logits: Logits) -> TopClasses:
+def _best_local_classes(x: Tensor, k: int, local: LocalCenters, logits: Logits) -> TopClasses:
     """Return the best of the local classes, in tiles of classes and rows; -inf and -1 where there are fewer than k."""
     centers, bias, first = local.centers, local.bias, local.first
     x = x.to(accumulation_dtype(x.dtype))
     x = normalize_rows(x) if logits.unit_embeddings else x
-    values, class_ids = _none(x, k)
+    values, class_ids = _no_classes(x, k)
     for start in range(0, len(centers), _CLASSES):
         some, best_of = flat(centers[start : start + _CLASSES])
         some = normalize_rows(some.to(x.dtype)) if logits.unit_centers else some.to(x.dtype)
@@ -106,14 +106,14 @@ def _of_local_classes(x: Tensor, k: int, local: LocalCenters, logits: Logits) ->
             tile = logits.margin.s * (x[rows] @ some.T).unflatten(1, (-1, best_of)).amax(2)
             if bias is not None:
                 tile += bias[start : start + _CLASSES]
-            best, at = tile.topk(min(k, tile.shape[1]), dim=1)
+            best, columns = tile.topk(min(k, tile.shape[1]), dim=1)
             values[rows], class_ids[rows] = _best(
-                torch.cat([values[rows], best], 1), torch.cat([class_ids[rows], at + (first + start)], 1), k
+                torch.cat([values[rows], best], 1), torch.cat([class_ids[rows], columns + (first + start)], 1), k
             )
     return TopClasses(values, class_ids)
 
 
-def _none(x: Tensor, k: int) -> TopClasses:
+def _no_classes(x: Tensor, k: int) -> TopClasses:
     values = x.new_full((len(x), k), float("-inf"), dtype=accumulation_dtype(x.dtype))
     return TopClasses(values, torch.full((len(x), k), -1, device=x.device))
 

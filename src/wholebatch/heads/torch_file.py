@@ -57,16 +57,16 @@ class TorchFile:
             self._records = self._read_directory()
             pickles = [name for name in self._records if re.fullmatch(r"[^/]*/data\.pkl", name)]
             if len(pickles) != 1:
-                raise self._wrong("it holds no data.pkl; torch.save of torch 1.6 and later writes one")
+                raise self._error("it holds no data.pkl; torch.save of torch 1.6 and later writes one")
             self._folder = pickles[0].removesuffix("data.pkl")
             self.name = self._folder.removesuffix("/")
             order = self._records.get(f"{self._folder}byteorder")
             if order is not None and self._bytes(order, 16) != b"little":
-                raise self._wrong("it is not little-endian")
+                raise self._error("it is not little-endian")
             try:
                 self.content = described(self._bytes(self._records[pickles[0]], _MOST_PICKLE_BYTES))
             except ValueError as error:
-                raise self._wrong(str(error)) from error
+                raise self._error(str(error)) from error
         except BaseException:
             self._file.close()
             raise
@@ -84,12 +84,12 @@ class TorchFile:
             ValueError: if it is no such matrix, or the bytes differ from those written.
         """
         if len(stored.shape) != 2 or stored.stride != (stored.shape[1], 1):
-            raise self._wrong(f"a tensor of shape {stored.shape} and strides {stored.stride} is no row-major matrix")
+            raise self._error(f"a tensor of shape {stored.shape} and strides {stored.stride} is no row-major matrix")
         storage, (count, width) = stored.storage, stored.shape
         name = f"{self._folder}data/{storage.key}"
         record, item = self._records.get(name), storage.dtype.itemsize
         if record is None or record.size != storage.count * item:
-            raise self._wrong(f"{name} is missing, or has not the {storage.count * item} bytes that its pickle says")
+            raise self._error(f"{name} is missing, or has not the {storage.count * item} bytes that its pickle says")
         assert 0 <= rows.start <= rows.stop <= count
         x = torch.empty(rows.stop - rows.start, width, dtype=storage.dtype, device="cpu")
         memory = bytes_of(x)
@@ -97,11 +97,11 @@ class TorchFile:
         crc = self._skip(record.start, first, 0)
         self._file.seek(record.start + first)
         if read_into(self._file, memory) < len(memory):
-            raise self._wrong("it ends early")
+            raise self._error("it ends early")
         crc = zlib.crc32(memory, crc)
         after = first + len(memory)
         if self._skip(record.start + after, record.size - after, crc) != record.crc:
-            raise self._wrong(f"the bytes of {name} are not those written")
+            raise self._error(f"the bytes of {name} are not those written")
         return x
 
     def _skip(self, start: int, count: int, crc: int) -> int:
@@ -111,89 +111,89 @@ class TorchFile:
         while count:
             part = chunk[: min(count, _CHUNK)]
             if read_into(self._file, part) < len(part):
-                raise self._wrong("it ends early")
+                raise self._error("it ends early")
             crc, count = zlib.crc32(part, crc), count - len(part)
         return crc
 
     def _bytes(self, record: _Record, most: int) -> bytes:
         if record.size > most:
-            raise self._wrong(f"a record of {record.size} bytes where at most {most} are expected")
-        found = self._at(record.start, record.size)
-        if zlib.crc32(found) != record.crc:
-            raise self._wrong("the bytes of a record are not those written")
-        return found
+            raise self._error(f"a record of {record.size} bytes where at most {most} are expected")
+        content = self._bytes_at(record.start, record.size)
+        if zlib.crc32(content) != record.crc:
+            raise self._error("the bytes of a record are not those written")
+        return content
 
-    def _at(self, start: int, count: int) -> bytes:
+    def _bytes_at(self, start: int, count: int) -> bytes:
         if not 0 <= start <= start + count <= size_of(self._file):
-            raise self._wrong("it points behind its end")
-        found = bytearray(count)
+            raise self._error("it points behind its end")
+        content = bytearray(count)
         self._file.seek(start)
-        if read_into(self._file, memoryview(found)) < count:
-            raise self._wrong("it ends early")
-        return bytes(found)
+        if read_into(self._file, memoryview(content)) < count:
+            raise self._error("it ends early")
+        return bytes(content)
 
     def _read_directory(self) -> dict[str, _Record]:
         """Return the archive's records by name, from the directory at its end."""
         entries, size, start = self._find_directory()
         if entries > _MOST_RECORDS or size > _MOST_DIRECTORY_BYTES:
-            raise self._wrong(f"its directory says that it has {entries} records in {size} bytes")
-        text, at, found = self._at(start, size), 0, dict[str, _Record]()
+            raise self._error(f"its directory says that it has {entries} records in {size} bytes")
+        text, pos, records = self._bytes_at(start, size), 0, dict[str, _Record]()
         for _ in range(entries):
-            if text[at : at + 4] != b"PK\1\2" or at + 46 > len(text):
-                raise self._wrong("its directory is not one")
+            if text[pos : pos + 4] != b"PK\1\2" or pos + 46 > len(text):
+                raise self._error("its directory is not one")
             flags, method, crc, packed, unpacked, of_name, of_extra, of_comment, offset = struct.unpack(
-                "<8x2H4x3I3H8xI", text[at : at + 46]
+                "<8x2H4x3I3H8xI", text[pos : pos + 46]
             )
-            raw = text[at + 46 : at + 46 + of_name]
-            extra = text[at + 46 + of_name : at + 46 + of_name + of_extra]
-            at += 46 + of_name + of_extra + of_comment
-            unpacked, packed, offset = self._wide(extra, [unpacked, packed, offset])
+            raw = text[pos + 46 : pos + 46 + of_name]
+            extra = text[pos + 46 + of_name : pos + 46 + of_name + of_extra]
+            pos += 46 + of_name + of_extra + of_comment
+            unpacked, packed, offset = self._widen(extra, [unpacked, packed, offset])
             if flags & 1 or method or packed != unpacked:
-                raise self._wrong(f"{shown(raw)} is compressed or encrypted, which torch.save does not")
+                raise self._error(f"{shown(raw)} is compressed or encrypted, which torch.save does not")
             name = raw.decode(errors="replace")
-            if name in found:
-                raise self._wrong(f"it holds {shown(name)} twice")
-            found[name] = _Record(self._data_of(offset, raw, unpacked, start), unpacked, crc)
-        return found
+            if name in records:
+                raise self._error(f"it holds {shown(name)} twice")
+            records[name] = _Record(self._data_of(offset, raw, unpacked, start), unpacked, crc)
+        return records
 
     def _find_directory(self) -> tuple[int, int, int]:
         """Return the number of records, and the directory's size and start."""
         end = size_of(self._file)
-        if end < 22 or self._at(0, 4) != b"PK\3\4":
-            raise self._wrong("it is no zip archive; save it again with torch 1.6 or later")
-        last = self._at(end - 22, 22)
+        if end < 22 or self._bytes_at(0, 4) != b"PK\3\4":
+            raise self._error("it is no zip archive; save it again with torch 1.6 or later")
+        last = self._bytes_at(end - 22, 22)
         if last[:4] != b"PK\5\6":
-            raise self._wrong("its end is not that of a zip archive")
+            raise self._error("its end is not that of a zip archive")
         entries, size, start = struct.unpack("<10xH2I2x", last)
         if entries == 0xFFFF or size == 0xFFFFFFFF or start == 0xFFFFFFFF:
-            locator = self._at(end - 42, 20)
-            wide = self._at(struct.unpack("<8xQ4x", locator)[0], 56)
+            locator = self._bytes_at(end - 42, 20)
+            wide = self._bytes_at(struct.unpack("<8xQ4x", locator)[0], 56)
             if locator[:4] != b"PK\6\7" or wide[:4] != b"PK\6\6":
-                raise self._wrong("its end is not that of a zip archive")
+                raise self._error("its end is not that of a zip archive")
             entries, size, start = struct.unpack("<32x3Q", wide)
         return entries, size, start
 
-    def _wide(self, extra: bytes, values: list[int]) -> list[int]:
+    def _widen(self, extra: bytes, values: list[int]) -> list[int]:
         """Return sizes and offset, with values above 32 bits read from the field for 64-bit values."""
-        at = 0
-        while at + 4 <= len(extra):
-            kind, size = struct.unpack("<2H", extra[at : at + 4])
+        pos = 0
+        while pos + 4 <= len(extra):
+            kind, size = struct.unpack("<2H", extra[pos : pos + 4])
             if kind == 1:
-                given = extra[at + 4 : at + 4 + size]
+                field = extra[pos + 4 : pos + 4 + size]
                 for i, value in enumerate(values):
-                    if value == 0xFFFFFFFF and len(given) >= 8:
-                        values[i], given = int.from_bytes(given[:8], "little"), given[8:]
-            at += 4 + size
+                    if value == 0xFFFFFFFF and len(field) >= 8:
+                        values[i], field = int.from_bytes(field[:8], "little"), field[8:]
+            pos += 4 + size
         return values
 
     def _data_of(self, offset: int, name: bytes, size: int, directory: int) -> int:
         """Return the start of a record's bytes, after a header that repeats its name."""
-        header = self._at(offset, 30)
+        header = self._bytes_at(offset, 30)
         of_name, of_extra = struct.unpack("<26x2H", header)
         start = offset + 30 + of_name + of_extra
-        if header[:4] != b"PK\3\4" or self._at(offset + 30, of_name) != name or start + size > directory:
-            raise self._wrong(f"its directory and the header of {shown(name)} differ")
+        if header[:4] != b"PK\3\4" or self._bytes_at(offset + 30, of_name) != name or start + size > directory:
+            raise self._error(f"its directory and the header of {shown(name)} differ")
         return start
 
-    def _wrong(self, why: str) -> ValueError:
+    def _error(self, why: str) -> ValueError:
         return ValueError(f"{self.path} is damaged, or no file of tensors that torch.save has written: {why}")

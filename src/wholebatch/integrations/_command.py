@@ -49,10 +49,8 @@ def program_of(argv: Sequence[str]) -> Callable[[], None]:
         _check_module(argv[1])
         return lambda: _run_module(argv[1:])
     if not argv or argv[0].startswith("-"):
-        found = argv[0] if argv else "nothing"
-        raise UserError(
-            f"expected -m MODULE or the path of a script, got {found}; options of the program come after it"
-        )
+        got = argv[0] if argv else "nothing"
+        raise UserError(f"expected -m MODULE or the path of a script, got {got}; options of the program come after it")
     if not Path(argv[0]).exists():
         raise UserError(f"there is no script {argv[0]} in {os.getcwd()}; for a module write -m {argv[0]}")
     return lambda: _run_script(argv)
@@ -72,10 +70,10 @@ def _run_script(argv: Sequence[str]) -> None:
 
 def _check_module(name: str) -> None:
     try:
-        found = find_spec(name)
+        spec = find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # a package that the module's parents import
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise UserError(f"there is no module {name}; install it, or add its folder to PYTHONPATH")

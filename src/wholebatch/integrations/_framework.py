@@ -34,7 +34,7 @@ class Framework(NamedTuple):
 
     def load(self, name: str) -> ModuleType:
         """Import one of the framework's modules; raise FrameworkError if it is missing, or the framework too old."""
-        installed = self._installed()
+        installed = self._release()
         if _numbers(installed) < _numbers(self.versions[0]):
             raise FrameworkError(
                 f"{self.module} {installed} is too old; this adapter was tested with {self.tested}: {self.install}"
@@ -52,7 +52,7 @@ class Framework(NamedTuple):
             if hasattr(owner, name):
                 return name
         raise FrameworkError(
-            f"{owner.__name__} of {self.module} {self._installed()} has no {' and no '.join(names)}, where this "
+            f"{owner.__name__} of {self.module} {self._release()} has no {' and no '.join(names)}, where this "
             f"adapter puts its loss; it was tested with {self.tested}: {self.install}"
         )
 
@@ -65,12 +65,12 @@ class Framework(NamedTuple):
                 f"{self.install}"
             ) from error
 
-    def _installed(self) -> str:
-        found = getattr(self._import(self.module), "__version__", None)
-        if found is None:
+    def _release(self) -> str:
+        release = getattr(self._import(self.module), "__version__", None)
+        if release is None:
             with suppress(PackageNotFoundError):
-                found = version(self.module)
-        return found or "of an unknown version"
+                release = version(self.module)
+        return release or "of an unknown version"
 
 
 class Switch:
@@ -118,5 +118,5 @@ def _numbers(version: str) -> tuple[int, ...]:
     >>> _numbers("4.2.0.dev0") > _numbers("3.3")
     True
     """
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else (2**31,)
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else (2**31,)

@@ -34,14 +34,14 @@ def with_options(**others: Any) -> Callable[[_F], _F]:
     {'group': None, 'exchange': 'auto', 'memory': 'flat', 'precision': 'auto'}
     """
     defaults = {**others, **defaults_of(BatchOptions)}
-    return lambda function: _bound_to(naming(inspect.signature(function), defaults), function)
+    return lambda function: _bind(naming(inspect.signature(function), defaults), function)
 
 
-def with_arguments(of: Callable[..., Any], order: str, **added: Any) -> Callable[[_F], _F]:
+def with_arguments(constructor: Callable[..., Any], order: str, **added: Any) -> Callable[[_F], _F]:
     """Decorate a constructor that gets by keyword all arguments of another one, and added ones with these defaults.
 
     Args:
-        of: the other constructor; those of its keywords that are not in the order come last.
+        constructor: the other constructor; those of its keywords that are not in the order come last.
         order: the names, "*" before the first that must be a keyword. Others that may be positional are left out.
         added: defaults.
 
@@ -51,16 +51,16 @@ def with_arguments(of: Callable[..., Any], order: str, **added: Any) -> Callable
     >>> inspect.signature(arguments_of), arguments_of("self", 1, 5)
     (<Signature (self, a, d=4, *, c=3)>, {'a': 1, 'd': 5, 'c': 3})
     """
-    known = {**inspect.signature(of).parameters}
+    known = {**inspect.signature(constructor).parameters}
     known |= {name: Parameter(name, Parameter.KEYWORD_ONLY, default=default) for name, default in added.items()}
     positional, _, keywords = (f"self {order}").partition("*")
     parameters = [known.pop(name).replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in positional.split()]
     parameters += [known.pop(name) for name in keywords.split()]
     parameters += [x for x in known.values() if x.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)]
-    return lambda function: _bound_to(inspect.Signature(parameters), function)
+    return lambda function: _bind(inspect.Signature(parameters), function)
 
 
-def _bound_to(signature: inspect.Signature, function: Any) -> Any:
+def _bind(signature: inspect.Signature, function: Any) -> Any:
     """Return a function with this signature that passes each argument by its name, with defaults."""
     takes_any = any(x.kind is Parameter.VAR_KEYWORD for x in signature.parameters.values())
 
@@ -72,9 +72,9 @@ def _bound_to(signature: inspect.Signature, function: Any) -> Any:
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}; it takes {known}"
             )
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return function(**dict(zip(signature.parameters, given.args, strict=False)), **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function(**dict(zip(signature.parameters, bound.args, strict=False)), **bound.kwargs)
 
     complete.__signature__ = signature  # type: ignore[attr-defined]
     return complete

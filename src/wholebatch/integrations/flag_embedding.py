@@ -113,10 +113,10 @@ def _distillation(scores: Tensor, targets: Tensor) -> Tensor:
 
 def _is_dot_product(model: Any, score: Any) -> bool:
     """Return whether scores and loss are those of FlagEmbedding's own classes."""
-    found, name = (model.compute_score, "compute_score") if score is None else (score, "compute_dense_score")
-    if not hasattr(model, "_compute_similarity") or getattr(found, "__name__", "") != name:
+    scorer, name = (model.compute_score, "compute_score") if score is None else (score, "compute_dense_score")
+    if not hasattr(model, "_compute_similarity") or getattr(scorer, "__name__", "") != name:
         return False
-    methods = (found, model._compute_similarity, model.compute_loss)
+    methods = (scorer, model._compute_similarity, model.compute_loss)
     return all(getattr(x, "__module__", "").startswith("FlagEmbedding.") for x in methods)
 
 

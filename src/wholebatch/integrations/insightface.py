@@ -118,16 +118,16 @@ def _margins(numbers: Mapping[str, Any]) -> tuple[float, float]:
     m1, m2, m3 = (numbers[name] for name in ("m1", "m2", "m3"))
     if m1 == 1.0 and m3 == 0.0:
         return m2, 0.0
-    given = f"CombinedMarginLoss with m1={m1}, m2={m2}, m3={m3}"
+    got = f"CombinedMarginLoss with m1={m1}, m2={m2}, m3={m3}"
     if m3 > 0 and (m1 != 1.0 or m2 != 0.0):
         raise ValueError(
-            f"margin_loss must have m1=1 and m2=0 where m3 > 0, got a {given}: insightface's class ignores m1 and m2 "
+            f"margin_loss must have m1=1 and m2=0 where m3 > 0, got a {got}: insightface's class ignores m1 and m2 "
             f"there; pass CombinedMarginLoss(s, 1.0, 0.0, {m3}) to train as it does, or wholebatch.CombinedMargin(s, "
             "m1, m2, m3) for all three"
         )
     if not m3 > 0:
         raise ValueError(
-            f"margin_loss must have m1=1 and m3=0, or m3 > 0, got a {given}: insightface's class has no logits for it; "
+            f"margin_loss must have m1=1 and m3=0, or m3 > 0, got a {got}: insightface's class has no logits for it; "
             "pass wholebatch.CombinedMargin(s, m1, m2, m3)"
         )
     return 0.0, m3

@@ -192,8 +192,8 @@ class _LossOfFeatures(_LossOfRows):
 
     def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
         """Return the loss of the whole batch."""
-        found: Tensor = self.loss(z_a, z_b)
-        return found
+        loss: Tensor = self.loss(z_a, z_b)
+        return loss
 
 
 class BarlowTwinsLoss(_LossOfFeatures):

@@ -52,8 +52,8 @@ class ShardedHeads:
 
     def _keep_apart(self, module: nn.Module, world_size: int) -> None:
         """Make DDP leave the heads of a module alone; a head that was created with all classes keeps the local ones."""
-        found = all_classes.heads_of(module)
-        for name, head in found.items():
+        heads = all_classes.heads_of(module)
+        for name, head in heads.items():
             size = select_communicator(head.options.group).size
             if size != world_size:
                 raise ValueError(
@@ -61,8 +61,8 @@ class ShardedHeads:
                     f"{size}; leave group out"
                 )
             all_classes.keep_local_classes(head)
-        self._heads = {**self._heads, **found}
-        if found:
+        self._heads = {**self._heads, **heads}
+        if heads:
             setattr(module, _IGNORED, [*{*getattr(module, _IGNORED, ()), *all_classes.names_in(module)}])
 
     def _load_together(self, load: Callable[[], None]) -> None:
@@ -109,11 +109,11 @@ class ShardedHeads:
 
     def _clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
         """Clip by the norm of the whole gradient, and return it; None if no head is among the parameters."""
-        given, sharded = list(parameters), {id(p) for p in self._sharded()}
-        local = [p for p in given if id(p) in sharded]
+        tensors, sharded = list(parameters), {id(p) for p in self._sharded()}
+        local = [p for p in tensors if id(p) in sharded]
         if not local:
             return None
-        return wb.heads.clip_grad_norm_([p for p in given if id(p) not in sharded], local, float(max_norm))
+        return wb.heads.clip_grad_norm_([p for p in tensors if id(p) not in sharded], local, float(max_norm))
 
 
 def _agree_on_steps(scaler: GradScaler | None) -> None:
@@ -134,12 +134,12 @@ def _agree_on_steps(scaler: GradScaler | None) -> None:
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clip each entry of each gradient; torch's function does not take sparse gradients."""
-    given = [p for p in parameters if p.grad is not None]
-    for p in given:
+    tensors = [p for p in parameters if p.grad is not None]
+    for p in tensors:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = coalesced(p.grad)
             p.grad._values().clamp_(-clip_value, clip_value)
-    nn.utils.clip_grad_value_([p for p in given if p.grad is not None and not p.grad.is_sparse], clip_value)
+    nn.utils.clip_grad_value_([p for p in tensors if p.grad is not None and not p.grad.is_sparse], clip_value)
 
 
 @cache

@@ -70,10 +70,10 @@ _VARIABLES = tuple(f"INFONCE_{name.upper()}" for name in _Options._fields)
 
 def _read_options() -> _Options:
     """Read the environment variables, or raise ValueError if one of them has no valid value."""
-    found = _Options(*map(_value, _VARIABLES, _Options._field_defaults.values()))
-    if not found.temperature > 0:
-        raise ValueError(f"INFONCE_TEMPERATURE must be positive, got {found.temperature}; ms-swift's default is 0.1")
-    return found
+    options = _Options(*map(_value, _VARIABLES, _Options._field_defaults.values()))
+    if not options.temperature > 0:
+        raise ValueError(f"INFONCE_TEMPERATURE must be positive, got {options.temperature}; ms-swift's default is 0.1")
+    return options
 
 
 def _value(name: str, default: float | bool | None) -> Any:
@@ -145,15 +145,15 @@ class InfonceLoss:
         """
         del num_items_in_batch, loss_scale, kwargs
         group, sync = self._ranks()
-        found: list[tuple[_Options, _Batch]] = []
+        parsed: list[tuple[_Options, _Batch]] = []
 
         def state() -> dict[str, Any]:
             options = _read_options()
-            found.append((options, _split(outputs, labels, options)))
+            parsed.append((options, _split(outputs, labels, options)))
             return dict(zip(_VARIABLES, options, strict=True))
 
         select_communicator(group).handshake(state, caller="ms_swift.InfonceLoss", must_match=_VARIABLES)
-        ((options, batch),) = found
+        ((options, batch),) = parsed
         if not options.use_batch:
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
         of_queries: tuple[Direction, ...] = ("query_to_query",) if options.include_qq else ()
@@ -207,15 +207,15 @@ def _split(outputs: dict[str, Tensor], labels: Tensor, options: _Options) -> _Ba
         )
     positive = positive.to(sentences.device)
     owners = positive.cumsum(0) - 1  # of positives and negatives
-    at = torch.arange(len(positive), device=sentences.device) + owners + 1  # their rows
-    negatives, owners = at[~positive], owners[~positive]
+    rows = torch.arange(len(positive), device=sentences.device) + owners + 1  # their rows
+    negatives, owners = rows[~positive], owners[~positive]
     if options.hard_negatives is not None:
-        negatives, owners = _as_many(negatives, owners, count, options.hard_negatives)
-    positives = at[positive]
+        negatives, owners = _choose_negatives(negatives, owners, count, options.hard_negatives)
+    positives = rows[positive]
     return _Batch(sentences[positives - 1], sentences[positives], sentences[negatives], owners)
 
 
-def _as_many(negatives: Tensor, owners: Tensor, count: int, wanted: int) -> tuple[Tensor, Tensor]:
+def _choose_negatives(negatives: Tensor, owners: Tensor, count: int, wanted: int) -> tuple[Tensor, Tensor]:
     """Give each query the first negatives, and if they are too few some of them again, drawn at random."""
     chosen = []
     for query in range(count):

@@ -75,8 +75,8 @@ class _LossOfFeatures(nn.Module):
 
     def _check_ranks(self) -> None:
         """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
-        given, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.group)
-        if given not in ((0, 1), (comm.rank, comm.size)):
+        ranks, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.group)
+        if ranks not in ((0, 1), (comm.rank, comm.size)):
             message = (
                 f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {self.rank} "
                 f"and {self.world_size}; leave them out, or call torch.distributed.init_process_group() first"
@@ -313,16 +313,16 @@ def counterpart_of(theirs: Any, args: Any) -> nn.Module:  # their loss, and thei
     """Return the loss of this library with the settings of one of open_clip's, or raise ValueError if it has none."""
     name = type(theirs).__name__
     if theirs is None or name not in _COUNTERPARTS:
-        found = "a loss inside the model" if theirs is None else name
+        got = "a loss inside the model" if theirs is None else name
         raise UserError(
-            f"open_clip's configuration has {found} and none of {', '.join(_COUNTERPARTS)}, so there is no loss to "
+            f"open_clip's configuration has {got} and none of {', '.join(_COUNTERPARTS)}, so there is no loss to "
             "replace; start it with python -m open_clip_train.main"
         )
-    given = {"rank": theirs.rank, "world_size": theirs.world_size}
+    settings = {"rank": theirs.rank, "world_size": theirs.world_size}
     if name == "CoCaLoss":
-        given |= {x: getattr(theirs, x) for x in ("caption_loss_weight", "clip_loss_weight")}
-        given["pad_id"] = theirs.caption_loss.ignore_index
-    ours: nn.Module = _COUNTERPARTS[name](**given)
+        settings |= {x: getattr(theirs, x) for x in ("caption_loss_weight", "clip_loss_weight")}
+        settings["pad_id"] = theirs.caption_loss.ignore_index
+    ours: nn.Module = _COUNTERPARTS[name](**settings)
     unknown = inspect.signature(theirs.forward).parameters.keys() - inspect.signature(ours.forward).parameters.keys()
     if unknown:
         warn(
@@ -465,13 +465,13 @@ class ChunkedModel(nn.Module):
         """Return the model's dictionary for the whole batch, with a graph that encodes it again."""
         names: list[str] = []
 
-        def outputs(found: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            names[:] = found
+        def outputs(output: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            names[:] = output
             # Under FSDP, open_clip's scalars have shape (1,). Shape () marks a number of the whole batch.
-            return tuple(x.reshape(()) if name in _SCALARS else x for name, x in found.items())
+            return tuple(x.reshape(()) if name in _SCALARS else x for name, x in output.items())
 
-        found = wb.gradcache.encode(self.model, (list(positional), keywords), self.chunk_size, get_rep_fn=outputs)
-        return dict(zip(names, found, strict=True))
+        tensors = wb.gradcache.encode(self.model, (list(positional), keywords), self.chunk_size, get_rep_fn=outputs)
+        return dict(zip(names, tensors, strict=True))
 
 
 if __name__ == "__main__":

@@ -90,16 +90,16 @@ class Contrastive(nn.Module):
         query expansion.
         """
         of_documents = [*zip(embeddings[1:], masks[1:], strict=True)]
-        found: Tensor = wb.functional.max_sim_loss(
+        loss: Tensor = wb.functional.max_sim_loss(
             embeddings[0],
             joined([x * mask[..., None] for x, mask in of_documents]),
             logit_scale=1 / self.temperature,
             query_mask=None if every_query_token else masks[0].bool(),
-            document_mask=joined([_with_one_zero(mask) for _, mask in of_documents]),
+            document_mask=joined([_keep_one_zero(mask) for _, mask in of_documents]),
             reduction="mean" if self.size_average else "sum",
             **self.options,
         )
-        return found
+        return loss
 
 
 class CachedContrastive(Contrastive):
@@ -122,15 +122,15 @@ class CachedContrastive(Contrastive):
 
     def embed(self, features: dict[str, Tensor]) -> Tensor:
         """Return the embeddings of a column's tokens, of norm 1, chunk by chunk."""
-        found: Tensor = wb.gradcache.encode(self.model, [features], self.mini_batch_size, get_rep_fn=_embeddings)
-        return found
+        tokens: Tensor = wb.gradcache.encode(self.model, [features], self.mini_batch_size, get_rep_fn=_embeddings)
+        return tokens
 
 
 def _embeddings(outputs: dict[str, Tensor]) -> Tensor:
     return normalize(outputs["token_embeddings"], dim=-1)
 
 
-def _with_one_zero(mask: Tensor) -> Tensor:
+def _keep_one_zero(mask: Tensor) -> Tensor:
     """Return the mask with the first token that is left out, if there is one.
 
     PyLate multiplies scores by masks before it takes the maximum, so a document with padding has tokens with score 0,

@@ -64,7 +64,7 @@ class MinedIndices(tuple[Tensor, ...]):
     """
 
 
-def _checked_indices(indices_tuple: tuple[Tensor, ...] | None, group: Group, caller: str) -> tuple[Tensor, ...] | None:
+def _check_indices(indices_tuple: tuple[Tensor, ...] | None, group: Group, caller: str) -> tuple[Tensor, ...] | None:
     """Return the indices of the whole batch; raise ValueError on every process for those of one process's rows."""
     comm = wb.comm.select_communicator(group)
 
@@ -81,7 +81,7 @@ def _checked_indices(indices_tuple: tuple[Tensor, ...] | None, group: Group, cal
     return indices_tuple
 
 
-def _on_whole_batch(
+def _apply_to_batch(
     loss: Callable[..., Any],  # their losses have no types
     group: Group,
     caller: str,
@@ -93,25 +93,25 @@ def _on_whole_batch(
 
     If "ref_labels" is the object "labels", so it is for the loss.
     """
-    others = {name: x if name == "ref_emb" else _on_device(x, embeddings) for name, x in others.items()}
-    given = {"embeddings": embeddings} | {name: x for name, x in others.items() if x is not None}
-    indices_tuple = _checked_indices(indices_tuple, group, caller)
-    shared = "labels" in given and given.get("ref_labels") is given["labels"]  # to them a row is then its reference
+    others = {name: x if name == "ref_emb" else _move(x, embeddings) for name, x in others.items()}
+    rows = {"embeddings": embeddings} | {name: x for name, x in others.items() if x is not None}
+    indices_tuple = _check_indices(indices_tuple, group, caller)
+    shared = "labels" in rows and rows.get("ref_labels") is rows["labels"]  # to them a row is then its reference
     if shared:
-        del given["ref_labels"]
+        del rows["ref_labels"]
     options = {} if indices_tuple is None else {"indices_tuple": indices_tuple}
 
     def of_all(*full: Tensor) -> Tensor:
-        named = dict(zip(given, full, strict=True))
+        named = dict(zip(rows, full, strict=True))
         if shared:
             named["ref_labels"] = named["labels"]
-        found: Tensor = loss(**named, **options)
-        return found
+        value: Tensor = loss(**named, **options)
+        return value
 
-    return wb.WholeBatch(of_all, group=group)(*given.values())
+    return wb.WholeBatch(of_all, group=group)(*rows.values())
 
 
-def _on_device(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
+def _move(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
     """Return labels on the device of the embeddings, as their losses take them from any device."""
     return labels.to(embeddings.device) if isinstance(labels, Tensor) else labels
 
@@ -164,15 +164,15 @@ class BatchLoss(nn.Module):
     def __init__(self, own: dict[str, Any], settings: Settings) -> None:  # of any type
         super().__init__()
         theirs = Settings.__annotations__.keys() - BatchOptions.__annotations__.keys()
-        given: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
-        if given.pop("collect_stats"):
+        arguments: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
+        if arguments.pop("collect_stats"):
             raise ValueError(
                 "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "
                 f"their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
             )
-        for name, value in (own | given).items():
+        for name, value in (own | arguments).items():
             setattr(self, name, value)
-        self._own, self._given = tuple(own), tuple(given)
+        self._own, self._arguments = tuple(own), tuple(arguments)
         self.options: Any = {name: value for name, value in settings.items() if name not in theirs}
         self.group = self.options["group"]
         self._called = False
@@ -218,22 +218,22 @@ class BatchLoss(nn.Module):
         """Return the loss of the whole batch, whatever the labels look like."""
         if labels is not None and not isinstance(labels, Tensor):
             self._refuse(f"labels must be a tensor of integers, got {type(labels).__name__}; pass torch.tensor(labels)")
-        labels = _on_device(labels, embeddings)
+        labels = _move(labels, embeddings)
         if indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments():
             if labels is not None and self._in_tiles_by_labels(labels):
                 in_tiles = getattr(wb.functional, self._in_tiles)
-                found: Tensor = in_tiles(embeddings, labels, **self.settings, **self.options)
-                return found
+                value: Tensor = in_tiles(embeddings, labels, **self.settings, **self.options)
+                return value
             if labels is None:
                 self._refuse("labels must be given, one integer for each row of embeddings, got None; pass labels=")
         rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels}
-        return _on_whole_batch(self.theirs(), self.group, type(self).__name__, embeddings, indices_tuple, **rows)
+        return _apply_to_batch(self.theirs(), self.group, type(self).__name__, embeddings, indices_tuple, **rows)
 
     def theirs(self) -> nn.Module:
         """Return their loss with the same arguments."""
-        given = {name: value for name in self._given if (value := getattr(self, name)) is not None}
-        found: nn.Module = _their_class("losses", type(self).__name__)(**self.settings, **given)
-        return found
+        arguments = {name: value for name in self._arguments if (value := getattr(self, name)) is not None}
+        loss: nn.Module = _their_class("losses", type(self).__name__)(**self.settings, **arguments)
+        return loss
 
     def _in_tiles_by_arguments(self) -> bool:
         """Return whether the tiles compute the distance and the reduction that were asked for."""
@@ -374,9 +374,9 @@ class DistributedMinerWrapper(nn.Module):
         Shapes: emb (b_r, d), labels (b_r,), ref_emb (n_r, d), ref_labels (n_r,); b_r may differ between processes.
         """
         comm = wb.comm.select_communicator(self.group)
-        given = [emb, _on_device(labels, emb), ref_emb, _on_device(ref_labels, emb)]
-        tensors = [None if x is None else comm.gather(x, check=True) for x in given]
-        if given[3] is given[1]:
+        local = [emb, _move(labels, emb), ref_emb, _move(ref_labels, emb)]
+        tensors = [None if x is None else comm.gather(x, check=True) for x in local]
+        if local[3] is local[1]:
             tensors[3] = tensors[1]  # to their miners a row is then its reference
         mined: list[Tensor] = []
 
@@ -433,13 +433,13 @@ class DistributedLossWrapper(nn.Module):
         loss raises on any process, ValueError is raised on all.
         """
         if isinstance(self.loss, BatchLoss):
-            found: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-            return found
+            value: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+            return value
         if not self._called:
             _warn_of_local_labels(labels, self.group, "DistributedLossWrapper")
             self._called = True
         rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels, "enqueue_mask": enqueue_mask}
-        return _on_whole_batch(self.loss, self.group, "DistributedLossWrapper", embeddings, indices_tuple, **rows)
+        return _apply_to_batch(self.loss, self.group, "DistributedLossWrapper", embeddings, indices_tuple, **rows)
 
 
 class SelfSupervisedLoss(nn.Module):
@@ -483,8 +483,8 @@ class SelfSupervisedLoss(nn.Module):
         if isinstance(self.loss, BatchLoss) and self.symmetric:
             first = sum(counts[: comm.rank])
             numbers = torch.arange(first, first + len(embeddings), device=embeddings.device).repeat(2)
-            found: Tensor = self.loss.of_batch(torch.cat([embeddings, ref_emb]), numbers)
-            return found
+            value: Tensor = self.loss.of_batch(torch.cat([embeddings, ref_emb]), numbers)
+            return value
         loss = self.loss.theirs() if isinstance(self.loss, BatchLoss) else self.loss
         theirs = _their_class("losses", "SelfSupervisedLoss")(loss, self.symmetric)
-        return _on_whole_batch(theirs, self.group, "SelfSupervisedLoss", embeddings, ref_emb=ref_emb)
+        return _apply_to_batch(theirs, self.group, "SelfSupervisedLoss", embeddings, ref_emb=ref_emb)

@@ -88,16 +88,16 @@ def calibrate(
             return TokenShapes(loss, items, embedding_size, 1, dtype, device.type, query_tokens=t, document_tokens=u)
         classes = _CLASSES * rows if loss == PARTIAL_FC else 0
         each = 1 if loss in counts else 2 if loss == PARTIAL_FC else CATALOG[loss].rows_per_example
-        of = counts.get(loss)
-        return Shapes(loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=of)
+        declared = counts.get(loss)
+        return Shapes(loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=declared)
 
     def time_loss(loss: LossName, rows: int, embedding_size: int, kept: int) -> tuple[float, Shapes, Memory]:
         shapes = shapes_of(loss, rows, embedding_size)
         memory: Memory = shapes.memory_for(kept) if kept else "flat"
         return took(make_step(alone, shapes, "gather", memory, device)), shapes, memory
 
-    tiles = {d: _of_tiles(took, replace(smallest, embedding_size=d), device) for d in (_SMALLEST, *_SIZES)}
-    products, again = ({d: of[which] for d, of in tiles.items()} for which in (0, 1))
+    tiles = {d: _rates_of_tiles(took, replace(smallest, embedding_size=d), device) for d in (_SMALLEST, *_SIZES)}
+    products, again = ({d: pair[which] for d, pair in tiles.items()} for which in (0, 1))
     call = took(make_step(alone, smallest, "gather", "flat", device))
     memory = 4 * _FRESH / took(lambda: torch.ones(_FRESH, device=device))
 
@@ -118,7 +118,7 @@ def calibrate(
         share = alone_s / in_sweep
         products[d] *= share
         again[d] *= share
-    wire, message = _of_network(comm, took, device)
+    wire, message = _rates_of_network(comm, took, device)
     x = torch.randn(_SIZES[-1], _SIZES[-1], device=device).to(dtype)
     return Rates(
         f"measured on {comm.size} rank{'s' if comm.size > 1 else ''}, {device}, {dtype}, torch {torch.__version__}",
@@ -136,7 +136,7 @@ def calibrate(
     )
 
 
-def _of_tiles(
+def _rates_of_tiles(
     took: Callable[[Callable[[], object]], float], shapes: Shapes, device: torch.device
 ) -> tuple[float, float]:
     """Return the flops per second of a tile's three products, as a sweep computes them, and of the first of them."""
@@ -160,7 +160,7 @@ def _of_tiles(
     return 3 * often * of_one / took(all_three), often * of_one / took(the_first)
 
 
-def _of_network(
+def _rates_of_network(
     comm: Communicator, took: Callable[[Callable[[], object]], float], device: torch.device
 ) -> tuple[float | None, float]:
     """Return the bytes per second that a rank sends, None on one rank, and the seconds of a small message."""

@@ -72,14 +72,14 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
     """
     kept = work_of(shapes, exchange, memory)
 
-    def setting(of: Shapes) -> Memory:
+    def setting(sizes: Shapes) -> Memory:
         if not kept.kept:
             return memory
-        flat = of.memory_for(0)
-        return flat + int((of.memory_for(kept.kept_size) - flat) * kept.kept / kept.entries)
+        flat = sizes.memory_for(0)
+        return flat + int((sizes.memory_for(kept.kept_size) - flat) * kept.kept / kept.entries)
 
-    def seconds(of: Shapes) -> float:
-        return rates.seconds(of.loss, of.embedding_size, work_of(of, exchange, setting(of)))
+    def seconds(sizes: Shapes) -> float:
+        return rates.seconds(sizes.loss, sizes.embedding_size, work_of(sizes, exchange, setting(sizes)))
 
     while (_STEPS + 3) * seconds(shapes) > within_s and shapes.batch_size >= 2 * shapes.ranks:
         shapes = replace(shapes, batch_size=shapes.batch_size // 2)
@@ -106,9 +106,9 @@ def _backend(device: str) -> str:
 def _device(device: str) -> torch.device:
     if device != "cuda":
         return torch.device("cpu")
-    here = torch.device("cuda", select_communicator(None).rank)
-    torch.cuda.set_device(here)
-    return here
+    gpu = torch.device("cuda", select_communicator(None).rank)
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, device: str) -> Rates:

@@ -128,11 +128,11 @@ def _rates(path: Path) -> Rates:
 
 def _arguments(config: PlanConfig) -> dict[str, Any]:
     """Return the arguments of :func:`wholebatch.plan`, without rates."""
-    found = {name: value for name, value in vars(config).items() if name not in ("measure", "rates", "save", "json")}
+    values = {name: value for name, value in vars(config).items() if name not in ("measure", "rates", "save", "json")}
     for name in ("memory_limit", "bandwidth", "model_bytes", "gradient_bytes"):
-        found[name] = _bytes(name, found[name], positive=name in ("memory_limit", "bandwidth"))
+        values[name] = _bytes(name, values[name], positive=name in ("memory_limit", "bandwidth"))
     encoder_bytes = tuple(_bytes("encoder_bytes", text) for text in config.encoder_bytes)
-    return {**found, "device": config.device.lower(), "encoder_bytes": encoder_bytes}
+    return {**values, "device": config.device.lower(), "encoder_bytes": encoder_bytes}
 
 
 def _bytes(name: str, text: str | None, *, positive: bool = False) -> int | None:
@@ -151,8 +151,8 @@ def number_of_bytes(name: str, text: str) -> int:
     Raises:
         UserError: if the text is none.
     """
-    found = re.fullmatch(r"\s*([0-9]+[.]?[0-9]*(?:e[0-9]+)?)\s*([a-z]*?)b?\s*", text.lower())
-    number = inf if found is None else float(found[1]) * _UNITS.get(found[2], inf)
+    match = re.fullmatch(r"\s*([0-9]+[.]?[0-9]*(?:e[0-9]+)?)\s*([a-z]*?)b?\s*", text.lower())
+    number = inf if match is None else float(match[1]) * _UNITS.get(match[2], inf)
     if not isfinite(number):
         raise UserError(f"{name} must be a number of bytes, such as 80GB, 64MiB or 1e9; got {text!r}")
     return int(number)

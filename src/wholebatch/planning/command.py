@@ -44,23 +44,23 @@ def run(arguments: Mapping[str, Any], rates: Rates | None, *, measure: bool, sav
         if arguments["device"] == "cuda" and gpus < ranks:
             raise UserError(f"--measure needs a GPU for each of {ranks} ranks, and there are {gpus}")
         estimated = replace(given("cpu", torch.float32), device=arguments["device"])
-        rates = _rates_here(plan(**arguments, rates=estimated), arguments["device"], save)
-    found = plan(**arguments, rates=rates)
+        rates = _measure_rates(plan(**arguments, rates=estimated), arguments["device"], save)
+    result = plan(**arguments, rates=rates)
     if measure:
-        measured = _checks(found, arguments)
+        measured = _checks(result, arguments)
     if as_json:
-        of_checks = [{**asdict(one), "shapes": {**asdict(one.shapes), "dtype": found.dtype}} for one in measured]
-        print(json.dumps({**found.to_dict(), **({"measured": of_checks} if measured else {})}, indent=1))
+        of_checks = [{**asdict(x), "shapes": {**asdict(x.shapes), "dtype": result.dtype}} for x in measured]
+        print(json.dumps({**result.to_dict(), **({"measured": of_checks} if measured else {})}, indent=1))
     else:
-        print_plan(found)
+        print_plan(result)
         if measured:
             print_measured(measured)
         elif measure:
             print("no option fits, so none was run")
-    return 0 if found.chosen is not None else 1
+    return 0 if result.chosen is not None else 1
 
 
-def _rates_here(sizes: Plan, device: str, save: Path | None) -> Rates:
+def _measure_rates(sizes: Plan, device: str, save: Path | None) -> Rates:
     try:
         rates = rates_here((sizes.loss,), sizes.ranks, dtype=getattr(torch, sizes.dtype), device=device)
     except RankError as error:
@@ -73,15 +73,15 @@ def _rates_here(sizes: Plan, device: str, save: Path | None) -> Rates:
     return rates
 
 
-def _checks(found: Plan, arguments: Mapping[str, Any]) -> list[Measured]:
+def _checks(result: Plan, arguments: Mapping[str, Any]) -> list[Measured]:
     """Run each option that fits, once."""
-    dtype = accumulation_dtype(getattr(torch, found.dtype))
-    counts = count(found.loss, dtype) if is_declared(found.loss) else None
+    dtype = accumulation_dtype(getattr(torch, result.dtype))
+    counts = count(result.loss, dtype) if is_declared(result.loss) else None
     shapes = shapes_of(Sizes.from_arguments(**arguments), counts)
-    settings = {(option.exchange or "gather", option.memory): None for option in found.options if option.fits}
+    settings = {(option.exchange or "gather", option.memory): None for option in result.options if option.fits}
     try:
         return [
-            check(shapes, exchange, memory, found.rates, within_s=_CHECK_S)  # type: ignore[arg-type]
+            check(shapes, exchange, memory, result.rates, within_s=_CHECK_S)  # type: ignore[arg-type]
             for exchange, memory in settings
         ]
     except RankError as error:

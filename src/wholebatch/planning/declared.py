@@ -101,11 +101,11 @@ def find(loss: DeclaredLoss) -> PairLoss | Make:
         raise UserError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         raise UserError(f"{place} has no {attribute!r}")
-    found = getattr(module, attribute)
-    if not callable(found):
-        raise UserError(f"{loss} must be {_FORM}; got {shown(found)}")
-    found_loss: PairLoss | Make = found
-    return found_loss
+    candidate = getattr(module, attribute)
+    if not callable(candidate):
+        raise UserError(f"{loss} must be {_FORM}; got {shown(candidate)}")
+    loss_or_make: PairLoss | Make = candidate
+    return loss_or_make
 
 
 def _module_in(path: Path) -> Any:  # a module of the user
@@ -124,17 +124,17 @@ def _module_in(path: Path) -> Any:  # a module of the user
     return module
 
 
-def _made(loss: DeclaredLoss, rows: int, embedding_size: int) -> tuple[PairLoss, Mapping[str, Any]]:
+def _make(loss: DeclaredLoss, rows: int, embedding_size: int) -> tuple[PairLoss, Mapping[str, Any]]:
     """Return the loss and the further arguments of a call that the user's function makes."""
-    found = find(loss)
+    factory = find(loss)
     try:
-        made: Any = (found, {}) if isinstance(found, PairLoss) else found(rows, embedding_size)
+        result: Any = (factory, {}) if isinstance(factory, PairLoss) else factory(rows, embedding_size)
     except Exception as error:  # whatever a user's function raises
         raise UserError(f"{name_of(loss)} must be {_FORM}; it raised {type(error).__name__}: {error}") from error
-    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    pair = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     loss_fn, more = pair
     if not isinstance(loss_fn, PairLoss) or not isinstance(more, Mapping):
-        raise UserError(f"{name_of(loss)} must be {_FORM}; it returned {shown(made)}")
+        raise UserError(f"{name_of(loss)} must be {_FORM}; it returned {shown(result)}")
     if "x" in more or more.get("y") is not None:
         raise UserError(f"{name_of(loss)} must return arguments without x and y, which are random; only y=None may be")
     return loss_fn, more
@@ -162,7 +162,7 @@ def call_of(
     Raises:
         UserError: if the user's function does not return a loss and arguments, or features are too narrow.
     """
-    loss_fn, more = _made(loss, rows, embedding_size)
+    loss_fn, more = _make(loss, rows, embedding_size)
     loss_fn = copy.deepcopy(loss_fn)  # gradients and device of the user's stay as they are
     kinds = loss_fn.declaration.kinds
     if embedding_size < len(kinds):
@@ -182,34 +182,34 @@ def call_of(
     arguments = {"x": features()}
     if not loss_fn.declaration.symmetric and "y" not in more:
         arguments["y"] = features()
-    moved = {name: _on(device, of) for name, of in more.items() if name != "y"}
+    moved = {name: _move(device, x) for name, x in more.items() if name != "y"}
     return loss_fn.to(device), {**arguments, **moved}
 
 
-def _on(device: torch.device, of: Any) -> Any:  # a tensor, or a mapping of them, or whatever else a call takes
-    if isinstance(of, Mapping):
-        return {name: _on(device, one) for name, one in of.items()}
-    return of.to(device) if isinstance(of, Tensor | torch.nn.Module) else of
+def _move(device: torch.device, value: Any) -> Any:  # a tensor, or a mapping of them, or whatever else a call takes
+    if isinstance(value, Mapping):
+        return {name: _move(device, x) for name, x in value.items()}
+    return value.to(device) if isinstance(value, Tensor | torch.nn.Module) else value
 
 
 def leaves_of(loss_fn: PairLoss, arguments: Mapping[str, Any]) -> list[Tensor]:
     """Return the leaves of a call that get a gradient: features, data and parameters."""
-    every: list[Any] = [*arguments.values()]
-    for of in arguments.values():
-        every += of.values() if isinstance(of, Mapping) else []
-    every += [p for module in every if isinstance(module, torch.nn.Module) for p in module.parameters()]
-    every += loss_fn.parameters()
-    return [x for x in every if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+    values: list[Any] = [*arguments.values()]
+    for value in arguments.values():
+        values += value.values() if isinstance(value, Mapping) else []
+    values += [p for module in values if isinstance(module, torch.nn.Module) for p in module.parameters()]
+    values += loss_fn.parameters()
+    return [x for x in values if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
 
 
 def with_options(loss_fn: PairLoss, **options: Any) -> PairLoss:
     """Return the same loss, with the same parameters, and other options: group, exchange, memory, ..."""
-    found = copy.copy(loss_fn)
-    found.options = replace(loss_fn.options, **options)
-    return found
+    copied = copy.copy(loss_fn)
+    copied.options = replace(loss_fn.options, **options)
+    return copied
 
 
-def _called(loss: DeclaredLoss, rows: int, embedding_size: int, dtype: torch.dtype) -> tuple[PairLoss, Arguments]:
+def _make_call(loss: DeclaredLoss, rows: int, embedding_size: int, dtype: torch.dtype) -> tuple[PairLoss, Arguments]:
     """Return a loss and the checked arguments of a call of it."""
     loss_fn, arguments = call_of(loss, rows, embedding_size, dtype=dtype)
     try:
@@ -228,15 +228,15 @@ def count(loss: DeclaredLoss, dtype: torch.dtype) -> Counts:
         UserError: if the loss cannot be called with such arguments.
     """
     counted: dict[tuple[int, int], Counted] = {}
-    rows, names = TILES * SIDE, len(_made(loss, TILES * SIDE, _WIDE)[0].declaration.kinds)
+    rows, names = TILES * SIDE, len(_make(loss, TILES * SIDE, _WIDE)[0].declaration.kinds)
     width, wide = _NARROW * names, max(_WIDE, names)
-    loss_fn, call = _called(loss, rows, width, dtype)
+    loss_fn, call = _make_call(loss, rows, width, dtype)
     declaration = loss_fn.declaration
 
     def held(rows: int, embedding_size: int, side: int) -> Counted:
         if (rows, embedding_size) not in counted:
-            of, arguments = _called(loss, rows, embedding_size, dtype)
-            counted[rows, embedding_size] = count_step(of.declaration, arguments, side)
+            fn, arguments = _make_call(loss, rows, embedding_size, dtype)
+            counted[rows, embedding_size] = count_step(fn.declaration, arguments, side)
         return counted[rows, embedding_size]
 
     def narrow(side: int) -> Counted:

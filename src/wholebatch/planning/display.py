@@ -24,23 +24,23 @@ def print_plan(plan: Plan) -> None:
         print_text(line)
 
 
-def print_measured(found: Sequence[Measured]) -> None:
+def print_measured(measured: Sequence[Measured]) -> None:
     """Print predictions, measurements and errors, and mark the fastest option."""
-    fastest = min(found, key=lambda one: one.seconds / one.shapes.batch_size**2)  # a batch may have been halved
+    fastest = min(measured, key=lambda m: m.seconds / m.shapes.batch_size**2)  # a batch may have been halved
     rows = []
-    for one in found:
-        peak = ["-", "-"] if one.bytes is None else [amount(one.bytes), _error(one.predicted_bytes, one.bytes)]
+    for m in measured:
+        peak = ["-", "-"] if m.bytes is None else [amount(m.bytes), _error(m.predicted_bytes, m.bytes)]
         rows.append(
             [
-                str(one.shapes.batch_size),
-                one.exchange if one.shapes.ranks > 1 else "-",
-                str(one.memory),
-                amount(one.predicted_bytes),
+                str(m.shapes.batch_size),
+                m.exchange if m.shapes.ranks > 1 else "-",
+                str(m.memory),
+                amount(m.predicted_bytes),
                 *peak,
-                duration(one.predicted_seconds),
-                duration(one.seconds),
-                _error(one.predicted_seconds, one.seconds),
-                "fastest" if one is fastest and len(found) > 1 else "",
+                duration(m.predicted_seconds),
+                duration(m.seconds),
+                _error(m.predicted_seconds, m.seconds),
+                "fastest" if m is fastest and len(measured) > 1 else "",
             ]
         )
     title = "the loss on this machine; its memory without features and their gradients"

@@ -40,13 +40,13 @@ def given(device: str, dtype: torch.dtype) -> Rates:
     if device == "cpu":
         slower = 2.0 if wide else 1.0
         products = {d: rate / slower for d, rate in _CPU_PRODUCTS.items()}
-        measured = {of: of if of in _CPU_ENTRY else _UNMEASURED[CATALOG[of].kind] for of in LOSSES}
-        entry = {of: {kept: slower * s for kept, s in _CPU_ENTRY[known].items()} for of, known in measured.items()}
+        measured = {loss: loss if loss in _CPU_ENTRY else _UNMEASURED[CATALOG[loss].kind] for loss in LOSSES}
+        entry = {loss: {kept: slower * s for kept, s in _CPU_ENTRY[known].items()} for loss, known in measured.items()}
         source = "given, of two cores of an AMD EPYC for each rank; --measure measures those of this machine"
         return Rates(
             source, products, products, entry, call=2e-3, memory=2e9, wire=1e9, message=1e-3, encoders=products[1024]
         )
-    name = _card_here() if device == "cuda" else device
+    name = _local_card() if device == "cuda" else device
     card = CARDS[name]
     tensor_cores = dtype == torch.float16 or (dtype == torch.bfloat16 and name not in _WITHOUT_BFLOAT16)
     products = {512: _SHARE * (card.half if tensor_cores else card.float64 if wide else card.float32)}
@@ -58,7 +58,7 @@ def given(device: str, dtype: torch.dtype) -> Rates:
         f"given, {_SHARE:.0%} of the data sheet of {card.name}, products in {name_of_products}",
         products,
         products,
-        {loss: {kept: of * seconds_of_byte for kept, of in sizes.items()} for loss, sizes in in_memory.items()},
+        {loss: {kept: size * seconds_of_byte for kept, size in sizes.items()} for loss, sizes in in_memory.items()},
         call=2e-3,
         memory=_SHARE * card.memory,
         wire=_SHARE * card.wire,
@@ -69,11 +69,11 @@ def given(device: str, dtype: torch.dtype) -> Rates:
     )
 
 
-def _card_here() -> str:
+def _local_card() -> str:
     """Return the name of this machine's GPU in `CARDS`."""
     if not torch.cuda.is_available():
         raise UserError(f"there is no GPU here; name one of {', '.join(CARDS)} to plan for it, or --device cpu")
-    found = card_named(torch.cuda.get_device_name())
-    if found is None:
+    name = card_named(torch.cuda.get_device_name())
+    if name is None:
         raise UserError(f"rates of {torch.cuda.get_device_name()!r} are not known: measure them with --measure")
-    return found
+    return name

@@ -97,13 +97,13 @@ class Rates:
             UserError: if the file does not hold it.
         """
         try:
-            found = parse_json(read_bounded(path.resolve(), _MOST_BYTES), "it")
+            values = parse_json(read_bounded(path.resolve(), _MOST_BYTES), "it")
             for name in ("products", "again"):
-                found[name] = {int(d): float(rate) for d, rate in found[name].items()}
-            found["entry"] = {
-                loss: {int(kept): float(of) for kept, of in sizes.items()} for loss, sizes in found["entry"].items()
+                values[name] = {int(d): float(rate) for d, rate in values[name].items()}
+            values["entry"] = {
+                loss: {int(kept): float(x) for kept, x in sizes.items()} for loss, sizes in values["entry"].items()
             }
-            rates = cls(**found)
+            rates = cls(**values)
             rates.check()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
@@ -114,8 +114,8 @@ class Rates:
     def check(self) -> None:
         """Raise ValueError unless all rates are positive numbers and all times nonnegative ones."""
         above = (*self.products.values(), *self.again.values(), self.memory, self.encoders)
-        others = (self.call, self.message, *(of for sizes in self.entry.values() for of in sizes.values()))
-        sound = all(0 < rate < inf for rate in above) and all(0 <= of < inf for of in others)
+        others = (self.call, self.message, *(x for sizes in self.entry.values() for x in sizes.values()))
+        sound = all(0 < rate < inf for rate in above) and all(0 <= x < inf for x in others)
         if not sound or not self.products or not self.again or (self.wire is not None and not 0 < self.wire < inf):
             raise ValueError("rates must be finite and above 0, and seconds finite and at least 0")
         if not self.entry or not all(0 in sizes for sizes in self.entry.values()):
@@ -167,9 +167,9 @@ def at_size(rates: Mapping[int, float], embedding_size: int) -> float:
     (2.0, 4.0)
     """
     known = sorted(rates)
-    at = bisect_left(known, embedding_size)
-    if at in (0, len(known)):
-        return rates[known[min(at, len(known) - 1)]]
-    low, high = known[at - 1], known[at]
+    i = bisect_left(known, embedding_size)
+    if i in (0, len(known)):
+        return rates[known[min(i, len(known) - 1)]]
+    low, high = known[i - 1], known[i]
     part = log(embedding_size / low) / log(high / low)
     return float(rates[low] ** (1 - part) * rates[high] ** part)

@@ -131,29 +131,29 @@ def headline(plan: Plan) -> str:
 
 def table(plan: Plan) -> list[tuple[str, ...]]:
     """Return header and rows as text; a column for encoders only if there is gradient caching."""
-    found = [_COLUMNS, *(_row(plan, number, option) for number, option in enumerate(plan.options, 1))]
+    lines = [_COLUMNS, *(_row(plan, number, option) for number, option in enumerate(plan.options, 1))]
     if any(option.chunk_size is not None for option in plan.options):
-        return found
-    return [line[:_CACHING] + line[_CACHING + 1 :] for line in found]
+        return lines
+    return [line[:_CACHING] + line[_CACHING + 1 :] for line in lines]
 
 
 def remarks(plan: Plan) -> list[str]:
     """Return the calls to paste, and the source of the rates, as lines."""
-    found = []
+    lines = []
     best = max(plan.options, key=lambda option: (option.largest_batch, -option.seconds))
     if plan.chosen is None:
-        found.append(f"Nothing fits: the smallest peak is {amount(min(option.peak for option in plan.options))}.")
+        lines.append(f"Nothing fits: the smallest peak is {amount(min(option.peak for option in plan.options))}.")
     else:
-        found.append(f"chosen: {plan.chosen.call}")
+        lines.append(f"chosen: {plan.chosen.call}")
         if plan.chosen.kept_graphs and not plan.encoders:
-            found.append("  without --encoder-flops, the options that encode least twice count as fastest")
+            lines.append("  without --encoder-flops, the options that encode least twice count as fastest")
     if best.largest_batch:
-        found.append(f"largest batch that fits: {best.largest_batch}, with {best.call_of_largest}")
+        lines.append(f"largest batch that fits: {best.largest_batch}, with {best.call_of_largest}")
     else:
-        found.append("No batch fits: model and optimizer, with two tiles, take more than the limit")
+        lines.append("No batch fits: model and optimizer, with two tiles, take more than the limit")
     included = "loss and encoders" if plan.encoders else "the loss alone"
-    found.append(f"peak, sent and time are of a rank and a step; time is of {included}; rates {plan.rates.source}")
-    return found
+    lines.append(f"peak, sent and time are of a rank and a step; time is of {included}; rates {plan.rates.source}")
+    return lines
 
 
 def _row(plan: Plan, number: int, option: Option) -> tuple[str, ...]:

@@ -161,20 +161,20 @@ class Sizes:
             self._require(sound, "sample_rate", "from 0 to 1", self.sample_rate)
 
     def _check_tokens(self) -> None:
-        given = [name for name in TOKEN_SIZES if getattr(self, name) is not None]
-        if self.loss != MAX_SIM and given:
-            names = ", ".join(map(self.spelled, given))
-            belong, them = ("belong", "them") if given[1:] else ("belongs", "it")
+        sizes = [name for name in TOKEN_SIZES if getattr(self, name) is not None]
+        if self.loss != MAX_SIM and sizes:
+            names = ", ".join(map(self.spelled, sizes))
+            belong, them = ("belong", "them") if sizes[1:] else ("belongs", "it")
             plan = "--loss max_sim" if self.spelled("loss").startswith("--") else "loss='max_sim'"
             raise UserError(f"{names} {belong} to max_sim; {self.loss} has no tokens: leave {them} out, or plan {plan}")
-        missing = [name for name in TOKEN_SIZES[:2] if name not in given]
+        missing = [name for name in TOKEN_SIZES[:2] if name not in sizes]
         if self.loss == MAX_SIM and missing:
             examples = " and ".join(f"{self.spelled(name)}={TOKENS[name]}" for name in missing)
             raise UserError(
                 f"max_sim needs {' and '.join(map(self.spelled, missing))}, the mean number of tokens without padding: "
                 f"as in {examples}"
             )
-        for name in given[: 2 - len(missing)]:
+        for name in sizes[: 2 - len(missing)]:
             value = getattr(self, name)
             sound = _is_number(value) and 1 <= value < _MOST_TOKENS
             self._require(sound, name, f"a mean number of tokens, from 1 to {_MOST_TOKENS - 1}", value)

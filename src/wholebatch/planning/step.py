@@ -87,7 +87,7 @@ def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_gra
     shapes = step.shapes
     rings = shapes.ranks > 1 and not shapes.of_classes and shapes.device == "cpu"
     exchanges: tuple[ExchangeUsed, ...] = USED_EXCHANGES if rings else ("gather",)
-    found = []
+    settings = []
     for chunked in (False, True) if step.activations else (False,):
         for exchange in exchanges:
             for kept_size in (0, *shapes.kept_sizes()):
@@ -95,16 +95,16 @@ def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_gra
                 if chunked:
                     rows = _chunk(step, setting, limit) if chunk_size is None else chunk_size
                     setting = replace(setting, chunk_size=rows, kept_graphs=keep_graphs or 0)
-                found.append(setting)
+                settings.append(setting)
                 if kept_size == min(shapes.kept_sizes(), default=0) and _peak(step, setting) > limit:
-                    found += _partly(step, setting, int(_FILLED * limit))
+                    settings += _keep_partly(step, setting, int(_FILLED * limit))
                 graphs = _graphs_that_fit(step, setting, int(_FILLED * limit)) if keep_graphs is None else 0
                 if graphs:
-                    found.append(replace(setting, kept_graphs=graphs))
-    return found
+                    settings.append(replace(setting, kept_graphs=graphs))
+    return settings
 
 
-def _partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
+def _keep_partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
     """Return the setting that keeps as much of exp(S) as fits, if that is worth a line."""
     flat = replace(setting, kept_size=0)
     room = limit - _peak(step, flat)
@@ -112,8 +112,8 @@ def _partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
     if room < _LEAST_KEPT * whole:
         return []
     tiles = step.shapes.memory_for(0)
-    found = replace(setting, kept_bytes=tiles + room)
-    return [found] if _peak(step, found) <= limit else []
+    kept_part = replace(setting, kept_bytes=tiles + room)
+    return [kept_part] if _peak(step, kept_part) <= limit else []
 
 
 def _chunk(step: Step, setting: Setting, limit: int) -> int:

@@ -45,9 +45,9 @@ def make_step(
         return x.to(device, shapes.dtype).requires_grad_()
 
     if shapes.declared is not None:
-        made, arguments = call_of(shapes.loss, rows, d, dtype=shapes.dtype, device=device, seed=comm.rank)
-        loss_fn: Callable[..., Tensor] = with_options(made, **options, reduction="mean")
-        leaves = leaves_of(made, arguments)
+        declared, arguments = call_of(shapes.loss, rows, d, dtype=shapes.dtype, device=device, seed=comm.rank)
+        loss_fn: Callable[..., Tensor] = with_options(declared, **options, reduction="mean")
+        leaves = leaves_of(declared, arguments)
     elif isinstance(shapes, TokenShapes):
         arguments = {"documents_per_query": shapes.documents_per_query, **options}
         for name, side, items, each in (

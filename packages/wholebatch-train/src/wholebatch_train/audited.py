@@ -73,7 +73,7 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
         batch_size=examples,
         chunk_size=min(config.chunk_size, max(1, examples // size // 2)),
     )
-    found = _gradients(make_task(smaller, data, device, rank=rank, size=size))
+    grads = _gradients(make_task(smaller, data, device, rank=rank, size=size))
     is_sharded = config.fsdp and size > 1
     whole = replace(smaller, chunk_size=0, precision="fp32" if is_sharded else precision)
 
@@ -82,10 +82,10 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
             return Outcome(examples, size, 0.0)
         where = torch.device("cpu") if is_sharded else device
         expected = _gradients(make_task(whole, data, where, rank=0, size=1, dense=True))
-        error = _relative_error(found, expected)
+        error = _relative_error(grads, expected)
         if error < _WRONG:
             return Outcome(examples, size, error)
-        if _distance(found, expected) <= _rounding(whole, data, where):
+        if _distance(grads, expected) <= _rounding(whole, data, where):
             return Outcome(examples, size, error, is_rounding=True)
         raise UserError(
             f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: "
@@ -101,27 +101,27 @@ def _gradients(task: Task) -> dict[str, Tensor]:
     return task.gradients()
 
 
-def _relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return |found - expected| / |expected|, over all parameters; 0 / 0 is 0."""
-    if found.keys() != expected.keys():
-        raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ found.keys()))}")
-    error, norm = _distance(found, expected), _norm(expected)
+def _relative_error(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return |grads - expected| / |expected|, over all parameters; 0 / 0 is 0."""
+    if grads.keys() != expected.keys():
+        raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ grads.keys()))}")
+    error, norm = _distance(grads, expected), _norm(expected)
     return error / norm if norm else math.inf if error else error
 
 
 def _rounding(config: TrainConfig, data: Data, device: torch.device) -> float:
     """Return sqrt(n) E, which the rounding of the dense loss's gradient does not exceed, as `rounding` defines it."""
-    gradients, moved = [], MOVED[config.precision]
+    grads, moved = [], MOVED[config.precision]
     for by in (0.0, moved):
         task = make_task(replace(config, compile=False), data, device, rank=0, size=1, dense=True)
         task.module.register_forward_hook(moved_and_multiplied(by))
-        gradients.append(_gradients(task))
-    return math.sqrt(config.batch_size) * (_distance(*gradients) + moved * _norm(gradients[0]))
+        grads.append(_gradients(task))
+    return math.sqrt(config.batch_size) * (_distance(*grads) + moved * _norm(grads[0]))
 
 
-def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    return _norm({name: one[name].to(x) - x for name, x in other.items()})
+def _distance(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    return _norm({name: grads[name].to(x) - x for name, x in expected.items()})
 
 
-def _norm(gradients: Mapping[str, Tensor]) -> float:
-    return torch.stack([x.double().square().sum().cpu() for x in gradients.values()]).sum().sqrt().item()
+def _norm(grads: Mapping[str, Tensor]) -> float:
+    return torch.stack([x.double().square().sum().cpu() for x in grads.values()]).sum().sqrt().item()

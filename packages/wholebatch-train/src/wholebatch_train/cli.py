@@ -77,26 +77,26 @@ def _check(config: TrainConfig) -> None:
 
 def _config(argv: Sequence[str], prog: str) -> TrainConfig:
     """Return the configuration: the command line, on top of --config, on top of the defaults or of a resumed run."""
-    asked = given = _parse(argv, prog, TrainConfig())
-    file = given.config
+    asked = command_line = _parse(argv, prog, TrainConfig())
+    file = command_line.config
     if file is not None:
         asked = _parse(argv, prog, with_file(TrainConfig(), file))
     if asked.resume is None:
-        return _trusted(given, _parse(argv, prog, with_file(DEFAULTS[asked.task], file)))
-    if given.run_folder is not None:
+        return _check_trust(command_line, _parse(argv, prog, with_file(DEFAULTS[asked.task], file)))
+    if command_line.run_folder is not None:
         raise UserError("--resume writes into the folder of the run; leave --run-folder out")
     saved = dataclasses.replace(read_config(asked.resume), run_folder=None, config=None)
     if launcher_size() is not None:
         saved = dataclasses.replace(saved, ranks=1)  # the launcher decides
     config = _parse(argv, prog, with_file(saved, file))  # a difference was in the file or on the command line
     check_same_run(saved, config)
-    return _trusted(given, dataclasses.replace(config, run_folder=asked.resume))
+    return _check_trust(command_line, dataclasses.replace(config, run_folder=asked.resume))
 
 
-def _trusted(given: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """Return the configuration, unless it names a Python file that the command line alone, `given`, does not."""
-    unasked = [each for each in files_of_encoders(config) if each not in files_of_encoders(given)]
-    if unasked and not given.trust:
+def _check_trust(command_line: TrainConfig, config: TrainConfig) -> TrainConfig:
+    """Return the configuration, unless it names a Python file that the command line alone does not."""
+    unasked = [each for each in files_of_encoders(config) if each not in files_of_encoders(command_line)]
+    if unasked and not command_line.trust:
         raise UserError(
             f"{config.resume or config.config} has {' and '.join(unasked)}, Python code that would be executed; read "
             "it, and pass --trust"

@@ -44,9 +44,9 @@ def naming_file(error: UserError, config: TrainConfig) -> UserError:
     for option_name in re.findall(r"--([a-z][a-z0-9.-]*)", str(error)):
         name = option_name.replace("-", "_")
         part, _, rest = name.rpartition(".")
-        found = values.get(part, {}) if part else values
-        given = isinstance(found, dict) and rest in found
-        if given and value_of(config, name) == value_of(from_file, name):  # else the command line has another value
+        part_values = values.get(part, {}) if part else values
+        in_file = isinstance(part_values, dict) and rest in part_values
+        if in_file and value_of(config, name) == value_of(from_file, name):  # else the command line has another value
             return UserError(f"{config.config}: {error}")
     return error
 
@@ -72,13 +72,13 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def _underscored(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    underscored: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name in found:
+        if name in underscored:
             raise UserError(f"{path} names {name} twice, with dashes and with underscores")
-        found[name] = _underscored(value, path) if isinstance(value, dict) else value
-    return found
+        underscored[name] = _underscored(value, path) if isinstance(value, dict) else value
+    return underscored
 
 
 def _parse_toml(text: str) -> Any:
@@ -109,11 +109,11 @@ def merged(base: Any, values: Mapping[str, Any], path: Path, part: str = "") -> 
                 raise UserError(f"{path}: {part + name} must be a table, [{name}]; got {shown(value)}")
             changed[name] = merged(before, value, path, f"{part}{name}.")
         else:
-            changed[name] = _typed(f"{part}{name}", hints[name], value, path)
+            changed[name] = _convert(f"{part}{name}", hints[name], value, path)
     return dataclasses.replace(base, **changed)
 
 
-def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
+def _convert(name: str, hint: Any, value: Any, path: Path) -> Any:
     """Return the value as an option of this type has it."""
     choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for choice in choices:
@@ -124,8 +124,8 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
         if choice is float and (type(value) is float or (type(value) is int and abs(value) < 2**1023)):
             return float(value)
         if isinstance(choice, type) and type(value) is choice:
-            return _rooted(name, value, path) if isinstance(value, str) else value
-    accepted = [each for choice in choices for each in _accepted(choice)]
+            return _join_folder(name, value, path) if isinstance(value, str) else value
+    accepted = [each for choice in choices for each in _accepted_names(choice)]
     near = get_close_matches(value, accepted, n=1) if isinstance(value, str) else []
     raise UserError(
         f"{path}: {option(name)} must be {' or '.join(accepted)}, got {shown(value)}"
@@ -133,14 +133,14 @@ def _typed(name: str, hint: Any, value: Any, path: Path) -> Any:
     )
 
 
-def _accepted(choice: Any) -> list[str]:
+def _accepted_names(choice: Any) -> list[str]:
     if get_origin(choice) is Literal:
         return [str(each) for each in get_args(choice)]
     words = {int: "an integer", float: "a number", bool: "true or false", Path: "a path in quotes", str: "a text"}
     return [] if choice is type(None) else [words.get(choice, str(choice))]
 
 
-def _rooted(name: str, value: str, path: Path) -> str:
+def _join_folder(name: str, value: str, path: Path) -> str:
     """Return the text of an option; a path in it is relative to the folder of the file."""
     folder = path.absolute().parent
     if name == "data" and value != "glyphs":

@@ -24,26 +24,26 @@ def to_json(config: TrainConfig) -> str:
     return json.dumps(values, indent=2, default=str)
 
 
-def from_values(given: Any, source: Path) -> TrainConfig:
+def from_values(values: Any, source: Path) -> TrainConfig:
     """Read the parsed values that `to_json` wrote; errors name their `source`."""
-    return _checked(lambda: {**given, "trust": False}, source, "the configuration of a run")
+    return _read_config(lambda: {**values, "trust": False}, source, "the configuration of a run")
 
 
 def options_of(source: Path, **values: Any) -> TrainConfig:
     """Return the defaults with some other values of the file `source`; UserError for what is no such option."""
-    return _checked(lambda: {**dataclasses.asdict(TrainConfig()), **values}, source, "an encoder")
+    return _read_config(lambda: {**dataclasses.asdict(TrainConfig()), **values}, source, "an encoder")
 
 
-def _checked(made: Callable[[], dict[str, Any]], source: Path, what: str) -> TrainConfig:
+def _read_config(make_values: Callable[[], dict[str, Any]], source: Path, name: str) -> TrainConfig:
     try:
-        values = made()
+        values = make_values()
         values["data"].encode()  # half of a surrogate pair is no path
         for part, kind in {"": TrainConfig, **PARTS}.items():
-            names, found = sorted(f.name for f in dataclasses.fields(kind)), sorted(values[part] if part else values)
-            if names != found:
-                raise TypeError(f"expected the fields {names}, got {found}")
+            names, present = sorted(f.name for f in dataclasses.fields(kind)), sorted(values[part] if part else values)
+            if names != present:
+                raise TypeError(f"expected the fields {names}, got {present}")
         config: TrainConfig = merged(TrainConfig(), values, source)
         check_options(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{source} is not {what} of this version: {str(error).removeprefix(f'{source}: ')}") from error
+        raise UserError(f"{source} is not {name} of this version: {str(error).removeprefix(f'{source}: ')}") from error
     return config

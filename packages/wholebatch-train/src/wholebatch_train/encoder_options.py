@@ -129,11 +129,11 @@ def check_encoder(kind: Literal["image", "text"], encoder: str, side: SideConfig
     tokens = getattr(side, "max_tokens", None)
     require(tokens is None or 1 <= tokens <= 2**20, f"{kind}.max_tokens", "in [1, 1048576]", tokens)
     for f in dataclasses.fields(side):
-        reason, value = _of_no_effect(f.name, kind, library, side.tune), getattr(side, f.name)
+        reason, value = _reason_without_effect(f.name, kind, library, side.tune), getattr(side, f.name)
         require(not reason or value == f.default, f"{kind}.{f.name}", f"left out {reason}", value)
 
 
-def _of_no_effect(name: str, kind: str, library: str, tune: Tune) -> str:
+def _reason_without_effect(name: str, kind: str, library: str, tune: Tune) -> str:
     """Return why an option has no effect: the end of a message, or ""."""
     libraries = {"pretrained": ("timm", "transformers"), "pooling": ("transformers",), "max_tokens": ("transformers",),
                  "recompute": ("timm", "transformers", "file")}.get(name)  # fmt: skip

@@ -129,7 +129,7 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
     Precision(asked.precision, device)  # refuses what the device does not have
     progress = Progress(is_quiet=not is_first)
     with ExitStack() as held:
-        (config, data, _, folder, *_), path, done, schedule = _together(
+        (config, data, _, folder, *_), path, done, schedule = _agree(
             lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
         )
         held.callback(progress.stop)
@@ -174,7 +174,7 @@ class _Prepared(NamedTuple):
     extensions: tuple[Extension, ...] = ()
 
 
-def _together(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
+def _agree(prepare: Callable[[], _Prepared], config: TrainConfig) -> tuple[_Prepared, Path, int, Schedule]:
     """Return the local result of `prepare`, and rank 0's run folder, steps and schedule, once all have succeeded.
 
     Raises:
@@ -210,11 +210,11 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, progress: Progress
     check_encoders(config, data)
     if isinstance(data, LabeledImages):
         rows: LabeledImages | Pairs = data
-        what = f"{len(data.train) + len(data.validation) + len(data.test)} images of {len(data)} classes"
+        summary = f"{len(data.train) + len(data.validation) + len(data.test)} images of {len(data)} classes"
     else:
         rows = data[0]
-        what = f"{len(rows.order)} pairs in {len(rows)} groups"
-    prepared = _Prepared(config, data, DataFacts(config.data, what, rows.digest))
+        summary = f"{len(rows.order)} pairs in {len(rows)} groups"
+    prepared = _Prepared(config, data, DataFacts(config.data, summary, rows.digest))
     if not is_first:
         return prepared
     if folder is not None:

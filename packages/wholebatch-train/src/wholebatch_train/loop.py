@@ -63,7 +63,7 @@ def train(
     wait = WaitForFirstRank()
 
     def save(state: PassState, step: int) -> None:
-        with _naming_the_last_checkpoint(saved_at, requests):
+        with _name_last_checkpoint(saved_at, requests):
             metrics = None if folder is None else folder.digest_of_metrics(step)
             task.save(path, state, step=step, seconds=seconds, metrics=metrics)
             for tracker in trackers:
@@ -118,7 +118,7 @@ def train(
                 metrics["validation"] = task.validate()
                 wait()
             if folder is not None:
-                with _naming_the_last_checkpoint(saved_at, requests):
+                with _name_last_checkpoint(saved_at, requests):
                     folder.append(metrics)
                     for tracker in trackers:
                         tracker.log(done, figures_of_step(metrics))
@@ -128,7 +128,7 @@ def train(
                 if from_first_rank(is_better, device):
                     weights = task.weights()
                     if folder is not None:
-                        with _naming_the_last_checkpoint(saved_at, requests):
+                        with _name_last_checkpoint(saved_at, requests):
                             folder.keep_best(task, weights, done)
                     wait()
                 is_over = from_first_rank(best.is_over, device)
@@ -223,7 +223,7 @@ def _close(trackers: Sequence[Tracker]) -> None:
 
 
 @contextmanager
-def _naming_the_last_checkpoint(step: int, requests: Requests) -> Iterator[None]:
+def _name_last_checkpoint(step: int, requests: Requests) -> Iterator[None]:
     """Add to an error of writing, such as that of a full disk, from where the run can be resumed."""
     try:
         yield

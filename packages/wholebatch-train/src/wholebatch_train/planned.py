@@ -33,7 +33,7 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
     if classes is not None and config.image_encoder != "small":
         return "plan: none, because the width of an encoder of a library is known once it is made"
     labeled = classes is None and CATALOG[config.loss].kind == "labeled"
-    found = wb.plan(
+    plan = wb.plan(
         # the examples of a loss with labels are the features of both towers
         batch_size=config.batch_size * (2 if labeled else 1),
         embedding_size=config.model.embedding_size,
@@ -44,9 +44,9 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
         classes=None if classes is None else classes * config.head.sub_centers,
         sample_rate=None if classes is None else config.head.sample_rate,
     )
-    option = next(option for option in found.options if option.auto)
+    option = next(option for option in plan.options if option.auto)
     if config.label_smoothing:  # with which nothing is kept
-        option = next(o for o in found.options if o.exchange == option.exchange and o.memory == "flat")
+        option = next(o for o in plan.options if o.exchange == option.exchange and o.memory == "flat")
     name = config.loss if classes is None else f"{classes} classes"
     on = f"on {size} process{'es' if size > 1 else ''}"
     sent = f", exchange {option.exchange}, {amount(option.wire)} sent by each" if option.exchange else ""

@@ -84,7 +84,7 @@ class Progress:
         if step == self._first:
             self._first_ended = self._clock()
             self.say(f"the first step took {self._first_ended - self._began:.1f} s, {loss}")
-        figures, left = f"{loss}, {_figures(metrics)}", self._left(step)
+        figures, left = f"{loss}, {_figures(metrics)}", self._time_left(step)
         if self._bar is not None:
             self._validation = validation or self._validation  # the bar keeps the last one in sight
             self._bar.figures = figures + self._validation
@@ -92,7 +92,7 @@ class Progress:
         elif step in (self._last, self._first + _EARLY) or step % _LINE_EVERY == 0 or validation:
             self.say(f"step {step:4d}/{self._last}  {figures}{left and f', {left}'}{validation}")
 
-    def _left(self, step: int) -> str:
+    def _time_left(self, step: int) -> str:
         """Return the time left, if the rest of the steps is as fast as those of this start; "" after the last.
 
         The first step, which is mostly slower, counts as long as it is the only one.
@@ -126,11 +126,11 @@ def _figures(metrics: dict[str, Any]) -> str:
     >>> _figures({"grad_norm": 0.5, "logit_scale": 14.3, "examples_per_second": 3810.2, "seconds": 75})
     'grad norm 0.5, logit scale 14.3, 3,810 examples/s, 75 s'
     """
-    found = [f"grad norm {metrics['grad_norm']:.3g}"]
+    figures = [f"grad norm {metrics['grad_norm']:.3g}"]
     if "logit_scale" in metrics:
-        found.append(f"logit scale {metrics['logit_scale']:.3g}")
-    found.append(f"{metrics['examples_per_second']:,.0f} examples/s")
+        figures.append(f"logit scale {metrics['logit_scale']:.3g}")
+    figures.append(f"{metrics['examples_per_second']:,.0f} examples/s")
     for key, where in (("peak_cuda_bytes", " on the GPU"), ("peak_rss_bytes", "")):
         if key in metrics:
-            found.append(f"{amount(metrics[key])}{where}")
-    return ", ".join([*found, duration(metrics["seconds"])])
+            figures.append(f"{amount(metrics[key])}{where}")
+    return ", ".join([*figures, duration(metrics["seconds"])])

@@ -34,16 +34,16 @@ def moved_and_multiplied(by: float) -> Callable[[nn.Module, Any, Any], Any]:
     It moves the features by so much, e, and multiplies their gradients by random numbers: g_i becomes s_i g_i.
     """
 
-    def moved(found: Any) -> Any:
-        if isinstance(found, tuple):
-            return tuple(_moved(x, by, at) if isinstance(x, Tensor) and x.dim() else x for at, x in enumerate(found))
-        return _moved(found, by, 0)
+    def move(output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(_move(x, by, i) if isinstance(x, Tensor) and x.dim() else x for i, x in enumerate(output))
+        return _move(output, by, 0)
 
-    return lambda _module, _inputs, found: moved(found)
+    return lambda _module, _inputs, output: move(output)
 
 
-def _moved(features: Tensor, by: float, at: int) -> Tensor:
-    generator = seeded("rounding", at)
+def _move(features: Tensor, by: float, index: int) -> Tensor:
+    generator = seeded("rounding", index)
     directions = F.normalize(torch.randn(features.shape, generator=generator), dim=-1).to(features)
     factors = torch.randn(len(features), 1, generator=generator).to(features)
     constant = features.detach()

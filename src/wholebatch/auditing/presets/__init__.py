@@ -49,14 +49,14 @@ def settings(name: str) -> Mapping[str, Callable[[], Problem]]:
         UserError: if there is no such preset, or its packages are not installed.
     """
     check_installed(name)
-    found: Mapping[str, Callable[[], Problem]] = importlib.import_module(module_name(name)).SETTINGS
-    return found
+    factories: Mapping[str, Callable[[], Problem]] = importlib.import_module(module_name(name)).SETTINGS
+    return factories
 
 
 def versions(name: str) -> dict[str, str]:
     """Return the versions of a preset's installed packages."""
-    found = {package: version(package) for package in PACKAGES[name]}
-    return {package: of for package, of in found.items() if of is not None}
+    versions = {package: version(package) for package in PACKAGES[name]}
+    return {package: v for package, v in versions.items() if v is not None}
 
 
 def installed() -> list[str]:

@@ -53,8 +53,8 @@ class _Loss(nn.Module):
         if doc_embeddings.requires_grad:
             doc_embeddings = doc_embeddings.clone()
             doc_embeddings.register_hook(torch.Tensor.contiguous)
-        found: Tensor = self.loss(query_embeddings, doc_embeddings, **more)
-        return found
+        value: Tensor = self.loss(query_embeddings, doc_embeddings, **more)
+        return value
 
 
 def _problem(
@@ -68,7 +68,7 @@ def _problem(
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}  # as launched
 
-    model, made = _Encoder(), loss() if as_it_is else _Loss(loss())
+    model, loss_fn = _Encoder(), loss() if as_it_is else _Loss(loss())
     args = TrainingArguments(
         tempfile.gettempdir(),
         use_cpu=True,
@@ -77,7 +77,7 @@ def _problem(
         gradient_accumulation_steps=steps,
     )
     trainer = ContrastiveTrainer(  # here, and not in the step, since a Trainer sets the seed
-        made, True, symmetric, model=model, args=args, train_dataset=None, eval_dataset=None
+        loss_fn, True, symmetric, model=model, args=args, train_dataset=None, eval_dataset=None
     )
     trainer.current_gradient_accumulation_steps = steps
 
@@ -104,9 +104,9 @@ def _chunks(batch: Mapping[str, Tensor], steps: int) -> list[tuple[Tensor, ...]]
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the batch with the names of their collator."""
-    found = {f"{prefix}_input_ids": batch[name] for name, prefix in _PREFIXES.items() if name in batch}
+    ids = {f"{prefix}_input_ids": batch[name] for name, prefix in _PREFIXES.items() if name in batch}
     masks = {f"{prefix}_attention_mask": batch[f"{name}_mask"] for name, prefix in _PREFIXES.items() if name in batch}
-    return found | masks
+    return ids | masks
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {

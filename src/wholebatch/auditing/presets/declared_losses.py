@@ -20,13 +20,13 @@ OWN = 2  # own candidates of each row
 
 
 def _others(x: Any, y: Any) -> Tensor:
-    found: Tensor = x.index != y.index
-    return found
+    differs: Tensor = x.index != y.index
+    return differs
 
 
 def _same(x: Any, y: Any) -> Tensor:
-    found: Tensor = (x.label == y.label) & _others(x, y)
-    return found
+    is_same: Tensor = (x.label == y.label) & _others(x, y)
+    return is_same
 
 
 def two_towers(loss_fn: wb.PairLoss, **options: Any) -> Problem:
@@ -101,5 +101,5 @@ def tempered(**options: Any) -> Problem:
 
 
 def _tempered(s: Tensor, x: Any, y: Any, p: Any) -> Tensor:
-    found: Tensor = s / x.temperature
-    return found
+    scaled: Tensor = s / x.temperature
+    return scaled

@@ -44,8 +44,8 @@ class OneTower(nn.Module):
 
     def forward(self, *views: Tensor) -> tuple[Tensor, ...]:
         """Encode views of (b, IN) in one pass: (b, OUT) each."""
-        found: tuple[Tensor, ...] = self.encoder(torch.cat(views)).chunk(len(views))
-        return found
+        parts: tuple[Tensor, ...] = self.encoder(torch.cat(views)).chunk(len(views))
+        return parts
 
 
 def tokens(**longest: int) -> dict[str, Tensor]:
@@ -53,13 +53,13 @@ def tokens(**longest: int) -> dict[str, Tensor]:
 
     Each column's first rows are the longest, and the others have two tokens or more.
     """
-    found = {}
+    columns = {}
     for name, length in longest.items():
         lengths = torch.randint(2, length + 1, (ROWS,)).sort(descending=True).values
         lengths[::4] = length  # so all parts of the batch have padding of the same width
-        found[name] = torch.randn(ROWS, length, IN)
-        found[f"{name}_mask"] = torch.arange(length) < lengths[:, None]
-    return found
+        columns[name] = torch.randn(ROWS, length, IN)
+        columns[f"{name}_mask"] = torch.arange(length) < lengths[:, None]
+    return columns
 
 
 def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, engine: Engine = "ddp", **options: Any) -> Problem:

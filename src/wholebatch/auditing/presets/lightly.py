@@ -19,8 +19,8 @@ import lightly.loss  # noqa: E402
 
 
 def _views(loss: str, module: ModuleType = lightly.loss, **options: Any) -> Problem:
-    made: Callable[..., Tensor] = getattr(module, loss)(**options)
-    return two_views(made, uneven=module is ours, empty=module is ours)
+    loss_fn: Callable[..., Tensor] = getattr(module, loss)(**options)
+    return two_views(loss_fn, uneven=module is ours, empty=module is ours)
 
 
 _LOSSES = ("NTXentLoss", "DCLLoss", "DCLWLoss", "BarlowTwinsLoss", "VICRegLoss")

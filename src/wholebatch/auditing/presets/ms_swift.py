@@ -37,8 +37,8 @@ def _problem(loss: Callable[[Any, Any], Any], **variables: str) -> Problem:
         try:
             sentences = normalize(model(batch["groups"]), dim=-1).flatten(0, 1)
             labels = torch.tensor([1.0, 0.0, 0.0]).repeat(len(batch["groups"]))
-            found: Tensor = loss_fn({"last_hidden_state": sentences}, labels)
-            return found
+            value: Tensor = loss_fn({"last_hidden_state": sentences}, labels)
+            return value
         finally:
             for name in variables:
                 del os.environ[name]

@@ -51,9 +51,9 @@ def _train_step(loss: nn.Module, steps: int, model: nn.Module, batch: Mapping[st
     values: list[float] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        found = loss(*args, **kwargs)
-        values.append(sum(x.item() for x in found.values()))
-        return found
+        terms = loss(*args, **kwargs)
+        values.append(sum(x.item() for x in terms.values()))
+        return terms
 
     args = SimpleNamespace(
         device="cpu",

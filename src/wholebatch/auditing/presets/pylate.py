@@ -50,7 +50,7 @@ def _features(batch: Mapping[str, Tensor], names: tuple[str, ...]) -> list[dict[
     ]
 
 
-def _encoded(model: nn.Module, batch: Mapping[str, Tensor], name: str) -> Tensor:
+def _encode(model: nn.Module, batch: Mapping[str, Tensor], name: str) -> Tensor:
     """Return embeddings of norm 1, and zeros in the padding, which PyLate gives the score 0."""
     (features,) = _features(batch, (name,))
     return normalize(model(features)["token_embeddings"], dim=-1) * batch[f"{name}_mask"][..., None]
@@ -58,12 +58,12 @@ def _encoded(model: nn.Module, batch: Mapping[str, Tensor], name: str) -> Tensor
 
 def _contrastive(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        made = getattr(module, loss)(model, **options)
-        found: Tensor = made(_features(batch, _NAMES))
-        return found
+        loss_fn = getattr(module, loss)(model, **options)
+        value: Tensor = loss_fn(_features(batch, _NAMES))
+        return value
 
     def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        queries, *documents = [_encoded(model, batch, name) for name in _NAMES]
+        queries, *documents = [_encode(model, batch, name) for name in _NAMES]
         return wb.reference.max_sim_loss(
             queries,
             torch.stack(documents, 1).flatten(0, 1),
@@ -86,8 +86,8 @@ def _distillation() -> Problem:
         (queries,) = _features(batch, ("query",))
         columns = _features(batch, names)
         documents = {name: torch.stack([x[name] for x in columns], 1).flatten(0, 1) for name in columns[0]}
-        found: Tensor = losses.Distillation(model)([queries, documents], batch["teacher"])
-        return found
+        value: Tensor = losses.Distillation(model)([queries, documents], batch["teacher"])
+        return value
 
     return Problem(_Encoder(), batch, of_rank, engine="ddp")
 

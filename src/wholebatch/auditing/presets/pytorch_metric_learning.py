@@ -17,7 +17,7 @@ def _alone(loss: str) -> Problem:
     return labeled(getattr(losses, loss)())
 
 
-def _wrapped(loss: str, *, efficient: bool) -> Problem:
+def _wrap(loss: str, *, efficient: bool) -> Problem:
     return labeled(DistributedLossWrapper(getattr(losses, loss)(), efficient=efficient))
 
 
@@ -37,7 +37,7 @@ _LOSSES = ("NTXentLoss", "SupConLoss", "MultiSimilarityLoss")
 SETTINGS: dict[str, Callable[[], Problem]] = {
     **{f"{loss} alone": partial(_alone, loss) for loss in _LOSSES},
     **{
-        f"DistributedLossWrapper({loss}, efficient={efficient})": partial(_wrapped, loss, efficient=efficient)
+        f"DistributedLossWrapper({loss}, efficient={efficient})": partial(_wrap, loss, efficient=efficient)
         for loss in (*_LOSSES, "TripletMarginLoss")
         for efficient in (False, True)
     },

@@ -30,8 +30,8 @@ class _Encoder(nn.Module):
         super().__init__()
         self.encoder = mlp()
 
-    def __getitem__(self, at: int) -> nn.Module:
-        return self.encoder[at]  # a loss checks whether the first module takes parts of a batch
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.encoder[index]  # a loss checks whether the first module takes parts of a batch
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         """Encode {"input_ids": (b, IN)} -> {"sentence_embedding": (b, OUT), ...}."""
@@ -41,10 +41,10 @@ class _Encoder(nn.Module):
 def _ranking(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         columns = [{"input_ids": batch[name]} for name in ("anchor", "positive", "negative")]
-        made = getattr(module, loss)(getattr(model, "module", model), **options)
-        made.model = model  # the trainer sets the wrapped model in the same way
-        found: Tensor = made(columns, None)
-        return found
+        loss_fn = getattr(module, loss)(getattr(model, "module", model), **options)
+        loss_fn.model = model  # the trainer sets the wrapped model in the same way
+        value: Tensor = loss_fn(columns, None)
+        return value
 
     batch = {name: torch.randn(ROWS, IN) for name in ("anchor", "positive", "negative")}
     return Problem(_Encoder(), batch, of_rank, engine="ddp")
@@ -65,19 +65,19 @@ def _scores(queries: Tensor, documents: Tensor, queries_mask: Tensor, documents_
     return torch.stack(scores, 2).flatten(1)
 
 
-def _of_tokens(loss: str, module: ModuleType = losses_of_tokens, **options: Any) -> Problem:
+def _token_ranking(loss: str, module: ModuleType = losses_of_tokens, **options: Any) -> Problem:
     names = ("anchor", "positive", "negative")
 
     def features(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         return [{"input_ids": batch[name], "attention_mask": batch[f"{name}_mask"]} for name in names]
 
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        made = getattr(module, loss)(getattr(model, "module", model), **options)
+        loss_fn = getattr(module, loss)(getattr(model, "module", model), **options)
         if module is losses_of_tokens:
-            made.similarity_fct = _scores
-        made.model = model  # the trainer sets the wrapped model in the same way
-        found: Tensor = made(features(batch), None)
-        return found
+            loss_fn.similarity_fct = _scores
+        loss_fn.model = model  # the trainer sets the wrapped model in the same way
+        value: Tensor = loss_fn(features(batch), None)
+        return value
 
     def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         queries, *documents = [model(x)["token_embeddings"] for x in features(batch)]
@@ -104,14 +104,14 @@ SETTINGS: dict[str, Callable[[], Problem]] = {
     "the same, both directions": partial(_ranking, _PLAIN, gather_across_devices=True, directions=_BOTH),
     f"{_CACHED}, default": partial(_ranking, _CACHED, mini_batch_size=2),
     f"{_CACHED}, gather_across_devices=True": partial(_ranking, _CACHED, mini_batch_size=2, gather_across_devices=True),
-    f"{_TOKENS}, default": partial(_of_tokens, _TOKENS),
-    f"{_TOKENS}, gather_across_devices=True": partial(_of_tokens, _TOKENS, gather_across_devices=True),
-    f"{_CACHED_TOKENS}, default": partial(_of_tokens, _CACHED_TOKENS, mini_batch_size=2),
+    f"{_TOKENS}, default": partial(_token_ranking, _TOKENS),
+    f"{_TOKENS}, gather_across_devices=True": partial(_token_ranking, _TOKENS, gather_across_devices=True),
+    f"{_CACHED_TOKENS}, default": partial(_token_ranking, _CACHED_TOKENS, mini_batch_size=2),
     f"{_CACHED_TOKENS}, gather_across_devices=True": partial(
-        _of_tokens, _CACHED_TOKENS, mini_batch_size=2, gather_across_devices=True
+        _token_ranking, _CACHED_TOKENS, mini_batch_size=2, gather_across_devices=True
     ),
     f"{_PLAIN} of wholebatch.integrations": partial(_ranking, _PLAIN, ours),
     f"{_CACHED} of wholebatch.integrations": partial(_ranking, _CACHED, ours, mini_batch_size=2),
-    f"{_TOKENS} of wholebatch.integrations": partial(_of_tokens, _TOKENS, ours),
-    f"{_CACHED_TOKENS} of wholebatch.integrations": partial(_of_tokens, _CACHED_TOKENS, ours, mini_batch_size=2),
+    f"{_TOKENS} of wholebatch.integrations": partial(_token_ranking, _TOKENS, ours),
+    f"{_CACHED_TOKENS} of wholebatch.integrations": partial(_token_ranking, _CACHED_TOKENS, ours, mini_batch_size=2),
 }

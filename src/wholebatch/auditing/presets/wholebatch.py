@@ -28,8 +28,8 @@ def _loss(entry: Declaration, **settings: Any) -> Problem:
         return two_views(loss, **_ANY)
 
     def of_towers(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        found: Tensor = loss(x, y, logit_scale=scale, **({"logit_bias": bias[0]} if bias else {}))
-        return found
+        value: Tensor = loss(x, y, logit_scale=scale, **({"logit_bias": bias[0]} if bias else {}))
+        return value
 
     return two_towers(of_towers, bias=entry.needs_bias, **_ANY)
 
@@ -54,8 +54,8 @@ def _cached(*, dropout: bool) -> Problem:
     def step(model: TwoTowers, batch: Mapping[str, Tensor]) -> Tensor:
         def loss(x: Tensor, y: Tensor) -> Tensor:
             x, y = (normalize(z, dim=1) for z in (x, y))
-            found: Tensor = wb.functional.clip_loss(x, y, model.logit_scale.exp())
-            return found
+            value: Tensor = wb.functional.clip_loss(x, y, model.logit_scale.exp())
+            return value
 
         return wb.GradCache([model.image, model.text], 2, loss)(batch["images"], batch["texts"])
 

@@ -56,20 +56,20 @@ def check_not_passed_by(
         outside -= {id(p) for inner in sharding for p in whole_parameters_of_fsdp(inner)}
     if not outside:
         return
-    found = live()
-    _check_not_sharded_outside(name, outside, inside_engines, found)
+    instances = live()
+    _check_not_sharded_outside(name, outside, inside_engines, instances)
     inside = {id(p) for module in called for p in module.parameters(recurse=False)}
     left = (outside & inside) - {id(p) for p in unchecked}
     if not left:
         return
-    for ddp in found:
+    for ddp in instances:
         if not isinstance(ddp, DistributedDataParallel) or ddp.process_group.size() == 1:
             continue
-        for of, p in parameters_of_ddp(ddp):
+        for path, p in parameters_of_ddp(ddp):
             if id(p) in left:
                 raise ValueError(
                     f"{name} must reach its parameters through the DistributedDataParallel that holds them, which "
-                    f"reduces gradients only after its own forward pass, and reaches {of!r} without it: "
+                    f"reduces gradients only after its own forward pass, and reaches {path!r} without it: "
                     f"{not_reduced.TITLE}. {not_reduced.FIX}. Give GradCache the wrapped model, or functions that "
                     "call it (in a Hugging Face Trainer the model that compute_loss gets; in Lightning "
                     "self.trainer.strategy.model, or deferred=True); parameters that you reduce yourself go into "
@@ -100,19 +100,19 @@ def live_engines() -> list[nn.Module]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     classes: tuple[type[Any], ...] = (DistributedDataParallel, *fsdp_classes())
-    kinds = [kind for of in classes for kind in _with_subclasses(of)]
+    kinds = [kind for cls in classes for kind in _all_subclasses(cls)]
     frozen = gc.get_freeze_count() > 0
     if frozen:  # the collector does not search frozen objects
         gc.collect()  # before they are unfrozen, or it would go through them; the garbage of others would be frozen
         gc.unfreeze()
-    found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), classes)]
+    instances = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), classes)]
     if frozen:
         gc.freeze()
-    return found
+    return instances
 
 
-def _with_subclasses(kind: type) -> list[type]:
-    found = [kind]
-    for one in found:  # which grows
-        found += one.__subclasses__()
-    return found
+def _all_subclasses(kind: type) -> list[type]:
+    classes = [kind]
+    for cls in classes:  # which grows
+        classes += cls.__subclasses__()
+    return classes

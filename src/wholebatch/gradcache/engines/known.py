@@ -37,7 +37,7 @@ def register_sync_control(control: SyncControl) -> None:
 
 def is_registered(control: SyncControl) -> bool:
     """Return whether a caller has registered it."""
-    return not any(control is one for one in _BUILT_IN)
+    return not any(control is built_in for built_in in _BUILT_IN)
 
 
 def control_of(module: nn.Module, no_engines: set[type] | None = None) -> SyncControl | None:
@@ -81,14 +81,14 @@ class Synchronized:
 
 def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:
     """Return the outermost modules among these and their children that an engine synchronizes, each once."""
-    found: dict[int, Synchronized | None] = {}
+    visited: dict[int, Synchronized | None] = {}
     no_engines: set[type] = set()
     todo = [*modules][::-1]
     while todo:
         module = todo.pop()
-        if id(module) not in found:
+        if id(module) not in visited:
             control = control_of(module, no_engines)
-            found[id(module)] = None if control is None else Synchronized(module, control)
+            visited[id(module)] = None if control is None else Synchronized(module, control)
             if control is None:
                 todo += [inner for inner in reversed(module._modules.values()) if inner is not None]
-    return [engine for engine in found.values() if engine is not None]
+    return [engine for engine in visited.values() if engine is not None]

@@ -52,9 +52,9 @@ def watched(engines: Iterable[Synchronized], of_none: Iterable[Tensor] = ()) -> 
     for engine, p, before in watching:
         if id(p) in arrived:
             grad = arrived[id(p)]
-            what = _change(p, grad if before is None else before + grad)
-            if what:
-                mistakes.append(_unknown(what, p) if engine is None else _mistake(engine, what, p))
+            change = _change(p, grad if before is None else before + grad)
+            if change:
+                mistakes.append(_unknown(change, p) if engine is None else _mistake(engine, change, p))
 
 
 def _keep(arrived: dict[int, Tensor], key: int, grad: Tensor | None) -> None:
@@ -77,17 +77,17 @@ def _change(p: Tensor, expected: Tensor) -> str:
     return ""
 
 
-def _mistake(engine: Synchronized, what: str, p: Tensor) -> ValueError:
+def _mistake(engine: Synchronized, change: str, p: Tensor) -> ValueError:
     return ValueError(
         f"the engine of {type(engine.module).__name__} must leave gradients in .grad while the `hold` of its "
-        f"registered SyncControl is entered, and {what} of a parameter of shape {tuple(p.shape)}: it reduces in "
+        f"registered SyncControl is entered, and {change} of a parameter of shape {tuple(p.shape)}: it reduces in "
         "every chunk's backward pass. Give a `hold` that keeps it from that; where the engine keeps gradients to "
         "itself until it synchronizes, give `remember` too"
     )
 
 
-def _unknown(what: str, p: Tensor) -> ValueError:
+def _unknown(change: str, p: Tensor) -> ValueError:
     return ValueError(
-        f"gradients must stay in .grad until all chunks have added theirs, and something {what} of a parameter of "
+        f"gradients must stay in .grad until all chunks have added theirs, and something {change} of a parameter of "
         f"shape {tuple(p.shape)} in a chunk's pass: an engine that gradient caching does not know? {HOW_TO_REGISTER}"
     )

@@ -74,9 +74,9 @@ class SyncControl:
             if getattr(self, name) is not None or name == "matches":
                 check_callable(name, getattr(self, name))
         if (self.hold is None) == (self.coalesce is None):
-            given = "neither" if self.hold is None else "both"
+            got = "neither" if self.hold is None else "both"
             raise ValueError(
-                f"hold or coalesce must be given, one of them, got {given}: hold keeps gradients on their rank in all "
+                f"hold or coalesce must be given, one of them, got {got}: hold keeps gradients on their rank in all "
                 "passes but the last, coalesce stands around all passes and reduces at its end"
             )
         check_choice("decides", self.decides, ("forward", "backward"))

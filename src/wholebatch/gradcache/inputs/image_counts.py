@@ -39,47 +39,47 @@ class Kind:
         return (self.pixels, self.grid, *self.others)
 
 
-def named(given: Mapping[str, Any], name: str) -> Any:
+def named(by_path: Mapping[str, Any], name: str) -> Any:
     """Return the leaf of this name, or None.
 
     Raises:
         ValueError: if there are several.
     """
-    found = [path for path in given if is_named(path, name)]
-    if len(found) > 1:
-        raise ValueError(f"{INPUT} must have one {name!r}, got {', '.join(found)}: pass one mapping for each model")
-    return given[found[0]] if found else None
+    paths = [path for path in by_path if is_named(path, name)]
+    if len(paths) > 1:
+        raise ValueError(f"{INPUT} must have one {name!r}, got {', '.join(paths)}: pass one mapping for each model")
+    return by_path[paths[0]] if paths else None
 
 
-def rows_in(given: Mapping[str, Any]) -> int:
+def rows_in(by_path: Mapping[str, Any]) -> int:
     """Return the number of rows of the batch.
 
     Raises:
         ValueError: if no tensor shows it, or two disagree.
     """
-    sizes = {name: named(given, name) for name in OF_ROWS}
+    sizes = {name: named(by_path, name) for name in OF_ROWS}
     rows = {name: len(x) for name, x in sizes.items() if isinstance(x, Tensor) and x.dim()}
     if not rows or len({*rows.values()}) > 1:
         raise ValueError(
             f"{INPUT} must hold input_ids, an attention_mask or inputs_embeds, all with the batch's rows; got "
-            f"{', '.join(f'{name} with {count} rows' for name, count in rows.items()) or [*given]}"
+            f"{', '.join(f'{name} with {count} rows' for name, count in rows.items()) or [*by_path]}"
         )
     return next(iter(rows.values()))
 
 
 def items_of(
-    given: Mapping[str, Any], kind: Kind, rows: int, per_row: str | None, token: int | None, merge_size: int
+    by_path: Mapping[str, Any], kind: Kind, rows: int, per_row: str | None, token: int | None, merge_size: int
 ) -> RowItems:
     """Return how many images each row has, and how many patches each image.
 
     Raises:
         ValueError: if rows, images, patches and tokens do not add up.
     """
-    patches = _patches(given, kind)
+    patches = _patches(by_path, kind)
     sizes = {
         name: len(x)
         for name in kind.names
-        if (x := named(given, name)) is not None and (name != kind.pixels or patches is None)
+        if (x := named(by_path, name)) is not None and (name != kind.pixels or patches is None)
     }
     if len({*sizes.values()}) > 1:
         raise ValueError(
@@ -88,7 +88,7 @@ def items_of(
         )
     total = next(iter(sizes.values()))
     if per_row is not None:
-        return RowItems(_given_counts(given, kind, rows, per_row, total), patches)
+        return RowItems(_counts_of_rows(by_path, kind, rows, per_row, total), patches)
     if token is None:
         if total != rows:
             raise ValueError(
@@ -96,18 +96,18 @@ def items_of(
                 f"{kind.name}_token_id= (it is in the model's config), or {kind.name}s_per_row="
             )
         return RowItems((1,) * rows, patches)
-    ids = named(given, "input_ids")
+    ids = named(by_path, "input_ids")
     if not isinstance(ids, Tensor):
-        raise ValueError(f"{kind.name}_token_id={token} is counted in input_ids, and {INPUT} has only {[*given]}")
+        raise ValueError(f"{kind.name}_token_id={token} is counted in input_ids, and {INPUT} has only {[*by_path]}")
     tokens_of_rows = (ids == token).flatten(1).sum(1).tolist()
     return RowItems(
         counted(tokens_of_rows, _tokens(tokens_of_rows, kind, total, patches, merge_size), kind.name), patches
     )
 
 
-def _patches(given: Mapping[str, Any], kind: Kind) -> tuple[int, ...] | None:
+def _patches(by_path: Mapping[str, Any], kind: Kind) -> tuple[int, ...] | None:
     """Return the number of patches of each image, or None if there is no grid."""
-    pixels, grid = named(given, kind.pixels), named(given, kind.grid)
+    pixels, grid = named(by_path, kind.pixels), named(by_path, kind.grid)
     if grid is None:
         return None
     if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
@@ -143,8 +143,8 @@ def _tokens(
     return [count // square for count in patches]
 
 
-def _given_counts(given: Mapping[str, Any], kind: Kind, rows: int, name: str, total: int) -> tuple[int, ...]:
-    counts = named(given, name)
+def _counts_of_rows(by_path: Mapping[str, Any], kind: Kind, rows: int, name: str, total: int) -> tuple[int, ...]:
+    counts = named(by_path, name)
     whole = isinstance(counts, Tensor) and not counts.is_floating_point() and counts.shape == (rows,)
     numbers = counts.tolist() if whole else []
     if not whole or sum(numbers) != total or min(numbers, default=0) < 0:

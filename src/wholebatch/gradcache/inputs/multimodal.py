@@ -85,7 +85,7 @@ class MultimodalSplit:
                 raise ValueError(f"{name} must be the name of a tensor in the input, got {shown(value)}")
         for name in ("per_image", "per_video"):
             names = check_items(name, getattr(self, name), "names of tensors in the input")
-            if not all(isinstance(one, str) and one for one in names):
+            if not all(isinstance(x, str) and x for x in names):
                 raise ValueError(f"{name} must be a list of names of tensors in the input, got {shown(names)}")
             object.__setattr__(self, name, (*names,))
 
@@ -105,30 +105,30 @@ class MultimodalSplit:
             Kind("image", "pixel_values", "image_grid_thw", ("image_sizes", "image_position_ids", *self.per_image)),
             Kind("video", "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts", *self.per_video)),
         ]
-        given = dict(leaves(model_input, is_leaf=is_flat_list))
-        kinds = [kind for kind in kinds if any(is_named(path, name) for path in given for name in kind.names)]
-        if not kinds and not any(is_named(path, name) for path in given for name in OF_ROWS):
-            return _as_usual(model_input, chunk_size)
+        by_path = dict(leaves(model_input, is_leaf=is_flat_list))
+        kinds = [kind for kind in kinds if any(is_named(path, name) for path in by_path for name in kind.names)]
+        if not kinds and not any(is_named(path, name) for path in by_path for name in OF_ROWS):
+            return _split_tree(model_input, chunk_size)
         for x in tensors_of(model_input):
             check_dense(f"a tensor of {INPUT}", x)
         check_no_graph(model_input, INPUT)
-        rows = rows_in(given)
+        rows = rows_in(by_path)
         counts = {"image": self.images_per_row, "video": self.videos_per_row}
         tokens = {"image": self.image_token_id, "video": self.video_token_id}
         items = {
-            kind: items_of(given, kind, rows, counts[kind.name], tokens[kind.name], self.merge_size) for kind in kinds
+            kind: items_of(by_path, kind, rows, counts[kind.name], tokens[kind.name], self.merge_size) for kind in kinds
         }
         unused = [name for name in counts.values() if name is not None]
         if not isinstance(chunk_size, TokenBudget):
-            return _parts(model_input, _Split(given, rows, items, unused), even(rows, chunk_size))
+            return _parts(model_input, _Split(by_path, rows, items, unused), even(rows, chunk_size))
         mask = mask_in(model_input, chunk_size, INPUT)
         if len(mask) != rows:
             raise ValueError(f"{INPUT} has {rows} rows, and its mask {chunk_size.mask!r} has {len(mask)}")
-        split = _Split(given, rows, items, unused, length=mask.shape[1], budget=chunk_size)
+        split = _Split(by_path, rows, items, unused, length=mask.shape[1], budget=chunk_size)
         return _parts(model_input, split, chunk_size.chunks(mask))
 
 
-def _as_usual(tree: Any, chunk_size: int | TokenBudget) -> list[Any]:
+def _split_tree(tree: Any, chunk_size: int | TokenBudget) -> list[Any]:
     if isinstance(chunk_size, TokenBudget):
         check_input(tree, INPUT, 1)
         return [*split_by_tokens(tree, chunk_size)]
@@ -137,7 +137,7 @@ def _as_usual(tree: Any, chunk_size: int | TokenBudget) -> list[Any]:
 
 
 def _parts(tree: Any, split: _Split, plan: Sequence[TokenChunk]) -> list[Any]:
-    return [CutPart(tree, at, split, holds=split.kinds(at)) for at in plan]
+    return [CutPart(tree, chunk, split, holds=split.kinds(chunk)) for chunk in plan]
 
 
 class _Split:
@@ -154,7 +154,7 @@ class _Split:
 
     def __init__(
         self,
-        given: Mapping[str, Any],
+        by_path: Mapping[str, Any],
         rows: int,
         items: Mapping[Kind, RowItems],
         unused: Sequence[str],
@@ -164,16 +164,16 @@ class _Split:
     ) -> None:
         self._rows, self._items, self._unused = rows, items, unused
         self._length, self._budget = length, budget
-        for path, x in given.items():
+        for path, x in by_path.items():
             self._check(path, x)
 
-    def kinds(self, at: TokenChunk) -> list[str]:
+    def kinds(self, chunk: TokenChunk) -> list[str]:
         """Return the kinds of pixels that a chunk has."""
-        return [kind.name for kind, items in self._items.items() if items.numbers(at.rows)]
+        return [kind.name for kind, items in self._items.items() if items.numbers(chunk.rows)]
 
-    def __call__(self, tree: Any, at: TokenChunk) -> Any:
+    def __call__(self, tree: Any, chunk: TokenChunk) -> Any:
         """Return the chunk of these rows and columns."""
-        selected = (self._cut(path, x, at) for path, x in leaves(tree, is_leaf=is_flat_list))
+        selected = (self._cut(path, x, chunk) for path, x in leaves(tree, is_leaf=is_flat_list))
         return map_leaves(lambda _: next(selected), tree, is_leaf=is_flat_list)
 
     def _kind_of(self, path: str) -> Kind | None:
@@ -187,35 +187,35 @@ class _Split:
             check_no_list_of_rows(x, self._rows, INPUT, 1)
         if isinstance(x, Tensor) and x.dim() and len(x) != self._rows and not self._is_positions(path, x):
             images = (f"{sum(items.of_rows)} {kind.name}s" for kind, items in self._items.items())
-            there = " and ".join([f"{self._rows} texts", *images])
+            counts = " and ".join([f"{self._rows} texts", *images])
             raise ValueError(
-                f"{path!r} of {INPUT} has {len(x)} rows, and there are {there}: if it has a row "
+                f"{path!r} of {INPUT} has {len(x)} rows, and there are {counts}: if it has a row "
                 "for each image, name it in per_image="
             )
 
     def _is_positions(self, path: str, x: Tensor) -> bool:
         return is_named(path, _POSITIONS) and x.dim() == 3 and x.shape[1] == self._rows
 
-    def _cut(self, path: str, x: Any, at: TokenChunk) -> Any:
+    def _cut(self, path: str, x: Any, chunk: TokenChunk) -> Any:
         kind = self._kind_of(path)
         if kind is not None:
-            return self._cut_items(path, x, at, kind)
+            return self._cut_items(path, x, chunk, kind)
         if any(is_named(path, name) for name in self._unused):
-            return _left_out(path)
+            return _placeholder(path)
         columns = self._budget is not None and not is_uncut(path, self._budget)
         if isinstance(x, Tensor) and self._is_positions(path, x):
-            x = x[..., at.columns] if columns and x.shape[2] == self._length else x
-            return x[:, index_of(at.rows, x.device)]
-        return cut_tensor(x, at, length=self._length, columns=columns)
+            x = x[..., chunk.columns] if columns and x.shape[2] == self._length else x
+            return x[:, index_of(chunk.rows, x.device)]
+        return cut_tensor(x, chunk, length=self._length, columns=columns)
 
-    def _cut_items(self, path: str, x: Any, at: TokenChunk, kind: Kind) -> Any:
+    def _cut_items(self, path: str, x: Any, chunk: TokenChunk, kind: Kind) -> Any:
         items = self._items[kind]
-        numbers = items.patch_numbers(at.rows) if is_named(path, kind.pixels) else items.numbers(at.rows)
+        numbers = items.patch_numbers(chunk.rows) if is_named(path, kind.pixels) else items.numbers(chunk.rows)
         if not numbers:
-            return _left_out(path)
+            return _placeholder(path)
         return x[index_of(numbers, x.device)] if isinstance(x, Tensor) else type(x)(x[number] for number in numbers)
 
 
-def _left_out(path: str) -> object:
+def _placeholder(path: str) -> object:
     """Return what stands for a leaf that the model does not get: nothing in a mapping, None in a list."""
     return None if path.endswith("]") else LEFT_OUT

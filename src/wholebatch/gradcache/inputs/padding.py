@@ -17,18 +17,18 @@ NO_MASK = (
 )
 
 
-def padded_lengths(found: Sequence[Sequence[Tensor]]) -> list[int | None]:
+def padded_lengths(reps: Sequence[Sequence[Tensor]]) -> list[int | None]:
     """Return the largest number of tokens of each representation that is filled up, None for the others.
 
     Args:
-        found: of each chunk, its representations.
+        reps: of each chunk, its representations.
 
     >>> import torch
     >>> short, long = ((torch.ones(2, n, 8), torch.ones(2, n, dtype=torch.bool), torch.ones(2, 4)) for n in (3, 5))
     >>> padded_lengths([short, long])
     [5, 5, None]
     """
-    everything = [*zip(*found, strict=True)]
+    everything = [*zip(*reps, strict=True)]
     lengths: list[int | None] = [None] * len(everything)
     for masks in everything:
         if masks[0].is_floating_point() or masks[0].is_complex() or any(x.dim() != 2 for x in masks):

@@ -87,19 +87,19 @@ class CutPart(Part):
     """
 
     def __init__(
-        self, whole: Any, at: TokenChunk, cut: Callable[[Any, TokenChunk], Any], *, holds: Sequence[str] = ()
+        self, whole: Any, chunk: TokenChunk, cut: Callable[[Any, TokenChunk], Any], *, holds: Sequence[str] = ()
     ) -> None:
-        super().__init__(whole, at.rows)
-        self._at, self._cut, self.holds = at, cut, holds
+        super().__init__(whole, chunk.rows)
+        self._chunk, self._cut, self.holds = chunk, cut, holds
 
     @property
     def tree(self) -> Any:
         """The tree of tensors that the model takes."""
-        return self._cut(self._tree, self._at)
+        return self._cut(self._tree, self._chunk)
 
     def emptied(self) -> Part:
         """Return a part without rows like this one."""
-        return CutPart(self._tree, TokenChunk((), self._at.columns), self._cut)
+        return CutPart(self._tree, TokenChunk((), self._chunk.columns), self._cut)
 
 
 def part_of(x: object) -> Part:
@@ -123,13 +123,13 @@ def check_rows(tree: Any, parts: Sequence[Part], name: str) -> None:
             f"{name} was split into {len(numbers)} InputChunks and {len(parts) - len(numbers)} other chunks: either "
             "all chunks have the numbers of their rows, or none has"
         )
-    found = sorted(row for of_part in numbers for row in of_part)
+    ordered = sorted(row for of_part in numbers for row in of_part)
     sizes = {len(x) for x in tensors_of(tree) if x.dim()}
-    rows = sizes.pop() if len(sizes) == 1 else len(found)
-    if found != [*range(rows)]:
+    rows = sizes.pop() if len(sizes) == 1 else len(ordered)
+    if ordered != [*range(rows)]:
         raise ValueError(
             f"the InputChunks of {name} must have each of its {rows} rows once, with numbers from 0; got rows "
-            f"{shown(found)}"
+            f"{shown(ordered)}"
         )
 
 
@@ -151,13 +151,13 @@ def split_by_tokens(tree: Any, budget: TokenBudget) -> list[Part]:
     """
     mask = mask_in(tree, budget, "the input")
 
-    def cut(whole: Any, at: TokenChunk) -> Any:
+    def cut(whole: Any, chunk: TokenChunk) -> Any:
         selected = (
-            cut_tensor(x, at, length=mask.shape[1], columns=not is_uncut(path, budget)) for path, x in leaves(whole)
+            cut_tensor(x, chunk, length=mask.shape[1], columns=not is_uncut(path, budget)) for path, x in leaves(whole)
         )
         return map_leaves(lambda _: next(selected), whole)
 
-    return [CutPart(tree, at, cut) for at in budget.chunks(mask)]
+    return [CutPart(tree, chunk, cut) for chunk in budget.chunks(mask)]
 
 
 def is_uncut(path: str, budget: TokenBudget) -> bool:
@@ -165,13 +165,13 @@ def is_uncut(path: str, budget: TokenBudget) -> bool:
     return any(is_named(path, name) for name in budget.uncut)
 
 
-def cut_tensor(x: Any, at: TokenChunk, *, length: int, columns: bool) -> Any:
+def cut_tensor(x: Any, chunk: TokenChunk, *, length: int, columns: bool) -> Any:
     """Return the chunk's rows of a tensor, and with `columns` its columns if it has this length; other things whole."""
     if not isinstance(x, Tensor) or not x.dim():
         return x
     if columns and x.dim() > 1 and x.shape[1] == length:
-        x = x[:, at.columns]
-    return x[index_of(at.rows, x.device)]
+        x = x[:, chunk.columns]
+    return x[index_of(chunk.rows, x.device)]
 
 
 def numbers_of_rows(parts: Sequence[Part], counts: Sequence[int]) -> Iterator[Sequence[int]]:

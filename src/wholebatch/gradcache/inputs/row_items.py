@@ -29,18 +29,18 @@ class RowItems:
 
     def numbers(self, rows: Sequence[int]) -> list[int]:
         """Return the numbers of the images of these rows."""
-        return _within(rows, self.of_rows)
+        return _member_numbers(rows, self.of_rows)
 
     def patch_numbers(self, rows: Sequence[int]) -> list[int]:
         """Return the numbers of the patches of these rows."""
         images = self.numbers(rows)
-        return images if self.patches is None else _within(images, self.patches)
+        return images if self.patches is None else _member_numbers(images, self.patches)
 
 
-def _within(chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
+def _member_numbers(chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
     """Return the numbers of all that the chosen have, where each has as many as `counts` says, one after another."""
     starts = [0, *accumulate(counts)]
-    return [number for one in chosen for number in range(starts[one], starts[one + 1])]
+    return [number for k in chosen for number in range(starts[k], starts[k + 1])]
 
 
 def counted(tokens_of_rows: Sequence[int], tokens_of_items: Sequence[int], name: str = "image") -> tuple[int, ...]:
@@ -52,12 +52,12 @@ def counted(tokens_of_rows: Sequence[int], tokens_of_items: Sequence[int], name:
     >>> counted([4, 0, 5], [4, 2, 3])
     (1, 0, 2)
     """
-    found, taken = [], 0
+    counts, used = [], 0
     for row, tokens in enumerate(tokens_of_rows):
-        first, so_far = taken, 0
-        while so_far < tokens and taken < len(tokens_of_items):
-            so_far += tokens_of_items[taken]
-            taken += 1
+        first, so_far = used, 0
+        while so_far < tokens and used < len(tokens_of_items):
+            so_far += tokens_of_items[used]
+            used += 1
         if so_far != tokens:
             left = [*tokens_of_items[first : first + 3]]
             more = ", ..." if first + 3 < len(tokens_of_items) else ""
@@ -67,10 +67,10 @@ def counted(tokens_of_rows: Sequence[int], tokens_of_items: Sequence[int], name:
                 f"tokens, or merge_size= or {name}_token_id= not the model's? {name}s_per_row= gives the number of "
                 f"{name}s of each row without tokens"
             )
-        found.append(taken - first)
-    if taken < len(tokens_of_items):
+        counts.append(used - first)
+    if used < len(tokens_of_items):
         raise ValueError(
-            f"the rows have tokens of {taken} {name}s, and there are {len(tokens_of_items)} {name}s: is "
+            f"the rows have tokens of {used} {name}s, and there are {len(tokens_of_items)} {name}s: is "
             f"{name}_token_id= that of the model's config, or a text truncated?"
         )
-    return (*found,)
+    return (*counts,)

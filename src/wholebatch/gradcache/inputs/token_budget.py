@@ -104,18 +104,18 @@ def mask_in(tree: Any, budget: TokenBudget, name: str) -> Tensor:
         ValueError: if there is none, or several, or it has another shape.
     """
     tensors = {path: x for path, x in leaves(tree) if isinstance(x, Tensor)}
-    found = [path for path in tensors if is_named(path, budget.mask)]
-    if len(found) != 1:
+    paths = [path for path in tensors if is_named(path, budget.mask)]
+    if len(paths) != 1:
         raise ValueError(
             f"chunk_sizes has a TokenBudget with mask={budget.mask!r}, and {name} must hold one tensor of this name, "
-            f"got {len(found)}: its tensors are {', '.join(path or 'without a name' for path in tensors)}. "
+            f"got {len(paths)}: its tensors are {', '.join(path or 'without a name' for path in tensors)}. "
             "TokenBudget(..., mask=) names another (or its path); for an input without a mask give a number of rows"
         )
     for left in budget.uncut:
         if not any(is_named(path, left) for path in tensors):
             raise ValueError(f"uncut of a TokenBudget names {left!r}, and {name} has only {', '.join(tensors)}")
-    check_mask(f"{found[0]!r} of {name}", tensors[found[0]])
-    return tensors[found[0]]
+    check_mask(f"{paths[0]!r} of {name}", tensors[paths[0]])
+    return tensors[paths[0]]
 
 
 def is_named(path: str, name: str) -> bool:
@@ -145,11 +145,11 @@ def spans_of(mask: Tensor, *, left: bool) -> list[Span]:
     rows, length = mask.shape
     if not length:
         return [(0, 0)] * rows
-    there = (mask != 0).int()
-    first, stop = there.argmax(1), length - there.flip(1).argmax(1)
+    present = (mask != 0).int()
+    first, stop = present.argmax(1), length - present.flip(1).argmax(1)
     return [
         (start if left else 0, stop) if some else (0, 0)
-        for start, stop, some in zip(first.tolist(), stop.tolist(), there.any(1).tolist(), strict=True)
+        for start, stop, some in zip(first.tolist(), stop.tolist(), present.any(1).tolist(), strict=True)
     ]
 
 
@@ -161,17 +161,17 @@ def planned(spans: Sequence[Span], tokens: int, max_rows: int | None = None) -> 
     (1, 2) slice(0, 3, None)
     (0, 3) slice(0, 1, None)
     """
-    found: list[TokenChunk] = []
+    chunks: list[TokenChunk] = []
     rows: list[int] = []
     span: Span = (0, 0)
     for row in sorted(range(len(spans)), key=lambda row: (spans[row][0] - spans[row][1], *spans[row])):
         wider = _union(span, spans[row])
         if rows and ((len(rows) + 1) * _width(wider) > tokens or len(rows) == max_rows):
-            found.append(_chunk(rows, span))
+            chunks.append(_chunk(rows, span))
             rows, wider = [], spans[row]
         rows.append(row)
         span = wider
-    return (*found, _chunk(rows, span))
+    return (*chunks, _chunk(rows, span))
 
 
 def even(rows: int, size: int) -> tuple[TokenChunk, ...]:

@@ -76,7 +76,7 @@ def check_parts(tree: Any, parts: Sequence[Any], name: str) -> None:
     Raises:
         ValueError: if there are more or fewer.
     """
-    whole, *cut = ({len(x) for x in tensors_of(one) if x.dim()} for one in (tree, *parts))
+    whole, *cut = ({len(x) for x in tensors_of(part) if x.dim()} for part in (tree, *parts))
     if all(len(rows) == 1 for rows in (whole, *cut)):
         sizes = [rows.pop() for rows in cut]
         if sum(sizes) != (rows := whole.pop()):
@@ -117,8 +117,7 @@ def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
 
 def may_be_empty(tree: Any) -> bool:
     """Return whether a chunk without rows can be made like this one: of tensors with rows, numbers and the like."""
-    found = (leaf for _, leaf in leaves(tree, is_leaf=_is_empty))
-    return all(isinstance(leaf, Tensor | int | float | None) for leaf in found)
+    return all(isinstance(leaf, Tensor | int | float | None) for _, leaf in leaves(tree, is_leaf=_is_empty))
 
 
 def _is_empty(tree: Any) -> bool:
@@ -168,9 +167,9 @@ def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callabl
         ValueError: if it is neither a tensor nor a sequence of tensors.
     """
     if isinstance(output, Tensor):
-        return (output,), lambda found: found[0]
+        return (output,), lambda tensors: tensors[0]
     if isinstance(output, Sequence) and output and all(isinstance(x, Tensor) for x in output):
-        return tuple(output), (lambda found: type(output)(*found)) if hasattr(output, "_fields") else tuple
+        return tuple(output), (lambda tensors: type(output)(*tensors)) if hasattr(output, "_fields") else tuple
     names = [key for key, x in output.items() if isinstance(x, Tensor)] if isinstance(output, Mapping) else []
     example = f"output[{names[0]!r}]" if names else "output.pooler_output"
     having = f" with tensors {', '.join(map(repr, names))}" if names else ""

@@ -66,17 +66,17 @@ class HardNegatives:
 
     def transform_(self, logits: Tensor, cols: slice) -> Tensor:
         """Replace the logits by their transform, in place, and return them."""
-        hard = self._hard(logits, cols)
+        hard = self._is_hard(logits, cols)
         return torch.where(hard, logits * (self.t + logits / self.s), logits, out=logits)
 
     def slope_(self, logits: Tensor, cols: slice) -> Tensor:
         """Replace the logits by the derivative of the transform, in place, and return them."""
-        easy = ~self._hard(logits, cols)
+        easy = ~self._is_hard(logits, cols)
         return logits.mul_(2 / self.s).add_(self.t).masked_fill_(easy, 1.0)
 
     def bound(self, largest: float) -> float:
         """Return an upper bound of a transformed logit, from one of the logits."""
         return largest * (1.0 + largest / self.s)  # |t| <= 1; the host does not read t
 
-    def _hard(self, logits: Tensor, cols: slice) -> Tensor:
+    def _is_hard(self, logits: Tensor, cols: slice) -> Tensor:
         return logits > self.s * self.limits[cols].to(logits.dtype)

@@ -315,9 +315,9 @@ def install() -> None:
     present = sys.modules.get(NAME)
     if isinstance(present, _Alias):
         return
-    found = sorted(name for name in sys.modules if (name == NAME or name.startswith(f"{NAME}.")) and sys.modules[name])
-    if found:
-        path = getattr(present, "__file__", None) or found[0]
+    names = sorted(name for name in sys.modules if (name == NAME or name.startswith(f"{NAME}.")) and sys.modules[name])
+    if names:
+        path = getattr(present, "__file__", None) or names[0]
         raise ImportError(
             f"another grad_cache has been imported before ({path}), and its classes may be in use; put "
             "`import wholebatch.integrations.grad_cache.alias` before the first import of grad_cache, or start the "

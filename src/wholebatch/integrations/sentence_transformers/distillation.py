@@ -41,7 +41,7 @@ class _ScoredColumns(BatchLoss):
         """Return the loss of embeddings, (b, d) for each column, and a teacher's numbers, of all processes."""
         return self.compare(embeddings, labels)
 
-    def _own(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
+    def _columns(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
         """Return the columns that belong to each query, (b, columns, d), or raise ValueError if their shapes differ."""
         shapes = [tuple(x.shape) for x in embeddings]
         if len(shapes) < self.fewest_columns or len(set(shapes)) > 1 or len(shapes[0]) != 2:
@@ -97,7 +97,7 @@ class DistillKLDivLoss(_ScoredColumns):
         """See `compute_loss_from_embeddings`; labels are the teacher's scores of all columns, (b, columns)."""
 
         def prepare() -> tuple[Tensor, Tensor]:
-            own = self._own(embeddings[1:], embeddings)
+            own = self._columns(embeddings[1:], embeddings)
             return own, self._labels(beside, [(own.shape[0], own.shape[1])], own)
 
         own, scores = prepared(type(self).__name__, self.group, prepare)
@@ -107,8 +107,8 @@ class DistillKLDivLoss(_ScoredColumns):
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
         names = ("temperature", "student_temperature", "teacher_temperature")
-        found = super().get_config_dict() | {"temperature": self.temperature}
-        return found | {name: of for name in names[1:] if (of := getattr(self, name)) != self.temperature}
+        config = super().get_config_dict() | {"temperature": self.temperature}
+        return config | {name: value for name in names[1:] if (value := getattr(self, name)) != self.temperature}
 
 
 class MarginMSELoss(_ScoredColumns):
@@ -135,7 +135,7 @@ class MarginMSELoss(_ScoredColumns):
         """See `compute_loss_from_embeddings`; labels are margins, (b,) or (b, negatives), or scores of all columns."""
 
         def prepare() -> tuple[Tensor, Tensor]:
-            own = self._own(embeddings[2:], embeddings)
+            own = self._columns(embeddings[2:], embeddings)
             b, n = own.shape[:2]
             labels = self._labels(beside, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
             return own, labels[:, :1] - labels[:, 1:] if tuple(labels.shape) == (b, n + 1) else labels.reshape(b, n)

@@ -67,8 +67,8 @@ def of_losses(module: str, name: str) -> Any:
 
 def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
     """Return the embeddings of each column."""
-    found: list[Tensor] = of_losses("merged_forward", "embed_columns")(model, columns)
-    return found
+    embeddings: list[Tensor] = of_losses("merged_forward", "embed_columns")(model, columns)
+    return embeddings
 
 
 def has_static_embedding(model: Any) -> bool:
@@ -115,9 +115,9 @@ class Chunks:
 
     def of(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
         """Return what `get_rep_fn` makes of the model's output for a column; the model also takes the keywords."""
-        given = ([features], keywords) if keywords else [features]
-        found: Tensor = wb.gradcache.encode(model, given, self._size, get_rep_fn=get_rep_fn)
-        return found
+        model_input = ([features], keywords) if keywords else [features]
+        embeddings: Tensor = wb.gradcache.encode(model, model_input, self._size, get_rep_fn=get_rep_fn)
+        return embeddings
 
 
 class BatchLoss(nn.Module):
@@ -282,8 +282,8 @@ def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor
     leaves = [x.detach().requires_grad_() for x in embeddings]
     loss = calculate_loss([[x] for x in leaves], beside, with_backward=True)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-    found: Tensor = _Connected.apply(loss.detach(), gradients, *embeddings)
-    return found
+    result: Tensor = _Connected.apply(loss.detach(), gradients, *embeddings)
+    return result
 
 
 class _Connected(torch.autograd.Function):

@@ -125,15 +125,15 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
     def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored, chunk by chunk."""
         assert self.chunks is not None
-        found = []
+        tokens = []
         for features in columns:
             width = features["attention_mask"].shape[1]
-            chunks = self.chunks.of(self.model, features, partial(_with_mask, width), task=features["task"])
-            found.append((chunks[..., :-1], chunks[..., -1].detach() > 0.5))
-        return found
+            chunks = self.chunks.of(self.model, features, partial(_append_mask, width), task=features["task"])
+            tokens.append((chunks[..., :-1], chunks[..., -1].detach() > 0.5))
+        return tokens
 
 
-def _with_mask(width: int, outputs: Features) -> Tensor:
+def _append_mask(width: int, outputs: Features) -> Tensor:
     """Return embeddings with one more number, 1 for the tokens that are scored, in the padded width of all chunks."""
     embeddings, mask = outputs["token_embeddings"], outputs["attention_mask"].bool()
     both = torch.cat([embeddings, mask[..., None].to(embeddings.dtype)], -1)

@@ -95,7 +95,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
         )
         self.similarity_fct = name_of_similarity(similarity_fct, ("cos_sim", "dot_score"), fix)
         self.scale = checked_scale(scale)
-        self.directions = _checked_directions(directions, partition_mode)
+        self.directions = _check_directions(directions, partition_mode)
         self.partition_mode: PartitionMode = partition_mode
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
         if hardness_mode is not None:
@@ -140,8 +140,8 @@ class MultipleNegativesRankingLoss(BatchLoss):
         both = set(self.directions) == set(_SYMMETRIC) and self.partition_mode == "per_direction"
         return both if one_way or both else None
 
-    def _hardness(self, of: str) -> float:
-        return self.hardness_strength if self.hardness_mode in (of, "all_negatives") else 0.0
+    def _hardness(self, mode: str) -> float:
+        return self.hardness_strength if self.hardness_mode in (mode, "all_negatives") else 0.0
 
     def _apart(self, queries: Tensor, negatives: Sequence[Tensor], group: Group) -> dict[str, Any]:
         """Return the arguments that treat an anchor's own negatives apart from the others, if a setting does.
@@ -205,20 +205,20 @@ class CachedMultipleNegativesSymmetricRankingLoss(
     )
 
 
-def _checked_directions(directions: Any, partition_mode: Any) -> Directions:
+def _check_directions(directions: Any, partition_mode: Any) -> Directions:
     """Return each direction once; raise ValueError for those that are unknown or do not go with the partition."""
-    found: Directions = tuple(directions) if isinstance(directions, tuple | list) else (directions,)
-    for name in found:
+    names: Directions = tuple(directions) if isinstance(directions, tuple | list) else (directions,)
+    for name in names:
         check_choice("directions", name, tuple(_DIRECTIONS))
-    if "query_to_doc" not in found:
-        raise ValueError(f"directions must have 'query_to_doc' among them, got {found}; it has the positive pairs")
-    without = [name for name in ("query_to_query", "doc_to_doc") if name in found]
+    if "query_to_doc" not in names:
+        raise ValueError(f"directions must have 'query_to_doc' among them, got {names}; it has the positive pairs")
+    without = [name for name in ("query_to_query", "doc_to_doc") if name in names]
     if check_choice("partition_mode", partition_mode, ("joint", "per_direction")) == "per_direction" and without:
         raise ValueError(
             f"partition_mode='per_direction' does not go with {', '.join(without)} in directions: a softmax of its own "
             "needs positive pairs; use partition_mode='joint'"
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(names))
 
 
 MarginStrategy = Literal["absolute", "relative"]
@@ -276,8 +276,8 @@ class GISTEmbedLoss(BatchLoss):
         """Return the guide's embeddings of each column, normalized, in at least float32."""
         with torch.no_grad():
             guided = [self._for_the_guide(dict(features)) for features in columns]
-            found = (self.chunks or embed_columns)(self.guide, guided)
-            return [normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in found]
+            embeddings = (self.chunks or embed_columns)(self.guide, guided)
+            return [normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in embeddings]
 
     def _for_the_guide(self, features: Features) -> Features:
         if not self.must_retokenize:
@@ -288,8 +288,8 @@ class GISTEmbedLoss(BatchLoss):
             rows = [rows[0, start:end] for start, end in pairwise(ends)]
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         to_device = SENTENCE_TRANSFORMERS.find("sentence_transformers.util", "batch_to_device")
-        found: Features = to_device(self.guide.preprocess(texts), self.guide.device)
-        return found
+        retokenized: Features = to_device(self.guide.preprocess(texts), self.guide.device)
+        return retokenized
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, and the guide's beside them."""
@@ -328,10 +328,10 @@ class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
 
 
 def _tokenizer(name: str, model: Any) -> Any:
-    found = getattr(model, "tokenizer", None)
-    if not hasattr(found, "get_vocab") or not hasattr(found, "batch_decode"):
+    tokenizer = getattr(model, "tokenizer", None)
+    if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "batch_decode"):
         raise ValueError(
-            f"{name} must have a tokenizer of transformers, got {type(found).__name__}: the guide reads the texts "
+            f"{name} must have a tokenizer of transformers, got {type(tokenizer).__name__}: the guide reads the texts "
             "of the model, and their vocabularies decide whether it must tokenize them again"
         )
-    return found
+    return tokenizer

@@ -182,12 +182,12 @@ class WholeBatchLoss(BatchLoss):
         columns = [embeddings] if isinstance(embeddings, Tensor) else [*embeddings]
 
         def of_all(*rows: Tensor) -> Tensor:
-            given = None if labels is None else rows[len(columns)].view(-1, *labels.shape[1:])
+            targets = None if labels is None else rows[len(columns)].view(-1, *labels.shape[1:])
             if isinstance(embeddings, Tensor):
-                found: Tensor = theirs.compute_loss_from_embeddings(rows[0], *([] if given is None else [given]))
+                loss: Tensor = theirs.compute_loss_from_embeddings(rows[0], *([] if targets is None else [targets]))
             else:
-                found = theirs.compute_loss_from_embeddings([*rows[: len(columns)]], given)
-            return found
+                loss = theirs.compute_loss_from_embeddings([*rows[: len(columns)]], targets)
+            return loss
 
         beside = [] if labels is None else [labels.reshape(len(labels), -1)]
         return wb.WholeBatch(of_all, group=self.group)(*columns, *beside)

@@ -112,19 +112,19 @@ def images_for_validation(classes: int, images: int) -> int:
     return min(325, max(1, (images if images >= _LARGE * classes else classes) // 20))
 
 
-def with_batch(config: TrainConfig, count: int, size: int, what: str, say: Callable[[str], None]) -> TrainConfig:
+def with_batch(config: TrainConfig, count: int, size: int, noun: str, say: Callable[[str], None]) -> TrainConfig:
     """Choose the batch, or lower it to what there is to train on."""
     smallest = max(2, size) if config.task == "retrieve" else max(1, size)
     if count < smallest:
-        raise UserError(f"--data has {count} {what} to train on; expected at least {smallest} for {size} ranks")
+        raise UserError(f"--data has {count} {noun} to train on; expected at least {smallest} for {size} ranks")
     batch = config.batch_size or max(size, _batch_of(count))
     if batch < size:
         raise UserError(f"--batch-size must be at least the number of ranks, {size}; got {batch}")
     if batch > count:
-        say(f"batch size {count} instead of {batch}: there are no more {what} to train on")
+        say(f"batch size {count} instead of {batch}: there are no more {noun} to train on")
         batch = count
     elif not config.batch_size and batch < 1024:
-        say(f"batch size {batch}, for {count} {what} to train on (--batch-size)")
+        say(f"batch size {batch}, for {count} {noun} to train on (--batch-size)")
     return replace(config, batch_size=batch)
 
 

@@ -43,7 +43,7 @@ def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImag
     """Draw characters, each a class, and hold out two faces for the test."""
     images, names, faces = _draw(image_size, FACES)
     for_test = torch.tensor([face in TEST_FACES for face in faces])
-    found = with_split(
+    labeled = with_split(
         DrawnPictures(images),
         names,
         for_test,
@@ -54,7 +54,7 @@ def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImag
     )
     known: dict[bytes, int] = {}
     numbers = [known.setdefault(pixels.tobytes(), number) for number, pixels in enumerate(images.numpy())]
-    return replace(found, numbers=torch.tensor(numbers))
+    return replace(labeled, numbers=torch.tensor(numbers))
 
 
 def _draw(image_size: int, faces_to_draw: Sequence[str]) -> tuple[Tensor, list[str], list[str]]:

@@ -55,7 +55,7 @@ def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambd
     split = split_groups(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
     _check_held_out_ids(pairs, split)
     config = with_words(config, pairs, split, say)
-    pairs = _without_held_out(pairs, split, say)
+    pairs = _drop_held_out(pairs, split, say)
     return with_batch(config, len(split.train), size, "groups", say), (pairs, split)
 
 
@@ -67,7 +67,7 @@ def _check_held_out_ids(pairs: Pairs, split: Split) -> None:
         check_ids(pairs.ids[torch.isin(pairs.group_of, groups).nonzero()[:, 0]])
 
 
-def _without_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) -> Pairs:
+def _drop_held_out(pairs: Pairs, split: Split, say: Callable[[str], None]) -> Pairs:
     """Leave out the negatives that are texts of held-out rows, so that no held-out text is trained on in any role."""
     if pairs.negatives is None:
         return pairs

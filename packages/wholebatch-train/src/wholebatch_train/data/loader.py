@@ -98,10 +98,10 @@ def prepared(
         batch_size=None,
         num_workers=workers,
         worker_init_fn=_begin_worker,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         multiprocessing_context=context,
     )
-    batches, processes = _started(loader)
+    batches, processes = _start_workers(loader)
 
     def end() -> None:
         nonlocal batches
@@ -116,7 +116,7 @@ def prepared(
             except StopIteration:
                 return
             except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
-                if str(error).startswith("Caught ") or not (how := _how_one_died(processes)):
+                if str(error).startswith("Caught ") or not (how := _cause_of_death(processes)):
                     raise
                 raise WorkerDiedError(how) from error
             if isinstance(batch, _Mistake):
@@ -131,7 +131,7 @@ class WorkerDiedError(Exception):
     """A worker has died; the message says how, in words that follow "a process that reads the data"."""
 
 
-def _started(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
+def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
     """Start the workers; return their batches, and their processes."""
     others = multiprocessing.active_children()
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
@@ -147,7 +147,7 @@ def _started(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
     return batches, [each for each in multiprocessing.active_children() if each not in others]
 
 
-def _how_one_died(processes: list[Any]) -> str:
+def _cause_of_death(processes: list[Any]) -> str:
     """Return how one of these processes has died; "" if none has."""
     deadline = time.monotonic() + _NOTICED_S
     while not (codes := [each.exitcode for each in processes if each.exitcode]) and time.monotonic() < deadline:
@@ -186,7 +186,7 @@ class _Prepared(Dataset[Any]):
             return _Mistake(str(error))
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -200,12 +200,12 @@ def _begin_worker(_: int) -> None:
     signal.set_wakeup_fd(-1)  # a fork has that of its rank
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    sys.excepthook = _without_the_end_of_the_rank
+    sys.excepthook = _show_thread_error
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     torch.set_num_threads(1)
 
 
-def _without_the_end_of_the_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show_thread_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show an error of a thread, unless it is that the rank, to which the thread sends batches, is gone."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

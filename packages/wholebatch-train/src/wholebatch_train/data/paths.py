@@ -24,7 +24,7 @@ def check_path(data: str) -> None:
     try:
         is_there = path.exists()
     except OSError as error:  # such as a name that is too long
-        raise UserError(f"--data: {_cut(data)!r} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"--data: {_shorten(data)!r} cannot be read: {error.strerror or error}") from error
     if any(mark in data for mark in "*{[") and not is_there:
         expand_shards(data)
         return
@@ -57,7 +57,7 @@ def near_miss(path: Path, endings: tuple[str, ...] = ()) -> str:
     return f"; did you mean {str(path.with_name(similar[0]))!r}?" if similar else ""
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -77,26 +77,26 @@ def expand_shards(data: str) -> list[Path]:
     """
     path = Path(data)
     if path.is_dir():
-        found = sorted(path.glob("*.tar"))
-        if not found:
+        shards = sorted(path.glob("*.tar"))
+        if not shards:
             _refuse_compressed([file for file in sorted(path.iterdir()) if {".tar", ".tgz"} & {*file.suffixes}])
-        return found
+        return shards
     if path.exists():
         return [path] if path.suffix == ".tar" else []
-    found = [Path(each) for part in _braces(data) for each in sorted(glob.glob(_pattern(part))) or [part]]
-    missing = [each for each in found if not each.is_file()]
+    shards = [Path(each) for part in _braces(data) for each in sorted(glob.glob(_pattern(part))) or [part]]
+    missing = [each for each in shards if not each.is_file()]
     if missing:
         raise UserError(
-            f"--data: {data!r} names {len(found)} shards, {len(missing)} of which do not exist: {missing[0]}"
+            f"--data: {data!r} names {len(shards)} shards, {len(missing)} of which do not exist: {missing[0]}"
         )
-    _refuse_compressed(found)
-    return found
+    _refuse_compressed(shards)
+    return shards
 
 
 def _pattern(path: str) -> str:
     """Return a pattern whose marks in the names of folders that there are stand for themselves."""
-    there = next((folder for folder in Path(path).parents if folder.is_dir()), Path())
-    return os.path.join(glob.escape(str(there)), Path(path).relative_to(there))
+    existing = next((folder for folder in Path(path).parents if folder.is_dir()), Path())
+    return os.path.join(glob.escape(str(existing)), Path(path).relative_to(existing))
 
 
 def _braces(pattern: str) -> list[str]:
@@ -105,11 +105,11 @@ def _braces(pattern: str) -> list[str]:
     >>> _braces("a-{08..10}.tar")
     ['a-08.tar', 'a-09.tar', 'a-10.tar']
     """
-    found = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if not found:
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if not match:
         return [pattern]
-    first, last = found.groups()
+    first, last = match.groups()
     if not int(first) <= int(last) < int(first) + 10**6:
-        raise UserError(f"--data: {found[0]!r} in {pattern!r} must be a range of at most a million shards, upwards")
+        raise UserError(f"--data: {match[0]!r} in {pattern!r} must be a range of at most a million shards, upwards")
     numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return [each for n in numbers for each in _braces(pattern[: found.start()] + n + pattern[found.end() :])]
+    return [each for n in numbers for each in _braces(pattern[: match.start()] + n + pattern[match.end() :])]

@@ -53,8 +53,8 @@ class Texts(Side):
         return len(self._texts)
 
     def items(self, rows: Tensor) -> list[str]:
-        found = [self._texts[row] for row in rows.tolist()]
-        return [each if isinstance(each, str) else each.as_py() for each in found]
+        texts = [self._texts[row] for row in rows.tolist()]
+        return [each if isinstance(each, str) else each.as_py() for each in texts]
 
     def column(self, rows: Tensor) -> Any:
         """Return the texts of these rows (n,) as a column of Arrow."""
@@ -130,19 +130,19 @@ class FilePictures(Side):
                 raise UserError(f"{self.table.where(row)}: there is no shard {place[0]!r} any more") from error
             raise self.missing(row) from error
         except ValueError as error:
-            of = self._named(row) or "the picture"
-            raise UserError(f"{self.table.where(row)}: {of} cannot be read as an image ({error})") from error
+            name = self._quoted_path(row) or "the picture"
+            raise UserError(f"{self.table.where(row)}: {name} cannot be read as an image ({error})") from error
 
     def missing(self, row: int) -> UserError:
         """Return the error about a row whose file is not there."""
-        return UserError(f"{self.table.where(row)}: there is no image {self._named(row)}".rstrip())
+        return UserError(f"{self.table.where(row)}: there is no image {self._quoted_path(row)}".rstrip())
 
     def refused(self, row: int, error: OSError) -> UserError:
         """Return the error about a row whose file the system refuses to read."""
-        reason = ": ".join(filter(None, (self._named(row), error.strerror or str(error))))
+        reason = ": ".join(filter(None, (self._quoted_path(row), error.strerror or str(error))))
         return UserError(f"{self.table.where(row)}: {reason}; --skip-bad leaves such rows out")
 
-    def _named(self, row: int) -> str:
+    def _quoted_path(self, row: int) -> str:
         """Return the path of a row's picture in quotes; "" if it has none, or if the place of the row is this path."""
         place = self.place(row)
         if not isinstance(place, Path) or str(place).endswith(self.table.where(row)):

@@ -69,17 +69,17 @@ class DualEncoder(nn.Module):
             negatives: where the data have some, inputs of n further items of the second side; if n is 0, None, or
                 Unused where the encoder is to be called nevertheless.
         """
-        x, y = (self._in_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
-        others = [_no_rows(y) if inputs is None else self._of_negatives(inputs) for inputs in negatives]
+        x, y = (self._attach_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
+        others = [_take_no_rows(y) if inputs is None else self._encode_negatives(inputs) for inputs in negatives]
         bias = None if self.logit_bias is None else self.logit_bias.sum()
         return x, y, self.logit_scale, bias, *others
 
-    def _of_negatives(self, inputs: Inputs | Unused) -> Tensor:
+    def _encode_negatives(self, inputs: Inputs | Unused) -> Tensor:
         if isinstance(inputs, Unused):
-            return self._in_graph(_no_rows(self.encode(self.sides[1], inputs.inputs)))
-        return self._in_graph(self.encode(self.sides[1], inputs))
+            return self._attach_graph(_take_no_rows(self.encode(self.sides[1], inputs.inputs)))
+        return self._attach_graph(self.encode(self.sides[1], inputs))
 
-    def _in_graph(self, features: Tensor) -> Tensor:
+    def _attach_graph(self, features: Tensor) -> Tensor:
         """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
         has_none = torch.is_grad_enabled() and not features.requires_grad
         return features + 0 * self.log_logit_scale if has_none else features
@@ -98,8 +98,8 @@ class DualEncoder(nn.Module):
 
     def encoder(self, side: str) -> Encoder:
         """Return the encoder of a side."""
-        found: Encoder = getattr(self, self._module_of[side])
-        return found
+        encoder: Encoder = getattr(self, self._module_of[side])
+        return encoder
 
     @property
     def logit_scale(self) -> Tensor:
@@ -113,6 +113,6 @@ class DualEncoder(nn.Module):
             part.clamp_(max=math.log(self.max_logit_scale))
 
 
-def _no_rows(x: Tensor) -> Tensor:
+def _take_no_rows(x: Tensor) -> Tensor:
     """Return none of the rows, (0, d), with their graph; a copy, because FSDP2 warns of views."""
     return x.index_select(0, torch.empty(0, dtype=torch.int64, device=x.device))

@@ -32,8 +32,8 @@ def needed(library: str, value: str) -> Any:
 
 def nearest(name: str, known: list[str]) -> str:
     """Return the end of a message: the known names that are most similar."""
-    found = get_close_matches(name, known, n=5, cutoff=0.5)
-    return f"; similar names: {', '.join(found)}" if found else ""
+    names = get_close_matches(name, known, n=5, cutoff=0.5)
+    return f"; similar names: {', '.join(names)}" if names else ""
 
 
 def folder_of(value: str, name: str) -> Path:
@@ -97,8 +97,8 @@ def _nearest_models(name: str, known: list[str]) -> str:
     for model in known:
         by_last.setdefault(_last_part(model), []).append(model)
     near = get_close_matches(_last_part(name), by_last, n=5, cutoff=0.5)
-    found = [model for last in near for model in by_last[last]][:5]
-    return f"; similar names on this machine: {', '.join(found)}" if found else ""
+    models = [model for last in near for model in by_last[last]][:5]
+    return f"; similar names on this machine: {', '.join(models)}" if models else ""
 
 
 def _last_part(name: str) -> str:
@@ -109,10 +109,10 @@ def check_safe_weights(value: str, folder: Path) -> None:
     """Raise UserError unless the folder has weights as safetensors; other files of weights are pickles."""
     if not any((folder / name).exists() for name in SAFE):
         others = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        there = f"{', '.join(others)} is not read, because such files can run code" if others else holds(folder)
+        state = f"{', '.join(others)} is not read, because such files can run code" if others else holds(folder)
         side = value.partition("-encoder")[0]
         raise UserError(
-            f"{value}: {str(folder)!r} has no {SAFE[0]}; {there}. Save it as safetensors, or start from random weights "
+            f"{value}: {str(folder)!r} has no {SAFE[0]}; {state}. Save it as safetensors, or start from random weights "
             f"with {side}.no-pretrained"
         )
 

@@ -30,10 +30,10 @@ def make_encoders(config: TrainConfig, kinds: Mapping[str, Kind]) -> dict[str, E
     """
     if config.two_encoders:
         return {side: make_encoder(config, kind) for side, kind in kinds.items()}
-    made: dict[Kind, Encoder] = {}
+    encoders: dict[Kind, Encoder] = {}
     for kind in dict.fromkeys(kinds.values()):
-        made[kind] = make_encoder(config, kind)
-    return {side: made[kind] for side, kind in kinds.items()}
+        encoders[kind] = make_encoder(config, kind)
+    return {side: encoders[kind] for side, kind in kinds.items()}
 
 
 def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
@@ -42,7 +42,7 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
     side: SideConfig = config.image if kind == "image" else config.text
     named, value = Named.parse(text), f"--{kind}-encoder {text}"
     if named.library == "small":
-        small = _small(config, kind)
+        small = _make_small(config, kind)
         small.learning_rate_factor = side.learning_rate_factor or 1.0
         if side.tune == "frozen":
             small.requires_grad_(False)
@@ -52,7 +52,7 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
 
         encoder: FixedEncoder = TimmImage(named.name, value, pretrained=side.pretrained)
     elif named.library == "transformers":
-        encoder = _of_transformers(named.name, value, side)
+        encoder = _make_of_transformers(named.name, value, side)
     else:
         from .user_file import FileEncoder
 
@@ -63,13 +63,13 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
     return encoder
 
 
-def _small(config: TrainConfig, kind: Kind) -> Encoder:
+def _make_small(config: TrainConfig, kind: Kind) -> Encoder:
     if kind == "image":
         return ImageEncoder(config.model, config.image_channels or 1, config.image_size)
     return TextEncoder(config.model)
 
 
-def _of_transformers(name: str, value: str, side: SideConfig) -> FixedEncoder:
+def _make_of_transformers(name: str, value: str, side: SideConfig) -> FixedEncoder:
     folder = folder_of(value, name)
     if isinstance(side, TextSideConfig):
         from .transformer_text import TransformerText

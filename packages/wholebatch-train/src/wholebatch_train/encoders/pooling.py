@@ -34,8 +34,8 @@ def pool(tokens: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
         weights = mask.to(tokens.dtype)[..., None]
         return (tokens * weights).sum(1) / weights.sum(1).clamp_min(1e-9)
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device) * (mask != 0)
-    at = place.argmax(1) if rule == "last" else (mask != 0).int().argmax(1)
-    return tokens[torch.arange(len(tokens), device=tokens.device), at]
+    index = place.argmax(1) if rule == "last" else (mask != 0).int().argmax(1)
+    return tokens[torch.arange(len(tokens), device=tokens.device), index]
 
 
 def rule_of_sentences(folder: Path, value: str) -> Rule | None:

@@ -52,7 +52,7 @@ def open_encoder(folder: Path | str, *, trust: bool = False) -> Encoder:
     values = _read(path)
     form = values.pop("form", None)
     try:
-        encoder = _built(folder, form, values, trust=trust)
+        encoder = _build(folder, form, values, trust=trust)
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is not an encoder of this version: {error}") from error
     if encoder is None:
@@ -61,7 +61,7 @@ def open_encoder(folder: Path | str, *, trust: bool = False) -> Encoder:
     return encoder
 
 
-def _built(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> Encoder | None:
+def _build(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> Encoder | None:
     value, source = str(folder), folder / _ONE
     if form == ImageEncoder.form:
         pictures = {"image_channels": values["channels"], "image_size": values["image_size"]}
@@ -116,9 +116,9 @@ def open_dual_encoder(folder: Path | str, *, trust: bool = False) -> DualEncoder
         strangers = {*values["sides"], *values["sides"].values()} - {*SIDES}
         if strangers or len(values["sides"]) != 2:
             raise TypeError(f"it must name two sides of {', '.join(SIDES)}, got {shown(values['sides'])}")
-        made = {name: open_encoder(folder / name, trust=trust) for name in dict.fromkeys(values["sides"].values())}
+        encoders = {name: open_encoder(folder / name, trust=trust) for name in dict.fromkeys(values["sides"].values())}
         return DualEncoder(
-            {side: made[name] for side, name in values["sides"].items()},
+            {side: encoders[name] for side, name in values["sides"].items()},
             embedding_size=values["embedding_size"],
             initial_logit_scale=1.0,
             bias=values["has_bias"],
@@ -137,15 +137,15 @@ def digest_of(folder: Path) -> str:
         ValueError: there is a link, a pipe or a device among them.
         OSError: one cannot be read.
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
         name = path.relative_to(folder)
         if name.parts[0] == "__pycache__" or (path.parent == folder and path.suffix == ".py"):
             continue
         with open_regular(path) as file:
             digest = hashlib.sha256(file.read()).hexdigest()
-        found.update(json.dumps([name.as_posix(), digest]).encode())
-    return found.hexdigest()
+        hasher.update(json.dumps([name.as_posix(), digest]).encode())
+    return hasher.hexdigest()
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

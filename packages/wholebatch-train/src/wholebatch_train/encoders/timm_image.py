@@ -50,24 +50,24 @@ class TimmImage(FixedEncoder):
         timm = needed("timm", value)
         if saved is None and not Path(name).is_dir():
             check_is_no_path(value, name)
-        given = saved or _of_folder(Path(name), value) if saved or Path(name).is_dir() else _of_name(timm, name, value)
-        arguments, overlay = dict(given["arguments"]), dict(given["data"])
+        spec = saved or (
+            _spec_of_folder(Path(name), value) if Path(name).is_dir() else _spec_of_name(timm, name, value)
+        )
+        arguments, overlay = dict(spec["arguments"]), dict(spec["data"])
         if pretrained and saved is None:
             overlay |= {"file": str(_weights(timm, name, value)), "source": "", "url": "", "hf_hub_id": None}
-        if not timm.is_model(given["model"]):
-            raise UserError(
-                f"{value}: timm has no model {given['model']!r}{nearest(given['model'], timm.list_models())}"
-            )
+        if not timm.is_model(spec["model"]):
+            raise UserError(f"{value}: timm has no model {spec['model']!r}{nearest(spec['model'], timm.list_models())}")
         try:
             self.model = timm.create_model(
-                given["model"], pretrained=pretrained and saved is None, pretrained_cfg_overlay=overlay, **arguments,
+                spec["model"], pretrained=pretrained and saved is None, pretrained_cfg_overlay=overlay, **arguments,
                 num_classes=0,
             )  # fmt: skip
         except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{value}: timm cannot make it: {' '.join(str(error).split())[:400]}") from error
         data = timm.data.resolve_model_data_config(self.model)
         self._saved = {
-            "model": given["model"],
+            "model": spec["model"],
             "arguments": arguments,
             "data": {"input_size": data["input_size"], **{key: data[key] for key in _OF_DATA if key in data}},
         }
@@ -92,7 +92,7 @@ class TimmImage(FixedEncoder):
         return self._saved
 
 
-def _of_name(timm: Any, name: str, value: str) -> dict[str, Any]:
+def _spec_of_name(timm: Any, name: str, value: str) -> dict[str, Any]:
     model, _, tag = name.partition(".")
     tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{model}.*")]
     if timm.is_model(model) and tag and tag not in tags:
@@ -102,7 +102,7 @@ def _of_name(timm: Any, name: str, value: str) -> dict[str, Any]:
     return {"model": name, "arguments": {}, "data": {}}
 
 
-def _of_folder(folder: Path, value: str) -> dict[str, Any]:
+def _spec_of_folder(folder: Path, value: str) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = parse_json(read_bounded(path, _MOST_BYTES), str(path))
@@ -128,9 +128,9 @@ def _weights(timm: Any, name: str, value: str) -> Path:
             f"{value} has no weights on the hub of Hugging Face; start from random ones: --image.no-pretrained"
         )
     for file in _WEIGHTS:
-        found = hub.try_to_load_from_cache(source, file)
-        if isinstance(found, str):
-            return Path(found)
+        path = hub.try_to_load_from_cache(source, file)
+        if isinstance(path, str):
+            return Path(path)
     raise UserError(
         f"{value} would need a download: {source} is not in the cache of Hugging Face ({hub.constants.HF_HUB_CACHE}). "
         f"Nothing is downloaded here. On a machine with network: hf download {source} --local-dir FOLDER; then give "

@@ -36,8 +36,8 @@ class Process:
     def __call__(self, pictures: Sequence[Any]) -> Inputs:
         """Map b pictures to pixels (b, 3, h, w), or to the tensors that the network names."""
         more = _OFF if self.is_raw else {}
-        found = self.processor(images=[picture.convert("RGB") for picture in pictures], return_tensors="pt", **more)
-        return found["pixel_values"] if set(found) == {"pixel_values"} else dict(found)
+        inputs = self.processor(images=[picture.convert("RGB") for picture in pictures], return_tensors="pt", **more)
+        return inputs["pixel_values"] if set(inputs) == {"pixel_values"} else dict(inputs)
 
 
 class TransformerImage(FixedEncoder):
@@ -112,5 +112,5 @@ def _rescaling(processor: Any, picture: Any) -> Normalized | None:
     whole, raw = Process(processor, False)([picture]), Process(processor, True)([picture])
     if not (isinstance(raw, Tensor) and raw.dtype == torch.uint8 and isinstance(whole, Tensor)):
         return None
-    found = Normalized(mean, std)
-    return found if raw.shape == whole.shape and torch.allclose(found(raw), whole, rtol=0, atol=1e-4) else None
+    scale = Normalized(mean, std)
+    return scale if raw.shape == whole.shape and torch.allclose(scale(raw), whole, rtol=0, atol=1e-4) else None

@@ -36,11 +36,11 @@ class Tokenize:
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Map b texts to token ids and masks, (b, T) each."""
-        given = [text.lower() for text in texts] if self.lower else list(texts)
-        found = self.tokenizer(
-            given, padding=self.padding, truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        texts = [text.lower() for text in texts] if self.lower else list(texts)
+        tokens = self.tokenizer(
+            texts, padding=self.padding, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
-        return {key: found[key] for key in self.keys}
+        return {key: tokens[key] for key in self.keys}
 
 
 class TransformerText(FixedEncoder):
@@ -129,11 +129,11 @@ class TransformerText(FixedEncoder):
 def _positions(model: nn.Module) -> list[int]:
     """Return the tokens that a network has positions for: of its table, in which some start after the padding's row."""
     of_config = getattr(model.config, "text_config", model.config)
-    found = [getattr(of_config, "max_position_embeddings", None)]
+    limits = [getattr(of_config, "max_position_embeddings", None)]
     for name, m in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(m, nn.Embedding) and m.padding_idx is not None:
-            found.append(m.num_embeddings - m.padding_idx - 1)
-    return [each for each in found if each]
+            limits.append(m.num_embeddings - m.padding_idx - 1)
+    return [each for each in limits if each]
 
 
 def _is_causal(config: Any) -> bool:

@@ -29,14 +29,14 @@ _ITEMS = ("one", "two words")
 class Stacked:
     """Prepare items one by one, and stack their tensors."""
 
-    one: Any
+    preprocess: Any
 
     def __call__(self, items: Sequence[Any]) -> Inputs:
         """Map b items to a tensor, or to a dictionary of tensors, of b rows."""
-        found = [self.one(item) for item in items]
-        if isinstance(found[0], Mapping):
-            return {key: torch.stack([each[key] for each in found]) for key in found[0]}
-        return torch.stack(found)
+        tensors = [self.preprocess(item) for item in items]
+        if isinstance(tensors[0], Mapping):
+            return {key: torch.stack([each[key] for each in tensors]) for key in tensors[0]}
+        return torch.stack(tensors)
 
 
 class FileEncoder(FixedEncoder):
@@ -57,7 +57,7 @@ class FileEncoder(FixedEncoder):
     def __init__(self, path: Path, function: str, value: str, kind: Literal["image", "text"]) -> None:
         super().__init__()
         self.kind, self._path, self._function = kind, path, function
-        self.model = _made(path, function, value)
+        self.model = _make_module(path, function, value)
         self.channels = getattr(self.model, "channels", 3)
         if self.channels not in (1, 3):
             raise UserError(f"{value}: channels must be 1 or 3, got {self.channels!r}")
@@ -77,7 +77,7 @@ class FileEncoder(FixedEncoder):
         return {"function": self._function, "kind": self.kind}
 
 
-def _made(path: Path, function: str, value: str) -> nn.Module:
+def _make_module(path: Path, function: str, value: str) -> nn.Module:
     if not path.is_file():
         raise UserError(f"{value}: there is no file {str(path)!r}")
     name = f"wholebatch_user_{zlib.crc32(str(path.absolute()).encode()):08x}"
@@ -91,27 +91,27 @@ def _made(path: Path, function: str, value: str) -> nn.Module:
         raise UserError(f"{value}: {str(path)!r} cannot be imported: {_reason(error)}") from error
     make = getattr(module, function, None)
     if not callable(make):
-        there = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-        listed = f"its functions are {', '.join(there)}" if there else "it has no functions"
-        raise UserError(f"{value}: {str(path)!r} has no function {function!r}; {listed}{nearest(function, there)}")
+        names = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+        listed = f"its functions are {', '.join(names)}" if names else "it has no functions"
+        raise UserError(f"{value}: {str(path)!r} has no function {function!r}; {listed}{nearest(function, names)}")
     try:
-        made = make()
+        model = make()
     except Exception as error:
         raise UserError(f"{value}: {function}() raised {_reason(error)}") from error
-    if not isinstance(made, nn.Module):
-        raise UserError(f"{value}: {function}() must return a torch.nn.Module, got {type(made).__name__}")
-    return made
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{value}: {function}() must return a torch.nn.Module, got {type(model).__name__}")
+    return model
 
 
 def _prepare(model: nn.Module, value: str, kind: str) -> Any:
-    whole, one = getattr(model, "prepare", None), getattr(model, "preprocess", None)
+    prepare, preprocess = getattr(model, "prepare", None), getattr(model, "preprocess", None)
     tokenize = getattr(model, "tokenize", None)
-    if callable(whole):
-        return whole
+    if callable(prepare):
+        return prepare
     if kind == "text" and callable(tokenize):
         return tokenize
-    if callable(one):
-        return Stacked(one)
+    if callable(preprocess):
+        return Stacked(preprocess)
     names = "prepare(items), or preprocess(item)" + (", or tokenize(texts)" if kind == "text" else "")
     raise UserError(f"{value}: the module must have {names}, to turn items into what it reads; it has none of these")
 
@@ -146,11 +146,11 @@ def _width(encoder: FileEncoder, value: str) -> int:
         output = encoder(inputs)
     except Exception as error:
         raise UserError(f"{value}: the module raised {_reason(error)} for {len(items)} items") from error
-    found = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    shape = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     if not (
         isinstance(output, Tensor) and output.dim() == 2 and len(output) == len(items) and output.is_floating_point()
     ):
-        raise UserError(f"{value}: the module must map {len(items)} items to floats ({len(items)}, width), got {found}")
+        raise UserError(f"{value}: the module must map {len(items)} items to floats ({len(items)}, width), got {shape}")
     declared = getattr(encoder.model, "width", None)
     if isinstance(declared, int) and declared != output.shape[1]:
         raise UserError(f"{value}: the module's width is {declared}, but its rows have {output.shape[1]} columns")

@@ -106,21 +106,21 @@ def _watch(
                 announced = True
                 show(FINISHING.format(name(number)))
             _forward(number, connections)
-        ended += _ended(ranks, sentinels, timeout_s=0)
+        ended += _pop_ended(ranks, sentinels, timeout_s=0)
         codes = {ranks[rank].exitcode for rank in ended} - {0}
         if codes:
             if codes == {_RAISED}:  # perhaps because another rank is gone, which shows in a moment
-                ended += _ended(ranks, sentinels, timeout_s=0.5)
+                ended += _pop_ended(ranks, sentinels, timeout_s=0.5)
             return ended
     return []
 
 
-def _ended(ranks: Sequence[SpawnProcess], sentinels: dict[int, int], timeout_s: float) -> list[int]:
+def _pop_ended(ranks: Sequence[SpawnProcess], sentinels: dict[int, int], timeout_s: float) -> list[int]:
     """Return the ranks that have ended since the last call, and remove their sentinels."""
-    found = [sentinels.pop(one) for one in wait([*sentinels], timeout_s) if isinstance(one, int)]
-    for rank in found:
+    ended = [sentinels.pop(sentinel) for sentinel in wait([*sentinels], timeout_s) if isinstance(sentinel, int)]
+    for rank in ended:
         ranks[rank].join()
-    return found
+    return ended
 
 
 def _forward(number: int, connections: Sequence[Connection]) -> None:
@@ -159,7 +159,7 @@ def _cause(ended: Sequence[int], ranks: Sequence[SpawnProcess], folder: Path, co
     for rank in ended:
         code = ranks[rank].exitcode
         if rank not in failures and code:
-            return _died(f"rank {rank} of {len(ranks)}", code, _resume(config))
+            return _death_error(f"rank {rank} of {len(ranks)}", code, _resume(config))
     rank = order[0]
     sys.stderr.write(failures[rank].trace)
     return RankDiedError(
@@ -167,7 +167,7 @@ def _cause(ended: Sequence[int], ranks: Sequence[SpawnProcess], folder: Path, co
     )
 
 
-def _died(who: str, code: int, resume: str) -> Exception:
+def _death_error(who: str, code: int, resume: str) -> Exception:
     """Return the error of a rank that has ended without a report."""
     if code - 128 in STOP:
         signum = code - 128

@@ -46,14 +46,14 @@ def shard_weights(model: nn.Module, device: torch.device) -> None:
 
 def blocks_of(encoder: nn.Module) -> list[nn.Module]:
     """Return the modules with weights of an encoder that stand in a list, or in a sequence of such with parts."""
-    found: dict[nn.Module, None] = {}
+    blocks: dict[nn.Module, None] = {}
     for module in encoder.modules():
         for child in module.children() if isinstance(module, _CONTAINERS) else ():
             has_parts = isinstance(module, nn.ModuleList) or any(True for _ in child.children())
             has_weights = any(True for _ in child.parameters())
             if has_parts and has_weights and not isinstance(child, _CONTAINERS):
-                found[child] = None
-    return [*found]
+                blocks[child] = None
+    return [*blocks]
 
 
 def _copy_of_view(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -76,12 +76,12 @@ def whole_state(state: Mapping[str, Tensor], *, kept: bool) -> dict[str, Tensor]
 
     They are gathered one by one: no device holds more than one of them.
     """
-    found = {}
+    tensors = {}
     for name, x in state.items():
         gathered = whole(x).cpu() if isinstance(x, DTensor) else x
         if kept:
-            found[name] = gathered
-    return found
+            tensors[name] = gathered
+    return tensors
 
 
 def as_in(x: Tensor, model: Tensor) -> Tensor:
@@ -101,8 +101,6 @@ def optimizer_state_as_in(
 ) -> dict[int, dict[str, Any]]:
     """Return the optimizer's state of each parameter in parts as the parameter is; scalars stay."""
     return {
-        index: {
-            name: as_in(x, parameters[index]) if x.shape == parameters[index].shape else x for name, x in of.items()
-        }
-        for index, of in state.items()
+        i: {name: as_in(x, parameters[i]) if x.shape == parameters[i].shape else x for name, x in values.items()}
+        for i, values in state.items()
     }

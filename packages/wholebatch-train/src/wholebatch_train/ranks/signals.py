@@ -56,7 +56,7 @@ class Inbox:
         self.socket, self._write = socket.socketpair()
         for end in (self.socket, self._write):
             end.setblocking(False)
-        self._before = {number: signal.signal(number, _ignore) for number in _all()}
+        self._before = {number: signal.signal(number, _ignore) for number in _signals()}
         for number in self._before:
             if hasattr(signal, "siginterrupt"):
                 signal.siginterrupt(number, False)  # keeps system calls in other libraries' threads
@@ -121,7 +121,7 @@ class Requests:
         self._thread = threading.Thread(target=self._listen, name="wholebatch-signals", daemon=True)
         self._thread.start()
         if launcher is not None and hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _all())  # see `signals_blocked`
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals())  # see `signals_blocked`
 
     def begin(self) -> None:
         """Start training: from now on a request to stop waits for the end of the step."""
@@ -213,7 +213,7 @@ def signals_blocked() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _all())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _signals())
     try:
         yield
     finally:
@@ -249,7 +249,7 @@ def name(number: int) -> str:
         return f"signal {number}"
 
 
-def _all() -> list[int]:
+def _signals() -> list[int]:
     return [*STOP, *([] if CHECKPOINT is None else [CHECKPOINT])]
 
 

@@ -41,7 +41,7 @@ def draw_chart(chart: Chart, *, small: bool = False) -> str:
         steps, values = (torch.tensor(each, dtype=torch.float64) for each in zip(*points, strict=True))
         dotted = "o" if len(points) <= 30 else None
         if len(points) > _POINTS:
-            steps, values, low, high = _binned(steps, values)
+            steps, values, low, high = _bin_curve(steps, values)
             axes.fill_between(steps.tolist(), low.tolist(), high.tolist(), color=color, alpha=0.18, linewidth=0)
         axes.plot(steps.tolist(), values.tolist(), color=color, linewidth=1.5, marker=dotted, markersize=3.5)
     axes.set_xlim(0, last)
@@ -92,13 +92,13 @@ def _axes(width: float, height: float = _HEIGHT) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _binned(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _bin_curve(steps: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the last step, the mean, the smallest and the largest value of each of `_POINTS` parts."""
     parts = [
         part for part in zip(steps.tensor_split(_POINTS), values.tensor_split(_POINTS), strict=True) if len(part[0])
     ]
     return (
-        torch.stack([at[-1] for at, _ in parts]),
+        torch.stack([part_steps[-1] for part_steps, _ in parts]),
         torch.stack([part.mean() for _, part in parts]),
         torch.stack([part.min() for _, part in parts]),
         torch.stack([part.max() for _, part in parts]),

@@ -22,7 +22,7 @@ Items = Callable[[int], Item]
 def classes_evidence(
     embeddings: Tensor,
     labels: Tensor,
-    found: Tensor,
+    top: Tensor,
     similarities: Tensor,
     surest: Sequence[int],
     of_example: Items,
@@ -33,7 +33,7 @@ def classes_evidence(
     Args:
         embeddings: (n, d), unit rows.
         labels: (n,), the true class.
-        found: (n, k), the k best classes, the best one first.
+        top: (n, k), the k best classes, the best one first.
         similarities: (n, k), theirs.
         surest: examples with a wrong class, the surest first.
         of_example: the item of an example.
@@ -41,7 +41,7 @@ def classes_evidence(
     """
 
     def query(row: int) -> Query:
-        best, true = found[row].tolist(), int(labels[row])
+        best, true = top[row].tolist(), int(labels[row])
         candidates = [
             Candidate(of_class(label), similarity, label == true)
             for label, similarity in zip(best, similarities[row].tolist(), strict=True)
@@ -49,12 +49,12 @@ def classes_evidence(
         missed = None if true in best else Candidate(of_class(true), None, True)
         return Query(of_example(row), candidates, None if missed else best.index(true) + 1, missed)
 
-    first = int((found[:, 0] == labels).sum())
+    first = int((top[:, 0] == labels).sum())
     rows = shown_rows(len(labels))
     galleries = [
         Gallery(
             "Images → classes",
-            f"{len(rows)} of {len(labels):,} test images, drawn at random, each with the {found.shape[1]} most similar "
+            f"{len(rows)} of {len(labels):,} test images, drawn at random, each with the {top.shape[1]} most similar "
             f"classes: a training image of each, and its cosine. The right class comes first for {first:,} of all.",
             [query(row) for row in rows],
         )
@@ -62,7 +62,7 @@ def classes_evidence(
     if len(surest):
         note = "Wrong classes with the largest cosine, about pictures that differ; each pair of classes once."
         galleries.append(Gallery("Surest mistakes", note, [query(row) for row in surest[:_SHOWN]]))
-    alike = _look_alikes(labels, found[:, 0], of_class)
+    alike = _look_alikes(labels, top[:, 0], of_class)
     if alike:
         note = (
             "The classes with the most confusions: beside each, the classes that its test images were taken for, and "
@@ -77,35 +77,35 @@ def classes_evidence(
     return Evidence(galleries, positives, negatives, note)
 
 
-def surest_mistakes(data: LabeledImages, found: Tensor, logits: Tensor) -> list[int]:
+def surest_mistakes(data: LabeledImages, predicted: Tensor, logits: Tensor) -> list[int]:
     """Return the test images with a wrong class, which has no equal image: the surest first, each pair once.
 
     Args:
         data: labeled images, with the test images among them.
-        found: (n,), the class that was found for each test image.
+        predicted: (n,), the class that was found for each test image.
         logits: (n,), its similarity.
     """
     labels, numbers = data.labels[data.test], data.numbers[data.test]
     known = {*zip(data.labels.tolist(), data.numbers.tolist(), strict=True)}
     by_pair: dict[tuple[int, int], int] = {}
     for i in logits.argsort(descending=True).tolist():
-        a, b = int(labels[i]), int(found[i])
+        a, b = int(labels[i]), int(predicted[i])
         if a != b and (b, int(numbers[i])) not in known:
             by_pair.setdefault((min(a, b), max(a, b)), i)
     return [*by_pair.values()]
 
 
-def _look_alikes(labels: Tensor, found: Tensor, of_class: Items) -> list[Query]:
+def _look_alikes(labels: Tensor, predicted: Tensor, of_class: Items) -> list[Query]:
     """Return the classes with the most confusions, each with the classes that it was taken for."""
-    taken: dict[int, Counter[int]] = defaultdict(Counter)
-    for true, label in zip(labels.tolist(), found.tolist(), strict=True):
-        taken[true][label] += 1
-    confused = {true: counts.total() - counts[true] for true, counts in taken.items()}
-    worst = sorted((true for true in taken if confused[true]), key=lambda true: (-confused[true], true))
+    predictions: dict[int, Counter[int]] = defaultdict(Counter)
+    for true, label in zip(labels.tolist(), predicted.tolist(), strict=True):
+        predictions[true][label] += 1
+    confused = {true: counts.total() - counts[true] for true, counts in predictions.items()}
+    worst = sorted((true for true in predictions if confused[true]), key=lambda true: (-confused[true], true))
     queries = []
     for true in worst[:_SHOWN]:
-        best = sorted(taken[true].items(), key=lambda pair: (-pair[1], pair[0]))[:_TOP]
-        total = taken[true].total()
+        best = sorted(predictions[true].items(), key=lambda pair: (-pair[1], pair[0]))[:_TOP]
+        total = predictions[true].total()
         candidates = [Candidate(of_class(label), count / total, label == true) for label, count in best]
         places = [label for label, _ in best]
         rank = places.index(true) + 1 if true in places else None

@@ -41,12 +41,12 @@ def search_evidence(
     if both_ways:
         galleries += _galleries((name, y[: len(stated.rows[1])], of_second), first, stated.back, device)
     negatives, number = negative_similarities(x, y, stated.right)
-    one, other = stated.right
+    i, j = stated.right
     note = (
-        f"Cosines of {len(one):,} pairs that belong together, and of {number} pairs that do not; each set is scaled to "
+        f"Cosines of {len(i):,} pairs that belong together, and of {number} pairs that do not; each set is scaled to "
         "its own number."
     )
-    return Evidence(galleries, (x[one] * y[other]).sum(1), negatives, note)
+    return Evidence(galleries, (x[i] * y[j]).sum(1), negatives, note)
 
 
 def shown_rows(count: int) -> list[int]:
@@ -86,25 +86,25 @@ def _galleries(
     device: torch.device | str,
 ) -> list[Gallery]:
     """Return a sheet of random queries, and one of those whose right answer has the lowest rank."""
-    (of, x, of_query), (among, y, of_candidate) = queries, candidates
+    (name, x, of_query), (among, y, of_candidate) = queries, candidates
     rows = shown_rows(len(x))
-    found = search(x, y, right, rows, of_query, of_candidate)
-    best = len(found[0].candidates)
-    first, hits = (sum(query.rank is not None and query.rank <= most for query in found) for most in (1, best))
+    sample = search(x, y, right, rows, of_query, of_candidate)
+    best = len(sample[0].candidates)
+    first, hits = (sum(query.rank is not None and query.rank <= most for query in sample) for most in (1, best))
     sheet = Gallery(
-        f"{of.capitalize()} → {among}",
-        f"{len(rows)} of {len(x):,} held-out {of}, drawn at random, each with the {best} most similar of "
+        f"{name.capitalize()} → {among}",
+        f"{len(rows)} of {len(x):,} held-out {name}, drawn at random, each with the {best} most similar of "
         f"{len(y):,} {among}. "
         f"A right one comes first for {first}, and is among them for {hits}.",
-        found,
+        sample,
     )
     ranks = first_ranks(x, y, right, device=device)
     missed = int((ranks >= best).sum())
     worst = ranks.argsort(descending=True, stable=True)[: min(_SHOWN, missed)].tolist()
     if not worst:
         return [sheet]
-    note = f"The held-out {of} whose best right answer has the lowest rank among {len(y):,} {among}."
-    mistakes = Gallery(f"Worst mistakes, {of} → {among}", note, search(x, y, right, worst, of_query, of_candidate))
+    note = f"The held-out {name} whose best right answer has the lowest rank among {len(y):,} {among}."
+    mistakes = Gallery(f"Worst mistakes, {name} → {among}", note, search(x, y, right, worst, of_query, of_candidate))
     return [sheet, mistakes]
 
 
@@ -118,6 +118,6 @@ def negative_similarities(x: Tensor, y: Tensor, right: Tensor) -> tuple[Tensor, 
         torch.randperm(len(z), generator=seeded(side))[:_ROWS_OF_NEGATIVES] for side, z in (("rows", x), ("columns", y))
     )
     wrong = ~torch.isin(i[:, None] * len(y) + j, right[0] * len(y) + right[1])
-    found = (x[i] @ y[j].T)[wrong]
+    cosines = (x[i] @ y[j].T)[wrong]
     is_all = max(len(x), len(y)) <= _ROWS_OF_NEGATIVES
-    return found, f"all {len(found):,}" if is_all else f"{len(found):,} random"
+    return cosines, f"all {len(cosines):,}" if is_all else f"{len(cosines):,} random"

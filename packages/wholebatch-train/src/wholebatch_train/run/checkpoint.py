@@ -66,7 +66,7 @@ def save_checkpoint(
         writes: whether this rank writes the file.
     """
     state = whole_state(state, kept=writes)
-    of_parameters = {i: whole_state(of, kept=writes) for i, of in optimizer.state_dict()["state"].items()}
+    of_parameters = {i: whole_state(entry, kept=writes) for i, entry in optimizer.state_dict()["state"].items()}
     if not writes:
         return
     sync_file(folder / METRICS)  # the checkpoint holds its digest
@@ -98,8 +98,8 @@ class Checkpoint:
     @property
     def scaler(self) -> dict[str, Tensor]:
         """The state of the loss's scale; {} if it has none."""
-        found = self.tensors.items()
-        return {name.removeprefix("scaler."): x for name, x in found if name.startswith("scaler.")}
+        items = self.tensors.items()
+        return {name.removeprefix("scaler."): x for name, x in items if name.startswith("scaler.")}
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Restore model, optimizer and random state."""
@@ -136,9 +136,9 @@ def read_checkpoint(
         if not 0 <= facts["step"] <= steps:
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         expected = _expected(model, optimizer, scaler)
-        found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
-        if found != expected:
-            differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        specs = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
+        if specs != expected:
+            differing = sorted(name for name in specs.keys() | expected.keys() if specs.get(name) != expected.get(name))
             raise UserError(
                 f"{path} does not fit this configuration's model: {len(differing)} tensors are missing, unknown "
                 f"or of another shape, {differing[0]} among them; was the run folder edited?"
@@ -216,12 +216,12 @@ def _facts(file: TensorFile) -> dict[str, Any]:
             f"{str(file.path)!r} is no checkpoint of this version: its format is {shown(file.metadata.get('format'))}, "
             f"expected {_FORMAT!r}; start a new run, or resume this one with the version that began it"
         )
-    what = f"the facts of the checkpoint {file.path}"
-    facts = check_fields(parse_json(file.metadata.get("facts", "").encode(), what), what, _FACTS)
+    source = f"the facts of the checkpoint {file.path}"
+    facts = check_fields(parse_json(file.metadata.get("facts", "").encode(), source), source, _FACTS)
     if facts["step"] < 0 or facts["seconds"] < 0:
-        raise UserError(f"{what} must not be negative, got step {facts['step']} and {facts['seconds']} seconds")
+        raise UserError(f"{source} must not be negative, got step {facts['step']} and {facts['seconds']} seconds")
     if not is_save_id(facts["save"]):
-        raise UserError(f"{what} name the save {shown(facts['save'])}, expected 32 hexadecimal digits")
+        raise UserError(f"{source} name the save {shown(facts['save'])}, expected 32 hexadecimal digits")
     return facts
 
 

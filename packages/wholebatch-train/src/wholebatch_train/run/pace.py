@@ -37,12 +37,12 @@ class Pace:
 
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Return the most bytes that this process has held so far, in its memory and on its GPU, where they are known."""
-    found = {}
+    peaks = {}
     if (resident := _peak_resident()) is not None:
-        found["peak_rss_bytes"] = resident
+        peaks["peak_rss_bytes"] = resident
     if device.type == "cuda":
-        found["peak_cuda_bytes"] = torch.cuda.max_memory_allocated(device)
-    return found
+        peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated(device)
+    return peaks
 
 
 def _peak_resident() -> int | None:

@@ -92,9 +92,9 @@ def read_record(folder: Path) -> Record:
     file, values = folder / CONFIG, _values(folder)
     try:
         run = check_fields(values.pop(RUN, None), RUN, {"data": dict, "extensions": list, "starts": list})
-        data = _typed(DataFacts, run["data"])
-        extensions = tuple(_typed(Extension, each) for each in run["extensions"])
-        starts = tuple(_typed(Start, each) for each in run["starts"])
+        data = _check_types(DataFacts, run["data"])
+        extensions = tuple(_check_types(Extension, each) for each in run["extensions"])
+        starts = tuple(_check_types(Start, each) for each in run["starts"])
     except ValueError as error:
         raise _not_of_this_version(file, error) from error
     places = [each.at for each in extensions]
@@ -120,11 +120,11 @@ def digests_of_run(folder: Path, step: int | None = None) -> dict[str, str | Non
     if not isinstance(run, dict):
         raise _not_of_this_version(folder / CONFIG, ValueError(f"{RUN!r} must be an object, got {run!r}"))
     options = {name: value for name, value in values.items() if name not in FREE}
-    found: dict[str, str | None] = {"config": _digest(options), "data": _digest(run["data"])}
+    digests: dict[str, str | None] = {"config": _digest(options), "data": _digest(run["data"])}
     if step is not None:
         before = [each for each in run["extensions"] if each["at"] < step]
-        found["extensions"] = _digest(before) if before else None
-    return found
+        digests["extensions"] = _digest(before) if before else None
+    return digests
 
 
 def _digest(value: Any) -> str:
@@ -150,7 +150,7 @@ def _not_of_this_version(file: Path, error: ValueError) -> UserError:
 _Part = TypeVar("_Part", DataFacts, Extension, Start)
 
 
-def _typed(kind: type[_Part], value: Any) -> _Part:
+def _check_types(kind: type[_Part], value: Any) -> _Part:
     """Return the values of a part, each of its type; ValueError otherwise."""
     types = {name: get_args(hint) or hint for name, hint in get_type_hints(kind).items()}
     return kind(**check_fields(value, RUN, types))

@@ -45,14 +45,14 @@ def resume_command(folder: Path, config: TrainConfig) -> str:
     command = f"train --resume {shlex.quote(str(folder.absolute()))}{' --trust' * bool(files_of_encoders(config))}"
     python = shlex.quote(sys.executable)
     if {"SLURM_PROCID", "WORLD_SIZE"} <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return f"srun as before, with {python} -m wholebatch {command}{_repeated(config, but='ranks')}"
+        return f"srun as before, with {python} -m wholebatch {command}{_options_again(config, but='ranks')}"
     if {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         size = os.environ["LOCAL_WORLD_SIZE"]
-        command += _repeated(config, but="ranks")
+        command += _options_again(config, but="ranks")
         if os.environ["WORLD_SIZE"] != size:
             return f"torchrun as before on each machine, with -m wholebatch {command}"
         return f"{python} -m torch.distributed.run --standalone --nproc-per-node {size} -m wholebatch {command}"
-    return command_line(command + _repeated(config))
+    return command_line(command + _options_again(config))
 
 
 def command_line(arguments: str) -> str:
@@ -65,17 +65,17 @@ def command_line(arguments: str) -> str:
     return f"wholebatch {arguments}"
 
 
-def _repeated(config: TrainConfig, but: str = "") -> str:
+def _options_again(config: TrainConfig, but: str = "") -> str:
     if config.resume is None:
         return ""
     try:
         changed = differences(read_config(config.resume), config)
     except UserError:  # the run fails for its own reason
         return ""
-    return "".join(f" {_given(name, changed[name][1])}" for name in REPEATED if name in changed and name != but)
+    return "".join(f" {_argument(name, changed[name][1])}" for name in REPEATED if name in changed and name != but)
 
 
-def _given(name: str, value: object) -> str:
+def _argument(name: str, value: object) -> str:
     """Return an option with its value, as a shell takes it; an option that is on or off has none."""
     if isinstance(value, bool):
         return option(name if value else f"no-{name}")
@@ -84,5 +84,5 @@ def _given(name: str, value: object) -> str:
 
 def _is_found(program: Path) -> bool:
     """Return whether a shell finds this program by its name: its environment is activated."""
-    found = shutil.which(program.name)
-    return found is not None and Path(found).resolve() == program.resolve()
+    path = shutil.which(program.name)
+    return path is not None and Path(path).resolve() == program.resolve()

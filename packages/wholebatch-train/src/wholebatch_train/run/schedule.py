@@ -49,38 +49,38 @@ class Schedule(NamedTuple):
             warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
             cosine = (1 + math.cos(math.pi * step / self.planned_steps)) / 2
             return peak * warmup * cosine
-        at, steps = self.extensions[-1]
+        start, steps = self.extensions[-1]
         earlier = self._replace(extensions=self.extensions[:-1])
-        if step < at:
+        if step < start:
             return earlier.rate(peak, step)
-        before, after = earlier.rate(peak, at), Schedule(steps, self.warmup_steps).rate(peak, step)
-        line = _steps_of_line(at, steps, self.warmup_steps)
-        return before + min(1.0, (step - at + 1) / line) * (after - before)
+        before, after = earlier.rate(peak, start), Schedule(steps, self.warmup_steps).rate(peak, step)
+        line = _steps_of_line(start, steps, self.warmup_steps)
+        return before + min(1.0, (step - start + 1) / line) * (after - before)
 
-    def extended(self, at: int, steps: int) -> Schedule:
-        """Return the schedule of the run if, after `at` steps, it is to train until step `steps`.
+    def extended(self, start: int, steps: int) -> Schedule:
+        """Return the schedule of the run if, after `start` steps, it is to train until step `steps`.
 
         An earlier extension at the same step, after which nothing was trained, is replaced.
         """
         if steps == self.steps:
             return self
-        kept = self._replace(extensions=tuple(each for each in self.extensions if each.at < at))
-        return kept if steps == kept.steps else kept._replace(extensions=(*kept.extensions, Extension(at, steps)))
+        kept = self._replace(extensions=tuple(each for each in self.extensions if each.at < start))
+        return kept if steps == kept.steps else kept._replace(extensions=(*kept.extensions, Extension(start, steps)))
 
 
-def describe_extension(at: int, steps: int, warmup_steps: int) -> str:
+def describe_extension(step: int, steps: int, warmup_steps: int) -> str:
     """Return a line that states the learning rate of an extended run.
 
     >>> describe_extension(300, 600, 20)
     'extended at step 300 to 600: the learning rate goes on along the cosine of 600 steps, reached over 20 steps'
     """
-    line = _steps_of_line(at, steps, warmup_steps)
+    line = _steps_of_line(step, steps, warmup_steps)
     return (
-        f"extended at step {at} to {steps}: the learning rate goes on along the cosine of {steps} steps, reached over "
-        f"{line} step{'s' if line > 1 else ''}"
+        f"extended at step {step} to {steps}: the learning rate goes on along the cosine of {steps} steps, reached "
+        f"over {line} step{'s' if line > 1 else ''}"
     )
 
 
-def _steps_of_line(at: int, steps: int, warmup_steps: int) -> int:
+def _steps_of_line(start: int, steps: int, warmup_steps: int) -> int:
     """Return over how many steps an extended run reaches its cosine: so few that it is reached before the end."""
-    return max(1, min(warmup_steps, (steps - at) // 2))
+    return max(1, min(warmup_steps, (steps - start) // 2))

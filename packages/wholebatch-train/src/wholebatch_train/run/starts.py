@@ -27,17 +27,17 @@ def new_start(*, step: int, ranks: int, device: torch.device, plan: str, audit: 
 
 def _commit() -> str | None:
     """Return the commit of this package's checkout, with + for local changes; None without a checkout or git."""
-    here = Path(__file__).parent
-    found = []
+    folder = Path(__file__).parent
+    outputs = []
     tracked = ["ls-files", "--error-unmatch", __file__]  # or the package is installed below another checkout
-    for command in (tracked, ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", str(here.parent)]):
+    for command in (tracked, ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", str(folder.parent)]):
         try:
             done = subprocess.run(
-                ["git", "-C", str(here), *command], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+                ["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired):  # no git, which is no error of the run
             return None
         if done.returncode:
             return None
-        found.append(done.stdout.strip())
-    return found[1] + ("+" if found[2] else "")
+        outputs.append(done.stdout.strip())
+    return outputs[1] + ("+" if outputs[2] else "")

@@ -111,13 +111,13 @@ def figures_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     >>> figures_of({"loss": 2.0, "tar": None, "both": {"recall@1": 1, "chance": float("nan")}}, "test/")
     {'test/loss': 2.0, 'test/both/recall@1': 1}
     """
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= figures_of(value, f"{prefix}{name}/")
+            figures |= figures_of(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and math.isfinite(value):
-            found[prefix + name] = value
-    return found
+            figures[prefix + name] = value
+    return figures
 
 
 def figures_of_step(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -133,7 +133,7 @@ def _id_of(file: Path) -> str:
         if not text.isascii() or not text.isalnum():
             raise UserError(f"{file} must hold the id of a run at Weights & Biases; remove it to start one there")
         return text
-    found = secrets.token_hex(8)
+    run_id = secrets.token_hex(8)
     with replacing(file) as new:
-        new.write(f"{found}\n".encode())
-    return found
+        new.write(f"{run_id}\n".encode())
+    return run_id

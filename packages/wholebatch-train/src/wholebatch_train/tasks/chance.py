@@ -22,15 +22,15 @@ def chance(candidates: int, right: Tensor) -> dict[str, float]:
     """
     numbers, of_query = torch.unique(right, return_inverse=True)
     weights = torch.bincount(of_query).double() / len(right)
-    found = dict.fromkeys((*(f"recall@{k}" for k in KS), "mrr", f"ndcg@{DEPTH}"), 0.0)
+    figures = dict.fromkeys((*(f"recall@{k}" for k in KS), "mrr", f"ndcg@{DEPTH}"), 0.0)
     ranks = torch.arange(1, candidates + 1, dtype=torch.float64)
     gains = 1 / torch.log2(1 + ranks[:DEPTH])
     for m, weight in zip(numbers.tolist(), weights.tolist(), strict=True):
         # later[k] = P(the first right one has a rank above k), the product of (n - m - i) / (n - i) over i < k
         later = ((candidates - m - ranks + 1).clamp(min=0) / (candidates - ranks + 1)).cumprod(0)
         for k in KS:
-            found[f"recall@{k}"] += weight * (1 - later[min(k, candidates) - 1].item())
+            figures[f"recall@{k}"] += weight * (1 - later[min(k, candidates) - 1].item())
         first = torch.cat([later.new_ones(1), later[:-1]]) - later
-        found["mrr"] += weight * (first / ranks).sum().item()
-        found[f"ndcg@{DEPTH}"] += weight * (m / candidates * gains.sum() / gains[:m].sum()).item()
-    return found
+        figures["mrr"] += weight * (first / ranks).sum().item()
+        figures[f"ndcg@{DEPTH}"] += weight * (m / candidates * gains.sum() / gains[:m].sum()).item()
+    return figures

@@ -44,9 +44,9 @@ def with_chunk_size(config: TrainConfig, data: Data, device: torch.device, *, ra
     rows = -(-config.batch_size // size)
     if config.fsdp and size > 1:
         task = make_task(replace(config, chunk_size=0, workers=0), data, device, rank=rank, size=size)
-        return replace(config, chunk_size=_of_sharded(task, config, device, config.batch_size // size))
+        return replace(config, chunk_size=_chunk_size_of_sharded(task, config, device, config.batch_size // size))
 
-    def found() -> int:
+    def measure_chunk() -> int:
         local = replace(config, chunk_size=0, batch_size=rows, workers=0)
         task = make_task(local, data, device, rank=0, size=1, dense=True)
         budget = _budget(task, config, device)
@@ -54,12 +54,12 @@ def with_chunk_size(config: TrainConfig, data: Data, device: torch.device, *, ra
             return 0
         return largest_chunk(lambda n: memory_of_graph(task, n, device), rows, budget)
 
-    _, of_ranks = on_all_ranks("set-up", found, lambda chunk: {"chunk": chunk})
+    _, of_ranks = on_all_ranks("set-up", measure_chunk, lambda chunk: {"chunk": chunk})
     limited = [each["chunk"] for each in of_ranks if each["chunk"]]
     return replace(config, chunk_size=min(limited, default=0))
 
 
-def _of_sharded(task: Task, config: TrainConfig, device: torch.device, rows: int) -> int:
+def _chunk_size_of_sharded(task: Task, config: TrainConfig, device: torch.device, rows: int) -> int:
     """Return the chunk size of sharded weights: the ranks agree on each measurement. All ranks.
 
     Args:
@@ -136,10 +136,10 @@ def memory_of_graph(task: Task, rows: int, device: torch.device) -> int:
         return x
 
     with saved_tensors_hooks(keep, lambda x: x):
-        made = task.encode_rows(rows)
+        features = task.encode_rows(rows)
     total = sum(memory.nbytes() for memory in held.values())  # of whole weights that FSDP2 has freed by now: 0
     if is_sharded(task.module):
-        _go_backward(made)  # which ends its collectives
+        _go_backward(features)  # which ends its collectives
     return total
 
 

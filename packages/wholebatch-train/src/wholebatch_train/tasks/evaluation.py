@@ -54,15 +54,15 @@ def features_of_rows(
     rank = dist.get_rank()
     turns = [[min(first + r, len(parts) - 1) for r in range(ranks)] for first in range(0, len(parts), ranks)]
     local = [parts[turn[rank]] for turn in turns]
-    found: list[Tensor] = []
+    encoded: list[Tensor] = []
     for turn, features in zip(turns, _encoded(model, name, side, local, device, workers), strict=True):
         longest = max(len(parts[part]) for part in turn)
         padded = F.pad(features, (0, 0, 0, longest - len(features))).contiguous()
         gathered = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
         dist.gather(padded, gathered, dst=0)
         for part, x in zip(dict.fromkeys(turn), gathered or [padded[:0]] * ranks, strict=False):
-            found.append(x[: len(parts[part])].cpu())
-    return torch.cat(found)
+            encoded.append(x[: len(parts[part])].cpu())
+    return torch.cat(encoded)
 
 
 def _encoded(
@@ -77,5 +77,5 @@ def _encoded(
     encoder = model.encoder(name) if isinstance(model, DualEncoder) else model
     for inputs in prepared(RowInputs(side, Reader.of(encoder)), [*parts], workers=workers):
         moved = to_device(inputs, device)
-        made = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
-        yield made.float()
+        features = model.encode(name, moved) if isinstance(model, DualEncoder) else F.normalize(model(moved), dim=-1)
+        yield features.float()

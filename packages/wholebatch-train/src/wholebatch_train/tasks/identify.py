@@ -97,7 +97,7 @@ class Identify(Task):
         )
         self._step = 0
         self._ranks = size
-        self._found: tuple[Tensor, Tensor, Tensor] | None = None
+        self._predictions: tuple[Tensor, Tensor, Tensor] | None = None
 
     def describe(self) -> str:
         data = self._data
@@ -143,14 +143,14 @@ class Identify(Task):
 
     def gradients(self) -> dict[str, Tensor]:
         local_grads = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
-        found = whole_state(local_grads, kept=self._rank == 0 or not self._is_sharded)
+        gradients = whole_state(local_grads, kept=self._rank == 0 or not self._is_sharded)
         assert self.head.weight.grad is not None
         local = self.head.weight.grad.to_dense()
         parts: list[Any] = [local]
         if dist.is_initialized() and not self._dense:
             parts = [None] * dist.get_world_size()
             dist.all_gather_object(parts, local.cpu())
-        return found | {"head": torch.cat(parts)}
+        return gradients | {"head": torch.cat(parts)}
 
     def grad_norm(self) -> float:
         return wb.heads.clip_grad_norm_(self._encoder.parameters(), self.head.parameters(), float("inf")).item()
@@ -162,12 +162,12 @@ class Identify(Task):
         """Return the accuracy on these images, their embeddings and the classes found; rank 0 has all the images."""
         embeddings = self._embeddings(rows)
         try:
-            found = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
+            top = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
         except ValueError as error:
             raise not_finite(self._step, str(error)) from error
-        right = found.class_ids.cpu() == self._data.labels[rows[: len(embeddings)], None]
+        right = top.class_ids.cpu() == self._data.labels[rows[: len(embeddings)], None]
         figures = {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)} if len(right) else {}
-        return figures, embeddings, found
+        return figures, embeddings, top
 
     def _embeddings(self, rows: Tensor) -> Tensor:
         """Return unit embeddings of these images, on the CPU of rank 0, without augmentation. All ranks."""
@@ -200,23 +200,23 @@ class Identify(Task):
 
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
-            of = (folder, self._encoder, self._optimizer)
-            found = read_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
-            check_head_folder(folder, found.facts["step"])
-            return found
+            arguments = (folder, self._encoder, self._optimizer)
+            checkpoint = read_checkpoint(*arguments, steps=self._config.steps, scaler=self.precision.state())
+            check_head_folder(folder, checkpoint.facts["step"])
+            return checkpoint
 
-        found, _ = on_all_ranks("resume", read)
-        load_head(folder, found.facts["step"], found.facts["save"], self.head, self._head_optimizer)
-        found.restore(self._encoder, self._optimizer)
-        self.precision.restore(found.scaler)
-        return found.facts
+        checkpoint, _ = on_all_ranks("resume", read)
+        load_head(folder, checkpoint.facts["step"], checkpoint.facts["save"], self.head, self._head_optimizer)
+        checkpoint.restore(self._encoder, self._optimizer)
+        self.precision.restore(checkpoint.scaler)
+        return checkpoint.facts
 
     def test(self) -> dict[str, Any]:
         data, rows = self._data, self._data.test
-        figures, embeddings, found = self._accuracy(rows)
+        figures, embeddings, top = self._accuracy(rows)
         if self._rank:
             return {}
-        self._found = embeddings, found.class_ids.cpu(), found.logits.cpu() / self._config.head.scale
+        self._predictions = embeddings, top.class_ids.cpu(), top.logits.cpu() / self._config.head.scale
         verified = rows_to_verify(data.labels[rows])
         tar, threshold = accepted_at(embeddings[verified], data.labels[rows[verified]], FAR, device=self._device)
         return {
@@ -234,13 +234,13 @@ class Identify(Task):
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
         tar, verified = report["tar"], report["verified_images"]
-        of = "" if verified == report["test_images"] else f", {verified:,} of the images"
+        subset = "" if verified == report["test_images"] else f", {verified:,} of the images"
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],
             [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
             ["best possible top-1: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
             ["top-1 by chance", f"{report['chance']:.4f}"],
-            [f"verification: TAR at FAR {report['far']:g}{of}", "no pairs" if tar is None else f"{tar:.4f}"],
+            [f"verification: TAR at FAR {report['far']:g}{subset}", "no pairs" if tar is None else f"{tar:.4f}"],
         ]
         return title, ["", ""], rows
 
@@ -258,14 +258,14 @@ class Identify(Task):
         return "top-1 accuracy", f"{report['top_1']:.3f}", f"chance {report['chance']:.2g}"
 
     def evidence(self) -> Evidence:
-        assert self._found is not None
-        data, (embeddings, found, cosines) = self._data, self._found
+        assert self._predictions is not None
+        data, (embeddings, predicted, cosines) = self._data, self._predictions
         return classes_evidence(
             embeddings,
             data.labels[data.test],
-            found,
+            predicted,
             cosines,
-            surest_mistakes(data, found[:, 0], cosines[:, 0]),
+            surest_mistakes(data, predicted[:, 0], cosines[:, 0]),
             lambda row: Item(data.names[data.labels[data.test[row]]], data.picture(data.test[row])),
             lambda label: Item(data.names[label], data.picture(data.example(label))),
         )

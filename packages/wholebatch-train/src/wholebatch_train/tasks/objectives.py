@@ -97,7 +97,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def _call(config: TrainConfig) -> _Call:
     fixed = config.model.initial_logit_scale
     if config.loss == "global_contrastive":
-        return lambda f, x, y, *_: _without_history(f, x, y, 1 / fixed)
+        return lambda f, x, y, *_: _loss_without_history(f, x, y, 1 / fixed)
     entry = CATALOG[config.loss]
     settings = {"label_smoothing": config.label_smoothing} if config.loss == "clip" else SETTINGS.get(config.loss, {})
     factor = config.model.embedding_size**0.5 if config.loss == "vicreg" else 1.0  # entries of variance 1
@@ -109,7 +109,7 @@ def _call(config: TrainConfig) -> _Call:
     return call
 
 
-def _without_history(functions: Any, images: Tensor, texts: Tensor, temperature: float) -> Tensor:
+def _loss_without_history(functions: Any, images: Tensor, texts: Tensor, temperature: float) -> Tensor:
     """Return the global contrastive loss of a first step, without sums of earlier batches."""
     nothing = images.new_full((len(images),), float("-inf"), dtype=torch.float64)
     loss: Tensor = functions.global_contrastive_loss(images, texts, nothing, nothing, temperature=temperature)[0]

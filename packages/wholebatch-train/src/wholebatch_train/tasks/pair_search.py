@@ -22,8 +22,8 @@ _MOST_DOCUMENTS = 200_000  # that a test searches
 
 def ways_of(pairs: Pairs) -> tuple[str, str]:
     """Return the names of the two directions, such as image_to_text and text_to_image."""
-    one, other = pairs.names
-    return f"{one}_to_{other}", f"{other}_to_{one}"
+    first, second = pairs.names
+    return f"{first}_to_{second}", f"{second}_to_{first}"
 
 
 def further_candidates(pairs: Pairs, stated: Stated) -> Tensor:
@@ -58,9 +58,9 @@ def report_of_search(
         second: the same of the second side, (m, d); behind them those of further candidates of the search for it.
         device: where similarities are computed.
     """
-    there = figures_of_way(first, second, stated.right, device)
+    forward = figures_of_way(first, second, stated.right, device)
     back = figures_of_way(second[: len(stated.rows[1])], first, stated.back, device)
-    return {ways[0]: there, ways[1]: back}
+    return {ways[0]: forward, ways[1]: back}
 
 
 def table(report: Mapping[str, Any], ways: Sequence[str]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
@@ -69,11 +69,11 @@ def table(report: Mapping[str, Any], ways: Sequence[str]) -> tuple[str, Sequence
     columns = list(of_ways[0]["chance"])
     is_once = of_ways[0]["chance"] == of_ways[1]["chance"]
     rows, searches = [], []
-    for way, found in zip(ways, of_ways, strict=True):
-        one, other = way.split("_to_")
-        searches.append(f"{found['queries']:,} {PLURAL[one]} among {found['candidates']:,} {PLURAL[other]}")
-        rows.append([f"{one} -> {other}", *(f"{found[name]:.4f}" for name in columns)])
+    for way, result in zip(ways, of_ways, strict=True):
+        query, candidate = way.split("_to_")
+        searches.append(f"{result['queries']:,} {PLURAL[query]} among {result['candidates']:,} {PLURAL[candidate]}")
+        rows.append([f"{query} -> {candidate}", *(f"{result[name]:.4f}" for name in columns)])
         if not is_once or way == ways[1]:
-            rows.append(["chance", *(f"{found['chance'][name]:.4f}" for name in columns)])
+            rows.append(["chance", *(f"{result['chance'][name]:.4f}" for name in columns)])
     title = f"Retrieval: {searches[0]}, and {searches[1]}; queries never seen in training"
     return title, ["", *(SHOWN.get(name, name) for name in columns)], rows

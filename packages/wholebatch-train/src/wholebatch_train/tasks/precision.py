@@ -58,14 +58,14 @@ class Precision:
         """Return the scale and the number of steps since it last changed, which a checkpoint keeps; {} without one."""
         if self.scaler is None:
             return {}
-        found = self.scaler.state_dict()
-        return {"scale": torch.tensor(found["scale"]), "growth_tracker": torch.tensor(found["_growth_tracker"])}
+        state = self.scaler.state_dict()
+        return {"scale": torch.tensor(state["scale"]), "growth_tracker": torch.tensor(state["_growth_tracker"])}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` has returned."""
         if self.scaler is not None:
-            found = {"scale": state["scale"].item(), "_growth_tracker": int(state["growth_tracker"])}
-            self.scaler.load_state_dict(self.scaler.state_dict() | found)
+            values = {"scale": state["scale"].item(), "_growth_tracker": int(state["growth_tracker"])}
+            self.scaler.load_state_dict(self.scaler.state_dict() | values)
 
     def add_gradients(
         self, compute: Callable[[], Tensor], optimizers: Sequence[Optimizer], loss_fn: nn.Module

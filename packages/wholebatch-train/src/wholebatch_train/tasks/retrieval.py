@@ -37,24 +37,24 @@ def figures(
     Raises:
         ValueError: a query without a right candidate.
     """
-    found = dict.fromkeys((*(f"recall@{k}" for k in KS), "mrr", f"ndcg@{DEPTH}"), 0.0)
+    sums = dict.fromkeys((*(f"recall@{k}" for k in KS), "mrr", f"ndcg@{DEPTH}"), 0.0)
     best = (1 / torch.log2(2 + torch.arange(DEPTH, dtype=torch.float64))).cumsum(0)
     for ranks, count in _ranks(queries, candidates, right, device):
         first = ranks[:, 0]
         for k in KS:
-            found[f"recall@{k}"] += (first < k).sum().item()
-        found["mrr"] += (1 / (1 + first)).sum().item()
+            sums[f"recall@{k}"] += (first < k).sum().item()
+        sums["mrr"] += (1 / (1 + first)).sum().item()
         gains = torch.where(ranks < DEPTH, 1 / torch.log2(2 + ranks), 0.0).sum(1)
-        found[f"ndcg@{DEPTH}"] += (gains / best[count.clamp(max=DEPTH) - 1]).sum().item()
-    return {name: value / len(queries) for name, value in found.items()}
+        sums[f"ndcg@{DEPTH}"] += (gains / best[count.clamp(max=DEPTH) - 1]).sum().item()
+    return {name: value / len(queries) for name, value in sums.items()}
 
 
 def recall(
     queries: Tensor, candidates: Tensor, right: Tensor | None = None, *, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
     """Return recall@1, @5 and @10 as `figures` does."""
-    found = figures(queries, candidates, right, device=device)
-    return {name: value for name, value in found.items() if name.startswith("recall")}
+    means = figures(queries, candidates, right, device=device)
+    return {name: value for name, value in means.items() if name.startswith("recall")}
 
 
 def first_ranks(
@@ -77,9 +77,9 @@ def are_right(right: Tensor, rows: Tensor, candidates: int) -> Tensor:
     count = after - first
     line = torch.repeat_interleave(torch.arange(len(rows)), count)
     place = torch.arange(len(line)) - (count.cumsum(0) - count)[line] + first[line]
-    found = torch.zeros(len(rows), candidates, dtype=torch.bool)
-    found[line, right[1][place]] = True
-    return found
+    is_right = torch.zeros(len(rows), candidates, dtype=torch.bool)
+    is_right[line, right[1][place]] = True
+    return is_right
 
 
 def same_places(count: int) -> Tensor:

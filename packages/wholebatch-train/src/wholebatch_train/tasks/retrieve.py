@@ -93,7 +93,7 @@ class Retrieve(Task):
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none,
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_drop_none,
                 scaler=self.precision.scaler,
             )  # fmt: skip
         self._workers = workers_of_a_rank(config, pairs.sides, size)
@@ -105,13 +105,13 @@ class Retrieve(Task):
             stop=config.steps,
             workers=self._workers,
         )
-        self._found: Evidence | None = None
+        self._test_evidence: Evidence | None = None
 
     def describe(self) -> str:
         pairs, split = self._pairs, self._split
-        one, other = (PLURAL[name] for name in pairs.names)
+        first, second = (PLURAL[name] for name in pairs.names)
         return (
-            f"{len(pairs.order):,} pairs of {one} and {other} in {len(pairs):,} groups that do not share "
+            f"{len(pairs.order):,} pairs of {first} and {second} in {len(pairs):,} groups that do not share "
             f"{pairs.common}: {len(split.train):,} for training, {len(split.validation):,} for validation, "
             f"{len(split.test):,} for test"
             + "".join(f"\n{line}" for side in self._encoder.sides for line in self._encoder.encoder(side).notes)
@@ -127,7 +127,7 @@ class Retrieve(Task):
             with self.precision.autocast():
                 if self._cached is not None:
                     return self._cached(_Whole(batch.chunks, step), **named)
-                loss = self._loss(_without_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
+                loss = self._loss(_drop_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
             return self.precision.backward(loss)
 
         return self.precision.add_gradients(compute, self.optimizers, self._objective)
@@ -141,7 +141,7 @@ class Retrieve(Task):
             negatives = self._encoder.encoder(sides[1]).first(negatives, share)
         with self.precision.autocast():
             features = self._encoder(*self._chunk(Chunk(first, second, negatives, slice(0, rows)), 0))
-        return torch.stack([x.float().sum() for x in _without_none(features)]).sum()
+        return torch.stack([x.float().sum() for x in _drop_none(features)]).sum()
 
     def _loss(self, features: Sequence[Tensor], *, step: int, **names: Tensor) -> Tensor:
         first, second, scale, *rest = features
@@ -154,23 +154,23 @@ class Retrieve(Task):
 
     def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | Unused | None, ...]:
         """Return the arguments of the encoders, on the device; images are augmented."""
-        found = []
+        arguments = []
         start = self._rows.start
         rows = slice(start + chunk.rows.start, start + chunk.rows.stop)
         for side, inputs in zip(self._pairs.sides.values(), chunk[:2], strict=True):
             moved = to_device(inputs, self._device)
-            found.append(augmented(moved, self._config, rows, step) if side.kind == "image" else moved)
+            arguments.append(augmented(moved, self._config, rows, step) if side.kind == "image" else moved)
         if self._pairs.negatives is None:
-            return tuple(found)
+            return tuple(arguments)
         if chunk.negatives is not None:
-            return (*found, to_device(chunk.negatives, self._device))
+            return (*arguments, to_device(chunk.negatives, self._device))
         # With sharded weights the ranks call each encoder together, and other ranks may have negatives here.
-        one = self._encoder.encoder(self._encoder.sides[1]).first(chunk.second, 1) if self._is_sharded else None
-        return (*found, None if one is None else Unused(to_device(one, self._device)))
+        first_row = self._encoder.encoder(self._encoder.sides[1]).first(chunk.second, 1) if self._is_sharded else None
+        return (*arguments, None if first_row is None else Unused(to_device(first_row, self._device)))
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
-        return whole_state(found, kept=self._rank == 0 or not self._is_sharded)
+        gradients = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        return whole_state(gradients, kept=self._rank == 0 or not self._is_sharded)
 
     def grad_norm(self) -> float:
         grads = [p.grad for p in self._encoder.parameters() if p.grad is not None]
@@ -227,13 +227,13 @@ class Retrieve(Task):
 
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
-            of = (folder, self._state, self._optimizer)
-            return read_checkpoint(*of, steps=self._config.steps, scaler=self.precision.state())
+            arguments = (folder, self._state, self._optimizer)
+            return read_checkpoint(*arguments, steps=self._config.steps, scaler=self.precision.state())
 
-        found, _ = on_all_ranks("resume", read)
-        found.restore(self._state, self._optimizer)
-        self.precision.restore(found.scaler)
-        return found.facts
+        checkpoint, _ = on_all_ranks("resume", read)
+        checkpoint.restore(self._state, self._optimizer)
+        self.precision.restore(checkpoint.scaler)
+        return checkpoint.facts
 
     def test(self) -> dict[str, Any]:
         stated, other = self._tested, self._pairs.names[1]
@@ -245,7 +245,7 @@ class Retrieve(Task):
         if not all(x.isfinite().all() for x in (first, second)):
             raise not_finite(self._config.steps - 1, "the features of the test set are not finite")
         second = torch.cat([second, further])
-        self._found = self._evidence(first, second, torch.cat([stated.rows[1], rows]))
+        self._test_evidence = self._evidence(first, second, torch.cat([stated.rows[1], rows]))
         held_out = {"test_texts": len(self._split.test)}
         return held_out | report_of_search(self._ways, stated, first, second, device=self._device)
 
@@ -259,28 +259,28 @@ class Retrieve(Task):
         save_dual_encoder(folder, self._encoder)
 
     def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
-        way, found = self._ways[0], report[self._ways[0]]
-        note = f"chance {found['chance']['recall@1']:.2g}"
-        return f"recall@1, {way.replace('_to_', ' → ')}", f"{found['recall@1']:.3f}", note
+        way, figures = self._ways[0], report[self._ways[0]]
+        note = f"chance {figures['chance']['recall@1']:.2g}"
+        return f"recall@1, {way.replace('_to_', ' → ')}", f"{figures['recall@1']:.3f}", note
 
     def evidence(self) -> Evidence:
-        assert self._found is not None
-        return self._found
+        assert self._test_evidence is not None
+        return self._test_evidence
 
     def _evidence(self, first: Tensor, second: Tensor, rows: Tensor) -> Evidence:
         """Return the evidence of the search whose figures the test reports; `rows` are those of all candidates."""
 
         def item(side: Side, rows: Tensor) -> Callable[[int], Item]:
-            def of(place: int) -> Item:
-                found = side.items(rows[place][None])[0]
-                return Item(found) if side.kind == "text" else Item(picture=found)
+            def item_at(place: int) -> Item:
+                value = side.items(rows[place][None])[0]
+                return Item(value) if side.kind == "text" else Item(picture=value)
 
-            return of
+            return item_at
 
         of_sides = zip(self._pairs.sides.items(), (first, second), (self._tested.rows[0], rows), strict=True)
-        one, other = ((PLURAL[name], features, item(side, rows)) for (name, side), features, rows in of_sides)
-        return search_evidence(one, other, self._tested, device=self._device)
+        query, answer = ((PLURAL[name], features, item(side, rows)) for (name, side), features, rows in of_sides)
+        return search_evidence(query, answer, self._tested, device=self._device)
 
 
-def _without_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _drop_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple(x for x in features if x is not None)

@@ -26,9 +26,9 @@ def embed(options: EmbedConfig) -> None:
     if options.out.suffix == ".parquet" and items.table is not None and COLUMN in items.table.names:
         say(f"the column {COLUMN!r} of {items.source} is left out of {options.out}: it is the name of the new features")
     tiles = with_progress(features_of(run, items, options), len(items))
-    of = f"the column {items.column!r} of {items.source}" if items.column else items.source
+    origin = f"the column {items.column!r} of {items.source}" if items.column else items.source
     rows = "1 row" if len(items) == 1 else f"{len(items):,} rows"
-    content = f"{rows} of {run.width} numbers, of {of}, by the encoder of the {items.name}"
+    content = f"{rows} of {run.width} numbers, of {origin}, by the encoder of the {items.name}"
     with written(options.out, content) as file:
         write = write_npy if options.out.suffix == ".npy" else write_parquet
         write(file, tiles, items, run.width, run.weights)

@@ -56,7 +56,7 @@ def features_of(run: OpenRun, items: Items, options: EncodingOptions, argument: 
     if options.processes == 1 or len(parts) == 1:
         yield from _features(run, items, parts, options)
     else:
-        yield from _of_ranks(run, items, len(parts), options, argument)
+        yield from _rank_parts(run, items, len(parts), options, argument)
 
 
 def _features(run: OpenRun, items: Items, parts: list[Tensor], options: EncodingOptions) -> Iterator[Tensor]:
@@ -76,7 +76,7 @@ def _workers(items: Items, options: EncodingOptions) -> int:
     return 0 if is_quick else automatic_workers(options.processes)
 
 
-def _of_ranks(run: OpenRun, items: Items, count: int, options: EncodingOptions, argument: str) -> Iterator[Tensor]:
+def _rank_parts(run: OpenRun, items: Items, count: int, options: EncodingOptions, argument: str) -> Iterator[Tensor]:
     """Yield the features of `count` parts; part i is computed by rank i mod ranks, and read when its turn comes."""
     context = multiprocessing.get_context("spawn")
     again = {"data": items.source, "argument": argument, "column": items.column, "side": items.name}

@@ -44,18 +44,18 @@ def evaluate(options: EvaluateConfig) -> None:
     run = opened(options)
     pairs = _pairs(run, options)
     figures = _classification if run.config.task == "identify" else _search
-    found = figures(run, pairs, options)
+    report = figures(run, pairs, options)
     trained, line = seen_in_training(run, pairs)
-    found = {
-        "data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), "trained_on": trained, **found,
+    report = {
+        "data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), "trained_on": trained, **report,
     }  # fmt: skip
     if options.data == run.config.data or Path(options.data).absolute() == Path(run.config.data).absolute():
         line = f"{line}; these are the data of the run, whose report.json has the figures of items held out"
     say(line)
-    _show(run, found)
+    _show(run, report)
     if options.out is not None:
         with written(options.out, "the figures") as file:
-            file.write(json.dumps(found, indent=2).encode() + b"\n")
+            file.write(json.dumps(report, indent=2).encode() + b"\n")
 
 
 def _pairs(run: OpenRun, options: EvaluateConfig) -> Pairs:
@@ -82,12 +82,12 @@ def _columns(config: TrainConfig, table: Table, options: EvaluateConfig) -> str:
     """Return `--columns`, or else that of the run if the data have these columns; those of _OPTIONAL may be missing."""
     if options.columns:
         return options.columns
-    there = {
+    columns_of_role = {
         role: [name for name in names if name in table.names] for role, names in asked_roles(config.columns).items()
     }
-    if any(not names for role, names in there.items() if role not in _OPTIONAL):
+    if any(not names for role, names in columns_of_role.items() if role not in _OPTIONAL):
         return ""
-    return ",".join(f"{role}={'+'.join(names)}" for role, names in there.items() if names)
+    return ",".join(f"{role}={'+'.join(names)}" for role, names in columns_of_role.items() if names)
 
 
 def _features(run: OpenRun, name: str, side: Side, rows: Tensor, options: EvaluateConfig) -> Tensor:
@@ -118,11 +118,11 @@ def _classification(run: OpenRun, pairs: Pairs, options: EvaluateConfig) -> dict
     features = _features(run, "image", pictures, rows, options)
     labels = torch.tensor([numbers.get(name, -1) for name in names])
     known = labels >= 0
-    found: dict[str, Any] = {"classes": len(run.classes), "images_of_these_classes": int(known.sum())}
+    report: dict[str, Any] = {"classes": len(run.classes), "images_of_these_classes": int(known.sum())}
     if known.any():
         right = _top_classes(run, features[known]) == labels[known, None]
-        found |= {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)}
-        found["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
+        report |= {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)}
+        report["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
     of_texts = torch.tensor([distinct[name] for name in names])
     verified = rows_to_verify(of_texts)
@@ -130,7 +130,7 @@ def _classification(run: OpenRun, pairs: Pairs, options: EvaluateConfig) -> dict
     of_pairs = {"images": len(verified), "far": FAR, "tar": None, "threshold": None} if math.isnan(tar) else {
         "images": len(verified), "far": FAR, "tar": tar, "threshold": threshold
     }  # fmt: skip
-    return found | {"texts": len(distinct), "verification": of_pairs}
+    return report | {"texts": len(distinct), "verification": of_pairs}
 
 
 def _top_classes(run: OpenRun, features: Tensor) -> Tensor:
@@ -148,23 +148,23 @@ def _top_classes(run: OpenRun, features: Tensor) -> Tensor:
     return head.top_classes(features, min(_TOP, len(run.classes))).class_ids
 
 
-def _show(run: OpenRun, found: dict[str, Any]) -> None:
+def _show(run: OpenRun, report: dict[str, Any]) -> None:
     if run.config.task == "identify":
-        rows = [[f"top-{k} accuracy", f"{found[f'top_{k}']:.4f}", f"{found['chance'][f'top_{k}']:.4f}"]
-                for k in (1, _TOP) if f"top_{k}" in found]  # fmt: skip
-        tar = found["verification"]["tar"]
+        rows = [[f"top-{k} accuracy", f"{report[f'top_{k}']:.4f}", f"{report['chance'][f'top_{k}']:.4f}"]
+                for k in (1, _TOP) if f"top_{k}" in report]  # fmt: skip
+        tar = report["verification"]["tar"]
         of_pairs = "no pairs" if tar is None else f"{tar:.4f}"
-        verified = found["verification"]["images"]
-        of = "" if verified == found["rows"] else f", {verified:,} of the images"
-        rows.append([f"verification: TAR at FAR {FAR:g}{of}", of_pairs, f"{FAR:.4f}"])
+        verified = report["verification"]["images"]
+        subset = "" if verified == report["rows"] else f", {verified:,} of the images"
+        rows.append([f"verification: TAR at FAR {FAR:g}{subset}", of_pairs, f"{FAR:.4f}"])
         say(
-            f"{found['rows']:,} images of {found['texts']:,} texts, {found['images_of_these_classes']:,} of them of "
-            f"the run's {found['classes']:,} classes"
+            f"{report['rows']:,} images of {report['texts']:,} texts, {report['images_of_these_classes']:,} of them of "
+            f"the run's {report['classes']:,} classes"
         )
         show_table(["", "", "chance"], rows)
         return
-    ways = [name for name in found if "_to_" in name]
+    ways = [name for name in report if "_to_" in name]
     for way in ways:
-        say(f"{way.replace('_to_', ' -> ')}: {found[way]['queries']:,} queries among {found[way]['candidates']:,}")
-    _, columns, lines = table(found, ways)
+        say(f"{way.replace('_to_', ' -> ')}: {report[way]['queries']:,} queries among {report[way]['candidates']:,}")
+    _, columns, lines = table(report, ways)
     show_table(columns, lines)

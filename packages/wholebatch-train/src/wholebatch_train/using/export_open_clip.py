@@ -89,8 +89,8 @@ def _projection(run: OpenRun, side: str, width: int) -> Tensor:
 
 def _towers(run: OpenRun) -> tuple[TimmImage, TransformerText]:
     """Return both encoders, once it is certain that the configuration can express them."""
-    found = {side: run.encoder(side) for side in run.sides}
-    image, text = found.get("image"), found.get("text")
+    encoders = {side: run.encoder(side) for side in run.sides}
+    image, text = encoders.get("image"), encoders.get("text")
     if not (isinstance(image, TimmImage) and isinstance(text, TransformerText)):
         raise UserError(
             f"--to {TO} needs an image encoder of timm and a text encoder of transformers, as its configuration names "

@@ -47,7 +47,7 @@ def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument
     facts = {"rows": data, "weights": run.weights}
     try:
         path.parent.mkdir(exist_ok=True)
-        kept = _opened(path) if path.exists() else None
+        kept = _open(path) if path.exists() else None
         if kept is None or kept.metadata.get("weights") != run.weights:
             if kept is not None:
                 kept.close()
@@ -55,7 +55,7 @@ def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument
             tiles = with_progress(features_of(run, items, options, argument), len(items))
             rows = (row for tile in tiles for row in tile.split(1))
             write_tensors(path, expected, facts, (torch.cat([*islice(rows, len(x))]) for x in expected.values()))
-            kept = _opened(path)
+            kept = _open(path)
             if kept.metadata.get("weights") != run.weights:
                 kept.close()
                 raise UserError(f"{path} was replaced meanwhile by features of other weights; run this command again")
@@ -64,13 +64,13 @@ def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument
             f"{str(path.parent)!r} cannot be written or read ({error.strerror or error}); write the features elsewhere "
             "with `wholebatch embed`, and search them with --in FILE.parquet"
         ) from error
-    found = {name: (entry.shape, entry.dtype) for name, entry in kept.entries.items()}
-    if (kept.metadata, found) != (facts, {name: (x.shape, x.dtype) for name, x in expected.items()}):
+    layout = {name: (entry.shape, entry.dtype) for name, entry in kept.entries.items()}
+    if (kept.metadata, layout) != (facts, {name: (x.shape, x.dtype) for name, x in expected.items()}):
         kept.close()
         raise UserError(f"{path} is damaged, or has features of other rows; remove it")
     return FeatureFile(path, len(items), run.width, items, run.weights, kept=kept)
 
 
-def _opened(path: Path) -> TensorFile:
+def _open(path: Path) -> TensorFile:
     with reading(path, "features", (OSError,), named=(ValueError,)):
         return TensorFile(path)

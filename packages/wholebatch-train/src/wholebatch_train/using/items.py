@@ -80,15 +80,15 @@ class Items:
 
         Files with pictures count by their path, their size and the time of their last change.
         """
-        found = hashlib.sha256(repr((self.name, self.column, self.rows.tolist())).encode())
+        hasher = hashlib.sha256(repr((self.name, self.column, self.rows.tolist())).encode())
         if self.table is None:
-            found.update(self.source.encode())
-            return found.hexdigest()
+            hasher.update(self.source.encode())
+            return hasher.hexdigest()
         if not isinstance(self.side, FilePictures):
-            found.update(digest_of(self.table.arrow[self.column]).encode())
-            return found.hexdigest()
-        found.update(stamp_of_pictures(self.side).encode())
-        return found.hexdigest()
+            hasher.update(digest_of(self.table.arrow[self.column]).encode())
+            return hasher.hexdigest()
+        hasher.update(stamp_of_pictures(self.side).encode())
+        return hasher.hexdigest()
 
 
 def open_items(
@@ -118,8 +118,8 @@ def open_items(
     if data == "glyphs":
         name = side or run.sides[0]
         pairs = glyph_pairs(for_glyphs(run.config).image_size)
-        found = next(side for side in pairs.sides.values() if side.kind == run.kind(name))
-        return Items(name, found, torch.arange(len(pairs.order)), "glyphs")
+        glyph_side = next(side for side in pairs.sides.values() if side.kind == run.kind(name))
+        return Items(name, glyph_side, torch.arange(len(pairs.order)), "glyphs")
     try:
         table = open_table(data, say)
         for line in table.said:
@@ -168,8 +168,8 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
     if column:
         return side or _side_of(run, table, column), column
     for name in (side,) if side else run.sides:
-        if found := _usual(table, name):
-            return name, found
+        if column := _usual(table, name):
+            return name, column
     names = [ROLES[name][0] for name in ((side,) if side else run.sides)]
     usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
     raise UserError(
@@ -180,7 +180,7 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
 
 def _usual(table: Table, side: str) -> str:
     """Return the usual column of a side, as `wholebatch train` finds it; "" if there is none."""
-    return next((found[0] for role in ROLES[side] if (found := usual_columns(table, role, "--column "))), "")
+    return next((columns[0] for role in ROLES[side] if (columns := usual_columns(table, role, "--column "))), "")
 
 
 def _side_of(run: OpenRun, table: Table, column: str) -> str:

@@ -90,10 +90,10 @@ class OpenRun:
     def features(self, side: str, inputs: Inputs) -> Tensor:
         """Map the inputs of b items, on the device of the run, to unit rows (b, width), float32 on the CPU."""
         if isinstance(self.model, DualEncoder):
-            found = self.model.encode(side, inputs)
+            features = self.model.encode(side, inputs)
         else:
-            found = F.normalize(self.model(inputs), dim=-1)
-        return self.finite(found.float().cpu())
+            features = F.normalize(self.model(inputs), dim=-1)
+        return self.finite(features.float().cpu())
 
     def finite(self, x: Tensor) -> Tensor:
         """Return features or centers, unless weights have made them infinite or NaN."""
@@ -144,7 +144,7 @@ def open_run(
             shapes.pop(_CENTERS, None)
         if _is_built_in(config):
             with torch.device("meta"):  # sizes that the weights do not have are refused before they take memory
-                _check_fits(path, _of_options(config, shapes), shapes)
+                _check_fits(path, _make_model(config, shapes), shapes)
         model = _model(folder, config, shapes, is_checkpoint=is_checkpoint, trust=bool(files))
         _check_fits(path, model, shapes)
         tensors = {name.removeprefix(prefix): file.read(name) for name in names}
@@ -164,11 +164,11 @@ def _reading(path: Path) -> AbstractContextManager[None]:
 
 def _step(file: TensorFile) -> int | None:
     """Return the step after which the best weights, or those of a checkpoint, were written; None if it is not there."""
-    found: Any = file.metadata.get("step")
+    step: Any = file.metadata.get("step")
     if "facts" in file.metadata:
         facts = parse_json(file.metadata["facts"].encode(), f"the facts of {file.path}")
-        found = facts.get("step") if isinstance(facts, dict) else None
-    return int(found) if re.fullmatch(r"[0-9]{1,12}", str(found)) else None
+        step = facts.get("step") if isinstance(facts, dict) else None
+    return int(step) if re.fullmatch(r"[0-9]{1,12}", str(step)) else None
 
 
 def _file(folder: Path, weights: Weights, config: TrainConfig) -> Path:
@@ -183,9 +183,9 @@ def _file(folder: Path, weights: Weights, config: TrainConfig) -> Path:
             f"comes after step {min(config.checkpoint_every, config.steps):,}, or when Ctrl-C stops the run"
         )
     if not files[weights].exists():
-        there = [kind for kind, path in files.items() if path.exists()]
+        existing = [kind for kind, path in files.items() if path.exists()]
         raise UserError(
-            f"--weights {weights}: the run has no {str(files[weights])!r}; it has {' and '.join(there) or 'none'}"
+            f"--weights {weights}: the run has no {str(files[weights])!r}; it has {' and '.join(existing) or 'none'}"
         )
     return files[weights]
 
@@ -197,10 +197,10 @@ def _check_encoders(folder: Path) -> None:
         check_is_of_run(file, folder)
         expected = file.metadata.get(ENCODERS)
     try:
-        found = digest_of(folder / ENCODERS)
+        digest = digest_of(folder / ENCODERS)
     except (OSError, ValueError) as error:
         raise UserError(f"RUN: the encoders of the run cannot be read: {error}") from error
-    if found != expected:
+    if digest != expected:
         raise UserError(
             f"RUN: the files in {str(folder / ENCODERS)!r} are not those that {FINAL} was written with; the folder is "
             "damaged, or was edited"
@@ -220,14 +220,14 @@ def _model(
             return open_encoder(encoders / "image", trust=trust)
     if not is_checkpoint:  # the best weights of a run that goes on; adapters are merged in them
         config = replace(config, image=replace(config.image, tune="full"), text=replace(config.text, tune="full"))
-    return _of_options(config, names)
+    return _make_model(config, names)
 
 
 def _is_built_in(config: TrainConfig) -> bool:
     return config.image_encoder == config.text_encoder == "small"
 
 
-def _of_options(config: TrainConfig, names: Collection[str]) -> DualEncoder | Encoder:
+def _make_model(config: TrainConfig, names: Collection[str]) -> DualEncoder | Encoder:
     if config.task == "identify":
         return make_encoder(config, "image")
     is_of_texts = any(name.startswith("query.") for name in names)

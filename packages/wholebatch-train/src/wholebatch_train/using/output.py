@@ -44,12 +44,12 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
 
 
 @contextmanager
-def reading(path: Path, what: str, kinds: Kinds, *, named: Kinds = ()) -> Iterator[None]:
+def reading(path: Path, description: str, kinds: Kinds, *, named: Kinds = ()) -> Iterator[None]:
     """Turn an error of a file into a UserError.
 
     Args:
         path: the file.
-        what: "a file of features", or the like.
+        description: "a file of features", or the like.
         kinds: errors that a damaged file, or none, causes.
         named: those whose message names the file.
     """
@@ -61,4 +61,4 @@ def reading(path: Path, what: str, kinds: Kinds, *, named: Kinds = ()) -> Iterat
         raise UserError(str(error)) from error
     except kinds as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{str(path)!r} cannot be read as {what}: {reason}") from error
+        raise UserError(f"{str(path)!r} cannot be read as {description}: {reason}") from error

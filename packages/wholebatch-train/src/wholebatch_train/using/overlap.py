@@ -51,9 +51,9 @@ def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, int | None],
     try:
         theirs = dict(_training_rows(run))
     except UserError as error:
-        return dict.fromkeys(ours), _not_known(str(renamed(error, "the data of the run")))
-    trained = {name: _number_in(each, theirs[name], case_ignored_by(run.encoder(name))) for name, each in ours.items()}
-    return trained, _said(trained, {name: len(each.rows) for name, each in ours.items()})
+        return dict.fromkeys(ours), _unknown_in_words(str(renamed(error, "the data of the run")))
+    trained = {name: _count_in(each, theirs[name], case_ignored_by(run.encoder(name))) for name, each in ours.items()}
+    return trained, _seen_in_words(trained, {name: len(each.rows) for name, each in ours.items()})
 
 
 def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
@@ -68,13 +68,13 @@ def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
     pairs, split = data
     trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
     for name in pairs.names:
-        found = [_distinct(pairs, name, trained)]
+        rows = [_distinct(pairs, name, trained)]
         if name == "document" and pairs.negatives is not None:
             texts = Texts(pairs.negatives.texts)
             owner = torch.repeat_interleave(torch.arange(len(pairs.negatives.first) - 1), pairs.negatives.first.diff())
             of_trained = torch.isin(owner, trained).nonzero()[:, 0]
-            found.append(_Rows(texts, of_trained, of_trained))
-        yield name, found
+            rows.append(_Rows(texts, of_trained, of_trained))
+        yield name, rows
 
 
 def _distinct(pairs: Pairs, name: str, rows: Tensor) -> _Rows:
@@ -100,7 +100,7 @@ def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:
     return str.lower if lowers else None
 
 
-def _number_in(ours: _Rows, theirs: list[_Rows], same: Callable[[str], str] | None = None) -> int | None:
+def _count_in(ours: _Rows, theirs: list[_Rows], same: Callable[[str], str] | None = None) -> int | None:
     """Return how many of our items are among theirs; None if they cannot be compared."""
     sides = [each.side for each in theirs]
     if isinstance(ours.side, Texts) and all(isinstance(side, Texts) for side in sides):
@@ -108,14 +108,14 @@ def _number_in(ours: _Rows, theirs: list[_Rows], same: Callable[[str], str] | No
         mine, *others = numbers_in_common(columns, same)
         return int(torch.isin(mine, torch.cat(others)).sum())
     if isinstance(ours.side, FilePictures) and isinstance(sides[0], FilePictures):
-        return _pictures_in(ours, ours.side, theirs[0], sides[0])
+        return _count_pictures_in(ours, ours.side, theirs[0], sides[0])
     if isinstance(ours.side, DrawnPictures) and isinstance(sides[0], DrawnPictures):
         known = {each.numpy().tobytes() for each in sides[0].pixels[theirs[0].rows]}
         return sum(each.numpy().tobytes() in known for each in ours.side.pixels[ours.rows])
     return None
 
 
-def _pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePictures) -> int | None:
+def _count_pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePictures) -> int | None:
     my_sizes, their_sizes = (
         kept_numbers(side, each.everything).sizes[each.rows] for side, each in ((mine, ours), (others, theirs))
     )
@@ -129,14 +129,14 @@ def _pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePic
     return sum(digest in known for digest in digests_of(mine, rows))
 
 
-def _said(trained: Mapping[str, int | None], items: Mapping[str, int]) -> str:
+def _seen_in_words(trained: Mapping[str, int | None], items: Mapping[str, int]) -> str:
     known = {name: count for name, count in trained.items() if count is not None}
     if not known:
-        return _not_known("the pictures were not compared")
+        return _unknown_in_words("the pictures were not compared")
     counts = " and ".join(f"{count:,} of the {items[name]:,} {PLURAL[name]}" for name, count in known.items())
     others = "".join(f" ({PLURAL[name]} were not compared)" for name in trained if name not in known)
     return f"note: the run was trained on {counts}{others}"
 
 
-def _not_known(reason: str) -> str:
+def _unknown_in_words(reason: str) -> str:
     return f"note: whether the run was trained on some of these rows is not known: {reason}"

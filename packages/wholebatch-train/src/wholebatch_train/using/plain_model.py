@@ -53,7 +53,7 @@ def _small_image(values, _, state):
     network.load_state_dict(state)
 
     def features(paths):
-        pictures = [ImageOps.pad(_opened(path, channels), (size, size)) for path in paths]
+        pictures = [ImageOps.pad(_open(path, channels), (size, size)) for path in paths]
         pixels = torch.from_numpy(numpy.stack(pictures))
         return network(pixels.view(-1, size, size, channels).permute(0, 3, 1, 2))
 
@@ -99,7 +99,7 @@ def _timm_image(values, _, state):
     network.load_state_dict({name.removeprefix("model."): x for name, x in state.items()})
     data = {name: tuple(x) if isinstance(x, list) else x for name, x in values["data"].items()}
     transform = timm.data.create_transform(**data)
-    return lambda paths: network(torch.stack([transform(_opened(path, data["input_size"][0])) for path in paths]))
+    return lambda paths: network(torch.stack([transform(_open(path, data["input_size"][0])) for path in paths]))
 
 
 _MADE = {
@@ -108,7 +108,7 @@ _MADE = {
 }  # fmt: skip
 
 
-def _opened(path, channels):
+def _open(path, channels):
     """Read a picture; an error names it."""
     from pictures import open_picture
 
@@ -131,7 +131,7 @@ def _encoder(name):
 @torch.no_grad()
 def _embed(name, items):
     items = [items] if isinstance(items, (str, Path)) else [*items]
-    features = torch.cat([_encoder(name)(items[at : at + _PART]) for at in range(0, len(items), _PART)])
+    features = torch.cat([_encoder(name)(items[start : start + _PART]) for start in range(0, len(items), _PART)])
     projection = _weights().get(f"projections.{name}.weight")
     return torch.nn.functional.normalize(features if projection is None else features @ projection.T, dim=-1)
 

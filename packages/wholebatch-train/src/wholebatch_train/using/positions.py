@@ -49,14 +49,14 @@ def check_positions(argv: Sequence[str], *, prog: str) -> None:
 
 def _check_one_query(argv: Sequence[str], prog: str) -> None:
     """Raise UserError if there are more arguments without an option than RUN and QUERY."""
-    found, is_value = [], False
+    positionals, is_value = [], False
     for argument in argv:
         is_option = argument.startswith("-") and not is_value
         if not is_option and not is_value:
-            found.append(argument)
+            positionals.append(argument)
         is_value = is_option and "=" not in argument and argument not in _FLAGS
-    if len(found) > len(_POSITIONS["search"]):
-        run, *words = found
+    if len(positionals) > len(_POSITIONS["search"]):
+        run, *words = positionals
         text = " ".join(words)
         quoted = shlex.quote(text) if {*text} & {*'"$`\\!'} else f'"{text}"'
         raise UserError(

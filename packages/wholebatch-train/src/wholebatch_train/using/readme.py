@@ -44,7 +44,7 @@ def write_readme(folder: Path, described: str, table: Table) -> None:
     path = folder.absolute()
     parts = [
         f"# {path.name}",
-        _about(config, described),
+        _summary(config, described),
         _table(table),
         "## Use it",
         "```sh\n" + "\n".join(_commands(config, path)) + "\n```",
@@ -59,7 +59,7 @@ def write_readme(folder: Path, described: str, table: Table) -> None:
         file.write(("\n\n".join(part for part in parts if part) + "\n").encode())
 
 
-def _about(config: TrainConfig, described: str) -> str:
+def _summary(config: TrainConfig, described: str) -> str:
     kind = {
         "retrieve": f"A dual encoder, trained with the loss `{config.loss}` of the whole batch",
         "identify": "An encoder of images and a classifier, trained with PartialFC",
@@ -121,7 +121,7 @@ def _form(folder: Path) -> str | None:
     return values["form"] if values["form"] in _PACKAGES else None
 
 
-def _similarities(one: str, other: str) -> list[str]:
-    ones, others = PLURAL[one], PLURAL[other]
-    calls = f"model.embed_{one}([{_EXAMPLES[one]}]), model.embed_{other}([{_EXAMPLES[other]}])"
-    return [f"{ones}, {others} = {calls}", f"print({ones} @ {others}.T)  # similarities: a row for each {one}"]
+def _similarities(first: str, second: str) -> list[str]:
+    rows, columns = PLURAL[first], PLURAL[second]
+    calls = f"model.embed_{first}([{_EXAMPLES[first]}]), model.embed_{second}([{_EXAMPLES[second]}])"
+    return [f"{rows}, {columns} = {calls}", f"print({rows} @ {columns}.T)  # similarities: a row for each {first}"]

@@ -57,25 +57,25 @@ def search(options: SearchConfig) -> None:
     run = opened(options)
     queries = _queries(run, options)
     features = torch.cat([*features_of(run, queries, replace(options, ranks=1))])
-    found = _candidates(run, options, queries.name)
-    similarities, rows = most_similar(features, found.tiles(), options.k)
+    candidates = _candidates(run, options, queries.name)
+    similarities, rows = most_similar(features, candidates.tiles(), options.k)
     hits = [
-        [_hit(found, value, row) for value, row in zip(values, numbers, strict=True)]
+        [_hit(candidates, value, row) for value, row in zip(values, numbers, strict=True)]
         for values, numbers in zip(similarities.tolist(), rows.tolist(), strict=True)
     ]
     if options.out is None:
         for number, each in enumerate(hits):
-            _print(_asked(queries, number), each, is_one=len(queries) == 1)
+            _print(_query_in_words(queries, number), each, is_one=len(queries) == 1)
     else:
         _write(options.out, queries, hits)
-    if found.items is not None and not options.data and queries.side.kind == "text":
+    if candidates.items is not None and not options.data and queries.side.kind == "text":
         # Of other data nobody knows whether they have the words that the encoder has learned.
-        unknown = unknown_words(run, queries.side.items(queries.rows), queries.name, found.items.table)
+        unknown = unknown_words(run, queries.side.items(queries.rows), queries.name, candidates.items.table)
         if unknown:
             say(note_of(unknown))
-    if found.items is not None and found.items.side.kind == "image":
+    if candidates.items is not None and candidates.items.side.kind == "image":
         path = options.sheet or options.run / "search.png"
-        lines = [_line(queries, number, found.items, each) for number, each in enumerate(hits[:MOST_LINES])]
+        lines = [_line(queries, number, candidates.items, each) for number, each in enumerate(hits[:MOST_LINES])]
         try:
             with written(path, "the pictures", "--sheet") as file:
                 draw_sheet(lines, file)
@@ -102,9 +102,9 @@ def _queries(run: OpenRun, options: SearchConfig) -> Items:
     kind = "image" if options.is_picture else "text"
     sides = [name for name in run.sides if run.kind(name) == kind]
     if not sides:
-        there = "pictures" if kind == "text" else "texts"
+        other_kind = "pictures" if kind == "text" else "texts"
         raise UserError(
-            f"QUERY is a {'picture' if kind == 'image' else 'text'}, and the run only has an encoder of {there}"
+            f"QUERY is a {'picture' if kind == 'image' else 'text'}, and the run only has an encoder of {other_kind}"
         )
     item: Any = unicodedata.normalize("NFC", options.query)  # as the texts of the data are
     if kind == "image":
@@ -119,16 +119,16 @@ def _queries(run: OpenRun, options: SearchConfig) -> Items:
 def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
     """Return the features to search: of the file of `--in`, or of the run's folder, where they are kept."""
     if options.data and has_features(options.data):
-        found = open_features(Path(options.data))
-        if found.width != run.width:
+        features = open_features(Path(options.data))
+        if features.width != run.width:
             raise UserError(
-                f"--in: {options.data!r} has features of {found.width}, expected {run.width}, those of the run"
+                f"--in: {options.data!r} has features of {features.width}, expected {run.width}, those of the run"
             )
-        if found.weights and found.weights != run.weights:
+        if features.weights and features.weights != run.weights:
             raise UserError(
                 f"--in: {options.data!r} holds features of another model or checkpoint; embed the data again"
             )
-        return found
+        return features
     data, column = options.data or run.config.data, options.column
     argument = "--in" if options.data else "the data of the run"
     side = options.side or (_OTHER[asked] if _OTHER[asked] in run.sides else asked)
@@ -150,14 +150,14 @@ def _column_of_run(run: OpenRun, side: str) -> str:
     return next((roles[role][0] for role in names if role in roles), "")
 
 
-def _hit(found: FeatureFile, similarity: float, row: int) -> Hit:
-    if found.items is None:
-        return Hit(similarity, row + 1, f"{found.path}, row {row + 1}", "")
-    number = int(found.items.rows[row])
-    return Hit(similarity, number + 1, found.items.where(number), found.items.text(number))
+def _hit(candidates: FeatureFile, similarity: float, row: int) -> Hit:
+    if candidates.items is None:
+        return Hit(similarity, row + 1, f"{candidates.path}, row {row + 1}", "")
+    number = int(candidates.items.rows[row])
+    return Hit(similarity, number + 1, candidates.items.where(number), candidates.items.text(number))
 
 
-def _asked(queries: Items, number: int) -> str:
+def _query_in_words(queries: Items, number: int) -> str:
     row = int(queries.rows[number])
     if isinstance(queries.side, Given):
         return queries.source
@@ -180,14 +180,14 @@ def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
     with written(path, f"{len(hits):,} queries with {len(hits[0])} results each") as file:
         for number, each in enumerate(hits):
             results = [{name: x for name, x in vars(hit).items() if x != ""} for hit in each]
-            line = {"query": _asked(queries, number), "results": results}
+            line = {"query": _query_in_words(queries, number), "results": results}
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
-def _line(queries: Items, number: int, found: Items, hits: list[Hit]) -> Line:
+def _line(queries: Items, number: int, candidates: Items, hits: list[Hit]) -> Line:
     row = queries.rows[number][None]
     query = queries.side.items(row)[0]
     shown = hits[:MOST_COLUMNS]
-    pictures = found.side.items(torch.tensor([hit.row - 1 for hit in shown]))
+    pictures = candidates.side.items(torch.tensor([hit.row - 1 for hit in shown]))
     captions = [f"{hit.similarity:.2f} {hit.text or Path(hit.place).stem}" for hit in shown]
     return Line(query, pictures, captions)

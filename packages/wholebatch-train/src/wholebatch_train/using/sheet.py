@@ -73,9 +73,9 @@ def _families(texts: str) -> list[str]:
     """Return the fonts of this machine that have the characters of the texts, the usual one first."""
     from matplotlib import font_manager
 
-    found = ["DejaVu Sans"]
+    families = ["DejaVu Sans"]
     missing = {ord(character) for character in texts if not character.isspace()}
-    missing -= {*font_manager.get_font(font_manager.findfont(found[0])).get_charmap()}
+    missing -= {*font_manager.get_font(font_manager.findfont(families[0])).get_charmap()}
     for entry in sorted(font_manager.fontManager.ttflist, key=lambda entry: entry.name):
         if not missing:
             break
@@ -84,5 +84,5 @@ def _families(texts: str) -> list[str]:
         letters = {*font_manager.get_font(entry.fname).get_charmap()}
         if missing & letters:
             missing -= letters
-            found.append(entry.name)
-    return found
+            families.append(entry.name)
+    return families

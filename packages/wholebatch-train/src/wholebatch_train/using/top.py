@@ -26,14 +26,14 @@ def most_similar(queries: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Tens
     tensor([[1, 0]])
     """
     best = torch.empty(len(queries), 0, dtype=torch.int64)
-    at = 0
+    start = 0
     step = max(1, _MOST_PRODUCTS // max(1, len(queries)))
     for tile in tiles:
         for rows in tile.split(step):
-            keys = ordered(queries @ rows.T) << 32 | (_LAST - torch.arange(at, at + len(rows)))
+            keys = ordered(queries @ rows.T) << 32 | (_LAST - torch.arange(start, start + len(rows)))
             best = torch.cat([best, keys.topk(min(k, len(rows)), dim=1).values], dim=1)
             best = best.topk(min(k, best.shape[1]), dim=1).values
-            at += len(rows)
+            start += len(rows)
     return _similarities(best >> 32), _LAST - (best & _LAST)
 
 

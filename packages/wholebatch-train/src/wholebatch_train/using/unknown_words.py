@@ -42,9 +42,9 @@ def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table 
         if run.encoder(name) is run.encoder(side)
     ]
     left = dict.fromkeys(word for query in queries for word in split_words(query))
-    for texts in (some for column in columns for some in _in_parts(column)):
+    for texts in (some for column in columns for some in _parts(column)):
         listed = {*split_words(texts)} if len(left) > _FEW else set()
-        left = {word: None for word in left if word not in listed and not _has(texts, word, listed=bool(listed))}
+        left = {word: None for word in left if word not in listed and not _has_word(texts, word, listed=bool(listed))}
         if not left:
             break
     return [word.lower() for word in left]
@@ -57,13 +57,13 @@ def note_of(words: Sequence[str]) -> str:
     return f"note: no text of the data has {shown}{more}; the built-in encoder only knows the words of your texts"
 
 
-def _in_parts(column: Any) -> Iterator[str]:
+def _parts(column: Any) -> Iterator[str]:
     """Yield the texts in upper case, many at a time, a line each."""
     for start in range(0, len(column), _ROWS):
         yield in_upper_case("\n".join(column.slice(start, _ROWS).to_pylist()))
 
 
-def _has(texts: str, word: str, *, listed: bool) -> bool:
+def _has_word(texts: str, word: str, *, listed: bool) -> bool:
     """Return whether a word in upper case is in texts in upper case; `listed`: it is not among their words."""
     if _WITHOUT_SPACES.search(word):
         return word in texts

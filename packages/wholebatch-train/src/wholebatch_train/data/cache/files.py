@@ -146,8 +146,8 @@ def remove_without_table(folder: Path) -> None:
     names = [path.name for path in folder.iterdir()]
     tables = {name[:_DIGITS] for name in names if name.endswith(".arrow")}
     for name in names:
-        found = _OF_TABLE.match(name)
-        if found and found[1] not in tables and not name.endswith(".lock"):
+        match = _OF_TABLE.match(name)
+        if match and match[1] not in tables and not name.endswith(".lock"):
             remove_file(folder / name)
 
 

@@ -56,21 +56,21 @@ def kept(
         return find()
     current = f"{name}-{stamp_of_pictures(side)[:24]}-"
     file = folder / f"{current}{short_hash(key, 12)}{ending}"
-    if (found := _read(file, unpack)) is not None:
-        return found
+    if (result := _read(file, unpack)) is not None:
+        return result
     with alone(folder / f"{name}.lock"):
-        if (found := _read(file, unpack)) is not None:
-            return found
-        found = find()
+        if (result := _read(file, unpack)) is not None:
+            return result
+        result = find()
         try:
-            write_tensors(file, pack(found), {})
+            write_tensors(file, pack(result), {})
         except OSError as error:
             not_kept(error)
         for old in folder.glob(f"{name}-*"):
             if not old.name.startswith(current):
                 remove_file(old)
         remove_without_table(folder)
-    return found
+    return result
 
 
 def _read(file: Path, unpack: Callable[[Tensors], _R]) -> _R | None:
@@ -97,8 +97,8 @@ def kept_numbers(side: FilePictures, rows: Tensor) -> Numbered:
     if is_text(column.type) and len(column.unique()) > MOST:  # not even the files' sizes are looked at
         return numbers_of_pictures(side, rows)
 
-    def pack(found: Numbered) -> Tensors:
-        return {"numbers": found.numbers, "sizes": found.sizes, "said": text_tensor(found.said)}
+    def pack(numbered: Numbered) -> Tensors:
+        return {"numbers": numbered.numbers, "sizes": numbered.sizes, "said": text_tensor(numbered.said)}
 
     def unpack(tensors: Tensors) -> Numbered:
         return Numbered(tensors["numbers"], tensors["sizes"], text_of(tensors["said"]))
@@ -111,26 +111,26 @@ def kept_numbers(side: FilePictures, rows: Tensor) -> Numbered:
 def stamp_of_pictures(side: FilePictures) -> str:
     """Return a hash of the paths, the sizes and the times of the last change of all files that hold these pictures."""
     column, table = side.table.arrow[side.column], side.table
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     if not is_text(column.type):  # the pictures lie inside of the files that the rows come from
-        found.update(side.column.encode())
-        _add_files(found, (str(file.absolute()) for file in table.files))
+        hasher.update(side.column.encode())
+        _add_files(hasher, (str(file.absolute()) for file in table.files))
     paths = _paths(column)
     if paths is not None:
-        found.update(digest_of(paths).encode())
+        hasher.update(digest_of(paths).encode())
         folder = str(table.folder.absolute())
-        _add_files(found, (file_of(folder, path) for path in paths.unique().to_pylist() if path))
-    return found.hexdigest()
+        _add_files(hasher, (file_of(folder, path) for path in paths.unique().to_pylist() if path))
+    return hasher.hexdigest()
 
 
-def _add_files(found: Any, files: Iterable[str]) -> None:
+def _add_files(hasher: Any, files: Iterable[str]) -> None:
     for file in files:
         try:
             status = os.stat(file)
             facts = status.st_size, status.st_mtime_ns
         except (OSError, ValueError):  # the row is an error when it is read
             facts = 0, 0
-        found.update(f"{file} {facts}".encode(errors="surrogateescape"))
+        hasher.update(f"{file} {facts}".encode(errors="surrogateescape"))
 
 
 def _paths(column: Any) -> Any:

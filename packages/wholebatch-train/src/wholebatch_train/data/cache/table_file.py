@@ -58,13 +58,13 @@ def checksum_of(path: Path) -> str:
     """
     whole = _content(path)
     _, places = _ends(whole)
-    found, at = 0, 0
+    checksum, start = 0, 0
     for offset, size in [*places, (whole.size, 0)]:
-        if not at <= offset <= offset + size <= whole.size:
+        if not start <= offset <= offset + size <= whole.size:
             raise ValueError("its places are not in order")
-        found = zlib.crc32(whole.slice(at, offset - at), found)
-        at = offset + size
-    return f"{found:08x}"
+        checksum = zlib.crc32(whole.slice(start, offset - start), checksum)
+        start = offset + size
+    return f"{checksum:08x}"
 
 
 def _content(path: Path) -> Any:
@@ -74,9 +74,9 @@ def _content(path: Path) -> Any:
 
 def _ends(whole: Any) -> tuple[int, Places]:
     """Return where the Arrow file ends, and the places behind it."""
-    at = whole.size - _INTEGER
-    count = int(np.frombuffer(whole, _KIND, 1, at)[0]) if at >= 0 else -1
-    end = at - 2 * _INTEGER * count
+    start = whole.size - _INTEGER
+    count = int(np.frombuffer(whole, _KIND, 1, start)[0]) if start >= 0 else -1
+    end = start - 2 * _INTEGER * count
     if count < 0 or end < 0:
         raise ValueError("it has not so many places")
     return end, [(offset, size) for offset, size in np.frombuffer(whole, _KIND, 2 * count, end).reshape(-1, 2).tolist()]

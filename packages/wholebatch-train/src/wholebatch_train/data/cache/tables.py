@@ -53,23 +53,23 @@ def cached(
     try:
         folder = cache_folder()
     except OSError as error:
-        return _in_memory(batches, size, error)
+        return _read_into_memory(batches, size, error)
     pattern = f"{of_paths}-{of_facts}-*.arrow"
-    if (found := _whole(folder, pattern)) is not None:  # without the lock, on which ranks would wait for each other
-        return found, ()
+    if (table := _find(folder, pattern)) is not None:  # without the lock, on which ranks would wait for each other
+        return table, ()
     before_writing(folder)
     with alone(folder / f"{of_paths}.lock"):
-        if (found := _whole(folder, pattern)) is not None:
-            return found, ()
+        if (table := _find(folder, pattern)) is not None:
+            return table, ()
         try:
             with written(folder, lambda file: write_table(file, batches)) as partial:
-                file = _renamed(partial, folder / f"{of_paths}-{of_facts}-{checksum_of(partial)}.arrow")
+                file = _rename(partial, folder / f"{of_paths}-{of_facts}-{checksum_of(partial)}.arrow")
                 for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
                     if old != file:  # without locks another process may have written it as well
                         remove_file(old)
                 remove_without_table(folder)
         except CannotWriteError as error:
-            return _in_memory(batches, size, error.reason)
+            return _read_into_memory(batches, size, error.reason)
         return mapped(file), ()
 
 
@@ -79,19 +79,19 @@ def uncached(batches: Batches) -> tuple[Any, tuple[str, ...]]:
         with written(cache_folder(), lambda file: write_table(file, batches)) as partial:
             return mapped(partial), ()  # the mapping outlives the file's name
     except CannotWriteError as error:
-        return _in_memory(batches, 0, error.reason)
+        return _read_into_memory(batches, 0, error.reason)
     except OSError as error:
-        return _in_memory(batches, 0, error)
+        return _read_into_memory(batches, 0, error)
 
 
-def _renamed(partial: Path, file: Path) -> Path:
+def _rename(partial: Path, file: Path) -> Path:
     try:
         return partial.replace(file)
     except OSError as error:
         raise CannotWriteError(error) from error
 
 
-def _whole(folder: Path, pattern: str) -> Any | None:
+def _find(folder: Path, pattern: str) -> Any | None:
     """Return the table of a cached file whose checksum is that of its name; None if there is none."""
     for file in folder.glob(pattern):
         try:
@@ -102,7 +102,7 @@ def _whole(folder: Path, pattern: str) -> Any | None:
     return None
 
 
-def _in_memory(batches: Batches, size: int, error: OSError) -> tuple[Any, tuple[str, ...]]:
+def _read_into_memory(batches: Batches, size: int, error: OSError) -> tuple[Any, tuple[str, ...]]:
     where = "the cache (wholebatch/tables in $XDG_CACHE_HOME, or in ~/.cache)"
     reason = error.strerror or str(error)
     if size > _MOST_BYTES:

@@ -99,8 +99,8 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int, at_most: bool 
                 f"--data has the class {name}: expected names or numbers >= 0; leave out rows without a class"
             )
     chosen, digest = Chosen(pictures, pairs.order), pairs.digest
-    found = with_split(
+    labeled = with_split(
         chosen, names, for_test, validation=validation, at_most=at_most, once=once, seed=seed, digest=digest
     )
     numbers = pairs.numbers["image"][pairs.order] if "image" in pairs.numbers else torch.arange(len(names))
-    return replace(found, left_out=pairs.left_out, numbers=numbers)
+    return replace(labeled, left_out=pairs.left_out, numbers=numbers)

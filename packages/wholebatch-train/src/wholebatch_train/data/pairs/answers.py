@@ -41,8 +41,8 @@ def stated_pairs(pairs: Pairs, rows: Tensor) -> Stated:
     """
     rows = rows.sort().values
     (first, of_first), (second, of_second) = (_distinct(pairs.numbers.get(name), rows) for name in pairs.names)
-    one, other = pairs_of_ids(None if pairs.ids is None else pairs.ids[rows], len(rows))
-    keys = torch.unique(of_first[one] * len(second) + of_second[other])
+    first_rows, second_rows = pairs_of_ids(None if pairs.ids is None else pairs.ids[rows], len(rows))
+    keys = torch.unique(of_first[first_rows] * len(second) + of_second[second_rows])
     right = torch.stack([keys // max(1, len(second)), keys % max(1, len(second))])
     return Stated((rows[first], rows[second]), right)
 

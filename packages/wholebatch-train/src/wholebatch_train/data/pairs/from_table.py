@@ -29,10 +29,10 @@ from .pairs import Pairs, joined, joined_across
 def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> Pairs:
     """Return the pairs of a table: rows that share a text, a picture or a value of the column `group` are one group."""
     roles = find_roles(table, config.columns, task=config.task)
-    one, other = [*roles][:2]
-    for line in (*table.said, _said(roles)):
+    first, second = [*roles][:2]
+    for line in (*table.said, _roles_in_words(roles)):
         say(line)
-    texts_of = {role: roles[role][0] for role in (one, other) if role != "image"}
+    texts_of = {role: roles[role][0] for role in (first, second) if role != "image"}
     spread, owner = in_rows(table, [*texts_of.values()]) if config.task == "retrieve" else (table, None)
     empty: dict[int, str] | None = {} if config.skip_bad else None
     columns = {role: text_column(spread, role, name, empty) for role, name in texts_of.items()}
@@ -40,22 +40,22 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
     sides: dict[str, Side] = {}
     numbers: dict[str, Tensor] = {}
     fingerprint: list[Any] = [config.task]
-    for role in (one, other):
+    for role in (first, second):
         if role == "image":
             pictures, usable = FilePictures(table, roles[role][0]), torch.arange(len(table))
             if config.skip_bad:
                 usable, bad = readable_rows(pictures, say, workers=config.workers, said=left_out)
                 left_out = tuple({each.place: each for each in (*bad, *left_out)}.values())
-            found = kept_numbers(pictures, usable)
-            fingerprint += [role, usable, found.numbers[usable], found.sizes[usable]]
-            if found.said:
-                say(found.said)
+            numbered = kept_numbers(pictures, usable)
+            fingerprint += [role, usable, numbered.numbers[usable], numbered.sizes[usable]]
+            if numbered.said:
+                say(numbered.said)
             of_rows = torch.arange(len(table)) if owner is None else owner
             rows = rows[torch.isin(of_rows[rows], usable)]
             if not len(rows):
                 raise UserError(f"no row of --data has a text and a readable picture; the first: {left_out[0]}")
             sides["image"] = pictures if owner is None else Chosen(pictures, owner)
-            numbers["image"] = found.numbers[of_rows]
+            numbers["image"] = numbered.numbers[of_rows]
         else:
             sides["document" if role == "positive" else role] = Texts(columns[role])
             fingerprint += [role, columns[role]]
@@ -82,7 +82,7 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
     return replace(pairs, negatives=negatives or None, ids=ids, left_out=left_out)
 
 
-def _said(roles: dict[str, list[str]]) -> str:
+def _roles_in_words(roles: dict[str, list[str]]) -> str:
     return "columns: " + ", ".join(
         f"{role} is {' + '.join(names)}" if names != [role] else role for role, names in roles.items()
     )

@@ -12,7 +12,7 @@ _MOST = 10**8  # pairs, of two numbers each
 
 def check_ids(ids: Tensor) -> None:
     """Raise UserError if so many rows (n,) have one id that `pairs_of_ids` would refuse them."""
-    _checked(ids)
+    _count_rows(ids)
 
 
 def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     """
     if ids is None:
         return torch.arange(count), torch.arange(count)
-    sizes = _checked(ids)
+    sizes = _count_rows(ids)
     order = ids.argsort(stable=True)
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # in `order`: of each row, where its id begins
     many = sizes.repeat_interleave(sizes)
@@ -38,7 +38,7 @@ def pairs_of_ids(ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     return order.repeat_interleave(many), order[first.repeat_interleave(many) + within]
 
 
-def _checked(ids: Tensor) -> Tensor:
+def _count_rows(ids: Tensor) -> Tensor:
     """Return the number of rows of each id."""
     _, sizes = torch.unique(ids, return_counts=True)
     if int(sizes.double().square().sum()) > _MOST:

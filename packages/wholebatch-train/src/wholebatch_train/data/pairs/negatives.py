@@ -62,13 +62,13 @@ class FalseNegatives:
     """
 
     def __init__(self, queries: Tensor, positives: Tensor, groups: Tensor, ids: Tensor | None = None) -> None:
-        there = groups >= 0
+        has_group = groups >= 0
         self._queries = queries
-        self._positives, order = positives[there].sort(stable=True)
-        self._groups = groups[there][order]  # of the positives
+        self._positives, order = positives[has_group].sort(stable=True)
+        self._groups = groups[has_group][order]  # of the positives
         self._count = int(max(queries.max(), positives.max())) + 1
-        one, other = pairs_of_ids(None if ids is None else ids[there], int(there.sum()))
-        self._stated = torch.unique(queries[there][one] * self._count + positives[there][other])
+        query_row, positive_row = pairs_of_ids(None if ids is None else ids[has_group], int(has_group.sum()))
+        self._stated = torch.unique(queries[has_group][query_row] * self._count + positives[has_group][positive_row])
 
     def ids(self, negatives: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
         """Return for each negative (m,) the group of the query that it is a positive of, or -1.
@@ -78,15 +78,15 @@ class FalseNegatives:
             rows: the rows of the global batch, (B,).
             groups: their groups, all different.
         """
-        at, is_positive = _found(self._positives, negatives)
+        index, is_positive = _search(self._positives, negatives)
         in_order, places = groups.sort()
-        in_batch, is_here = _found(in_order, self._groups[at])
+        in_batch, is_here = _search(in_order, self._groups[index])
         query = self._queries[rows[places[in_batch]]]
-        is_stated = _found(self._stated, query * self._count + negatives)[1]  # of no meaning unless it is a positive
+        is_stated = _search(self._stated, query * self._count + negatives)[1]  # of no meaning unless it is a positive
         return torch.where(is_positive & is_here & is_stated, in_order[in_batch], -1)
 
 
-def _found(ascending: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _search(ascending: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the place of each value among ascending ones, or some place, and whether it is there."""
     places = torch.searchsorted(ascending, values).clamp(max=len(ascending) - 1)
     return places, ascending[places] == values
@@ -127,9 +127,9 @@ def find_negatives(
         texts.append(composed(column).cast(pa.large_string()))
     flat = pa.chunked_array([chunk for column in texts for chunk in column.chunks], pa.large_string())
     owner = torch.cat(rows)
-    there = torch.from_numpy(pc.fill_null(pc.not_equal(flat, ""), False).to_numpy().astype("bool"))
+    has_text = torch.from_numpy(pc.fill_null(pc.not_equal(flat, ""), False).to_numpy().astype("bool"))
     order = owner.argsort(stable=True)
-    order = order[there[order]]
+    order = order[has_text[order]]
     flat, owner = flat.take(pa.array(order.numpy())), owner[order]
     counts = torch.bincount(owner, minlength=len(table))
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -52,9 +52,9 @@ class Pairs:
         >>> Pairs.grouped({"image": None, "text": None}, torch.tensor([0, 1])).common
         'a text or a picture'
         """
-        found = ["a text", *["a picture"] * ("image" in self.sides)]
-        found += [] if self.ids is None else ["a value of the column for group"]
-        *most, last = found
+        kinds = ["a text", *["a picture"] * ("image" in self.sides)]
+        kinds += [] if self.ids is None else ["a value of the column for group"]
+        *most, last = kinds
         return f"{', '.join(most)} or {last}" if most else last
 
     @classmethod
@@ -99,15 +99,15 @@ class Pairs:
     @property
     def names(self) -> tuple[str, str]:
         """Names of the two sides."""
-        one, other = self.sides
-        return one, other
+        first, second = self.sides
+        return first, second
 
     @cached_property
     def group_of(self) -> Tensor:
         """The group of each row of the sides, (number of their rows,); -1 for rows that are left out."""
-        found = torch.full((int(self.order.max()) + 1,), -1)
-        found[self.order] = torch.repeat_interleave(torch.arange(len(self)), self.first.diff())
-        return found
+        groups = torch.full((int(self.order.max()) + 1,), -1)
+        groups[self.order] = torch.repeat_interleave(torch.arange(len(self)), self.first.diff())
+        return groups
 
     def rows(self, groups: Tensor) -> Tensor:
         """Return the first row of each of these groups."""

@@ -62,7 +62,7 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
         numbers, first = torch.arange(len(column)), rows
         sizes = torch.full_like(numbers, -1)
         sizes[rows] = torch.tensor(_sizes(side, column, rows), dtype=torch.int64)
-    return _merged(side, numbers, first, sizes)
+    return _merge_equal(side, numbers, first, sizes)
 
 
 def numbers_of_texts(column: Any) -> Tensor:
@@ -106,14 +106,14 @@ def _sizes_of_files(side: FilePictures, rows: Tensor) -> list[int]:
     import pyarrow as pa
 
     folder, paths = str(side.table.folder), side.table.arrow[side.column].take(pa.array(rows.numpy()))
-    found = []
+    sizes = []
     for row, path in zip(rows.tolist(), paths.to_pylist(), strict=True):
         size = None
         if path and path.strip():
             with suppress(OSError, ValueError):
                 size = os.stat(os.path.join(folder, path)).st_size
-        found.append(_size(side, row) if size is None else size)  # which says why there is none
-    return found
+        sizes.append(_size(side, row) if size is None else size)  # which says why there is none
+    return sizes
 
 
 def _place(side: FilePictures, row: int) -> Any:
@@ -151,8 +151,8 @@ def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
             f"{side.table.source}: the column {side.column!r} must hold paths or bytes of pictures to be the image; "
             f"got {kind}"
         )
-    found = lengths if isinstance(lengths, list) else lengths.to_pylist()
-    return [found[row] or _size_of_place(side, row) for row in rows.tolist()]
+    sizes = lengths if isinstance(lengths, list) else lengths.to_pylist()
+    return [sizes[row] or _size_of_place(side, row) for row in rows.tolist()]
 
 
 def _size_of_place(side: FilePictures, row: int) -> int:
@@ -160,7 +160,7 @@ def _size_of_place(side: FilePictures, row: int) -> int:
     return len(place) if isinstance(place, bytes) else place[2] if isinstance(place, tuple) else _size(side, row)
 
 
-def _merged(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -> Numbered:
+def _merge_equal(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -> Numbered:
     """Give the same number to pictures of equal bytes; `first` has a row of each number that counts."""
     _, of_size, count = torch.unique(sizes[first], return_inverse=True, return_counts=True)
     alike = first[count[of_size] > 1]

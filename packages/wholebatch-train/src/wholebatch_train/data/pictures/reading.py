@@ -47,7 +47,7 @@ def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
                 if max(image.size) > 65_535:  # as many as a JPEG can have
                     raise ValueError(f"{image.width:,} x {image.height:,} pixels; expected sides of at most 65,535")
                 image.load()
-                picture = _eight_bits(_upright(image))
+                picture = _to_eight_bits(_turn_upright(image))
         return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
     except FileNotFoundError:
         raise
@@ -76,20 +76,20 @@ def bytes_of(place: Path | bytes | tuple[str, int, int]) -> bytes:
         return file.read(size)
 
 
-def _without_waiting(name: str, flags: int) -> int:
+def _open_without_waiting(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _open_regular(path: Path) -> BinaryIO:
     """Open a file, or the file that a link leads to; opening a pipe would wait for a writer."""
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ValueError("it is no regular file")
     return file
 
 
-def _upright(image: Any) -> Any:
+def _turn_upright(image: Any) -> Any:
     """Turn a picture as a viewer shows it: EXIF records how the camera was held."""
     from PIL.Image import Transpose
 
@@ -109,12 +109,12 @@ def _upright(image: Any) -> Any:
     return image if turn is None else image.transpose(turn)
 
 
-def _eight_bits(image: Any) -> Any:
+def _to_eight_bits(image: Any) -> Any:
     """Convert to a mode with eight bits per channel, with the background behind transparent pixels."""
     from PIL import Image
 
     if image.mode == "F" or image.mode.startswith("I"):
-        return _scaled(image)
+        return _scale(image)
     image = image.convert(_PREMULTIPLIED.get(image.mode, image.mode))
     if image.mode not in ("LA", "PA", "RGBA") and "transparency" not in image.info:
         return image
@@ -123,7 +123,7 @@ def _eight_bits(image: Any) -> Any:
     return Image.alpha_composite(page, image.convert("RGBA")).convert("RGB")
 
 
-def _scaled(image: Any) -> Any:
+def _scale(image: Any) -> Any:
     """Scale one channel of 16 bits, of any type, or of floats from 0 to 1, to eight bits. Pillow would clip it."""
     import numpy as np
     from PIL import Image

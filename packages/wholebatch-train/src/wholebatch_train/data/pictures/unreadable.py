@@ -73,7 +73,7 @@ def readable_rows(
         pack=lambda bad: {"bad": text_tensor(json.dumps(bad))},
         unpack=lambda tensors: [_BadRow(*each) for each in json.loads(text_of(tensors["bad"]))],
     )  # fmt: skip
-    bad = _tried_again(side, bad, workers)
+    bad = _read_again(side, bad, workers)
     left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
     if len(bad) == count:
         raise UserError(f"none of the {count} pictures of --data can be read; the first: {left_out[0]}")
@@ -84,7 +84,7 @@ def readable_rows(
     return Readable(is_readable.nonzero()[:, 0], left_out)
 
 
-def _tried_again(side: FilePictures, bad: Bad, workers: int) -> Bad:
+def _read_again(side: FilePictures, bad: Bad, workers: int) -> Bad:
     """Return the bad rows once those that may pass have been read again."""
     passing = [each.row for each in bad if each.may_pass]
     if not passing:
@@ -107,14 +107,14 @@ class _Mistakes:
         self._side = side
 
     def __call__(self, rows: Tensor) -> Bad:
-        found = []
+        bad = []
         for row in rows.tolist():
             try:
                 self._side.read(row)
             except UserError as error:
                 reason = str(error).removeprefix(f"{self._side.table.where(row)}: ")
-                found.append(_BadRow(row, reason, _is_of_system(error)))
-        return found
+                bad.append(_BadRow(row, reason, _is_of_system(error)))
+        return bad
 
 
 def _is_of_system(error: BaseException) -> bool:

@@ -15,31 +15,31 @@ def digest_of(*parts: str | Tensor | Any) -> str:
 
     Texts count by their letters alone, not by the way in which a file or its reader has arranged them.
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
-            found.update(f"{len(part)} {part}".encode())
+            hasher.update(f"{len(part)} {part}".encode())
         elif isinstance(part, Tensor):
-            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            found.update(part.contiguous().numpy().data if part.numel() else b"")
+            hasher.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            hasher.update(part.contiguous().numpy().data if part.numel() else b"")
         else:
-            _update(found, part)
-    return found.hexdigest()
+            _update(hasher, part)
+    return hasher.hexdigest()
 
 
-def _update(found: Any, texts: Any) -> None:
+def _update(hasher: Any, texts: Any) -> None:
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
     distinct, codes = text_codes(texts)
     lengths = pc.binary_length(distinct).cast(pa.int64()).to_numpy(zero_copy_only=False)
-    found.update(f"{len(codes)} {len(distinct)}".encode())
-    found.update(lengths.tobytes())
+    hasher.update(f"{len(codes)} {len(distinct)}".encode())
+    hasher.update(lengths.tobytes())
     _, ends, letters = distinct.buffers()
     if letters is not None:
         is_large = pa.types.is_large_string(distinct.type) or pa.types.is_large_binary(distinct.type)
         ends = np.frombuffer(ends, np.int64 if is_large else np.int32)
         first = int(ends[distinct.offset])
-        found.update(letters.slice(first, int(lengths.sum())))
-    found.update(codes.numpy().tobytes())
+        hasher.update(letters.slice(first, int(lengths.sum())))
+    hasher.update(codes.numpy().tobytes())

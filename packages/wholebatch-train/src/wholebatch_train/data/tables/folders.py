@@ -54,7 +54,7 @@ class FolderFacts:
             names = [*map(repr, self.strays[:_SHOWN]), *["..."] * (len(self.strays) > _SHOWN)]
             yield f"pictures in no subfolder are left out, {len(self.strays):,}: {', '.join(names)}"
         if self.others:
-            yield f"other files are left out: {_counted(self.others)}"
+            yield f"other files are left out: {_counts_in_words(self.others)}"
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -81,10 +81,10 @@ def folder_facts(path: Path) -> FolderFacts:
             else:
                 others[(ending.lower() or "without an ending") if is_utf8(ending) else "not UTF-8"] += 1
     if not pictures:
-        there = f"; its files are {_counted(others)}" if others else ""
+        listing = f"; its files are {_counts_in_words(others)}" if others else ""
         raise UserError(
             f"--data: the folder {str(path)!r} holds no pictures, no .tar shards and no saved data set; expected files "
-            f"such as .png and .jpg, in one subfolder for each class or with texts beside them{there}"
+            f"such as .png and .jpg, in one subfolder for each class or with texts beside them{listing}"
         )
     pictures.sort()
     if any(_stem(name) in texts for name in pictures):
@@ -100,7 +100,7 @@ def _stem(name: str) -> str:
     return unicodedata.normalize("NFC", os.path.splitext(name)[0])
 
 
-def _counted(endings: Counter[str]) -> str:
+def _counts_in_words(endings: Counter[str]) -> str:
     counts = [f"{count:,} {ending}" for ending, count in endings.most_common()]
     return ", ".join(counts[:_SHOWN] + ["..."] * (len(counts) > _SHOWN))
 

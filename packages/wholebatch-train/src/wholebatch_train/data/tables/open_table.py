@@ -38,12 +38,12 @@ def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
     check_path(data)
     path = Path(data)
     try:
-        found = _open(data, path, say)
+        table = _open(data, path, say)
     except OSError as error:
         raise UserError(f"--data: {str(error.filename or data)!r} cannot be read: {error.strerror or error}") from error
-    if not len(found):
+    if not len(table):
         raise UserError(f"{path} holds no rows; expected a text or a picture in each row")
-    return found
+    return table
 
 
 def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
@@ -127,12 +127,12 @@ def _with_class_names(arrow: Any) -> Any:
         names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
         if isinstance(names, list) and name in arrow.column_names and pa.types.is_integer(arrow[name].type):
             valid = [str(each).encode(errors="replace").decode() for each in names]
-            texts = pc.take(pa.array(valid, pa.string()), _known(arrow[name], len(names)))
+            texts = pc.take(pa.array(valid, pa.string()), _known_numbers(arrow[name], len(names)))
             arrow = arrow.set_column(arrow.column_names.index(name), name, texts)
     return arrow
 
 
-def _known(numbers: Any, count: int) -> Any:
+def _known_numbers(numbers: Any, count: int) -> Any:
     """Return the numbers of classes without those that have no name, such as -1 of an unlabeled test set."""
     import pyarrow.compute as pc
 
@@ -148,26 +148,26 @@ def _saved_dataset(path: Path) -> Table:
             "pip install datasets"
         ) from error
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except Exception as error:  # of many types, for damaged folders
         reason = " ".join(str(error).split())
         raise UserError(f"--data: {str(path)!r} cannot be loaded as a saved data set: {reason}") from error
     said: tuple[str, ...] = ()
-    if isinstance(found, datasets.DatasetDict):
-        if "train" not in found:
+    if isinstance(dataset, datasets.DatasetDict):
+        if "train" not in dataset:
             raise UserError(
-                f"--data: {str(path)!r} holds the data sets {', '.join(found)}; name one: "
-                f"{str(path / next(iter(found)))!r}"
+                f"--data: {str(path)!r} holds the data sets {', '.join(dataset)}; name one: "
+                f"{str(path / next(iter(dataset)))!r}"
             )
-        said = (f"of the data sets {', '.join(found)}, train",)
-        found = found["train"]
-    found = found.flatten_indices() if found._indices is not None else found
-    arrow = found.data.table
-    arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(found)})
-    files = tuple(Path(each["filename"]) for each in found.cache_files)
+        said = (f"of the data sets {', '.join(dataset)}, train",)
+        dataset = dataset["train"]
+    dataset = dataset.flatten_indices() if dataset._indices is not None else dataset
+    arrow = dataset.data.table
+    arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(dataset)})
+    files = tuple(Path(each["filename"]) for each in dataset.cache_files)
     plain = plain_schema(arrow.schema)
     if plain != arrow.schema:
-        batches = found.data.table.to_batches(max_chunksize=_ROWS)
+        batches = dataset.data.table.to_batches(max_chunksize=_ROWS)
         arrow, more = uncached(lambda: _cast(batches, plain))
         said += more
     return Table(path, _with_class_names(arrow), path, said, files)

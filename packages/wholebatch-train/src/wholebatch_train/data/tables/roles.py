@@ -34,7 +34,7 @@ Roles = dict[str, list[str]]
 
 def asked_roles(columns: str) -> Roles:
     """Parse `--columns "image=filepath,text=title"`; several columns of negatives are joined by +."""
-    found: Roles = {}
+    roles: Roles = {}
     for part in filter(None, (part.strip() for part in columns.split(","))):
         role, equals, names = part.partition("=")
         if not equals or role not in USUAL or not all(names.split("+")):
@@ -42,12 +42,12 @@ def asked_roles(columns: str) -> Roles:
                 f"--columns must be ROLE=COLUMN,... with the roles {', '.join(USUAL)}, such as image=filepath,"
                 f"text=title; got {part!r}"
             )
-        if role in found or (role != "negatives" and "+" in names):
+        if role in roles or (role != "negatives" and "+" in names):
             raise UserError(
                 f"--columns gives {role!r} more than one column; only negatives may have several, joined by +"
             )
-        found[role] = names.split("+")
-    return found
+        roles[role] = names.split("+")
+    return roles
 
 
 def find_roles(table: Table, columns: str, *, task: str) -> Roles:
@@ -70,20 +70,20 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
             if name not in table.names:
                 near = get_close_matches(name, table.names, 1)
                 fix = f"did you mean {near[0]!r}?" if near else f"name one of them: --columns {role}=NAME"
-                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_there(table)}; {fix}")
-    taken = {name for names in asked.values() for name in names}
+                raise UserError(f"--columns: {table.source} has no column {name!r} for {role}; {_names(table)}; {fix}")
+    used = {name for names in asked.values() for name in names}
 
-    def one(role: str, *, needed: bool = False) -> list[str]:
+    def find(role: str, *, needed: bool = False) -> list[str]:
         if role in asked:
             return asked[role]
         if role == "negatives":
             numbered = [name for name in table.names if name.lower().rstrip("0123456789").rstrip("_") in USUAL[role]]
-            return [name for name in numbered if name not in taken]
-        usual = usual_columns(table, role, f"--columns {role}=", taken)
+            return [name for name in numbered if name not in used]
+        usual = usual_columns(table, role, f"--columns {role}=", used)
         if needed and not usual:
             _refuse_addresses(table, role)
             raise UserError(
-                f"{table.source} has no column for the {role}; {_there(table)}. Name it: --columns {role}=NAME "
+                f"{table.source} has no column for the {role}; {_names(table)}. Name it: --columns {role}=NAME "
                 f"(usual names need no option: {', '.join(USUAL[role])})"
             )
         return usual
@@ -94,34 +94,34 @@ def find_roles(table: Table, columns: str, *, task: str) -> Roles:
                 f"--columns group={asked['group'][0]} goes with --task retrieve; of --task identify name the column as "
                 "the label"
             )
-        label = [] if "text" in asked and "label" not in asked else one("label")
-        return {"image": one("image", needed=True), "text": label or one("text", needed=True)}
+        label = [] if "text" in asked and "label" not in asked else find("label")
+        return {"image": find("image", needed=True), "text": label or find("text", needed=True)}
     group = {"group": asked["group"]} if "group" in asked else {}
-    pairs_of_texts = "query" in asked or "positive" in asked or ("image" not in asked and bool(one("query")))
+    pairs_of_texts = "query" in asked or "positive" in asked or ("image" not in asked and bool(find("query")))
     if pairs_of_texts:
-        roles = {"query": one("query", needed=True), "positive": one("positive", needed=True)}
-        negatives = one("negatives")
+        roles = {"query": find("query", needed=True), "positive": find("positive", needed=True)}
+        negatives = find("negatives")
         return roles | ({"negatives": negatives} if negatives else {}) | group
-    text = one("text") or (one("label") if "text" not in asked else [])
-    return {"image": one("image", needed=True), "text": text or one("text", needed=True)} | group
+    text = find("text") or (find("label") if "text" not in asked else [])
+    return {"image": find("image", needed=True), "text": text or find("text", needed=True)} | group
 
 
-def usual_columns(table: Table, role: str, option: str, taken: Collection[str] = ()) -> list[str]:
+def usual_columns(table: Table, role: str, option: str, used: Collection[str] = ()) -> list[str]:
     """Return the column with a usual name of a role, or none; UserError with the `option` to name one of several."""
-    there = [name for name in table.names if name.lower() in USUAL[role] and name not in taken]
-    there.sort(key=lambda name: USUAL[role].index(name.lower()))
+    usual = [name for name in table.names if name.lower() in USUAL[role] and name not in used]
+    usual.sort(key=lambda name: USUAL[role].index(name.lower()))
     # Of equal ones the first: img2dataset writes a caption twice.
-    found = [name for place, name in enumerate(there) if not (place and _equal(table, there[0], name))]
-    if len(found) > 1:
+    distinct = [name for place, name in enumerate(usual) if not (place and _equal(table, usual[0], name))]
+    if len(distinct) > 1:
         raise UserError(
-            f"{table.source} has several columns that could be the {role}: {', '.join(found)}; name one, for "
-            f"instance {option}{found[0]}"
+            f"{table.source} has several columns that could be the {role}: {', '.join(distinct)}; name one, for "
+            f"instance {option}{distinct[0]}"
         )
-    return found
+    return distinct
 
 
-def _equal(table: Table, one: str, other: str) -> bool:
-    return bool(table.arrow[one].equals(table.arrow[other]))
+def _equal(table: Table, first: str, second: str) -> bool:
+    return bool(table.arrow[first].equals(table.arrow[second]))
 
 
 def _refuse_addresses(table: Table, role: str) -> None:
@@ -133,7 +133,7 @@ def _refuse_addresses(table: Table, role: str) -> None:
         )
 
 
-def _there(table: Table) -> str:
+def _names(table: Table) -> str:
     return f"its columns are {', '.join(table.names)}" if table.names else "it has no columns"
 
 
@@ -203,9 +203,9 @@ def text_column(table: Table, role: str, name: str, empty: dict[int, str] | None
     is_empty = pc.fill_null(pc.equal(column, ""), True)
     if not pc.any(is_empty).as_py():
         return column
-    found = {row: table.why_empty(row, role, name) for row in pc.indices_nonzero(is_empty).to_pylist()}
+    reasons = {row: table.why_empty(row, role, name) for row in pc.indices_nonzero(is_empty).to_pylist()}
     if empty is None:
-        row, reason = next(iter(found.items()))
+        row, reason = next(iter(reasons.items()))
         raise UserError(f"{table.where(row)}: {reason}; --skip-bad leaves such rows out")
-    empty |= found
+    empty |= reasons
     return pc.fill_null(column, "")

@@ -37,9 +37,9 @@ def shard_batches(shards: list[Path]) -> Iterator[Any]:
     names: list[str] | None = None
     try:
         for batch in prepared(_batch, shards, workers=workers):
-            there = dict(zip(batch.schema.names, batch.columns, strict=True))
-            names = [*there][:-2] if names is None else names
-            columns = [there[name] if name in there else pa.nulls(len(batch), pa.string()) for name in names]
+            by_name = dict(zip(batch.schema.names, batch.columns, strict=True))
+            names = [*by_name][:-2] if names is None else names
+            columns = [by_name[name] if name in by_name else pa.nulls(len(batch), pa.string()) for name in names]
             yield pa.record_batch([*columns, batch[MEMBER], batch[REASON]], [*names, MEMBER, REASON])
     except WorkerDiedError as error:
         raise UserError(f"--data: a process that reads the shards {error}") from error
@@ -52,8 +52,8 @@ def _batch(shard: Path) -> Any:
     endings: set[str] = set()
     rows = [*_rows(shard, endings)]
     if not any("image" in row for row in rows):
-        there = f"its members end in {', '.join(sorted(endings)[:8])}" if endings else "it has no members"
-        raise UserError(f"{shard} holds no pictures, such as 000017.jpg; {there}")
+        members = f"its members end in {', '.join(sorted(endings)[:8])}" if endings else "it has no members"
+        raise UserError(f"{shard} holds no pictures, such as 000017.jpg; {members}")
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("image", MEMBER, REASON)))
     columns = [pa.array([row.get("image") for row in rows], place)]
     columns += [pa.array([row.get(name) for row in rows], pa.string()) for name in names]
@@ -152,11 +152,11 @@ def _json_fields(text: str, where: str) -> dict[str, str]:
         raise UserError(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object")
-    found = {name: str(each) for name, each in value.items() if isinstance(each, str) or type(each) is int}
-    for name, each in found.items():
+    fields = {name: str(each) for name, each in value.items() if isinstance(each, str) or type(each) is int}
+    for name, each in fields.items():
         if not (is_utf8(name) and is_utf8(each)):
             raise UserError(f"{where}: half of a surrogate pair in {name!a}; write the whole pair")
-    return {name: each for name, each in found.items() if name != "image" and not name.startswith("\0")}
+    return {name: each for name, each in fields.items() if name != "image" and not name.startswith("\0")}
 
 
 def _as_utf8(name: str) -> str:

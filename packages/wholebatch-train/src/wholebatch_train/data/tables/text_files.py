@@ -41,9 +41,9 @@ def read_separated(path: Path) -> Iterator[Any]:
         try:
             header = next((line for line in lines if line.strip()), "")
             lines.seek(0)
-            said = _said_separator(header)
+            said = _named_separator(header)
             reader = csv.reader(
-                _noting(lines, bad),
+                _note_bad_lines(lines, bad),
                 delimiter=said or _separator(path, header),
                 quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
                 skipinitialspace=True,
@@ -51,26 +51,26 @@ def read_separated(path: Path) -> Iterator[Any]:
             )
             if said:
                 next(reader)
-            rows = reader if has_quotes else ([*map(_unquoted, row)] for row in reader)
-            yield from _separated(path, reader, rows, bad)
+            rows = reader if has_quotes else ([*map(_unquote, row)] for row in reader)
+            yield from _batches(path, reader, rows, bad)
         except csv.Error as error:
             raise UserError(f"{path}, line {reader.line_num}: not a {path.suffix[1:].upper()} file: {error}") from error
         finally:
             csv.field_size_limit(before)
 
 
-def _noting(lines: Iterable[str], bad: list[str]) -> Iterator[str]:
+def _note_bad_lines(lines: Iterable[str], bad: list[str]) -> Iterator[str]:
     """Yield lines, and note in `bad` what is wrong with one that is not UTF-8."""
     for line in lines:
-        if found := _BYTES.search(line):
-            column = len(line[: found.start()].encode()) + 1
+        if match := _BYTES.search(line):
+            column = len(line[: match.start()].encode()) + 1
             bad.append(
-                f"not UTF-8 text (byte 0x{ord(found[0]) - 0xDC00:02x} at column {column}); save the file as UTF-8"
+                f"not UTF-8 text (byte 0x{ord(match[0]) - 0xDC00:02x} at column {column}); save the file as UTF-8"
             )
         yield line
 
 
-def _separated(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: list[str]) -> Iterator[Any]:
+def _batches(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: list[str]) -> Iterator[Any]:
     header = [name.strip() for name in next((row for row in rows_read if row), [])]
     if bad:
         raise UserError(f"{path}, line {reader.line_num}: {bad[0]}")
@@ -103,10 +103,10 @@ def _separated(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: lis
     yield _batch(names, rows, numbers, reasons)
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     """Return a value without the quotes that enclose all of it, and double those inside.
 
-    >>> _unquoted('"5"" disk"'), _unquoted('"a" or "b"'), _unquoted('5" disk')
+    >>> _unquote('"5"" disk"'), _unquote('"a" or "b"'), _unquote('5" disk')
     ('5" disk', '"a" or "b"', '5" disk')
     """
     inside = value[1:-1]
@@ -114,10 +114,10 @@ def _unquoted(value: str) -> str:
     return inside.replace('""', '"') if enclosed else value
 
 
-def _said_separator(header: str) -> str:
+def _named_separator(header: str) -> str:
     """Return the separator that a first line names, or "".
 
-    >>> _said_separator("sep=;"), _said_separator("sep=a;b")
+    >>> _named_separator("sep=;"), _named_separator("sep=a;b")
     (';', '')
     """
     start, _, separator = header.rstrip("\r\n").partition("=")
@@ -148,7 +148,7 @@ def read_json_lines(path: Path) -> Iterator[Any]:
         numbers: list[int] = []
         bad: list[str] = []
         schema = None
-        for number, line in enumerate(_noting(lines, bad), 1):
+        for number, line in enumerate(_note_bad_lines(lines, bad), 1):
             if not line.strip():
                 continue
             objects.append({REASON: bad.pop()} if bad else _object(path, number, line))
@@ -162,14 +162,14 @@ def read_json_lines(path: Path) -> Iterator[Any]:
             yield _objects(path, objects, numbers, schema)
 
 
-def _no_number(name: str) -> NoReturn:
+def _refuse_number(name: str) -> NoReturn:
     """Refuse NaN and the like, which would become a word."""
     raise ValueError(f"{name} is no value; write null, or a text in quotes")
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line, parse_constant=_no_number)
+        value = json.loads(line, parse_constant=_refuse_number)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {number}: not JSON ({error})") from error
     if not isinstance(value, dict):
@@ -200,7 +200,7 @@ def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], sche
     fields, arrays = [], []
     for name in names:
         values = [value.get(name) for value in objects]
-        reason = next((f"line {n} has {_described(v)}" for n, v in zip(numbers, values, strict=True) if _is_odd(v)), "")
+        reason = next((f"line {n} has {_describe(v)}" for n, v in zip(numbers, values, strict=True) if _is_odd(v)), "")
         kind = pa.string()
         if not reason and any(isinstance(value, list) for value in values):
             kind = pa.list_(pa.string())
@@ -239,7 +239,7 @@ def _is_odd(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "an object" if isinstance(value, dict) else "a list of other things than texts"
 
 
