@@ -57,8 +57,8 @@ FAULTS = {
         "exponents = products.to(tl.bfloat16).to(tl.float32) * k - c", "clip",
     ),
     "terms of dS are rounded before they are added": (
-        "softmax", "of_positives = nothing if CANDIDATES == NEGATIVES else made",
-        "of_positives = nothing if CANDIDATES == NEGATIVES else made.to(tl.bfloat16).to(tl.float32)", "sup_con",
+        "softmax", "of_positives = nothing if CANDIDATES == NEGATIVES else grad",
+        "of_positives = nothing if CANDIDATES == NEGATIVES else grad.to(tl.bfloat16).to(tl.float32)", "sup_con",
     ),
     "one row is not written": (
         "softmax", "rows, cols, here_rows, here_cols, stride_gradient",
