@@ -27,7 +27,7 @@ from wholebatch import kernels
 from wholebatch.bench import loss as bench
 from wholebatch.bench.subjects import Configuration
 from wholebatch.contract import canaries
-from wholebatch.kernels import Entries, RowTerms, TileInputs, choice, references, verify
+from wholebatch.kernels import Entries, RowTerms, TileInputs, choice, expected, verify
 from wholebatch.nodes import kernel_check
 from wholebatch.sweep.softmax_kernels import relative_difference
 from wholebatch.testing import run_ranks
@@ -339,7 +339,7 @@ def test_faults_of_arguments_are_noticed(fresh, monkeypatch, fault, products):
         met.append(1)
         return launcher(**changed)
 
-    of = [getattr(references, kernel), *([references.found_maxima] if kernel == "token_maxima" else [])]
+    of = [getattr(expected, kernel), *([expected.found_maxima] if kernel == "token_maxima" else [])]
     monkeypatch.setattr(kernels, kernel, verify.checked_by(*of)(faulty))
     (found,) = checks(monkeypatch, name, products)
     assert met
@@ -354,7 +354,7 @@ def test_products_on_tensor_cores_are_as_exact_as_the_check_demands(products, di
     dtype, precision, parts = PRODUCTS[products]
     x, y = (unit_rows(32, dim, dtype, seed) for seed in range(2))
     tile = TileInputs(x, y, 1.0, Entries(), Entries(), 0, 0, allows_tf32=precision == "tf32")
-    true, allowed = references._products(tile, dim)
+    true, allowed = expected._products(tile, dim)
     zeros = np.zeros((len(x), len(y)), np.float32)
     found = tensor_cores.matmul(x.float().numpy(), y.float().numpy().T.copy(), zeros, parts=parts, block=block)
     share = ((torch.from_numpy(found).double() - true).abs() / allowed).max()
@@ -375,7 +375,7 @@ def test_logits_that_nearly_cancel(dim, rows, cols, at, on_a_card, true):
     x, y = (unit_rows(n, dim, torch.bfloat16, seed)[: at + 1] for seed, n in enumerate((rows, cols)))
     positive = Entries(torch.arange(at + 1, dtype=torch.int32)[None])
     numbers = kernels.launch.numbers_of(14.3, 3.0, x.device)
-    truth = references.tile_sums(TileInputs(x, y, numbers, positive, Entries(), 0, 0), rows=["target"], cols=[])
+    truth = expected.tile_sums(TileInputs(x, y, numbers, positive, Entries(), 0, 0), rows=["target"], cols=[])
     targets, errors = truth["rows: target"]
     assert abs(targets[at] - true) < 1e-5 * abs(true)
     found = targets.float()

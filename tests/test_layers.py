@@ -91,6 +91,30 @@ def test_the_readmes_picture_shows_these_layers():
     assert wrong_layers(picture[::-1])
 
 
+LISTED = re.compile(r"^ {0,4}([a-z_0-9]+/?(?:, [a-z_0-9]+)*)  +\S", re.MULTILINE)
+
+
+def unknown_modules(package):
+    """Return the names in the list of a package's docstring that are no module beside it."""
+    listed = LISTED.findall(ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or "")
+    names = [name for row in listed for name in row.split(", ")]
+    return [name for name in names if not any((package / end).exists() for end in (f"{name}.py", name))]
+
+
+@pytest.mark.parametrize("package", sorted(p.parent for p in ROOT.rglob("__init__.py")), ids=lambda p: p.name)
+def test_packages_list_modules_that_exist(package):
+    assert unknown_modules(package) == []
+
+
+def test_a_planted_name_of_no_module_is_found(tmp_path):
+    (tmp_path / "__init__.py").write_text(
+        '"""Two.\n\n    tiles/, rows   both\n    rows           one\n    gone  none\n"""'
+    )
+    (tmp_path / "rows.py").touch()
+    (tmp_path / "tiles").mkdir()
+    assert unknown_modules(tmp_path) == ["gone"]
+
+
 def test_jax_stands_alone():
     """It imports only what lies below every layer, because the rest of the package imports torch."""
     graph = imports(ROOT)

@@ -2,7 +2,6 @@
 
     entry       a call whose arguments do not fit its signature raises on every rank; autocast is off inside
     in_graph    a loss in a compiled graph is one operator, and its backward pass another
-    autocast    its dtype around the loss, from which the precision of products follows
     options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel,
                 precision, checks
     inputs      a loss's declaration of its tensors and scalars, checked on the rank that has them

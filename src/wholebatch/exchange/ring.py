@@ -8,7 +8,8 @@ make the same journey, one step later. Each rank adds its part and sends them on
                         send      block r - s, and the sums for block r - s + 1 including this rank's part, to r + 1
                         receive   block r - s - 1, and the sums of ranks r - s ... r - 1 for block r - s, from r - 1
 
-All messages of a step are one `swap`. On GPUs they run on a separate stream, while tiles are computed.
+All messages of a step are one `swap` of the transport; `comm.torch_distributed` sends them. On GPUs they run on a
+separate stream, while tiles are computed.
 """
 
 from __future__ import annotations

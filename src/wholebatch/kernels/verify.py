@@ -5,7 +5,7 @@ A kernel may be compiled wrongly for a GPU on which nobody has run it. Inside of
 * features lie between NaN: a missing mask of a load makes a result NaN
 * a result's memory is NaN before, so that an entry that is not written shows
 * beyond a result's memory is more NaN: a missing mask of a store overwrites some of it
-* each result is compared with `references`, entry by entry: its error is at most the rounding to its dtype, and those
+* each result is compared with `expected`, entry by entry: its error is at most the rounding to its dtype, and those
   that products and sums on tensor cores make before it
 
 The error that is raised says which result of which kernel is wrong, where, and how far beyond the allowed error.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._base.normalize import EPS
-from . import launch, nested, references, rows, sigmoid, softmax, tokens
+from . import expected, launch, nested, rows, sigmoid, softmax, tokens
 from .nested import NestedTile
 from .tokens import TokenTile
 
@@ -86,7 +86,7 @@ def _is_untouched(x: Tensor) -> bool:
 
 @contextmanager
 def verifying() -> Iterator[list[str]]:
-    """Compare each launch inside with `references`, and return the names of the kernels that passed.
+    """Compare each launch inside with `expected`, and return the names of the kernels that passed.
 
     Raises:
         KernelError: inside, for a wrong result.
@@ -100,12 +100,12 @@ def verifying() -> Iterator[list[str]]:
 
 
 def checked_by(
-    expected: Callable[..., references.Expected], reader: Callable[..., dict[str, Tensor]] | None = None
+    truth_of: Callable[..., expected.Expected], reader: Callable[..., dict[str, Tensor]] | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a launcher compare its results inside of :func:`verifying`.
 
     Args:
-        expected: returns the truth, from the launcher's arguments.
+        truth_of: returns the truth, from the launcher's arguments.
         reader: returns the results, from the same arguments after the launch; None: they are what the launcher returns.
     """
 
@@ -116,7 +116,7 @@ def checked_by(
                 return launcher(*args, **kwargs)
             passed, launch.verified = launch.verified, None
             try:
-                returned = _verified(launcher, expected, reader, signature(launcher).bind(*args, **kwargs).arguments)
+                returned = _verified(launcher, truth_of, reader, signature(launcher).bind(*args, **kwargs).arguments)
             finally:
                 launch.verified = passed
             passed.append(launcher.__name__ + "_by_pointers" * launch.latest["by pointers"])
@@ -129,7 +129,7 @@ def checked_by(
 
 def _verified(
     launcher: Callable[..., Any],
-    expected: Callable[..., references.Expected],
+    truth_of: Callable[..., expected.Expected],
     reader: Callable[..., dict[str, Tensor]] | None,
     arguments: dict[str, Any],
 ) -> Any:
@@ -147,7 +147,7 @@ def _verified(
         returned = launcher(**guarded)
     finally:
         launch.memory = None
-    truth = expected(**arguments)
+    truth = truth_of(**arguments)
     if reader is not None:
         results = reader(**{**arguments, **{name: guarded[name] for name in written}})
     else:
@@ -161,7 +161,7 @@ def _verified(
     return returned
 
 
-def _named(returned: Any, truth: references.Expected, written: Tensor | None) -> dict[str, Tensor]:
+def _named(returned: Any, truth: expected.Expected, written: Tensor | None) -> dict[str, Tensor]:
     """Return results by the names of the true ones."""
     results: dict[str, Tensor] = {} if written is None else {"dS": written}
     if isinstance(returned, tuple) and isinstance(returned[0], dict):
@@ -285,9 +285,9 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         raise KernelError("a kernel of rows writes beside its results")
 
 
-tile_sums = checked_by(references.tile_sums)(softmax.tile_sums)
-tile_gradient = checked_by(references.tile_gradient)(softmax.tile_gradient)
-tile_sigmoid = checked_by(references.tile_sigmoid)(sigmoid.tile_sigmoid)
-nested_sums = checked_by(references.nested_sums)(nested.nested_sums)
-nested_gradient = checked_by(references.nested_gradient)(nested.nested_gradient)
-token_maxima = checked_by(references.token_maxima, references.found_maxima)(tokens.token_maxima)
+tile_sums = checked_by(expected.tile_sums)(softmax.tile_sums)
+tile_gradient = checked_by(expected.tile_gradient)(softmax.tile_gradient)
+tile_sigmoid = checked_by(expected.tile_sigmoid)(sigmoid.tile_sigmoid)
+nested_sums = checked_by(expected.nested_sums)(nested.nested_sums)
+nested_gradient = checked_by(expected.nested_gradient)(nested.nested_gradient)
+token_maxima = checked_by(expected.token_maxima, expected.found_maxima)(tokens.token_maxima)

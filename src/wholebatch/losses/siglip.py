@@ -3,7 +3,8 @@
     S_ij = scale x_i . y_j + bias          i, j = 1 ... B: the rows of all ranks, rank 0 first
     L    = 1/B sum_ij -log sigmoid(z_ij S_ij),          z_ij = 1 if i = j, else -1
 
-The entries are independent of each other, so the forward pass computes the gradient as well, and S only once.
+The entries are independent of each other, so the forward pass computes the gradient as well, and S only once. A tile is
+computed in `sweep.sigmoid` or in `kernels.tiles.sigmoid`; the dense formula is in `reference.two_towers`.
 """
 
 from __future__ import annotations

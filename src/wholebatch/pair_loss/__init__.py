@@ -5,28 +5,28 @@
 
 In the order of a call:
 
-module        PairLoss: holds a declaration, and computes its value on all ranks
-reductions    what a user writes for a term: LogSumExp, Sum, Mean, Count, Max, Min, Partner
-declaration   the terms by name, the functions that combine them, and which side reads which
-arguments     the tensors of one call, by the side that they belong to
-watched       calls of user's functions, under watch
-first_use     a small tile, computed before anything else: finds functions that no tile can be computed with
-fingerprint   tells whether two ranks declare the same functions
-fields        the objects x, y, p and r that these functions read
-similarity    s of a tile, and of single pairs
-max_sim       s of single pairs whose rows are several vectors each
-entries       masks and scores of a tile, or of a list of pairs
-running       what is kept of each row and column while tiles come and go
-tile          one tile: what it is computed from, what it adds, and its gradients
-compiled      the same by functions that torch.compile has made of it
-sweep         all tiles: forward into what is kept, backward into gradients
-node          the sweep as an autograd node
-pairs         partners, and the entries that have won: computed again from their two rows
-statistics    the means of terms
-own           candidates that belong to one row
-agreed        the reductions alone, for a loss of this library that has agreed with the ranks itself
-counted       what a step holds and moves, counted by steps of a few rows
-reference     the same declaration on one dense matrix
+module           PairLoss: holds a declaration, and computes its value on all ranks
+reductions       what a user writes for a term: LogSumExp, Sum, Mean, Count, Max, Min, Partner
+declaration      the terms by name, the functions that combine them, and which side reads which
+arguments        the tensors of one call, by the side that they belong to
+function_guard   calls of user's functions, under watch
+function_checks  a small tile, computed before anything else: finds functions that no tile can be computed with
+fingerprint      tells whether two ranks declare the same functions
+row_data         the objects x, y, p and r that these functions read
+similarity       s of a tile, and of single pairs
+max_sim          s of single pairs whose rows are several vectors each
+tile_entries     masks and scores of a tile, or of a list of pairs
+accumulators     what is kept of each row and column while tiles come and go
+tile             one tile: what it is computed from, what it adds, and its gradients
+compiled         the same by functions that torch.compile has made of it
+sweep            all tiles: forward into what is kept, backward into gradients
+node             the sweep as an autograd node
+pairs            partners, and the entries that have won: computed again from their two rows
+statistics       the means of terms
+candidates       candidates that belong to one row
+builtin_terms    the reductions alone, for a loss of this library that has agreed with the ranks itself
+step_counts      what a step holds and moves, counted by steps of a few rows
+reference        the same declaration on one dense matrix
 """
 
 from .module import PairLoss
