@@ -112,7 +112,7 @@ def _common_rows(measured: Measured, ranks: Sequence[int]) -> tuple[int, list[st
     even = rows - rows % multiple
     if not even:
         raise UserError(
-            f"a batch of {rows} rows cannot be split evenly over {_listed(ranks)} ranks: give it a multiple of "
+            f"a batch of {rows} rows cannot be split evenly over {_join_numbers(ranks)} ranks: give it a multiple of "
             f"{multiple} rows, or uneven=True where ranks may have different numbers"
         )
     if even == rows:
@@ -133,6 +133,6 @@ def _modules_that_draw(runs: Runs, whole: Trial) -> tuple[EvalModules, ...]:
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _join_numbers(numbers: Sequence[int]) -> str:
     *most, last = map(str, numbers)
     return f"{', '.join(most)} and {last}" if most else last

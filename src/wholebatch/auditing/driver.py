@@ -184,7 +184,7 @@ class _Audit:
                     "fix the mistake on one process first; then the audit looks for causes on several ranks"
                 )
                 continue
-            compared = self._compared(measured)
+            compared = self._compare_groups(measured)
             right = self._add(counts, compared, self.baseline.tolerance)
             if self.with_inputs and self.facts.engine != "none":  # there only the step knows its scale of a rank's rows
                 self.rows += self._inputs(measured)
@@ -228,12 +228,12 @@ class _Audit:
             self.findings.append(Finding(cause, trials[0].counts, (), evidence))
             return []
 
-    def _compared(self, measured: Measured) -> dict[str, Comparison]:
+    def _compare_groups(self, measured: Measured) -> dict[str, Comparison]:
         """Compare each group; the worst rank's, where ranks end with different gradients."""
         true, total = self.baseline.reference.gradients, self.baseline.total
         of_ranks = [answer.gradients for answer in measured.answers if answer.gradients]
         return {
-            group: max((compare(of_rank, true, names, total) for of_rank in of_ranks), key=_how_wrong)
+            group: max((compare(of_rank, true, names, total) for of_rank in of_ranks), key=_error_or_inf)
             for group, names in self.baseline.groups.items()
         }
 
@@ -260,7 +260,7 @@ class _Audit:
             self.findings.append(Finding(causes.VALUES_DIFFER, measured.trial.counts, (), evidence))
 
 
-def _how_wrong(compared: Comparison) -> float:
+def _error_or_inf(compared: Comparison) -> float:
     return math.inf if math.isnan(compared.error) else compared.error
 
 

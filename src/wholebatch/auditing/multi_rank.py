@@ -165,12 +165,12 @@ class _Case:
         scalars = [g for g in self.baseline.scalars if g in self.wrong]
         if encoders:
             try:
-                return self._of_encoders(encoders)
+                return self._explain_encoders(encoders)
             except FailureError:
                 return []
-        return self._of_scalars(scalars) if scalars else []
+        return self._explain_scalars(scalars) if scalars else []
 
-    def _of_encoders(self, wrong: list[str]) -> list[Finding]:
+    def _explain_encoders(self, wrong: list[str]) -> list[Finding]:
         w, step, trial = self.ranks, self.baseline.step, self.measured.trial
         assert step is not None
         of_groups = derivatives(self.runs, self.baseline, trial, wrong, step)
@@ -208,7 +208,7 @@ class _Case:
                     return [self._finding(cause, wrong, f"{evidence}: that part is multiplied by {number(factor)}")]
         return uniform or (self._explain_values(alone=alone) if holds(whole) else [])
 
-    def _of_scalars(self, wrong: list[str]) -> list[Finding]:
+    def _explain_scalars(self, wrong: list[str]) -> list[Finding]:
         """Explain wrong parameters of the loss where encoders are right."""
         first = [self.baseline.groups[g][0] for g in wrong]
         passes = {answer.passes.get(name, 0) for answer in self.measured.answers for name in first}

@@ -18,7 +18,7 @@ _MOST_RANKS = 3  # whose orders are tried
 _Probe = TypeVar("_Probe", bound=Callable[..., Any])
 
 
-def _none_if_impossible(probe: _Probe) -> _Probe:
+def _catch_failure(probe: _Probe) -> _Probe:
     def probed(self: Probes) -> Any:
         try:
             return probe(self)
@@ -36,7 +36,7 @@ class Probes:
         self._runs, self._baseline, self._measured = runs, baseline, measured
         self._ranks, self._counts, self._rows = measured.ranks, measured.trial.counts, measured.trial.rows
 
-    @_none_if_impossible
+    @_catch_failure
     def constant(self) -> bool | None:
         """Return whether losses are right with one row everywhere, where only a wrong number of terms changes them.
 
@@ -48,7 +48,7 @@ class Probes:
         (local,) = self._runs.measure([fewer])
         return None if same(local.losses[0], true[0]) else same(self._measured.loss_weight * sum(losses[0]), true[0])
 
-    @_none_if_impossible
+    @_catch_failure
     def repeated(self) -> bool | None:
         """Return whether losses are right with the same rows on all ranks.
 
@@ -66,7 +66,7 @@ class Probes:
                 return False
         return True
 
-    @_none_if_impossible
+    @_catch_failure
     def order(self) -> tuple[str, str] | None:
         """Return an input, and the order of its ranks' parts that gives the same loss on one process."""
         if len(set(self._counts)) > 1 or self._ranks > _MOST_RANKS or not self._replicated:
@@ -82,7 +82,7 @@ class Probes:
                     return name, ", ".join(map(str, order))
         return None
 
-    @_none_if_impossible
+    @_catch_failure
     def rotated(self) -> list[bool] | None:
         """Return for each rank whether its losses average to L while the parts of the batch rotate over ranks."""
         if len(set(self._counts)) > 1:

@@ -32,10 +32,10 @@ class Recording(TorchDispatchMode):
         """Run the operation; if it is a collective, wait for its result."""
         out = func(*args, **(kwargs or {}))
         if _is_collective(func):
-            self._finished(_outputs(func, out, args))
+            self._handle_outputs(_outputs(func, out, args))
         return out
 
-    def _finished(self, outputs: list[Tensor]) -> None:
+    def _handle_outputs(self, outputs: list[Tensor]) -> None:
         self.results.append([x.detach().clone() for x in outputs])
 
 
@@ -46,7 +46,7 @@ class Replaying(Recording):
         super().__init__()
         self._next = iter(recording.results)
 
-    def _finished(self, outputs: list[Tensor]) -> None:
+    def _handle_outputs(self, outputs: list[Tensor]) -> None:
         for x, before in zip(outputs, next(self._next), strict=True):
             x.detach().copy_(before)
 

@@ -36,7 +36,7 @@ def summarize(report: Report) -> Summary:
     encoders = [row for row in of_parameters if not row.scalar]
     if {RAISES.name, HANGS.name} & {*report.causes} and all(len(row.counts) == 1 for row in of_parameters):
         scalars = encoders = []  # several ranks have no gradient that could be compared
-    return Summary(report.problem, _in_words(encoders), _in_words(scalars), ", ".join(report.causes), report.exact)
+    return Summary(report.problem, _verdict(encoders), _verdict(scalars), ", ".join(report.causes), report.exact)
 
 
 def markdown(summaries: Sequence[tuple[str, Summary]]) -> str:
@@ -52,7 +52,7 @@ def markdown(summaries: Sequence[tuple[str, Summary]]) -> str:
     return "\n".join(lines)
 
 
-def _in_words(rows: Sequence[Row]) -> str:
+def _verdict(rows: Sequence[Row]) -> str:
     """Return the verdict for all splits: exact; 1/W; x W; x 2; wrong direction."""
     if not rows:
         return "-"

@@ -94,10 +94,10 @@ class _Angles(torch.autograd.Function):
                 _Rows.of(centers[rows if index is None else index[rows]], ctx.clamp[1]),
             )
             if of_x is not None:
-                of_u = _away(u, w, theta) * weight / u.divisors
+                of_u = _direction_away(u, w, theta) * weight / u.divisors
                 of_x.index_add_(0, cols, torch.where(local, of_u, 0.0).to(of_x.dtype))
             if ctx.needs_input_grad[1]:
-                of_w = _away(w, u, theta) * weight / w.divisors + w.directions * of_lengths[cols, slots, None]
+                of_w = _direction_away(w, u, theta) * weight / w.divisors + w.directions * of_lengths[cols, slots, None]
                 sums.index_add_(0, rows, torch.where(local, of_w, 0.0).to(sums.dtype))
         return of_x, of_centers if ctx.needs_input_grad[1] else None, None, None, None
 
@@ -139,7 +139,7 @@ def _angle(u: _Rows, w: _Rows) -> Tensor:
     return 2 * torch.atan2(apart, together)
 
 
-def _away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
+def _direction_away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
     """Return d theta / dx of a unit x, the direction away from w."""
     x, y = u.units, w.units
     near = theta < torch.pi / 2

@@ -102,7 +102,7 @@ def margin_of(margin_loss: object) -> Margin:
     margin = CombinedMargin(s, 1.0, m2, m3, "none")
     if threshold > 0:
         margin = FilteredMargin(s, 1.0, m2, m3, "none", float(threshold))
-    if not _computes(margin_loss, margin, threshold):
+    if not _computes_logits(margin_loss, margin, threshold):
         raise ValueError(
             f"margin_loss must compute the logits of insightface's {name}, got a class of that name with other logits "
             "or gradients; write it as a wholebatch.heads.Margin: an object with a scale s that is called with the "
@@ -133,7 +133,7 @@ def _margins(numbers: Mapping[str, Any]) -> tuple[float, float]:
     return 0.0, m3
 
 
-def _computes(margin_loss: Any, margin: CombinedMargin, threshold: float) -> bool:
+def _computes_logits(margin_loss: Any, margin: CombinedMargin, threshold: float) -> bool:
     """Return whether their margin computes these logits, with a slope s wherever a logit depends on its cosine."""
     cosines = torch.linspace(-0.95, 0.93, 18, dtype=torch.float64, device="cpu").view(6, 3)
     labels = torch.tensor([0, 1, 2, 0, 1, -1], device="cpu")

@@ -407,7 +407,7 @@ def main(argv: Sequence[str]) -> int:
     }
     if ours.chunk_size is not None:
         train = getattr(module, OPEN_CLIP.seam(module, "train_one_epoch"))
-        replacements["train_one_epoch"] = _in_chunks(train, ours.chunk_size, of_task=factory == "create_task")
+        replacements["train_one_epoch"] = _train_in_chunks(train, ours.chunk_size, of_task=factory == "create_task")
     with replaced(module, replacements):
         return 1 if module.main(theirs) else 0
 
@@ -429,7 +429,7 @@ def _checked(parse: Callable[..., Any], chunk_size: int | None) -> Callable[...,
     return checked
 
 
-def _in_chunks(train: Callable[..., Any], chunk_size: int, *, of_task: bool) -> Callable[..., Any]:
+def _train_in_chunks(train: Callable[..., Any], chunk_size: int, *, of_task: bool) -> Callable[..., Any]:
     """Return `train_one_epoch`, whose first argument is the model, or in open_clip 4 holds a task that has it."""
 
     def train_one_epoch(first: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def _replacements() -> list[tuple[Any, dict[str, Any]]]:
     for name in ("forward", "encode_query", "encode_passage", "compute_similarity", "compute_loss"):
         TEVATRON.seam(encoder, name)
     return [
-        (trainer, {"compute_loss": _marking(trainer.compute_loss)}),
+        (trainer, {"compute_loss": _wrap_compute_loss(trainer.compute_loss)}),
         (encoder, {"forward": _forward(encoder.forward, encoder, output)}),
         (cached_trainer, {"__init__": _init(cached_trainer.__init__, encoder)}),
     ]
@@ -84,7 +84,7 @@ def start(argv: Sequence[str]) -> Callable[[], None]:
     return program_of(argv)
 
 
-def _marking(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_compute_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Return TevatronTrainer.compute_loss, which of the model's output uses nothing but the loss."""
 
     @functools.wraps(theirs)

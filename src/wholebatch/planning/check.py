@@ -118,18 +118,18 @@ def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, dev
 
 def _time(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> float:
     """Return the seconds of a step."""
-    comm, device, step = _after_a_step(shapes, exchange, memory)
+    comm, device, step = _run_first_step(shapes, exchange, memory)
     return median(seconds_of(comm, step, device) for _ in range(_STEPS))
 
 
 def rise_of_a_step(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> int | None:
     """Return the rise of the peak in a second step, in a process whose heap is empty."""
     map_each_tensor()
-    comm, device, step = _after_a_step(shapes, exchange, memory)
+    comm, device, step = _run_first_step(shapes, exchange, memory)
     return rise_of_peak(comm, step, device)
 
 
-def _after_a_step(
+def _run_first_step(
     shapes: Shapes, exchange: ExchangeUsed, memory: Memory
 ) -> tuple[Communicator, torch.device, Callable[[], None]]:
     """Return ranks, device, and a step that has run once, so that libraries are loaded and threads started."""

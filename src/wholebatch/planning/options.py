@@ -215,14 +215,14 @@ def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
         seconds=rates.seconds(shapes.loss, shapes.embedding_size, work) + encoding / rates.encoders,
         fits=peak <= limit,
         largest_batch=largest,
-        auto=all(_auto(shapes, setting)) and setting.chunk_size is None,
+        auto=all(_matches_auto(shapes, setting)) and setting.chunk_size is None,
         call=_call(shapes, setting),
         call_of_largest=_call(replace(shapes, batch_size=largest), setting) if largest else "",
         one_pass=shapes.one_pass,
     )
 
 
-def _auto(shapes: Shapes, setting: Setting) -> tuple[bool, bool]:
+def _matches_auto(shapes: Shapes, setting: Setting) -> tuple[bool, bool]:
     """Return whether exchange and memory are those that "auto" selects."""
     exchange = shapes.ranks == 1 or setting.exchange == shapes.exchange()
     return exchange, shapes.budget(setting.memory(shapes)) == shapes.budget("auto")
@@ -230,7 +230,7 @@ def _auto(shapes: Shapes, setting: Setting) -> tuple[bool, bool]:
 
 def _call(shapes: Shapes, setting: Setting) -> str:
     arguments = []
-    exchange, memory = _auto(shapes, setting)
+    exchange, memory = _matches_auto(shapes, setting)
     module = "PartialFC"
     if shapes.declared is not None:
         module = "PairLoss"

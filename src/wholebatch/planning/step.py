@@ -135,7 +135,7 @@ def _graphs_that_fit(step: Step, setting: Setting, limit: int) -> int:
     if setting.chunk_size is None:
         return 0
     chunks = len(step.activations) * num_chunks(step, setting)
-    return _most(chunks - 1, lambda kept: _peak(step, replace(setting, kept_graphs=kept)) <= limit)
+    return _largest_fitting(chunks - 1, lambda kept: _peak(step, replace(setting, kept_graphs=kept)) <= limit)
 
 
 def _peak(step: Step, setting: Setting) -> int:
@@ -165,9 +165,9 @@ def largest_batch(step: Step, setting: Setting, limit: int) -> int:
     def fits(rows: int) -> bool:
         return _peak(replace(step, shapes=replace(step.shapes, batch_size=rows * ranks)), setting) <= limit
 
-    return ranks * _most(_LARGEST, fits)
+    return ranks * _largest_fitting(_LARGEST, fits)
 
 
-def _most(largest: int, fits: Callable[[int], bool]) -> int:
+def _largest_fitting(largest: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number that fits, if all smaller ones do; 0 if 1 does not."""
     return bisect_left(range(1, largest + 1), True, key=lambda number: not fits(number))

@@ -66,7 +66,7 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
         gradient = shapes.centers if shapes.sample_rate == 1 else shapes.sampled
         centers = (shapes.centers + gradient) * shapes.embedding_size * shapes.dtype.itemsize
     return Work(
-        flops=2 * shapes.embedding_size * (3 * entries + again - _mirrored(shapes)),
+        flops=2 * shapes.embedding_size * (3 * entries + again - _diagonal_entries(shapes)),
         again=2 * shapes.embedding_size * again,
         entries=entries,
         kept=kept,
@@ -79,7 +79,7 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     )
 
 
-def _mirrored(shapes: Shapes) -> int:
+def _diagonal_entries(shapes: Shapes) -> int:
     """Return the entries of diagonal tiles of a symmetric S, whose gradient is multiplied by their rows only."""
     if not shapes.symmetric or shapes.declared is not None:
         return 0

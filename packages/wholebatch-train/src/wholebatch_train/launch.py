@@ -52,7 +52,7 @@ def run(config: TrainConfig) -> None:
     """
     size = number_of_ranks(config)
     if launcher_size() is not None:
-        _launched_rank(config)
+        _run_launched_rank(config)
     elif size == 1:
         with closing(Requests()) as requests:
             _train_on_this_rank(config, _device(config, 0, 1), requests)
@@ -62,7 +62,7 @@ def run(config: TrainConfig) -> None:
         run_local_ranks(dataclasses.replace(config, run_folder=_folder(config)), _local_rank)
 
 
-def _launched_rank(config: TrainConfig) -> None:
+def _run_launched_rank(config: TrainConfig) -> None:
     """Run a process that torchrun, or another launcher, has started."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if local_size == int(os.environ["WORLD_SIZE"]):  # one machine, which can start as many without a launcher

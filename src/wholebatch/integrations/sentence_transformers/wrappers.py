@@ -77,7 +77,7 @@ class MatryoshkaLoss(nn.Module):
         loss: Any = self.loss
         columns = columns_of(sentence_features)
         beside = loss.beside(columns, labels)
-        embeddings, parts = loss.embed(columns), self._drawn()
+        embeddings, parts = loss.embed(columns), self._draw_sizes()
         if isinstance(loss, MultipleNegativesRankingLoss) and len(embeddings) == 2 and loss.symmetric is not None:
             return wb.functional.matryoshka_loss(
                 *embeddings,
@@ -93,7 +93,7 @@ class MatryoshkaLoss(nn.Module):
         ]
         return sum(of_parts[1:], of_parts[0])
 
-    def _drawn(self) -> list[tuple[int, float]]:
+    def _draw_sizes(self) -> list[tuple[int, float]]:
         """Return the sizes of this step, with their weights; the number of the call is the seed."""
         self._calls += 1
         if not 0 < self.n_dims_per_step < len(self.parts):

@@ -40,7 +40,7 @@ def shard_weights(model: nn.Module, device: torch.device) -> None:
     if model not in others:
         others.append(model)
     for module in (*reversed(outer_first), *others):
-        module.register_forward_hook(_copy_of_view)  # before FSDP2's own hook
+        module.register_forward_hook(_copy_view)  # before FSDP2's own hook
         fully_shard(module, mesh=mesh)
 
 
@@ -56,7 +56,7 @@ def blocks_of(encoder: nn.Module) -> list[nn.Module]:
     return [*blocks]
 
 
-def _copy_of_view(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+def _copy_view(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     """Return a copy of an output that is a view, such as the first token of each row: FSDP2 warns of views."""
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
