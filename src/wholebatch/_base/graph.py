@@ -45,13 +45,13 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves of these tensors' graphs that require a gradient; some may be outputs themselves."""
     tensors = list(outputs)
     leaves = {id(x): x for x in tensors if x.is_leaf and x.requires_grad}
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     todo = [x.grad_fn for x in tensors]
     while todo:  # without a call of Python for a node: a graph has thousands
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves[id(leaf)] = leaf

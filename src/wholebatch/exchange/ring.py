@@ -96,8 +96,8 @@ class RingExchange(Exchange):
             if sums is not None and step:
                 combine_(sums, arrived.pop(), op)
             if not last:
-                y, *more = arrived
-                numbers = more[0] if more else None
+                y, *rest = arrived
+                numbers = rest[0] if rest else None
         if initial is not None and sums is not None and steps > 1:
             del y_blocks, received_block
             # The last visitor of the local block sends its sums, into memory of that size.

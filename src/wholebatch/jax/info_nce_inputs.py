@@ -63,14 +63,14 @@ def _split(rows: dict[str, Any]) -> dict[str, Any]:
     keys, b = rows["keys"], len(rows["queries"])
     if len(keys) > b:
         keys = replicated(keys)
-    more = len(keys) > b
+    has_extra = len(keys) > b
     ids = _complete_ids(rows, b, len(keys))
     return {
         **rows,
         **ids,
-        "keys": keys[:b] if more else keys,
-        "more_keys": keys[b:] if more else None,
-        "more_key_ids": ids["more_key_ids"] if more else None,
+        "keys": keys[:b] if has_extra else keys,
+        "more_keys": keys[b:] if has_extra else None,
+        "more_key_ids": ids["more_key_ids"] if has_extra else None,
     }
 
 
