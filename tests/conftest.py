@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections import Counter
+from importlib import import_module
 from importlib.util import find_spec
 
 # Tests run beside each other and start processes, so a second thread would wait for a core. OpenMP's threads wait
@@ -29,7 +30,13 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]  # other programs start these
+collect_ignore = [
+    "mpi_cases.py",
+    "over_mpi.py",
+    "jax_process.py",
+    "quick_interpreter.py",
+    "typed",
+]  # imported elsewhere
 if find_spec("jax") is None:
     collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
 
@@ -38,7 +45,7 @@ def pytest_configure() -> None:
     """Rank processes import test modules, and so pytest, which takes longer than most calls: import it once."""
     from wholebatch.testing import preload
 
-    preload("pytest")
+    preload("pytest", "tests.quick_interpreter")
     atexit.register(gc.unfreeze)  # Triton's bindings report objects that are left at the end as leaks
 
 
@@ -49,9 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         settings.update("jax_compilation_cache_dir", str(session.config.cache.mkdir("jax")))
         settings.update("jax_persistent_cache_min_compile_time_secs", 0)
     if "triton.runtime.interpreter" in sys.modules:
-        import quick_interpreter
-
-        quick_interpreter.use()
+        import_module("quick_interpreter")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,12 +1,13 @@
 """Triton's interpreter, quicker: most of its time goes to types and shapes that it makes again for each operation.
 
-NumPy computes the same numbers from the same program.
+NumPy computes the same numbers from the same program. The server of rank processes imports this module, too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 
 import triton.language as tl
 from triton.runtime import interpreter
@@ -21,13 +22,10 @@ def use() -> None:
         (interpreter, "_patch_builtin", replaced_by_functions),
         (interpreter, "_get_np_dtype", numpy_type),
         (BLOCK, "__init__", block),
-        (BLOCK, "with_element_ty", block_of),
         (BLOCK, "to_ir", same_in_numpy),
         (tl.core.tensor, "__init__", tensor),
         (tl.core.dtype, "__eq__", same_type),
         (tl.core.tuple, "__eq__", same_shape),
-        (SEMANTIC, "computation_type_impl", computation_type),
-        (SEMANTIC, "cast", cast),
         (SEMANTIC, "broadcast_impl_value", broadcast),
         (SEMANTIC, "binary_op_sanitize_overflow_impl", nothing),
     ):
@@ -50,22 +48,17 @@ def replaced_once(replace):
 
 def replaced_by_functions(_):
     """Builtins are looked up once, and called without the wrapper that looks for their semantic."""
-    found = {}
 
     def replacement(member):
         function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
+        return lambda *args, **named: function(*args, **{**named, "_semantic": semantic})
 
-        def replaced(*args, **named):
-            named["_semantic"] = semantic
-            return function(*args, **named)
-
-        return replaced
+    @functools.cache
+    def replacements(owner):
+        return [(name, replacement(member)) for name, member in inspect.getmembers(owner, tl.core.is_builtin)]
 
     def replace_builtins(owner, builder, scope):
-        if owner not in found:
-            members = inspect.getmembers(owner, tl.core.is_builtin)
-            found[owner] = [(name, replacement(member)) for name, member in members]
-        for name, replaced in found[owner]:
+        for name, replaced in replacements(owner):
             scope.set_attr(owner, name, replaced)
 
     return replace_builtins
@@ -75,8 +68,7 @@ def numpy_type(find):
     found = {}
 
     def known(type):
-        scalar = type.scalar
-        if scalar.name not in found:
+        if (scalar := type.scalar).name not in found:
             found[scalar.name] = find(scalar)
         return found[scalar.name]
 
@@ -93,16 +85,6 @@ def block(initialize):
             known[key] = self.shape, self.numel
         else:
             self.element_ty, (self.shape, self.numel) = element_ty, sizes
-
-    return known_block
-
-
-def block_of(make):
-    def known_block(self, element_ty):
-        blocks = self.__dict__.setdefault("blocks", {})
-        if element_ty.name not in blocks:
-            blocks[element_ty.name] = make(self, element_ty)
-        return blocks[element_ty.name]
 
     return known_block
 
@@ -126,31 +108,12 @@ def tensor(initialize):
     return of_known_shape
 
 
-def computation_type(find):
-    found = {}
-
-    def known(self, a, a_is_scalar, b, b_is_scalar, *more):
-        key = a.name, a_is_scalar, b.name, b_is_scalar, *more
-        if key not in found:
-            found[key] = find(self, a, a_is_scalar, b, b_is_scalar, *more)
-        return found[key]
-
-    return known
-
-
 def same_type(equal):
     return lambda self, other: self is other or equal(self, other)
 
 
 def same_shape(equal):
     return lambda self, other: self.values == other if type(other) is list else self is other or equal(self, other)
-
-
-def cast(convert):
-    def convert_if_needed(self, x, to, *more):
-        return x if x.type.scalar is to.scalar else convert(self, x, to, *more)
-
-    return convert_if_needed
 
 
 def broadcast(make):
@@ -165,3 +128,7 @@ def nothing(_):
     """Sums of integers are not computed again in 64 bits, for an assertion that only a debug build makes."""
     assert not interpreter.interpreter_builder.options.debug
     return lambda *_: None
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    use()
