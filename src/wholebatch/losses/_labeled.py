@@ -52,8 +52,8 @@ def agree_labeled(
         if ignored is None:
             return None
         check_ignore_index(ignored)
-        given = [x for x in (features, labels, weights) if x is not None]
-        if not all(map(is_dense, given)) or any(x.shape[:1] != labels.shape for x in given):
+        tensors = [x for x in (features, labels, weights) if x is not None]
+        if not all(map(is_dense, tensors)) or any(x.shape[:1] != labels.shape for x in tensors):
             return None
         return labels.to(torch.int64) != ignored  # torch takes -1 for 255 in uint8
 
@@ -66,8 +66,8 @@ def agree_labeled(
 
     def check_views() -> Mapping[str, Any]:
         if shape is not None:
-            one, each = tuple(shape[:1]), tuple(shape)
-            for name, x, allowed in (("labels", labels, (one,)), ("weights", weights, (one, each))):
+            examples, views = tuple(shape[:1]), tuple(shape)
+            for name, x, allowed in (("labels", labels, (examples,)), ("weights", weights, (examples, views))):
                 if is_dense(x) and tuple(x.shape) not in allowed:
                     raise ValueError(
                         f"{name} must have shape {' or '.join(map(str, allowed))} for features of shape "

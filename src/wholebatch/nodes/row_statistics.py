@@ -191,7 +191,7 @@ class Planned:
         """Return leaves and outputs of the softmax node, with this call's pairs and fields, for random rows."""
         plan, towers, symmetric = self.plan, self.plan.towers, self.operands.layout.symmetric
         norms = [random_numbers(len(z), z.device, seed)[:, None] for seed, z in ((2, x), (3, y))]
-        stay, travel = (of.to(accumulation_dtype(self.dtype)) for of in norms)
+        stay, travel = (values.to(accumulation_dtype(self.dtype)) for values in norms)
         alone = Towers((0,), () if symmetric else (1,), towers.normalize, towers.normalize_per_tile)
         if towers.normalize or towers.stay_norms is not None:
             x = (x * stay).to(x.dtype)
@@ -200,7 +200,7 @@ class Planned:
         if towers.travel_norms is not None:
             y, alone = (y * travel).to(y.dtype), replace(alone, travel_norms=travel)
         guide = None if plan.guide is None else random_rows(len(y), plan.guide.shape[1], plan.guide, 5)
-        made = replace(
+        rehearsed = replace(
             plan, route=route, towers=alone, guide=guide, scale=moderate_scale(x.shape[1]), shift=SHIFT,
             bounds=LogitBounds(0.0, None, 0.0, 1), in_kernels=in_kernels, canaries=None, deferred=None, assumption=None,
         )  # fmt: skip
@@ -210,7 +210,7 @@ class Planned:
             offsets = self._offsets[: len(x)].detach().requires_grad_()
         anchor = torch.cat([z[:0].flatten() for z in leaves])
         return [*leaves, *([] if offsets is None else [offsets])], lambda: Softmax.apply(
-            made, anchor, made.scale, offsets, *leaves
+            rehearsed, anchor, rehearsed.scale, offsets, *leaves
         )
 
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
@@ -237,7 +237,7 @@ class Planned:
             return None
         node: Any = TwoViewsInKernels if self.operands.layout.symmetric else SoftmaxInKernels
         towers = self.plan.towers
-        x, y = (self.operands.features[at] for at in (*towers.stays, *towers.travels))
+        x, y = (self.operands.features[i] for i in (*towers.stays, *towers.travels))
         outputs: tuple[Tensor, ...] = node.apply(self.plan, form, self.facts.of_rows, self.scale[1], x, y)
         return outputs
 

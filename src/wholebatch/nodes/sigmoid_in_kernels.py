@@ -142,18 +142,18 @@ class SigmoidInKernels(torch.autograd.Function):
             _, saved = _sweep(plan, ctx.form, (x, y, products), weights, (want_scale, want_bias, want_x, want_y))
         in_units = grad * saved.unit
         terms, unit, shares = saved.terms * in_units, in_units.float(), None
-        found: list[Tensor | None] = []
-        for name, own, other, wanted, dtype in (("u", x, y, want_x, ctx.dtypes[0]), ("v", y, x, want_y, ctx.dtypes[1])):
-            made, product = None, getattr(saved, name)
+        gradients: list[Tensor | None] = []
+        for name, own, other, needed, dtype in (("u", x, y, want_x, ctx.dtypes[0]), ("v", y, x, want_y, ctx.dtypes[1])):
+            gradient, product = None, getattr(saved, name)
             setattr(saved, name, None)  # so that U is freed before dY is made
             if product is not None:
                 pairs = other, terms, -saved.factor
-                made, shares = kernels.row_gradient(product, own, pairs, None, unit, plan.scale, dtype)
-            found.append(made if wanted else None)
+                gradient, shares = kernels.row_gradient(product, own, pairs, None, unit, plan.scale, dtype)
+            gradients.append(gradient if needed else None)
         grad_scale = shares.sum().to(scale).view_as(scale) if want_scale and shares is not None else None
         grad_bias = (saved.bias * in_units).to(bias).view_as(bias) if want_bias and saved.bias is not None else None
         grad_weights = (grad * losses).to(weights) if want_weights else None
-        return None, None, None, grad_scale, grad_bias, grad_weights, *found
+        return None, None, None, grad_scale, grad_bias, grad_weights, *gradients
 
 
 def _sweep(

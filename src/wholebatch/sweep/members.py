@@ -57,8 +57,8 @@ def members(entries: Entries, cols: int, device: torch.device) -> Members | None
         beside, equal = entries.sets
         # The sets of a union are disjoint, so `equal` leaves the named entries out. OR_EQUAL_IDS adds them again.
         if isinstance(equal, EqualIds) and equal.but is beside:
-            found = members(equal, cols, device)
-            return None if found is None else replace(found, ids=OR_EQUAL_IDS)
+            named = members(equal, cols, device)
+            return None if named is None else replace(named, ids=OR_EQUAL_IDS)
     return None
 
 
@@ -72,15 +72,16 @@ def _on_diagonals(diagonals: tuple[Diagonal, ...], cols: int, device: torch.devi
 
     They are made once for all calls of a form. A call must not change them.
     """
-    made: list[tuple[Tensor, list[Diagonal]]] = []
-    for at in diagonals:
-        apart = (of for of in made if all(at.col >= b.col + b.length or b.col >= at.col + at.length for b in of[1]))
+    rows: list[tuple[Tensor, list[Diagonal]]] = []
+    for diagonal in diagonals:
+        start, end = diagonal.col, diagonal.col + diagonal.length
+        apart = (row for row in rows if all(start >= b.col + b.length or b.col >= end for b in row[1]))
         named, others = next(apart, (torch.full((cols,), -1, dtype=torch.int32, device=device), []))
-        torch.arange(at.row, at.row + at.length, out=named[at.col : at.col + at.length])
-        others.append(at)
+        torch.arange(diagonal.row, diagonal.row + diagonal.length, out=named[start:end])
+        others.append(diagonal)
         if len(others) == 1:
-            made.append((named, others))
-    return torch.stack([named for named, _ in made])
+            rows.append((named, others))
+    return torch.stack([named for named, _ in rows])
 
 
 def _numbered(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
