@@ -168,7 +168,7 @@ class Retrieval:
         selection = Selection(
             self._pairs(matching, ids, col_ids),
             over="all" if self.several else "negatives",
-            **_below(ceiling, "keys" if keys_stay else "queries", scale + hardness),
+            **_ceiling_arguments(ceiling, "keys" if keys_stay else "queries", scale + hardness),
         )
         harder = scale + hardness
         softer = scale / harder if hardness else 1.0  # without hardness the scale may be 0
@@ -222,7 +222,7 @@ class Retrieval:
                 guide=None if ceiling is None else ceiling.traveling(tower),
                 narrow=queries.dtype != facts.features_dtype,
             ),
-            Selection(Pairs(NONE, excluded), **_below(ceiling, tower, scale)),
+            Selection(Pairs(NONE, excluded), **_ceiling_arguments(ceiling, tower, scale)),
             Bounds(self._norms[tower] ** 2),
             rows=fields,
         )
@@ -283,7 +283,7 @@ class Ceiling:
         return self.query_guides if tower == "queries" else self.key_guides
 
 
-def _below(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: float) -> dict[str, Any]:
+def _ceiling_arguments(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: float) -> dict[str, Any]:
     return {} if ceiling is None else ceiling.selection_arguments(tower, scale)
 
 

@@ -78,7 +78,7 @@ def agree_labeled(
 
     flat = (features, labels, weights)
     if shape is not None:
-        flat = (features.flatten(0, 1), _of_views(labels, shape), _of_views(weights, shape))
+        flat = (features.flatten(0, 1), _flatten_views(labels, shape), _flatten_views(weights, shape))
     facts = agree(
         caller,
         options,
@@ -104,7 +104,7 @@ def agree_labeled(
     return Labeled(facts, shape, kept)
 
 
-def _of_views(x: Any, shape: Sequence[int]) -> Any:
+def _flatten_views(x: Any, shape: Sequence[int]) -> Any:
     """Return (b,) or (b, v) as (b v,), and other shapes as they are: the check refuses them."""
     if not is_dense(x) or x.dim() not in (1, 2):
         return x

@@ -115,11 +115,11 @@ def global_contrastive_loss(
         return _check(gamma, epsilon)
 
     def read_back() -> dict[str, Tensor]:
-        return {name: norm_bound(_known(value)[:, None]) for name, value in averages.items()}
+        return {name: norm_bound(_known_averages(value)[:, None]) for name, value in averages.items()}
 
     def derive(numbers: Mapping[str, float]) -> dict[str, Any]:
         for name, value in averages.items():
-            check_norm(name, _known(value), numbers[name])
+            check_norm(name, _known_averages(value), numbers[name])
         return {}
 
     facts = agree(
@@ -190,7 +190,7 @@ def _check_averages(name: str, value: object, rows: int) -> None:
         raise ValueError(f"{name} must be a floating-point tensor of shape ({rows},), one for each pair, got {got}")
 
 
-def _known(averages: Tensor) -> Tensor:
+def _known_averages(averages: Tensor) -> Tensor:
     """Return the averages with 0 instead of the -inf of new pairs."""
     return averages.masked_fill(averages.isneginf(), 0.0)
 

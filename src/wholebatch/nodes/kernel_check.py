@@ -137,7 +137,7 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
     try:
         if (verdict := verdicts.read(facts.device, form)) is not None:
             rehearsal(as_called, in_kernels=True)()
-            _now(facts.device)
+            _finish_time(facts.device)
             return {**trial, **verdict, "cached": True}
         with verifying() as passed:
             for sizes in checked:
@@ -181,13 +181,13 @@ def _milliseconds(sweep: Callable[[], None], device: torch.device) -> float:
     """Return the shortest time of a sweep, after one that is not counted."""
     times = []
     for _ in range(1 + _REPEATED):
-        start = _now(device)
+        start = _finish_time(device)
         sweep()
-        times.append(1000 * (_now(device) - start))
+        times.append(1000 * (_finish_time(device) - start))
     return min(times[1:])
 
 
-def _now(device: torch.device) -> float:
+def _finish_time(device: torch.device) -> float:
     """Return the time at which all work that was started is done, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -190,7 +190,7 @@ class MaxSimRehearsal:
     def _items(self, side: str, lengths: tuple[int, ...], count: int, dtype: torch.dtype) -> tuple[Ragged, Tensor]:
         """Return items with about `count` vectors, and these."""
         of_documents = side == self.vectors.documents
-        lengths = _as_long(lengths, count, count // _TOKENS_OF_A_PROGRAM if of_documents else 1)
+        lengths = _sample_lengths(lengths, count, count // _TOKENS_OF_A_PROGRAM if of_documents else 1)
         size, like = self.facts.embedding_size, torch.empty(0, dtype=dtype, device=self.facts.device)
         items = list(random_rows(sum(lengths), size, like, int(of_documents)).split(lengths))
         generator = torch.Generator().manual_seed(int(of_documents))
@@ -199,7 +199,7 @@ class MaxSimRehearsal:
         return Ragged(Partition((len(lengths),)), lengths), torch.cat(items)
 
 
-def _as_long(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
+def _sample_lengths(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
     """Return twice the longest of these lengths, short ones, and further ones of these.
 
     There are at least so many vectors and items, unless the call has fewer.

@@ -134,8 +134,8 @@ class Planned:
         self.dtype = self.facts.features_dtype if operands.narrow else features[0].dtype
         self._rehearses = rehearses
         self._keep = "logits" not in rows and "logits" not in cols and selection.transform is None
-        self._limits = _of_logits(
-            _rounded(bounds, self.facts.products),
+        self._limits = _logit_bounds(
+            _rounded_bounds(bounds, self.facts.products),
             scale[0],
             "squares" not in rows and "squares" not in cols,
             max(layout.rows.total, layout.cols.total),
@@ -217,12 +217,12 @@ class Planned:
         """Return what `row_statistics` returns. Collective."""
         plan, symmetric = self.plan, self.operands.layout.symmetric
         if (outputs := self._in_few_launches()) is not None:
-            return (RowStatistics(*outputs), None) if symmetric else _by_side(plan.rows, plan.cols, outputs)
+            return (RowStatistics(*outputs), None) if symmetric else _split_sides(plan.rows, plan.cols, outputs)
         features = self.operands.features
         # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
         # that autograd finds the node when a gradient is differentiated again, and the node raises.
         anchor = torch.cat([feature[:0].flatten() for feature in features])
-        sides = _by_side(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
+        sides = _split_sides(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
         return (sides[1], None) if symmetric else sides
 
     def losses_in_kernels(self) -> Tensor | None:
@@ -256,7 +256,7 @@ class Planned:
         return facts.once(name, lambda: form_of(facts, plan, layout, dtype))
 
 
-def _by_side(
+def _split_sides(
     rows: tuple[str, ...], cols: tuple[str, ...], outputs: Sequence[Tensor]
 ) -> tuple[RowStatistics | None, RowStatistics | None]:
     """Return the outputs of a node as the statistics of rows and of columns, which have these fields."""
@@ -266,7 +266,7 @@ def _by_side(
     return of_rows, of_cols
 
 
-def _rounded(bounds: Bounds, products: Products) -> Bounds:
+def _rounded_bounds(bounds: Bounds, products: Products) -> Bounds:
     """Return bounds of the similarities of rounded rows."""
     if not products.error:
         return bounds
@@ -275,7 +275,7 @@ def _rounded(bounds: Bounds, products: Products) -> Bounds:
     return replace(bounds, similarity=bounds.similarity + away, min_pair_product=least)
 
 
-def _of_logits(bounds: Bounds, scale: float, pairs_count: bool, terms: int) -> LogitBounds:
+def _logit_bounds(bounds: Bounds, scale: float, pairs_count: bool, terms: int) -> LogitBounds:
     """Return the bounds of logits, from the bounds of similarities."""
     min_pair = None
     if pairs_count and scale >= 0 and bounds.min_pair_product is not None:

@@ -106,7 +106,7 @@ class SoftmaxInKernels(torch.autograd.Function):
             targets = [side[1] for side in (row_grads, col_grads) if len(side) > 1]  # a pair has one logit in both
             if targets:
                 term = targets[0] if len(targets) == 1 else targets[0] + targets[1], plan.size
-        weights = _in_units(plan, form, of_rows, of_cols, largest)
+        weights = _weights_in_units(plan, form, of_rows, of_cols, largest)
         u, v = _products(plan, form, (x, fetched, numbers), weights, (want_x or (want_scale and not want_y), want_y))
         if v is not None and exchange.comm.size > 1:
             v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
@@ -158,7 +158,7 @@ class _Weights:
     unit: Tensor | None
 
 
-def _in_units(
+def _weights_in_units(
     plan: SoftmaxPlan, form: InKernels, rows: Tensor | None, cols: Tensor | None, largest: Tensor
 ) -> _Weights:
     """Return the weights in a unit of dS, if it is in float16; those of columns travel to all ranks."""

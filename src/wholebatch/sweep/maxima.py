@@ -75,7 +75,7 @@ def _maxima_of_bits(runs: list[tuple[Tensor, slice]], best: Tensor) -> None:
 
 def _first_places(scores: Tensor, runs: list[tuple[Tensor, slice]], best: Tensor) -> Tensor:
     """Return where each document's maximum is first, as floats, from the maxima."""
-    left = _left(tuple((run.shape[1], run.shape[2]) for run, _ in runs), scores.dtype)
+    left = _tokens_left(tuple((run.shape[1], run.shape[2]) for run, _ in runs), scores.dtype)
     for run, documents in runs:
         run.sub_(best[:, documents, None])
     torch.add(left, scores.sign_(), alpha=max(run.shape[2] for run, _ in runs), out=scores)
@@ -87,7 +87,7 @@ def _first_places(scores: Tensor, runs: list[tuple[Tensor, slice]], best: Tensor
 
 
 @lru_cache(16)  # the parts of a tile have the same documents one after the other
-def _left(shapes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
+def _tokens_left(shapes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
     """Return how many tokens of its document are left from each token on."""
     left = [number for count, length in shapes for number in [*range(length, 0, -1)] * count]
     return torch.tensor(left, dtype=dtype, device="cpu")

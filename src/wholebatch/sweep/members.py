@@ -45,14 +45,14 @@ def members(entries: Entries, cols: int, device: torch.device) -> Members | None
     tensor([[ 2, -1,  1]], dtype=torch.int32)
     """
     if isinstance(entries, Diagonals):
-        return _naming(_on_diagonals(entries.diagonals, cols, device)) if entries.diagonals else Members()
+        return _named_members(_rows_on_diagonals(entries.diagonals, cols, device)) if entries.diagonals else Members()
     if isinstance(entries, NamedRows):
-        return _naming(entries.rows.T.to(device, torch.int32).contiguous())
+        return _named_members(entries.rows.T.to(device, torch.int32).contiguous())
     if isinstance(entries, EqualIds):
         but = Members() if entries.but is None else members(entries.but, cols, device)
         if but is None or but.ids != NO_IDS:
             return None
-        return Members(but.named, EQUAL_IDS_BUT, *_numbered(entries.rows, entries.cols))
+        return Members(but.named, EQUAL_IDS_BUT, *_number_ids(entries.rows, entries.cols))
     if isinstance(entries, Union) and len(entries.sets) == 2:
         beside, equal = entries.sets
         # The sets of a union are disjoint, so `equal` leaves the named entries out. OR_EQUAL_IDS adds them again.
@@ -62,12 +62,12 @@ def members(entries: Entries, cols: int, device: torch.device) -> Members | None
     return None
 
 
-def _naming(rows: Tensor) -> Members | None:
+def _named_members(rows: Tensor) -> Members | None:
     return Members(rows) if len(rows) <= _NAMES else None
 
 
 @lru_cache(maxsize=64)
-def _on_diagonals(diagonals: tuple[Diagonal, ...], cols: int, device: torch.device) -> Tensor:
+def _rows_on_diagonals(diagonals: tuple[Diagonal, ...], cols: int, device: torch.device) -> Tensor:
     """Return each column's rows on diagonals, (k, B), int32; those of diagonals without a common column are one row.
 
     They are made once for all calls of a form. A call must not change them.
@@ -84,10 +84,10 @@ def _on_diagonals(diagonals: tuple[Diagonal, ...], cols: int, device: torch.devi
     return torch.stack([named for named, _ in rows])
 
 
-def _numbered(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+def _number_ids(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids as int32: the place of each in the sorted list of all. No count is read back from the device.
 
-    >>> _numbered(torch.tensor([2**40, 5]), torch.tensor([5, 7, 2**40]))
+    >>> _number_ids(torch.tensor([2**40, 5]), torch.tensor([5, 7, 2**40]))
     (tensor([3, 0], dtype=torch.int32), tensor([0, 2, 3], dtype=torch.int32))
     """
     in_order = torch.cat([rows, cols]).sort().values

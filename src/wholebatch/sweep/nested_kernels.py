@@ -74,9 +74,9 @@ class KernelNestedSweep(NestedSweep):
         for tile, inputs in self._tiles.of_gradients(block):
             block_cols, grads = relative(tile.cols, block), self._tiles.gradient(tile, len(self.dims))
             weights = kernels.NestedWeights(
-                _by_part(rows[tile.rows]),
-                _by_part(targets[tile.rows]),
-                None if cols is None else _by_part(cols[block_cols]),
+                _transpose(rows[tile.rows]),
+                _transpose(targets[tile.rows]),
+                None if cols is None else _transpose(cols[block_cols]),
             )
             rows_totals, cols_totals = kernels.nested_gradient(
                 self._nested(tile, inputs, block),
@@ -95,9 +95,9 @@ class KernelNestedSweep(NestedSweep):
 
     def _nested(self, tile: Tile, inputs: kernels.TileInputs, block: Block) -> kernels.NestedTile:
         col_scales = self._inverse(block)[relative(tile.cols, block)]
-        return kernels.NestedTile(inputs, self._ends, _by_part(self._rows[tile.rows]), _by_part(col_scales))
+        return kernels.NestedTile(inputs, self._ends, _transpose(self._rows[tile.rows]), _transpose(col_scales))
 
 
-def _by_part(x: Tensor) -> Tensor:
+def _transpose(x: Tensor) -> Tensor:
     """Transpose (n, parts) to (parts, n), float32."""
     return x.T.float().contiguous()
