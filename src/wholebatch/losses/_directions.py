@@ -37,10 +37,10 @@ def reserved_ids(ids: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: (x.to(torch.int64) == NO_ID).any() for name, x in ids.items() if x is not None}
 
 
-def check_reserved_ids(names: Iterable[str], found: Mapping[str, float]) -> None:
+def check_reserved_ids(names: Iterable[str], reserved: Mapping[str, float]) -> None:
     """Raise ValueError for ids that contain `NO_ID`, from the numbers of `reserved_ids` on the host."""
     for name in names:
-        if found.get(name):
+        if reserved.get(name):
             raise ValueError(f"{name} must not contain -2^63, which stands for no id; use another number")
 
 
@@ -91,23 +91,23 @@ class Retrieval:
         negatives above the ceiling are left out.
         """
         ceilings = {name: ceiling if name in limited else None for name in DIRECTIONS}
-        found: dict[Direction, RowStatistics] = {}
+        sides: dict[Direction, RowStatistics] = {}
         to_key, to_query = ("query_to_key" in directions, "key_to_query" in directions)
         if not hardness and ceilings["query_to_key"] is ceilings["key_to_query"] is None:
-            found |= self._between(to_key=to_key, to_query=to_query)
+            sides |= self._between(to_key=to_key, to_query=to_query)
         else:
             if to_key:
-                found |= self._between(to_key=True, to_query=False, hardness=hardness, ceiling=ceilings["query_to_key"])
+                sides |= self._between(to_key=True, to_query=False, hardness=hardness, ceiling=ceilings["query_to_key"])
             if to_query:
-                found |= self._between(to_key=False, to_query=True, ceiling=ceilings["key_to_query"])
+                sides |= self._between(to_key=False, to_query=True, ceiling=ceilings["key_to_query"])
         if "query_to_query" in directions:
-            found["query_to_query"] = self._among("queries", ceilings["query_to_query"])
+            sides["query_to_query"] = self._among("queries", ceilings["query_to_query"])
         if "key_to_key" in directions:
-            found["key_to_key"] = self._among("keys", ceilings["key_to_key"])
+            sides["key_to_key"] = self._among("keys", ceilings["key_to_key"])
         if "negatives" in self._facts.rows:  # they get a gradient of zeros even if no direction uses them
             nothing = self._facts.inputs["negatives"][:0].sum()
-            found = {name: replace(side, logsumexp=side.logsumexp + nothing) for name, side in found.items()}
-        return found
+            sides = {name: replace(side, logsumexp=side.logsumexp + nothing) for name, side in sides.items()}
+        return sides
 
     def positives(self, direction: Direction) -> Tensor:
         """Return the number of positives of this rank's queries in a direction, (b,)."""
@@ -134,12 +134,12 @@ class Retrieval:
         of_rows, of_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
         rows, cols = row_statistics(*call, rows=self._fields if of_rows else (), cols=self._fields if of_cols else ())
         to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
-        found: dict[Direction, RowStatistics] = {}
+        sides: dict[Direction, RowStatistics] = {}
         if to_keys is not None:
-            found["query_to_key"] = to_keys if not hardness else _softened(to_keys, softer)
+            sides["query_to_key"] = to_keys if not hardness else _softened(to_keys, softer)
         if to_queries is not None:
-            found["key_to_query"] = to_queries.first(self._local.stop - self._local.start)
-        return found
+            sides["key_to_query"] = to_queries.first(self._local.stop - self._local.start)
+        return sides
 
     def _call(
         self, *, to_key: bool, hardness: float = 0.0, ceiling: Ceiling | None = None
@@ -164,19 +164,19 @@ class Retrieval:
             ids: Tensor | None = row_ids[self._local_keys]
         else:
             ids = None if row_ids is None else row_ids[stays.rows(rank)]
-        scale, given = facts.scalars["logit_scale"], facts.inputs["logit_scale"]
+        scale, argument = facts.scalars["logit_scale"], facts.inputs["logit_scale"]
         selection = Selection(
             self._pairs(matching, ids, col_ids),
             over="all" if self.several else "negatives",
-            **_below(ceiling, "keys" if keys_stay else "queries", scale + hardness),
+            **_ceiling_arguments(ceiling, "keys" if keys_stay else "queries", scale + hardness),
         )
         harder = scale + hardness
         softer = scale / harder if hardness else 1.0  # without hardness the scale may be 0
         if hardness:
-            given = scale_gradient(given + hardness, harder / scale) if isinstance(given, Tensor) else harder
+            argument = scale_gradient(argument + hardness, harder / scale) if isinstance(argument, Tensor) else harder
         call = (
             facts,
-            (harder, given),
+            (harder, argument),
             Operands(
                 [queries, *keys],
                 towers,
@@ -222,7 +222,7 @@ class Retrieval:
                 guide=None if ceiling is None else ceiling.traveling(tower),
                 narrow=queries.dtype != facts.features_dtype,
             ),
-            Selection(Pairs(NONE, excluded), **_below(ceiling, tower, scale)),
+            Selection(Pairs(NONE, excluded), **_ceiling_arguments(ceiling, tower, scale)),
             Bounds(self._norms[tower] ** 2),
             rows=fields,
         )
@@ -245,20 +245,20 @@ class Retrieval:
             return None, None
         b, device = self._local.stop - self._local.start, facts.device
 
-        def none(rows: int) -> Tensor:
+        def no_ids(rows: int) -> Tensor:
             return torch.full((rows,), NO_ID, device=device)
 
-        def given(name: str, features: str) -> Tensor | None:
+        def ids_of(name: str, features: str) -> Tensor | None:
             if name in vectors:
                 return vectors[name][0].to(device, torch.int64)
-            return none(len(facts.inputs[features])) if features in facts.rows else None
+            return no_ids(len(facts.inputs[features])) if features in facts.rows else None
 
-        keys = given("key_ids", "keys")
+        keys = ids_of("key_ids", "keys")
         assert keys is not None
         queries = vectors["query_ids"][0].to(device, torch.int64) if "query_ids" in vectors else keys[:b]
         if "key_ids" not in vectors:
             keys = torch.cat([queries, keys[b:]])
-        negatives = given("negative_ids", "negatives")
+        negatives = ids_of("negative_ids", "negatives")
         all_keys = keys if negatives is None else torch.cat([keys, negatives])
         return facts.all_gather(queries, self._queries), facts.all_gather(all_keys, self._keys)
 
@@ -271,7 +271,7 @@ class Ceiling:
     query_guides: Tensor | None = None
     key_guides: Tensor | None = None
 
-    def of(self, tower: Literal["queries", "keys"], scale: float) -> dict[str, Tensor]:
+    def selection_arguments(self, tower: Literal["queries", "keys"], scale: float) -> dict[str, Tensor]:
         """Return the arguments of a selection whose rows are this rank's queries, or their keys."""
         guide = self.traveling(tower)
         if guide is None:
@@ -283,8 +283,8 @@ class Ceiling:
         return self.query_guides if tower == "queries" else self.key_guides
 
 
-def _below(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: float) -> dict[str, Any]:
-    return {} if ceiling is None else ceiling.of(tower, scale)
+def _ceiling_arguments(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: float) -> dict[str, Any]:
+    return {} if ceiling is None else ceiling.selection_arguments(tower, scale)
 
 
 def _softened(side: RowStatistics, factor: float) -> RowStatistics:

@@ -75,9 +75,9 @@ class Owners:
     @property
     def is_positive(self) -> Tensor:
         """Whether each document is a query's positive, (c,)."""
-        found = torch.zeros(len(self.queries), dtype=torch.bool, device="cpu")
-        found[self.positives] = True
-        return found
+        mask = torch.zeros(len(self.queries), dtype=torch.bool, device="cpu")
+        mask[self.positives] = True
+        return mask
 
 
 def _counts(queries: int, per_query: object) -> list[int]:

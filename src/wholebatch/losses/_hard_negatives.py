@@ -74,17 +74,17 @@ def hard_negative_statistics(
     )
 
 
-def combined(one: RowStatistics, other: RowStatistics) -> RowStatistics:
+def combined(first: RowStatistics, second: RowStatistics) -> RowStatistics:
     """Return the statistics over the candidates of both; the target is the first one's."""
-    assert other.logits is not None
-    assert other.count is not None
-    assert other.largest is not None
-    assert other.effective is not None
-    lowest = torch.finfo(one.logsumexp.dtype).min / 4
-    logsumexp = torch.logaddexp(one.logsumexp.clamp(min=lowest), other.logsumexp)
+    assert second.logits is not None
+    assert second.count is not None
+    assert second.largest is not None
+    assert second.effective is not None
+    lowest = torch.finfo(first.logsumexp.dtype).min / 4
+    logsumexp = torch.logaddexp(first.logsumexp.clamp(min=lowest), second.logsumexp)
     effective = None
-    if one.effective is not None:
-        parts = zip((one, other), (one.effective, other.effective), strict=True)
+    if first.effective is not None:
+        parts = zip((first, second), (first.effective, second.effective), strict=True)
         squares = torch.zeros_like(logsumexp)
         for side, of_side in parts:
             share = (side.logsumexp - logsumexp).detach().exp()
@@ -92,9 +92,9 @@ def combined(one: RowStatistics, other: RowStatistics) -> RowStatistics:
         effective = 1 / squares
     return RowStatistics(
         logsumexp,
-        one.target,
-        None if one.logits is None else one.logits + other.logits,
-        None if one.count is None else one.count + other.count,
-        None if one.largest is None else torch.maximum(one.largest, other.largest),
+        first.target,
+        None if first.logits is None else first.logits + second.logits,
+        None if first.count is None else first.count + second.count,
+        None if first.largest is None else torch.maximum(first.largest, second.largest),
         effective,
     )

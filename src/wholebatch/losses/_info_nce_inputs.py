@@ -96,9 +96,11 @@ class InfoNCETensors:
                     "them as negatives of all queries"
                 )
             check_hard_negatives(self.queries, self.hard_negatives, self.hard_negative_ids)
-        for name, of in (("negative_ids", "negatives"), ("hard_negative_ids", "hard_negatives")):
-            if getattr(self, name) is not None and (not self.has_ids or getattr(self, of) is None):
-                raise ValueError(f"{name} requires {of}, and query_ids or key_ids to compare them with; pass these too")
+        for ids, rows in (("negative_ids", "negatives"), ("hard_negative_ids", "hard_negatives")):
+            if getattr(self, ids) is not None and (not self.has_ids or getattr(self, rows) is None):
+                raise ValueError(
+                    f"{ids} requires {rows}, and query_ids or key_ids to compare them with; pass these too"
+                )
         return self._check_guides(settings.exclude_above)
 
     def _check_guides(self, exclude_above: float | None) -> list[Any] | None:
@@ -126,9 +128,9 @@ class InfoNCETensors:
         reserved = reserved_ids({name: x for name, (x, _) in self._ids.items()})
         return {**reserved, **{name: norm_bound(x) for name, x in self._guides.items()}}
 
-    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
+    def check_values(self, numbers: Mapping[str, float]) -> dict[str, Any]:
         """Raise ValueError for a reserved id, and for guides that are not finite; return no facts."""
-        check_reserved_ids(self._ids, found)
+        check_reserved_ids(self._ids, numbers)
         for name, x in self._guides.items():
-            check_norm(name, x, found[name])
+            check_norm(name, x, numbers[name])
         return {}

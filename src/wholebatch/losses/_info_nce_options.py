@@ -100,7 +100,7 @@ class InfoNCESettings:
 
     def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:
         """Raise ValueError for settings that cannot be combined with several positives of a query."""
-        given = {
+        is_set = {
             "margin": self.margin,
             "hardness": self.hardness,
             "exclude_above": self.exclude_above is not None,
@@ -108,7 +108,7 @@ class InfoNCESettings:
             "directions": not set(self.directions) <= {"query_to_key", "key_to_query"},
             "partition='joint'": self.partition == "joint" and len(self.directions) > 1,
         }
-        wrong = [name for name, value in given.items() if value]
+        wrong = [name for name, value in is_set.items() if value]
         if several and wrong:
             raise ValueError(
                 f"equal_ids='positive' does not go with {', '.join(wrong)}; it accepts the directions 'query_to_key' "

@@ -52,8 +52,8 @@ def agree_labeled(
         if ignored is None:
             return None
         check_ignore_index(ignored)
-        given = [x for x in (features, labels, weights) if x is not None]
-        if not all(map(is_dense, given)) or any(x.shape[:1] != labels.shape for x in given):
+        tensors = [x for x in (features, labels, weights) if x is not None]
+        if not all(map(is_dense, tensors)) or any(x.shape[:1] != labels.shape for x in tensors):
             return None
         return labels.to(torch.int64) != ignored  # torch takes -1 for 255 in uint8
 
@@ -66,8 +66,8 @@ def agree_labeled(
 
     def check_views() -> Mapping[str, Any]:
         if shape is not None:
-            one, each = tuple(shape[:1]), tuple(shape)
-            for name, x, allowed in (("labels", labels, (one,)), ("weights", weights, (one, each))):
+            examples, views = tuple(shape[:1]), tuple(shape)
+            for name, x, allowed in (("labels", labels, (examples,)), ("weights", weights, (examples, views))):
                 if is_dense(x) and tuple(x.shape) not in allowed:
                     raise ValueError(
                         f"{name} must have shape {' or '.join(map(str, allowed))} for features of shape "
@@ -78,7 +78,7 @@ def agree_labeled(
 
     flat = (features, labels, weights)
     if shape is not None:
-        flat = (features.flatten(0, 1), _of_views(labels, shape), _of_views(weights, shape))
+        flat = (features.flatten(0, 1), _flatten_views(labels, shape), _flatten_views(weights, shape))
     facts = agree(
         caller,
         options,
@@ -104,7 +104,7 @@ def agree_labeled(
     return Labeled(facts, shape, kept)
 
 
-def _of_views(x: Any, shape: Sequence[int]) -> Any:
+def _flatten_views(x: Any, shape: Sequence[int]) -> Any:
     """Return (b,) or (b, v) as (b v,), and other shapes as they are: the check refuses them."""
     if not is_dense(x) or x.dim() not in (1, 2):
         return x

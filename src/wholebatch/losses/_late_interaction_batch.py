@@ -46,7 +46,7 @@ class LateInteractionBatch:
         return replace(
             inputs_of_texts(self.queries, self.documents),
             scalars={"logit_scale": logit_scale},
-            ids={name: (self.ids[name], of) for name, of in zip(_IDS, ("queries", "documents"), strict=True)},
+            ids={name: (self.ids[name], texts) for name, texts in zip(_IDS, ("queries", "documents"), strict=True)},
             weights=(weights, "queries"),
         )
 
@@ -54,9 +54,9 @@ class LateInteractionBatch:
         """Return the numbers on the device that the checks of values need."""
         return reserved_ids(self.ids)
 
-    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
+    def check_values(self, numbers: Mapping[str, float]) -> dict[str, Any]:
         """Raise ValueError for a reserved id; return no facts."""
-        check_reserved_ids(self.ids, found)
+        check_reserved_ids(self.ids, numbers)
         return {}
 
     def reduced(
@@ -75,7 +75,7 @@ class LateInteractionBatch:
             "queries": Tower(facts.inputs["queries"], lengths, query_data),
             "documents": Tower(facts.inputs["documents"], self.documents.lengths, document_data),
         }
-        found = reductions(
+        reduced = reductions(
             facts,
             MAX_SIM_OF_ROWS if documents_stay else MAX_SIM,
             terms(documents_stay),
@@ -84,8 +84,8 @@ class LateInteractionBatch:
             [_REDUCED[direction] for direction in directions],
         )
         positives = self.owners.positives.to(facts.device)
-        of_positives = {name: x[positives] for name, x in found["documents"].items()}
-        return [found["queries"] if name == "query_to_document" else of_positives for name in directions]
+        of_positives = {name: x[positives] for name, x in reduced["documents"].items()}
+        return [reduced["queries"] if name == "query_to_document" else of_positives for name in directions]
 
     def _ids(self, facts: Facts) -> tuple[Tensor, Tensor]:
         """Return the ids of queries and of documents; NO_ID where there is none."""

@@ -24,7 +24,7 @@ TokenReduction = Literal["sum", "mean"]
 TOKEN_REDUCTIONS = ("sum", "mean")
 DIRECTIONS = ("query_to_document", "document_to_query")
 
-Of = Callable[[Any, Any], Tensor]  # a function of the data of a query and of a document
+OfPair = Callable[[Any, Any], Tensor]  # a function of the data of a query and of a document
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LateInteractionSettings:
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
         check_choice("token_reduction", self.token_reduction, TOKEN_REDUCTIONS)
         check_label_smoothing(self.label_smoothing)
-        known = all(isinstance(of, str) and of in DIRECTIONS for of in self.directions)
+        known = all(isinstance(direction, str) and direction in DIRECTIONS for direction in self.directions)
         if not known or not self.directions or len(set(self.directions)) < len(self.directions):
             raise ValueError(f"directions must be one or both of {list(DIRECTIONS)}, got {shown(self.directions)}")
 
@@ -52,49 +52,49 @@ class LateInteractionSettings:
         several = ids and self.equal_ids == "positive"
 
         def matched(q: Any, d: Any) -> Tensor:
-            found: Tensor = d.positive & (d.query == q.index)
-            return found | (d.id == q.id) & (q.id != NO_ID) if several else found
+            mask: Tensor = d.positive & (d.query == q.index)
+            return mask | (d.id == q.id) & (q.id != NO_ID) if several else mask
 
         def negative(q: Any, d: Any) -> Tensor:
-            found = ~matched(q, d)
+            mask = ~matched(q, d)
             if ids and not several:
-                found = found & ((d.id != q.id) | (q.id == NO_ID))
+                mask = mask & ((d.id != q.id) | (q.id == NO_ID))
             if not self.share_hard_negatives:
-                found = found & (d.positive | (d.query == NOBODY) | (d.query == q.index))
-            return found
+                mask = mask & (d.positive | (d.query == NOBODY) | (d.query == q.index))
+            return mask
 
         def candidate(q: Any, d: Any) -> Tensor:
             return matched(q, d) | negative(q, d) if several else negative(q, d)
 
-        def made(documents_are_rows: bool) -> dict[str, Term]:
-            def of(function: Of) -> Of:
+        def build(documents_are_rows: bool) -> dict[str, Term]:
+            def oriented(function: OfPair) -> OfPair:
                 return (lambda x, y: function(y, x)) if documents_are_rows else function
 
             def score(s: Any, x: Any, y: Any, p: Any) -> Tensor:
                 q = y if documents_are_rows else x
-                found: Tensor = p.scale * s
-                return found / q.tokens if self.token_reduction == "mean" else found
+                scaled: Tensor = p.scale * s
+                return scaled / q.tokens if self.token_reduction == "mean" else scaled
 
             def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
                 return 2 * score(s, x, y, p)
 
-            found: dict[str, Term] = {
-                "logsumexp": LogSumExp(score, of(candidate)),
-                "target": Sum(score, of(matched)),
+            terms: dict[str, Term] = {
+                "logsumexp": LogSumExp(score, oriented(candidate)),
+                "target": Sum(score, oriented(matched)),
             }
             if several:
-                found["positives"] = Count(of(matched))
+                terms["positives"] = Count(oriented(matched))
             if self.label_smoothing:
-                found |= {"logits": Sum(score, of(candidate)), "count": Count(of(candidate))}
+                terms |= {"logits": Sum(score, oriented(candidate)), "count": Count(oriented(candidate))}
             if statistics:
-                found |= {
-                    "largest": Max(score, of(negative), ties="split"),
-                    "negatives": LogSumExp(score, of(negative)),
-                    "squares": LogSumExp(doubled, of(negative)),
+                terms |= {
+                    "largest": Max(score, oriented(negative), ties="split"),
+                    "negatives": LogSumExp(score, oriented(negative)),
+                    "squares": LogSumExp(doubled, oriented(negative)),
                 }
-            return found
+            return terms
 
-        return made
+        return build
 
 
 @dataclass(frozen=True)

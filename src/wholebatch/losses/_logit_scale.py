@@ -35,24 +35,24 @@ class TakesLogitScale(LossModule):
         for name in ("logit_scale", "logit_bias"):
             _check_default(name, self.settings.get(name))
 
-    def _settings_of_call(self, *, optional: Sequence[str] = (), **given: Any) -> dict[str, Any]:
+    def _settings_of_call(self, *, optional: Sequence[str] = (), **arguments: Any) -> dict[str, Any]:
         """Return the settings and the arguments of a call, with the constructor's defaults where a call gives None.
 
         Raises:
             TypeError: on all ranks, if a required argument is given by neither.
         """
         settings = self.settings
-        defaults = {name: settings.get(name) for name, value in given.items() if value is None}
+        defaults = {name: settings.get(name) for name, value in arguments.items() if value is None}
         missing = [name for name, value in defaults.items() if value is None and name not in optional]
         if missing:
             self._refuse(missing)
         called = {name: value() if isinstance(value, Scale) else value for name, value in defaults.items()}
-        return {**settings, **given, **called}
+        return {**settings, **arguments, **called}
 
     def _refuse(self, missing: Sequence[str]) -> NoReturn:
         """Raise for arguments that neither the call nor the constructor gives, on all ranks."""
         name = type(self).forward.__qualname__
-        constructor, defaults = name.rpartition(".")[0], [f"{of}=..." for of in missing if of in self._declared]
+        constructor, defaults = name.rpartition(".")[0], [f"{key}=..." for key in missing if key in self._declared]
         fix = f"pass {'it' if len(missing) == 1 else 'them'} in the call"
         if defaults:
             fix += f", or to the constructor: {constructor}({', '.join(defaults)})"

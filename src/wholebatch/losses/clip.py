@@ -154,7 +154,7 @@ def clip_loss(
         ),
     )
     if fields == ("sum", "target") and not several:
-        return _with_bias(reduce_losses(facts, pair_losses(*call, both=True), rows.total), facts)
+        return _attach_bias(reduce_losses(facts, pair_losses(*call, both=True), rows.total), facts)
     of_images, of_texts = row_statistics(
         *call, rows=fields, cols=fields if several else tuple(name for name in fields if name != "target")
     )
@@ -175,10 +175,10 @@ def clip_loss(
     if facts.statistics:
         sides = zip((of_images, of_texts), targets, strict=True)
         report_statistics(facts.comm, facts.factor_of("logit_scale"), list(sides))
-    return _with_bias(loss, facts)
+    return _attach_bias(loss, facts)
 
 
-def _with_bias(loss: Tensor, facts: Facts) -> Tensor:
+def _attach_bias(loss: Tensor, facts: Facts) -> Tensor:
     """Return the loss, which depends on the bias with a gradient of 0."""
     bias = facts.inputs["logit_bias"]
     return loss + 0 * bias.to(loss).view(()) if isinstance(bias, Tensor) else loss

@@ -97,8 +97,8 @@ def distillation_loss(
         check_alike(*next(iter(teacher.items())), "teacher_text_features", teacher_text_features, rows=False)
         return {_TEACHER_SIZE: teacher_image_features.shape[1]}
 
-    def derive(found: Mapping[str, float]) -> dict[str, Any]:
-        return {_TEACHER_NORMS: [check_norm(name, x, found[name]) for name, x in teacher.items()]}
+    def derive(numbers: Mapping[str, float]) -> dict[str, Any]:
+        return {_TEACHER_NORMS: [check_norm(name, x, numbers[name]) for name, x in teacher.items()]}
 
     constant_scale = teacher_logit_scale.detach() if isinstance(teacher_logit_scale, Tensor) else teacher_logit_scale
     facts = agree(

@@ -115,11 +115,11 @@ def global_contrastive_loss(
         return _check(gamma, epsilon)
 
     def read_back() -> dict[str, Tensor]:
-        return {name: norm_bound(_known(value)[:, None]) for name, value in averages.items()}
+        return {name: norm_bound(_known_averages(value)[:, None]) for name, value in averages.items()}
 
-    def derive(found: Mapping[str, float]) -> dict[str, Any]:
+    def derive(numbers: Mapping[str, float]) -> dict[str, Any]:
         for name, value in averages.items():
-            check_norm(name, _known(value), found[name])
+            check_norm(name, _known_averages(value), numbers[name])
         return {}
 
     facts = agree(
@@ -190,7 +190,7 @@ def _check_averages(name: str, value: object, rows: int) -> None:
         raise ValueError(f"{name} must be a floating-point tensor of shape ({rows},), one for each pair, got {got}")
 
 
-def _known(averages: Tensor) -> Tensor:
+def _known_averages(averages: Tensor) -> Tensor:
     """Return the averages with 0 instead of the -inf of new pairs."""
     return averages.masked_fill(averages.isneginf(), 0.0)
 
@@ -266,23 +266,22 @@ class GlobalContrastiveLoss(KernelLoss, check=_check):
             return {"rows": len(indices), "examples": examples, "learning": learning}
 
         everyone = comm.handshake(check, caller="GlobalContrastiveLoss", must_match=("examples", "learning"))
-        at = indices.to(self.image_log_averages.device, torch.int64)
+        positions = indices.to(self.image_log_averages.device, torch.int64)
         loss, *after = global_contrastive_loss(
             image_features,
             text_features,
-            self.image_log_averages[at],
-            self.text_log_averages[at],
+            self.image_log_averages[positions],
+            self.text_log_averages[positions],
             weights=weights,
             **self.settings,
         )
         if everyone[0]["learning"]:
             with torch.no_grad():
                 counts = tuple(facts["rows"] for facts in everyone)
-                all_at = comm.all_gather(at, counts=counts, check=False)
-                distinct, place = all_at.unique(return_inverse=True)
-                last = torch.zeros_like(distinct).scatter_reduce_(
-                    0, place, torch.arange(len(place), device=at.device), "amax"
-                )
+                all_positions = comm.all_gather(positions, counts=counts, check=False)
+                distinct, place = all_positions.unique(return_inverse=True)
+                order = torch.arange(len(place), device=positions.device)
+                last = torch.zeros_like(distinct).scatter_reduce_(0, place, order, "amax")
                 new = comm.all_gather(torch.stack(after, dim=1), counts=counts, check=False)[last]
                 for averages, of_tower in zip((self.image_log_averages, self.text_log_averages), new.T, strict=True):
                     averages[distinct] = of_tower.to(averages)

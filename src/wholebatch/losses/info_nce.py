@@ -206,7 +206,7 @@ def info_nce_loss(
     plain = settings.are_plain and not (facts.statistics or retrieval.several or hard_negatives is not None)
     if plain and (losses := retrieval.pair_losses()) is not None:
         return reduce_losses(facts, losses, facts.rows["queries"].total)
-    found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling, limited=settings.limited)
+    sides = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling, limited=settings.limited)
     if hard_negatives is not None:
         excluded = None
         if hard_negative_ids is not None:
@@ -214,16 +214,16 @@ def info_nce_loss(
         below = ceiling if "query_to_key" in settings.limited else None
         hardness_of_hard = hardness if hard_negative_hardness is None else hard_negative_hardness
         of_hard = hard_negative_statistics(facts, hard_negatives.shape, hardness_of_hard, below, excluded)
-        found["query_to_key"] = combined(found["query_to_key"], of_hard)
-    target = found[settings.main].target
+        sides["query_to_key"] = combined(sides["query_to_key"], of_hard)
+    target = sides[settings.main].target
     assert target is not None
     if retrieval.several:
-        losses = _many_positives(settings, retrieval, found)
+        losses = _many_positives(settings, retrieval, sides)
         target = target / retrieval.positives(settings.main)
     else:
-        losses = _one_positive(settings, found, target - facts.inputs["logit_scale"] * margin if margin else target)
+        losses = _one_positive(settings, sides, target - facts.inputs["logit_scale"] * margin if margin else target)
     if facts.statistics:
-        report_statistics(facts.comm, facts.factor_of("logit_scale"), [(found[settings.main], target)])
+        report_statistics(facts.comm, facts.factor_of("logit_scale"), [(sides[settings.main], target)])
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 
@@ -291,26 +291,26 @@ class InfoNCELoss(TakesLogitScale, KernelLoss):
 
 
 def _many_positives(
-    settings: InfoNCESettings, retrieval: Retrieval, found: Mapping[Direction, RowStatistics]
+    settings: InfoNCESettings, retrieval: Retrieval, sides: Mapping[Direction, RowStatistics]
 ) -> Tensor:
     """Return L_i, (b,): the mean over directions of the mean cross-entropy of a query's positives."""
     losses = [
         many_positives(side, retrieval.positives(direction), label_smoothing=settings.label_smoothing)
-        for direction, side in found.items()
+        for direction, side in sides.items()
     ]
     return torch.stack(losses).mean(0)
 
 
-def _one_positive(settings: InfoNCESettings, found: Mapping[Direction, RowStatistics], target: Tensor) -> Tensor:
+def _one_positive(settings: InfoNCESettings, sides: Mapping[Direction, RowStatistics], target: Tensor) -> Tensor:
     """Return L_i, (b,), of queries with one positive each, whose logit is T_i."""
-    sides, smoothing = list(found.values()), settings.label_smoothing
+    statistics, smoothing = list(sides.values()), settings.label_smoothing
     if settings.partition == "per_direction":
-        return torch.stack([one_positive(side, target, label_smoothing=smoothing) for side in sides]).mean(0)
-    copies = sum(name in ("query_to_key", "key_to_query") for name in found)
+        return torch.stack([one_positive(side, target, label_smoothing=smoothing) for side in statistics]).mean(0)
+    copies = sum(name in ("query_to_key", "key_to_query") for name in sides)
     lowest = torch.finfo(target.dtype).min / 4  # instead of -inf without negatives, whose gradient would be NaN
-    logsumexp = torch.stack([side.logsumexp.clamp(min=lowest) for side in sides]).logsumexp(0)
+    logsumexp = torch.stack([side.logsumexp.clamp(min=lowest) for side in statistics]).logsumexp(0)
     loss = softplus(logsumexp - target - math.log(copies)) + math.log(copies)
-    return loss if not smoothing else loss + smoothing * (target - mean_logit(sides, target, copies))
+    return loss if not smoothing else loss + smoothing * (target - mean_logit(statistics, target, copies))
 
 
 def _ceiling(facts: Facts, tensors: InfoNCETensors, settings: InfoNCESettings) -> Ceiling | None:

@@ -131,7 +131,7 @@ def matryoshka_loss(
                 MIN_PAIR_PRODUCT: smallest_pair_product(queries, keys, dims, normalize),
                 **{name: norm_ratio(z, dims) for name, z in (("of queries", queries), ("of keys", keys)) if normalize},
             },
-            derive=lambda found: {NORM_RATIO: max(found.get("of queries", 1.0), found.get("of keys", 1.0))},
+            derive=lambda numbers: {NORM_RATIO: max(numbers.get("of queries", 1.0), numbers.get("of keys", 1.0))},
             must_match=("settings",),
             reads="the norms of a row's parts decide how they are computed",
         ),
@@ -143,8 +143,8 @@ def matryoshka_loss(
     inverse = [inverse_norms_of_parts(z, dims, facts.dtype, normalize) for z in (x, y)]
     bound = UNIT if normalize else facts.norms["queries"] * facts.norms["keys"]
     parts = Parts(tuple(dims), pairs, bound, symmetric=symmetric, normalize=normalize)
-    found = nested_statistics(facts, (x, y), inverse, parts)
-    of_rows, targets, of_cols = _part_by_part(facts, (x, y), parts) if found is None else found
+    statistics = nested_statistics(facts, (x, y), inverse, parts)
+    of_rows, targets, of_cols = _part_by_part(facts, (x, y), parts) if statistics is None else statistics
     losses = softplus(of_rows - targets)
     if symmetric:
         losses = (losses + softplus(of_cols - targets)) / 2
@@ -182,7 +182,7 @@ def _check(
 
 def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as `nested_statistics`, from one sweep for each part."""
-    found, rows = [], facts.rows["queries"]
+    sides, rows = [], facts.rows["queries"]
     for m in parts.dims:
         features = [normalize_rows(z[:, :m]) if parts.normalize else z[:, :m] for z in towers]
         of_rows, of_cols = row_statistics(
@@ -196,8 +196,8 @@ def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> 
         )
         assert of_rows is not None
         assert of_rows.target is not None
-        found.append((of_rows.logsumexp, of_rows.target, of_rows.logsumexp if of_cols is None else of_cols.logsumexp))
-    lse_rows, targets, lse_cols = (torch.stack(values, dim=1) for values in zip(*found, strict=True))
+        sides.append((of_rows.logsumexp, of_rows.target, of_rows.logsumexp if of_cols is None else of_cols.logsumexp))
+    lse_rows, targets, lse_cols = (torch.stack(values, dim=1) for values in zip(*sides, strict=True))
     return lse_rows, targets, lse_cols
 
 

@@ -220,8 +220,8 @@ class KeyQueue(nn.Module):
                 "would be lost before they were used; make the queue longer, or the global batch smaller"
             )
         new = comm.all_gather(keys, counts=counts, check=False)
-        at = (int(self.enqueued) + torch.arange(len(new), device=new.device)) % len(self.ring)
-        self.ring = self.ring.index_copy(0, at, new)
+        slots = (int(self.enqueued) + torch.arange(len(new), device=new.device)) % len(self.ring)
+        self.ring = self.ring.index_copy(0, slots, new)
         self.enqueued = self.enqueued + len(new)
 
     def extra_repr(self) -> str:

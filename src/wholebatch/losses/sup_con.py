@@ -80,12 +80,12 @@ def sup_con_loss(
         scalars={"temperature": temperature},
     )
     facts = data.facts
-    scale, given = 1 / facts.scalars["temperature"], 1 / facts.inputs["temperature"]
-    side = data.statistics((scale, given), "all", statistics_fields(statistics=facts.statistics))
+    scale, scale_input = 1 / facts.scalars["temperature"], 1 / facts.inputs["temperature"]
+    side = data.statistics((scale, scale_input), "all", statistics_fields(statistics=facts.statistics))
     losses = many_positives(side, data.positives)
     if facts.statistics:
         assert side.target is not None
-        report_statistics(facts.comm, facts.factor(scale, given), [(side, side.target / data.positives)])
+        report_statistics(facts.comm, facts.factor(scale, scale_input), [(side, side.target / data.positives)])
     return data.reduce(losses, data.anchors, data.positives > 0)
 
 

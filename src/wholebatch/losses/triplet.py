@@ -149,12 +149,12 @@ def _hardest(
     if not by_differences and not (by_cosine and z.dtype == torch.float64):
         norms, near = z.square().sum(1), _NEAR[z.dtype]
         unclear = torch.zeros_like(norms)
-        for found, key in ((sweep.positives, sweep.smallest), (sweep.negatives, sweep.largest)):
+        for index, key in ((sweep.positives, sweep.smallest), (sweep.negatives, sweep.largest)):
             away = 2 - 2 * key if by_cosine else norms - 2 * key
-            unclear += (found >= 0) & (away < near * norms)
+            unclear += (index >= 0) & (away < near * norms)
             # A row that is much shorter than the others has almost the same distance from all of them.
             if normalized and z.dtype != torch.float64:
-                unclear += (found >= 0) & (norms > 0) & (norms < _SHORT)
+                unclear += (index >= 0) & (norms > 0) & (norms < _SHORT)
         if data.facts.comm.all_reduce(unclear.sum(), check=False).item():
             exact = z.dtype == torch.float64
             return _hardest(data, features.double(), normalized, by_cosine=by_cosine, by_differences=exact)

@@ -131,7 +131,7 @@ class WholeBatch(nn.Module):
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
         inputs = [x for x in representations if isinstance(x, Tensor) and x.dim() > 0]
-        passed, owned, buffers = self._of_the_loss(representations, has_rows, kwargs)
+        passed, owned, buffers = self._tensors_of_loss(representations, has_rows, kwargs)
 
         def state() -> dict[str, Any]:
             check_earlier(comm.transport, on_host(differed(comm.transport)))
@@ -201,7 +201,7 @@ class WholeBatch(nn.Module):
         communicates = self.strategy == "gather" and any(x.requires_grad for x in inputs)
         return together(loss, comm, "WholeBatch", call) if communicates else loss
 
-    def _of_the_loss(
+    def _tensors_of_loss(
         self, representations: Sequence[object], has_rows: Sequence[bool], kwargs: Mapping[str, object]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the parameters that loss_fn receives, those that it owns, and its buffers, for strategy "root"."""
@@ -293,7 +293,7 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
         return {"value": finite_value(loss)}
 
     values = [facts["value"] for facts in comm.handshake(state, caller="WholeBatch loss_fn")]
-    if not all(_close(value, values[0]) for value in values):
+    if not all(_is_close(value, values[0]) for value in values):
         raise ValueError(
             f"WholeBatch: loss_fn must give the same value on all ranks, got {values}; otherwise no single loss is "
             "differentiated. Does it use dropout, a local batch size, a rank, or parameters that differ between ranks?"
@@ -301,5 +301,5 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
     return loss.reshape(())
 
 
-def _close(a: float, b: float) -> bool:
+def _is_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)

@@ -32,10 +32,10 @@ class _FetchRows(torch.autograd.Function):
         from_me, to_me = table[:, comm.rank].tolist(), requests.tolist()
         requested = comm.all_to_all(index[order], send_counts=to_me, receive_counts=from_me, check=False)
         local = requested - rows.offsets[comm.rank]
-        found = comm.all_to_all(x[local], send_counts=from_me, receive_counts=to_me, check=False)
+        fetched = comm.all_to_all(x[local], send_counts=from_me, receive_counts=to_me, check=False)
         ctx.comm, ctx.counts = comm, (from_me, to_me)
         ctx.save_for_backward(x, order, local)
-        return torch.empty_like(found).index_copy_(0, order, found)
+        return torch.empty_like(fetched).index_copy_(0, order, fetched)
 
     @staticmethod
     @once_differentiable

@@ -52,9 +52,9 @@ class InKernels:
             x[rows], y[cols], numbers, positive, excluded, 0, rows.start, terms, of_cols, self.tf32
         )
 
-    def products_of(self, x: Tensor, y: Tensor, of_rows: kernels.RowNumbers | None, given: torch.dtype) -> Tensor:
+    def products_of(self, x: Tensor, y: Tensor, of_rows: kernels.RowNumbers | None, dtype: torch.dtype) -> Tensor:
         """Return x_i . y_i of the positive pairs, float32, from the numbers of rows if these have its dtype."""
-        if of_rows is None or given != self.dtype:
+        if of_rows is None or dtype != self.dtype:
             of_rows = kernels.row_numbers(x, y, ())
         return of_rows.products[: self.pairs]
 
@@ -105,7 +105,7 @@ def one_diagonal(facts: Facts, route: Route, pairs: Pairs, layout: Layout, dtype
 
 def shared(facts: Facts, route: Route, pairs: Pairs, block: Block, factors: torch.dtype, count: int) -> InKernels:
     """Return what calls of a form share, with factors of a dtype in S, and so many positive pairs."""
-    positive, excluded = (members(of, block.cols.stop, facts.device) for of in (pairs.positive, pairs.excluded))
+    positive, excluded = (members(subset, block.cols.stop, facts.device) for subset in (pairs.positive, pairs.excluded))
     assert positive is not None
     assert excluded is not None
     sums, gradients = (

@@ -88,15 +88,15 @@ def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable
     if (known := choice.found(group, key)) is not None:
         facts.plans[KERNELS] = known.in_kernels
         return known.in_kernels
-    found = _rehearse(facts, rehearse(), key, timed=not named)
+    result = _rehearse(facts, rehearse(), key, timed=not named)
 
     def state() -> dict[str, Any]:
-        if named and found["failed"]:
+        if named and result["failed"]:
             raise ValueError(
-                f"kernel='triton' failed its check on rank {facts.rank}: {found['failed']}; please report this with "
+                f"kernel='triton' failed its check on rank {facts.rank}: {result['failed']}; please report this with "
                 "the output of `wholebatch doctor`, and pass kernel='auto' or kernel='torch'"
             )
-        return found
+        return result
 
     by_rank = facts.comm.handshake(state, caller=f"{facts.caller}: check of kernels")
     failed = [(rank, why) for rank, why in enumerate(by_rank.column("failed")) if why]
@@ -111,10 +111,10 @@ def use_kernels(facts: Facts, form: Hashable, layout: Layout, rehearse: Callable
         times = in_kernels, in_pytorch
         why = "" if in_kernels <= _ALIKE * in_pytorch else "it was faster"
     form_in_words = f"{described}, {'up to' if size < _CLASSES else 'about'} 2^{size} entries a rank"
-    made = Choice(facts.caller, form_in_words, not why, why, passed, times, bool(failed), found["cached"])
-    choice.note(group, key, made, reports=facts.rank == 0)
-    facts.plans[KERNELS] = made.in_kernels
-    return made.in_kernels
+    decision = Choice(facts.caller, form_in_words, not why, why, passed, times, bool(failed), result["cached"])
+    choice.note(group, key, decision, reports=facts.rank == 0)
+    facts.plans[KERNELS] = decision.in_kernels
+    return decision.in_kernels
 
 
 def _class_of(entries: int) -> int:
@@ -127,7 +127,7 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
 
     With them is whether these are the results of an earlier run.
     """
-    found: dict[str, Any] = {"passed": "", "failed": "", "milliseconds": 0.0, "in PyTorch": 0.0, "cached": False}
+    trial: dict[str, Any] = {"passed": "", "failed": "", "milliseconds": 0.0, "in PyTorch": 0.0, "cached": False}
     layout, checked = rehearsal.layout, _sizes(facts.device)
     rows, cols = layout.rows.counts[facts.rank], layout.cols.total
     as_called = _as_called(rows, cols)
@@ -137,24 +137,24 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
     try:
         if (verdict := verdicts.read(facts.device, form)) is not None:
             rehearsal(as_called, in_kernels=True)()
-            _now(facts.device)
-            return {**found, **verdict, "cached": True}
+            _finish_time(facts.device)
+            return {**trial, **verdict, "cached": True}
         with verifying() as passed:
             for sizes in checked:
                 rehearsal(sizes, in_kernels=True)()
             if passed and facts.features_dtype in READABLE:
                 like = torch.empty(0, dtype=facts.features_dtype, device=facts.device)
-                check_rows(*(random_rows(of, facts.embedding_size, like, seed) for seed, of in enumerate((45, 77))))
-        found["passed"] = " ".join(sorted({*passed}))
+                check_rows(*(random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((45, 77))))
+        trial["passed"] = " ".join(sorted({*passed}))
         if timed and passed:
             for name, in_kernels in (("milliseconds", True), ("in PyTorch", False)):
-                found[name] = _milliseconds(rehearsal(as_called, in_kernels=in_kernels), facts.device)
+                trial[name] = _milliseconds(rehearsal(as_called, in_kernels=in_kernels), facts.device)
         if passed:
-            verdicts.write(facts.device, form, {name: found[name] for name in ("passed", "milliseconds", "in PyTorch")})
+            verdicts.write(facts.device, form, {name: trial[name] for name in ("passed", "milliseconds", "in PyTorch")})
     except Exception as error:  # compilers, drivers and file systems raise anything: plain PyTorch does without them
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        found["failed"] = reason if len(reason) <= _LONGEST_MESSAGE else f"{reason[:_LONGEST_MESSAGE]}..."
-    return found
+        trial["failed"] = reason if len(reason) <= _LONGEST_MESSAGE else f"{reason[:_LONGEST_MESSAGE]}..."
+    return trial
 
 
 def _as_called(rows: int, cols: int) -> Sizes:
@@ -181,13 +181,13 @@ def _milliseconds(sweep: Callable[[], None], device: torch.device) -> float:
     """Return the shortest time of a sweep, after one that is not counted."""
     times = []
     for _ in range(1 + _REPEATED):
-        start = _now(device)
+        start = _finish_time(device)
         sweep()
-        times.append(1000 * (_now(device) - start))
+        times.append(1000 * (_finish_time(device) - start))
     return min(times[1:])
 
 
-def _now(device: torch.device) -> float:
+def _finish_time(device: torch.device) -> float:
     """Return the time at which all work that was started is done, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -197,8 +197,8 @@ def _now(device: torch.device) -> float:
 def random_rows(rows: int, dim: int, like: Tensor, seed: int) -> Tensor:
     """Return random rows of unit length, in a tensor's dtype and on its device, from a generator of their own."""
     generator = torch.Generator(like.device).manual_seed(seed)
-    made = torch.randn(rows, dim, generator=generator, device=like.device)
-    return torch.nn.functional.normalize(made, dim=1).to(like)
+    numbers = torch.randn(rows, dim, generator=generator, device=like.device)
+    return torch.nn.functional.normalize(numbers, dim=1).to(like)
 
 
 def random_numbers(count: int, device: torch.device, seed: int) -> Tensor:

@@ -37,7 +37,7 @@ class NestedPlan:
     def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:
         """Return a sweep of X's rows, with the inverse norms of their parts."""
         driver = self.route.driver(x, 1.0)
-        given = (driver, self.parts.pairs, self.parts.dims, inverse, self.scale, self.shift)
+        arguments = (driver, self.parts.pairs, self.parts.dims, inverse, self.scale, self.shift)
         if self.kernel_dtype is not None:
-            return KernelNestedSweep(*given, self.route.exchange.columns.total, self.kernel_dtype)
-        return NestedSweep(*given)
+            return KernelNestedSweep(*arguments, self.route.exchange.columns.total, self.kernel_dtype)
+        return NestedSweep(*arguments)

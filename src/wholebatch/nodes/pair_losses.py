@@ -57,8 +57,8 @@ def pair_losses(
 def view_losses(facts: Facts, scale: Scale, operands: Operands, selection: Selection, bounds: Bounds) -> Tensor:
     """Return the mean cross-entropy of both views of each local example, (b,), in float64. Collective, likewise."""
     call = Planned(facts, scale, operands, selection, bounds, _ROWS, ())
-    if (found := call.losses_in_kernels()) is not None:
-        return found
+    if (losses := call.losses_in_kernels()) is not None:
+        return losses
     side, _ = call.statistics()
     assert side is not None
     assert side.target is not None
@@ -69,8 +69,8 @@ def _losses(call: Planned) -> Tensor:
     """Return the cross-entropy of each local row's pair, (b,). Collective."""
     if _computes(call):
         return OneTile.apply(call.plan, call.scale[1], *call.operands.features)
-    if (found := call.losses_in_kernels()) is not None:
-        return found
+    if (losses := call.losses_in_kernels()) is not None:
+        return losses
     of_rows, of_cols = call.statistics()
     assert of_rows is not None
     assert of_rows.target is not None
@@ -85,18 +85,18 @@ def _step(call: Planned, rows: int, in_kernels: bool) -> Callable[[], None] | No
     """
     if not _is_plain(call):
         return None
-    facts, given, like = call.facts, call.scale[1], call.operands
+    facts, scale_input, like = call.facts, call.scale[1], call.operands
     pairs, size = Partition((rows,)), facts.embedding_size
     number = moderate_scale(size)
     alone = facts.with_(
         comm=LocalCommunicator(), by_rank=FactsByRank([{"memory": facts.options.memory}]), kernels=in_kernels,
         plans={}, of_rows=None, deferred=None, assumption=None,
     )  # fmt: skip
-    learned = isinstance(given, Tensor) and given.requires_grad
-    scale = number, torch.full_like(given, number).requires_grad_() if learned else number
+    learned = isinstance(scale_input, Tensor) and scale_input.requires_grad
+    scale = number, torch.full_like(scale_input, number).requires_grad_() if learned else number
     features = [
-        random_rows(rows, size, of[:0].detach(), seed).requires_grad_(of.requires_grad)
-        for seed, of in enumerate(like.features)
+        random_rows(rows, size, feature[:0].detach(), seed).requires_grad_(feature.requires_grad)
+        for seed, feature in enumerate(like.features)
     ]
     operands = replace(like, features=features, layout=Layout(pairs, pairs))
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, rows))))
@@ -144,14 +144,14 @@ def _fits(facts: Facts, plan: SoftmaxPlan, counts: tuple[int, ...], dtype: torch
 
 def _is_plain(call: Planned) -> bool:
     """Return whether the logits are scaled products, the positives are the diagonal, and all others are candidates."""
-    rows, of, towers = call.operands.layout.rows, call.plan.selection, call.operands.towers
-    positive, rank = of.pairs.positive, call.facts.rank
-    changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, call.plan.guide, towers.stay_norms)
+    rows, selection, towers = call.operands.layout.rows, call.plan.selection, call.operands.towers
+    positive, rank = selection.pairs.positive, call.facts.rank
+    changed = (selection.floor, selection.ceiling, selection.guide, selection.transform, selection.offsets)
     return (
-        of.over == "negatives"
-        and of.best_of == 1
-        and of.pairs.excluded is NONE
-        and changed == _UNCHANGED
+        selection.over == "negatives"
+        and selection.best_of == 1
+        and selection.pairs.excluded is NONE
+        and (*changed, call.plan.guide, towers.stay_norms) == _UNCHANGED
         and (towers.stays, towers.travels, towers.normalize, towers.travel_norms) == ((0,), (1,), False, None)
         and isinstance(positive, Diagonals)
         and positive.places == ((0, rows.offsets[rank], rows.counts[rank]),)
@@ -222,16 +222,16 @@ class OneTile(torch.autograd.Function):
         v = product(slope.T, own) if want_y else None
         if v is not None and exchange.comm.size > 1:
             v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
-        for made, of_pair in ((u, others[local]), (v, own)):
-            if apart and made is not None:
-                made.addcmul_(of_pairs[:, None], of_pair.to(dtype))
+        for gradient, of_pair in ((u, others[local]), (v, own)):
+            if apart and gradient is not None:
+                gradient.addcmul_(of_pairs[:, None], of_pair.to(dtype))
         grad_scale = None
         if want_scale:
-            of, made = (own, u) if v is None else (others[local], v)
-            assert made is not None
-            share = torch.linalg.vecdot(of.to(dtype), made).sum(dtype=sums.dtype)
+            features, gradient = (own, u) if v is None else (others[local], v)
+            assert gradient is not None
+            share = torch.linalg.vecdot(features.to(dtype), gradient).sum(dtype=sums.dtype)
             grad_scale = (share / plan.size).to(scale).view_as(scale)
-        factor, found = plan.scale / plan.size, []
-        for made, wanted, given in ((u, want_x, ctx.dtypes[0]), (v, want_y, ctx.dtypes[1])):
-            found.append(made.mul_(factor).to(given) if made is not None and wanted else None)
-        return None, grad_scale, *found
+        factor, gradients = plan.scale / plan.size, []
+        for gradient, needed, input_dtype in ((u, want_x, ctx.dtypes[0]), (v, want_y, ctx.dtypes[1])):
+            gradients.append(gradient.mul_(factor).to(input_dtype) if gradient is not None and needed else None)
+        return None, grad_scale, *gradients

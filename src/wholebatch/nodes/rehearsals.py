@@ -123,8 +123,8 @@ class NodeRehearsal:
                 return
             if not weights:  # of different signs; a row without candidates has none
                 for seed, output in enumerate(outputs, 4):
-                    made = random_numbers(output.numel(), device, seed).view(output.shape).to(output)
-                    weights.append(((-1) ** seed / count * made).where(output.isfinite(), 0.0))
+                    numbers = random_numbers(output.numel(), device, seed).view(output.shape).to(output)
+                    weights.append(((-1) ** seed / count * numbers).where(output.isfinite(), 0.0))
             torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
 
         return run
@@ -154,8 +154,8 @@ class MaxSimRehearsal:
         if not vectors.rows.lengths or not vectors.cols.lengths:
             return lambda: None
         (rows, x), (cols, y) = (
-            self._items(side, of.lengths, count, dtype)
-            for side, of, count in (("rows", vectors.rows, sizes.rows), ("columns", vectors.cols, sizes.cols))
+            self._items(side, items.lengths, count, dtype)
+            for side, items, count in (("rows", vectors.rows, sizes.rows), ("columns", vectors.cols, sizes.cols))
         )
         assert isinstance(budget, TokenBudget)
         most = max(min(sizes.side**2, budget.products), vectors.longest[1])
@@ -190,26 +190,26 @@ class MaxSimRehearsal:
     def _items(self, side: str, lengths: tuple[int, ...], count: int, dtype: torch.dtype) -> tuple[Ragged, Tensor]:
         """Return items with about `count` vectors, and these."""
         of_documents = side == self.vectors.documents
-        lengths = _as_long(lengths, count, count // _TOKENS_OF_A_PROGRAM if of_documents else 1)
+        lengths = _sample_lengths(lengths, count, count // _TOKENS_OF_A_PROGRAM if of_documents else 1)
         size, like = self.facts.embedding_size, torch.empty(0, dtype=dtype, device=self.facts.device)
-        made = list(random_rows(sum(lengths), size, like, int(of_documents)).split(lengths))
+        items = list(random_rows(sum(lengths), size, like, int(of_documents)).split(lengths))
         generator = torch.Generator().manual_seed(int(of_documents))
-        for at in range(0, len(made), 2):
-            made[at] = torch.randint(-2, 3, (lengths[at], size), generator=generator, device="cpu").to(like)
-        return Ragged(Partition((len(lengths),)), lengths), torch.cat(made)
+        for i in range(0, len(items), 2):
+            items[i] = torch.randint(-2, 3, (lengths[i], size), generator=generator, device="cpu").to(like)
+        return Ragged(Partition((len(lengths),)), lengths), torch.cat(items)
 
 
-def _as_long(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
+def _sample_lengths(lengths: tuple[int, ...], vectors: int, items: int) -> tuple[int, ...]:
     """Return twice the longest of these lengths, short ones, and further ones of these.
 
     There are at least so many vectors and items, unless the call has fewer.
     """
     longest = max(lengths)
-    found = [longest, longest, *(short for short in _SHORT if short < longest)]
+    chosen = [longest, longest, *(short for short in _SHORT if short < longest)]
     vectors, items = min(vectors, sum(lengths)), min(items, len(lengths))
-    while sum(found) < vectors or len(found) < items:
-        found.append(lengths[len(found) % len(lengths)])
-    return tuple(found)
+    while sum(chosen) < vectors or len(chosen) < items:
+        chosen.append(lengths[len(chosen) % len(lengths)])
+    return tuple(chosen)
 
 
 def tokens_in_kernels_or_not(facts: Facts, route: Route, vectors: Vectors) -> Route:

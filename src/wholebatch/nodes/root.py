@@ -111,35 +111,35 @@ class _LossAtRoot(Function):
         comm: Communicator = ctx.comm
         loss, *saved = ctx.saved_tensors
         leaves, tensors = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[6:]) if need]
-        found: list[Tensor | None] = [None] * len(wanted)
+        needed = [i for i, need in enumerate(ctx.needs_input_grad[6:]) if need]
+        gradients: list[Tensor | None] = [None] * len(needed)
         if comm.rank == ctx.root and loss.requires_grad:
             cotangent = grad.to(loss.dtype).reshape(loss.shape)
-            found = list(
-                torch.autograd.grad(loss, [leaves[i] for i in wanted], cotangent, retain_graph=True, allow_unused=True)
+            gradients = list(
+                torch.autograd.grad(loss, [leaves[i] for i in needed], cotangent, retain_graph=True, allow_unused=True)
             )
         features, replicated = feature_factor(ctx.sync, comm.size), replicated_loss_factor(ctx.sync, comm.size)
         results: list[Tensor | None] = [None] * len(tensors)
-        for i, gradient in zip(wanted, found, strict=True):
+        for i, gradient in zip(needed, gradients, strict=True):
             x, is_rows = tensors[i].detach(), i < len(ctx.partitions)
             if comm.rank != ctx.root:
-                here = x[:0] if is_rows else x
+                sent = x[:0] if is_rows else x
             elif gradient is None:
-                here = x.new_zeros((ctx.partitions[i].total, *x.shape[1:]) if is_rows else x.shape)
+                sent = x.new_zeros((ctx.partitions[i].total, *x.shape[1:]) if is_rows else x.shape)
             else:
-                here = gradient * (features if is_rows else replicated)
+                sent = gradient * (features if is_rows else replicated)
             if is_rows:
-                results[i] = comm.scatter(here, ctx.root, counts=ctx.partitions[i].counts, check=False)
+                results[i] = comm.scatter(sent, ctx.root, counts=ctx.partitions[i].counts, check=False)
             else:
-                results[i] = comm.broadcast(here, ctx.root, check=False)
+                results[i] = comm.broadcast(sent, ctx.root, check=False)
         return (None, None, None, None, None, None, *results)
 
 
 def _refuse_hidden_parameters(loss: Tensor, known: Sequence[Tensor]) -> None:
     """Raise ValueError unless every leaf that the loss depends on is among `known`."""
-    given = {id(x) for x in known}
+    known_ids = {id(x) for x in known}
     for leaf in leaves_of([loss]):
-        if id(leaf) not in given:
+        if id(leaf) not in known_ids:
             raise ValueError(
                 f"loss_fn depends on a parameter of shape {tuple(leaf.shape)} that it was not given; under "
                 "strategy='root' only the root would see its gradient. Pass it to forward (by keyword, or in shape () "

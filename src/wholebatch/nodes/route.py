@@ -155,7 +155,7 @@ class Vectors:
     @property
     def longest(self) -> tuple[int, int]:
         """The most vectors of a query, and of a document, on any rank."""
-        rows, cols = (max(of.lengths, default=1) for of in (self.rows, self.cols))
+        rows, cols = (max(side.lengths, default=1) for side in (self.rows, self.cols))
         return (rows, cols) if self.documents == "columns" else (cols, rows)
 
 

@@ -134,8 +134,8 @@ class Planned:
         self.dtype = self.facts.features_dtype if operands.narrow else features[0].dtype
         self._rehearses = rehearses
         self._keep = "logits" not in rows and "logits" not in cols and selection.transform is None
-        self._limits = _of_logits(
-            _rounded(bounds, self.facts.products),
+        self._limits = _logit_bounds(
+            _rounded_bounds(bounds, self.facts.products),
             scale[0],
             "squares" not in rows and "squares" not in cols,
             max(layout.rows.total, layout.cols.total),
@@ -191,7 +191,7 @@ class Planned:
         """Return leaves and outputs of the softmax node, with this call's pairs and fields, for random rows."""
         plan, towers, symmetric = self.plan, self.plan.towers, self.operands.layout.symmetric
         norms = [random_numbers(len(z), z.device, seed)[:, None] for seed, z in ((2, x), (3, y))]
-        stay, travel = (of.to(accumulation_dtype(self.dtype)) for of in norms)
+        stay, travel = (values.to(accumulation_dtype(self.dtype)) for values in norms)
         alone = Towers((0,), () if symmetric else (1,), towers.normalize, towers.normalize_per_tile)
         if towers.normalize or towers.stay_norms is not None:
             x = (x * stay).to(x.dtype)
@@ -200,7 +200,7 @@ class Planned:
         if towers.travel_norms is not None:
             y, alone = (y * travel).to(y.dtype), replace(alone, travel_norms=travel)
         guide = None if plan.guide is None else random_rows(len(y), plan.guide.shape[1], plan.guide, 5)
-        made = replace(
+        rehearsed = replace(
             plan, route=route, towers=alone, guide=guide, scale=moderate_scale(x.shape[1]), shift=SHIFT,
             bounds=LogitBounds(0.0, None, 0.0, 1), in_kernels=in_kernels, canaries=None, deferred=None, assumption=None,
         )  # fmt: skip
@@ -210,19 +210,19 @@ class Planned:
             offsets = self._offsets[: len(x)].detach().requires_grad_()
         anchor = torch.cat([z[:0].flatten() for z in leaves])
         return [*leaves, *([] if offsets is None else [offsets])], lambda: Softmax.apply(
-            made, anchor, made.scale, offsets, *leaves
+            rehearsed, anchor, rehearsed.scale, offsets, *leaves
         )
 
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
         """Return what `row_statistics` returns. Collective."""
         plan, symmetric = self.plan, self.operands.layout.symmetric
         if (outputs := self._in_few_launches()) is not None:
-            return (RowStatistics(*outputs), None) if symmetric else _by_side(plan.rows, plan.cols, outputs)
+            return (RowStatistics(*outputs), None) if symmetric else _split_sides(plan.rows, plan.cols, outputs)
         features = self.operands.features
         # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
         # that autograd finds the node when a gradient is differentiated again, and the node raises.
         anchor = torch.cat([feature[:0].flatten() for feature in features])
-        sides = _by_side(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
+        sides = _split_sides(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
         return (sides[1], None) if symmetric else sides
 
     def losses_in_kernels(self) -> Tensor | None:
@@ -237,7 +237,7 @@ class Planned:
             return None
         node: Any = TwoViewsInKernels if self.operands.layout.symmetric else SoftmaxInKernels
         towers = self.plan.towers
-        x, y = (self.operands.features[at] for at in (*towers.stays, *towers.travels))
+        x, y = (self.operands.features[i] for i in (*towers.stays, *towers.travels))
         outputs: tuple[Tensor, ...] = node.apply(self.plan, form, self.facts.of_rows, self.scale[1], x, y)
         return outputs
 
@@ -256,7 +256,7 @@ class Planned:
         return facts.once(name, lambda: form_of(facts, plan, layout, dtype))
 
 
-def _by_side(
+def _split_sides(
     rows: tuple[str, ...], cols: tuple[str, ...], outputs: Sequence[Tensor]
 ) -> tuple[RowStatistics | None, RowStatistics | None]:
     """Return the outputs of a node as the statistics of rows and of columns, which have these fields."""
@@ -266,7 +266,7 @@ def _by_side(
     return of_rows, of_cols
 
 
-def _rounded(bounds: Bounds, products: Products) -> Bounds:
+def _rounded_bounds(bounds: Bounds, products: Products) -> Bounds:
     """Return bounds of the similarities of rounded rows."""
     if not products.error:
         return bounds
@@ -275,7 +275,7 @@ def _rounded(bounds: Bounds, products: Products) -> Bounds:
     return replace(bounds, similarity=bounds.similarity + away, min_pair_product=least)
 
 
-def _of_logits(bounds: Bounds, scale: float, pairs_count: bool, terms: int) -> LogitBounds:
+def _logit_bounds(bounds: Bounds, scale: float, pairs_count: bool, terms: int) -> LogitBounds:
     """Return the bounds of logits, from the bounds of similarities."""
     min_pair = None
     if pairs_count and scale >= 0 and bounds.min_pair_product is not None:

@@ -117,7 +117,7 @@ def _sums(
     def visit(block: Block, columns: ColumnData) -> None:
         names, fields = (plan.cols, columns.local) if plan.symmetric else (plan.rows, row_fields)
         shift = col_shift if columns.carried is None else columns.carried[0]
-        sweep.sums(block, _named(row_shift, names, fields), _named(shift, plan.cols, columns.accumulated))
+        sweep.sums(block, _as_sums(row_shift, names, fields), _as_sums(shift, plan.cols, columns.accumulated))
 
     col_fields = plan.route.exchange.accumulate(
         data.fetched,
@@ -132,7 +132,7 @@ def _sums(
         col_fields = plan.route.exchange.reduce(col_fields, ops)[local_cols].clone()
         col_shift = col_shift[local_cols] if isinstance(col_shift, Tensor) else col_shift
     nothing = Sums(0.0, {})
-    return _named(row_shift, plan.rows, row_fields) or nothing, _named(col_shift, plan.cols, col_fields) or nothing
+    return _as_sums(row_shift, plan.rows, row_fields) or nothing, _as_sums(col_shift, plan.cols, col_fields) or nothing
 
 
 def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,7 +140,7 @@ def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
     return vector([float("-inf") if name == "largest" else 0.0 for name in fields], dtype, x.device)[None]
 
 
-def _named(shift: Tensor | float | None, names: tuple[str, ...], fields: Tensor | None) -> Sums | None:
+def _as_sums(shift: Tensor | float | None, names: tuple[str, ...], fields: Tensor | None) -> Sums | None:
     """Return the columns of fields, (n, k), under their names; None without fields."""
     if fields is None:
         return None

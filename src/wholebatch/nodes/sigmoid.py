@@ -133,7 +133,7 @@ def _sweep(
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.route.exchange.accumulate(plan.route.exchange.fetch(y), visit, initial=initial, to_owner=True)
     if unit is not None:
-        u, v = (None if of is None else of.mul_(unit) for of in (u, v))
+        u, v = (None if gradient is None else gradient.mul_(unit) for gradient in (u, v))
         sweep.grad_bias.mul_(unit)
     grad_scale = torch.zeros_like(sweep.grad_bias)
     if want_scale:

@@ -56,7 +56,7 @@ class _Gradients:
 def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y: Tensor) -> Tensor:
     """Return a rank's share of L, or the l_i of its rows. Collective. The plan is in kernels if they may compute it."""
     inputs, products = facts.inputs, facts.products
-    plan = _in_kernels_or_not(facts, plan, layout)
+    plan = _choose_kernels(facts, plan, layout)
     weights = inputs["weights"]
     weights = None if plan.per_row or weights is None else weights.to(facts.device)
     arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
@@ -68,7 +68,7 @@ def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y
     return Sigmoid.apply(plan, *arguments)
 
 
-def _in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:
+def _choose_kernels(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:
     """Return the plan, in kernels if they passed their check. Collective at a form's first call."""
     if not plan.in_kernels:
         return plan
@@ -142,18 +142,18 @@ class SigmoidInKernels(torch.autograd.Function):
             _, saved = _sweep(plan, ctx.form, (x, y, products), weights, (want_scale, want_bias, want_x, want_y))
         in_units = grad * saved.unit
         terms, unit, shares = saved.terms * in_units, in_units.float(), None
-        found: list[Tensor | None] = []
-        for name, own, other, wanted, dtype in (("u", x, y, want_x, ctx.dtypes[0]), ("v", y, x, want_y, ctx.dtypes[1])):
-            made, product = None, getattr(saved, name)
+        gradients: list[Tensor | None] = []
+        for name, own, other, needed, dtype in (("u", x, y, want_x, ctx.dtypes[0]), ("v", y, x, want_y, ctx.dtypes[1])):
+            gradient, product = None, getattr(saved, name)
             setattr(saved, name, None)  # so that U is freed before dY is made
             if product is not None:
                 pairs = other, terms, -saved.factor
-                made, shares = kernels.row_gradient(product, own, pairs, None, unit, plan.scale, dtype)
-            found.append(made if wanted else None)
+                gradient, shares = kernels.row_gradient(product, own, pairs, None, unit, plan.scale, dtype)
+            gradients.append(gradient if needed else None)
         grad_scale = shares.sum().to(scale).view_as(scale) if want_scale and shares is not None else None
         grad_bias = (saved.bias * in_units).to(bias).view_as(bias) if want_bias and saved.bias is not None else None
         grad_weights = (grad * losses).to(weights) if want_weights else None
-        return None, None, None, grad_scale, grad_bias, grad_weights, *found
+        return None, None, None, grad_scale, grad_bias, grad_weights, *gradients
 
 
 def _sweep(
@@ -166,7 +166,7 @@ def _sweep(
     """Return the local rows' l_i, and what the backward pass multiplies, from rows and their products."""
     want_bias, comm = needed[1], plan.route.comm
     x, y, products = rows
-    by_row, unit = (form.factors, 1 / form.factor) if weights is None else _in_units(plan, form, weights)
+    by_row, unit = (form.factors, 1 / form.factor) if weights is None else _weights_in_units(plan, form, weights)
     u, v, sums = _tiles(plan, form, (x, y), by_row, needed)
     if v is not None and comm.size > 1:
         v = reduce_scatter(comm, v, plan.route.exchange.columns.counts)
@@ -209,7 +209,7 @@ def _tiles(
     return None, None, sums
 
 
-def _in_units(plan: SigmoidPlan, form: _Form, weights: Tensor) -> tuple[Tensor, Tensor | float]:
+def _weights_in_units(plan: SigmoidPlan, form: _Form, weights: Tensor) -> tuple[Tensor, Tensor | float]:
     """Return weights in units, float32, and their unit, the same on all ranks."""
     if not form.in_units:
         return weights.float().contiguous(), 1.0

@@ -85,8 +85,8 @@ class SoftTargets(torch.autograd.Function):
         ctx.plan = plan
         scale = scale if isinstance(scale, Tensor) else None
         rests = ((row_sums, row_rest, row_short), (col_sums, col_rest, col_short))
-        of_teacher = [_lost(sums[:, 1], rest) for sums, rest, _ in rests]
-        of_student = [_lost(sums[:, 2], rest) for sums, _, rest in rests]
+        of_teacher = [_log_sum(sums[:, 1], rest) for sums, rest, _ in rests]
+        of_student = [_log_sum(sums[:, 2], rest) for sums, _, rest in rests]
         factors = [rest.neg().exp() for rest in (*of_teacher, *of_student)]
         ctx.save_for_backward(scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, fetched)
         return of_student[0] - factors[0] * row_sums[:, 0], of_student[1] - factors[1] * col_sums[:, 0]
@@ -99,8 +99,8 @@ class SoftTargets(torch.autograd.Function):
         scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, fetched = ctx.saved_tensors
         want_scale, *_, want_x, want_y = ctx.needs_input_grad[1:]
         of_teacher, of_student = (
-            [plan.size * factor * grad for factor, grad in zip(of, grads, strict=True)]
-            for of in (factors[:2], factors[2:])
+            [plan.size * factor * grad for factor, grad in zip(model_factors, grads, strict=True)]
+            for model_factors in (factors[:2], factors[2:])
         )
         dtype, sweep = accumulation_dtype(x.dtype), plan.sweep(x, teacher_x)
         u = torch.zeros_like(x, dtype=dtype) if want_x or (want_scale and not want_y) else None
@@ -134,7 +134,7 @@ def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rounded, x - rounded
 
 
-def _lost(total: Tensor, rest: Tensor) -> Tensor:
+def _log_sum(total: Tensor, rest: Tensor) -> Tensor:
     """Return the logarithm of a sum of exp(S - C): the rest of C, unless C is so large that float64 lost more."""
-    found = total.clamp(min=torch.finfo(total.dtype).tiny).log()
-    return torch.where((found - rest).abs() > _LOST, found, rest)
+    log_total = total.clamp(min=torch.finfo(total.dtype).tiny).log()
+    return torch.where((log_total - rest).abs() > _LOST, log_total, rest)

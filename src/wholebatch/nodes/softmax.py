@@ -49,10 +49,10 @@ class Softmax(torch.autograd.Function):
         ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, offsets: Any, *features: Tensor
     ) -> tuple[Tensor, ...]:
         x, y, norms = plan.towers.join([z if plan.dtype is None else z.to(plan.dtype) for z in features])
-        given = None  # the rows before they are rounded, where the norms' gradient needs them
+        unrounded = None  # the rows before they are rounded, where the norms' gradient needs them
         if plan.rounds_joined:
             rounded = plan.route.products.rounded(x)
-            given = None if rounded is x or norms is None else x
+            unrounded = None if rounded is x or norms is None else x
             x, y = rounded, rounded if y is x else plan.route.products.rounded(y)
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         col_norms = plan.towers.travel_norms
@@ -67,7 +67,7 @@ class Softmax(torch.autograd.Function):
         shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]
         sums = [side.fields.get("sum") for side in (rows, cols)]
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(anchor, scale, x, y, given, norms, data.fetched, col_norms, kept, *sums, *shifts)
+        ctx.save_for_backward(anchor, scale, x, y, unrounded, norms, data.fetched, col_norms, kept, *sums, *shifts)
         outputs = [_outputs(side) for side in (rows, cols)]
         constant = [x for side in outputs for name, x in side.items() if name not in _DIFFERENTIABLE]
         ctx.mark_non_differentiable(*constant)
@@ -78,7 +78,7 @@ class Softmax(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: SoftmaxPlan = ctx.plan
-        _, scale, x, y, given, norms, fetched, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = (
+        _, scale, x, y, unrounded, norms, fetched, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = (
             ctx.saved_tensors
         )
         _, _, want_scale, want_offsets, *want_features = ctx.needs_input_grad
@@ -117,7 +117,7 @@ class Softmax(torch.autograd.Function):
         factor = plan.scale / plan.size
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         features = [(want, *feature) for want, feature in zip(want_features, ctx.features, strict=True)]
-        joined = (x, y) if given is None else (given, given)
+        joined = (x, y) if unrounded is None else (unrounded, unrounded)
         return None, None, grad_scale, of_offsets, *plan.towers.split((dx, dy), joined, norms, features)
 
 
@@ -140,15 +140,15 @@ def output_names(fields: tuple[str, ...]) -> list[str]:
 
 def _outputs(side: Sums) -> dict[str, Tensor]:
     """Return the outputs of a side, from its fields."""
-    made = {}
+    outputs = {}
     for name, field in side.fields.items():
         if name == "sum":
-            made["logsumexp"] = log_sum_exp(side.shift, field)
+            outputs["logsumexp"] = log_sum_exp(side.shift, field)
         elif name == "squares":
-            made["effective"] = torch.where(field > 0, side.fields["negatives"].square() / field, 0.0)
+            outputs["effective"] = torch.where(field > 0, side.fields["negatives"].square() / field, 0.0)
         elif name != "negatives":
-            made[name] = field.clone()
-    return made
+            outputs[name] = field.clone()
+    return outputs
 
 
 def _weights(

@@ -30,15 +30,15 @@ _UNCHANGED = (None,) * 7
 
 def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
     """Return what calls of this form share if this node computes them, else None: the same on all ranks."""
-    of, towers = plan.selection, plan.towers
-    changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, towers.stay_norms, towers.travel_norms)
-    if changed != _UNCHANGED or of.over != "negatives" or of.best_of > 1:
+    selection, towers = plan.selection, plan.towers
+    changed = (selection.floor, selection.ceiling, selection.guide, selection.transform, selection.offsets)
+    if (*changed, towers.stay_norms, towers.travel_norms) != _UNCHANGED or selection.over != "negatives":
         return None
     if plan.symmetric or plan.guide is not None or towers.normalize or len(towers.stays) + len(towers.travels) != 2:
         return None
-    if plan.rows not in _FIELDS or plan.cols not in _FIELDS or plan.dtype is not None:
+    if plan.rows not in _FIELDS or plan.cols not in _FIELDS or plan.dtype is not None or selection.best_of > 1:
         return None
-    return one_diagonal(facts, plan.route, of.pairs, layout, dtype)
+    return one_diagonal(facts, plan.route, selection.pairs, layout, dtype)
 
 
 class SoftmaxInKernels(torch.autograd.Function):
@@ -106,47 +106,47 @@ class SoftmaxInKernels(torch.autograd.Function):
             targets = [side[1] for side in (row_grads, col_grads) if len(side) > 1]  # a pair has one logit in both
             if targets:
                 term = targets[0] if len(targets) == 1 else targets[0] + targets[1], plan.size
-        weights = _in_units(plan, form, of_rows, of_cols, largest)
+        weights = _weights_in_units(plan, form, of_rows, of_cols, largest)
         u, v = _products(plan, form, (x, fetched, numbers), weights, (want_x or (want_scale and not want_y), want_y))
         if v is not None and exchange.comm.size > 1:
             v = reduce_scatter(exchange.comm, v, exchange.columns.counts)
         if plan.canaries is not None and u is not None and v is not None:
             plan.canaries.note_products((x, u, None), (y, v, None))
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         shares, factor = None, plan.factor
-        for product, own, other, wanted, dtype in ((u, x, y, want_x, ctx.dtypes[0]), (v, y, x, want_y, ctx.dtypes[1])):
-            made = None
+        for product, own, other, needed, dtype in ((u, x, y, want_x, ctx.dtypes[0]), (v, y, x, want_y, ctx.dtypes[1])):
+            gradient = None
             if product is not None:
                 pairs = None if term is None else (other, *term)
-                made, shares = kernels.row_gradient(product, own, pairs, None, weights.unit, factor, dtype)
-            found.append(made if wanted else None)
+                gradient, shares = kernels.row_gradient(product, own, pairs, None, weights.unit, factor, dtype)
+            gradients.append(gradient if needed else None)
         grad_scale = None
         if want_scale and shares is not None:
             grad_scale = (shares.sum() / plan.size).to(scale).view_as(scale)
-        return None, None, None, grad_scale, *found
+        return None, None, None, grad_scale, *gradients
 
 
 def _sums(
     plan: SoftmaxPlan, form: InKernels, x: Tensor, y: Tensor, numbers: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the sums of exponentials of the local rows, and of all columns over these rows."""
-    made: list[Tensor | None] = [None, None]
+    by_side: list[Tensor | None] = [None, None]
     for launch in form.sums:
         tile = launch.tile
-        found = kernels.tile_sums(form.inputs(launch, x, y, numbers), rows=plan.rows[:1], cols=plan.cols[:1])
-        for side, at, total in ((0, tile.rows, x.shape[0]), (1, tile.cols, y.shape[0])):
-            new, sums = found[side].get("sum"), made[side]
+        tile_sums = kernels.tile_sums(form.inputs(launch, x, y, numbers), rows=plan.rows[:1], cols=plan.cols[:1])
+        for side, part, total in ((0, tile.rows, x.shape[0]), (1, tile.cols, y.shape[0])):
+            new, sums = tile_sums[side].get("sum"), by_side[side]
             if new is None:
                 continue
             if sums is None and new.shape[0] == total:
-                made[side] = new
+                by_side[side] = new
                 continue
-            made[side] = sums = new.new_zeros(total) if sums is None else sums
-            sums[at] += new
+            by_side[side] = sums = new.new_zeros(total) if sums is None else sums
+            sums[part] += new
     if not form.sums:  # this rank has no rows
         nothing = x.new_zeros(y.shape[0], dtype=torch.float64)
         return nothing[:0] if plan.rows else None, nothing if plan.cols else None
-    return made[0], made[1]
+    return by_side[0], by_side[1]
 
 
 @dataclass(eq=False)
@@ -158,7 +158,7 @@ class _Weights:
     unit: Tensor | None
 
 
-def _in_units(
+def _weights_in_units(
     plan: SoftmaxPlan, form: InKernels, rows: Tensor | None, cols: Tensor | None, largest: Tensor
 ) -> _Weights:
     """Return the weights in a unit of dS, if it is in float16; those of columns travel to all ranks."""

@@ -45,7 +45,7 @@ class Towers:
 
     def needed(self, features: Sequence[bool]) -> tuple[bool, bool]:
         """Return whether dX is needed and whether dY is, given for each feature whether it needs a gradient."""
-        x, y = (any(features[i] for i in at) for at in (self.stays, self.travels))
+        x, y = (any(features[i] for i in indices) for indices in (self.stays, self.travels))
         return (x, y) if self.travels else (False, x)
 
     def split(
@@ -70,11 +70,11 @@ class Towers:
             assert y is not None
             project_(dy, y, self.travel_norms, divide=True)
         grads: list[Tensor | None] = [None] * len(features)
-        for at, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
+        for indices, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
             first = 0
-            for i in at:
+            for i in indices:
                 needed, rows, dtype = features[i]
-                if needed and self.stay_rows is not None and at is self.stays:
+                if needed and self.stay_rows is not None and indices is self.stays:
                     assert gradient is not None
                     grads[i] = sparse_rows(self.stay_rows, gradient.to(dtype), (rows, gradient.shape[1]))
                 elif needed:

@@ -27,15 +27,15 @@ from .softmax_plan import SoftmaxPlan
 
 def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
     """Return the facts of this node if it computes calls of this form, else None; as `in_kernels`."""
-    of, towers, pairs = plan.selection, plan.towers, plan.selection.pairs
-    changed = (of.floor, of.ceiling, of.guide, of.transform, of.offsets, plan.dtype)
-    if facts.comm.size > 1 or not plan.symmetric or plan.cols != ("sum", "target") or changed != (None,) * 6:
+    selection, towers, pairs = plan.selection, plan.towers, plan.selection.pairs
+    changed = (selection.floor, selection.ceiling, selection.guide, selection.transform, selection.offsets)
+    if facts.comm.size > 1 or not plan.symmetric or plan.cols != ("sum", "target") or changed != (None,) * 5:
         return None
-    if of.over != "negatives" or (towers.stays, towers.travels, towers.normalize) != ((0, 1), (), True):
+    if selection.over != "negatives" or (towers.stays, towers.travels, towers.normalize) != ((0, 1), (), True):
         return None
     products, rows = plan.route.products, layout.rows.total
     factors, b = products.dtype_in_kernels(dtype), rows // 2
-    if factors not in (torch.float32, torch.bfloat16):
+    if plan.dtype is not None or factors not in (torch.float32, torch.bfloat16):
         return None
     if not isinstance(pairs.positive, Diagonals) or pairs.positive.places != ((0, b, b), (b, 0, b)):
         return None
@@ -94,7 +94,7 @@ class TwoViewsInKernels(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan, form = ctx.plan, ctx.form
         scale, z0, z1, x, numbers, norms, inverse, of_pairs, cosines, sums = ctx.saved_tensors
-        want_scale, *wanted = ctx.needs_input_grad[3:]
+        want_scale, *needed = ctx.needs_input_grad[3:]
         b, size = z0.shape[0], float(plan.size)
         weights: Tensor | None
         if plan.of_pairs:
@@ -121,12 +121,11 @@ class TwoViewsInKernels(torch.autograd.Function):
             if not tile.self_transposed:
                 multiply((slope.T,), (x[rows],), u[cols], add=not first)
         terms.mul_(of_pairs)
-        factor, found, shares = plan.factor, [], []
-        for own, other, at, want in ((z0, z1, slice(0, b), wanted[0]), (z1, z0, slice(b, 2 * b), wanted[1])):
-            made, share = kernels.row_gradient(u[at], own, (other, terms, of_terms), norms[at], None, factor, own.dtype)
-            found.append(made if want else None)
+        factor, gradients, shares = plan.factor, [], []
+        for own, other, view, want in ((z0, z1, slice(0, b), needed[0]), (z1, z0, slice(b, 2 * b), needed[1])):
+            pairs = other, terms, of_terms
+            gradient, share = kernels.row_gradient(u[view], own, pairs, norms[view], None, factor, own.dtype)
+            gradients.append(gradient if want else None)
             shares.append(share)
-        grad_scale = None
-        if want_scale:
-            grad_scale = (torch.cat(shares).sum() / (2 * plan.size)).to(scale).view_as(scale)
-        return None, None, None, grad_scale, *found
+        grad_scale = (torch.cat(shares).sum() / (2 * plan.size)).to(scale).view_as(scale) if want_scale else None
+        return None, None, None, grad_scale, *gradients

@@ -30,14 +30,14 @@ def first_copies(x: Tensor, items: Items) -> Tensor | None:
     >>> first_copies(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), items)
     tensor([0, 1, 0, 3])
     """
-    found: Tensor | None = None
+    index: Tensor | None = None
     for some in _groups(items, _VECTORS_ON_A_GPU if x.is_cuda else _VECTORS):
-        at = items.ragged.of(some)
-        first = _first_copies(x[at], Items.of(items.ragged, items.starts, some).owners)
+        part = items.ragged.of(some)
+        first = _first_copies(x[part], Items.of(items.ragged, items.starts, some).owners)
         if first is not None:
-            found = torch.arange(len(x), device=x.device) if found is None else found
-            found[at] = first.add_(at.start)
-    return found
+            index = torch.arange(len(x), device=x.device) if index is None else index
+            index[part] = first.add_(part.start)
+    return index
 
 
 def _groups(items: Items, most: int) -> Iterator[slice]:
@@ -51,8 +51,8 @@ def _groups(items: Items, most: int) -> Iterator[slice]:
 
 def _first_copies(x: Tensor, owners: Tensor) -> Tensor | None:
     """Return the same for some items; `owners` are those of the vectors, (n,)."""
-    found, order = _hashes(x, owners).sort(stable=True)
-    differs = found[1:] != found[:-1]
+    hashes, order = _hashes(x, owners).sort(stable=True)
+    differs = hashes[1:] != hashes[:-1]
     if _may_wait(x) and differs.all():
         return None
     index = torch.arange(len(x), device=x.device)
@@ -88,5 +88,5 @@ def _rows_at_once(x: Tensor) -> int:
 def _factors(count: int, device: torch.device) -> Tensor:
     """Return random odd integers, the same in each process."""
     generator = torch.Generator().manual_seed(0)
-    made = torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu")
-    return numbers_on((2 * made + 1).tolist(), device)
+    numbers = torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu")
+    return numbers_on((2 * numbers + 1).tolist(), device)

@@ -86,22 +86,22 @@ class Driver:
         y = block.y[relative(tile.cols, block), start : start + self.width]
         return self.factor("x", self.rows(tile.rows)), self.factor("y", y)
 
-    def rows(self, at: slice) -> Tensor:
+    def rows(self, part: slice) -> Tensor:
         """Return some of X's rows."""
-        return self.x[at] if self.index is None else self.x.index_select(0, self.index[at])
+        return self.x[part] if self.index is None else self.x.index_select(0, self.index[part])
 
-    def factor(self, tower: str, x: Tensor, norms: Tensor | None = None, at: slice = slice(0)) -> Factor:
+    def factor(self, tower: str, x: Tensor, norms: Tensor | None = None, span: slice = slice(0)) -> Factor:
         """Return rows of "x" or "y" as a factor, divided by their norms."""
         if norms is None and not self.precision.rounds(x):
             return (x,)
         if tower not in self._factors:
-            dtypes = self.precision.dtypes(x.dtype if norms is None else self.dtype)
-            self._factors[tower] = tuple(x.new_empty(self._side_rows[tower], self.width, dtype=of) for of in dtypes)
+            rows, dtypes = self._side_rows[tower], self.precision.dtypes(x.dtype if norms is None else self.dtype)
+            self._factors[tower] = tuple(x.new_empty(rows, self.width, dtype=dtype) for dtype in dtypes)
         parts = [part[: len(x)] for part in self._factors[tower]]
         if norms is not None and len(parts) == 1:
-            return self.precision.rounded_(torch.div(x, norms[at], out=parts[0]))
+            return self.precision.rounded_(torch.div(x, norms[span], out=parts[0]))
         if norms is not None:
-            x = x / norms[at]
+            x = x / norms[span]
         elif len(parts) > 1:
             x = x.to(self.dtype, copy=True)
         return self.precision.split(x, parts)
@@ -157,11 +157,11 @@ class Driver:
         u = None if u is None else u[tile.rows]
         v = None if v is None or tile.self_transposed else v[relative(tile.cols, block)]
         if pairs is not None:
-            at, entries = pairs
+            index, entries = pairs
             apart = self.precision.rounds_gradients
-            grad[at] = 0.0 if apart else entries.to(grad.dtype)
+            grad[index] = 0.0 if apart else entries.to(grad.dtype)
             if apart:
-                add_pairs_(at, entries, x, y, u, v)
+                add_pairs_(index, entries, x, y, u, v)
         factor = self.of_gradient(grad, tile)
         if u is not None:
             self.precision.multiply(factor, self.precision.beside_gradient(y), u, add=True)
@@ -178,12 +178,12 @@ class Driver:
         return self.precision.split(grad, into)
 
 
-def add_pairs_(at: Index, entries: Tensor, x: Factor, y: Factor, u: Tensor | None, v: Tensor | None) -> None:
+def add_pairs_(index: Index, entries: Tensor, x: Factor, y: Factor, u: Tensor | None, v: Tensor | None) -> None:
     """Add dS Y to `u`, and dS^T X to `v`, for a few entries of dS, (k,), in the precision of `u` and `v`."""
-    rows, cols = at
-    for product, here, there, factor in ((u, rows, cols, y), (v, cols, rows, x)):
+    rows, cols = index
+    for product, into, other, factor in ((u, rows, cols, y), (v, cols, rows, x)):
         if product is not None:
-            product.index_add_(0, here, rows_of(factor, there, product.dtype) * entries.to(product.dtype).unsqueeze(1))
+            product.index_add_(0, into, rows_of(factor, other, product.dtype) * entries.to(product.dtype).unsqueeze(1))
 
 
 def relative(cols: slice, block: Block) -> slice:

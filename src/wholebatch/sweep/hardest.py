@@ -39,16 +39,16 @@ class HardestSweep:
         """Update the hardest pairs with those of a block."""
         for tile, x, y in self.driver.tiles(block):
             similarities = self.driver.logits(tile, x, y)
-            at = self.pairs.positive.within(tile, similarities.device)
+            positives = self.pairs.positive.within(tile, similarities.device)
             excluded = self.pairs.excluded.within(tile, similarities.device)
             rows, first = tile.rows, tile.cols.start
-            if at is not None:
+            if positives is not None:
                 far = self.driver.scratch(tile).fill_(float("inf"))
-                far[at] = similarities[at]
+                far[positives] = similarities[positives]
                 smallest, where = far.min(1)
                 nearer = smallest < self.smallest[rows]
                 _take(self.smallest[rows], self.positives[rows], smallest, where + first, nearer)
-                similarities[at] = float("-inf")
+                similarities[positives] = float("-inf")
             if excluded is not None:
                 similarities[excluded] = float("-inf")
             largest, where = similarities.max(1)

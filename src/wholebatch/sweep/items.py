@@ -21,10 +21,10 @@ class Items:
     starts: Tensor  # (items + 1,), where the vectors of each start, on the device
 
     @classmethod
-    def of(cls, items: Ragged, starts: Tensor, at: slice) -> Items:
+    def of(cls, items: Ragged, starts: Tensor, part: slice) -> Items:
         """Return consecutive ones of some items; `starts` are those of all of them."""
-        some = starts[at.start : at.stop + 1]
-        return cls(Ragged(Partition((at.stop - at.start,)), items.lengths[at]), some - some[0])
+        some = starts[part.start : part.stop + 1]
+        return cls(Ragged(Partition((part.stop - part.start,)), items.lengths[part]), some - some[0])
 
     @property
     def vectors(self) -> int:
@@ -45,12 +45,12 @@ class Items:
     def add_sums_(self, into: Tensor, numbers: Tensor, part: slice) -> None:
         """Add the sum of each item's rows of `numbers`, of the vectors in `part`: in a fixed order, also on a GPU."""
         ends = self.ragged.starts
-        at = slice(bisect_right(ends, part.start) - 1, bisect_left(ends, part.stop))
-        offsets = (self.starts[at] - part.start).clamp_(min=0)
-        into[at] += embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum")
+        items = slice(bisect_right(ends, part.start) - 1, bisect_left(ends, part.stop))
+        offsets = (self.starts[items] - part.start).clamp_(min=0)
+        into[items] += embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum")
 
 
-def numbers_on(of: Sequence[int], device: torch.device) -> Tensor:
+def numbers_on(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return integers on a device; no copy waits for a GPU."""
-    made = torch.tensor(of, dtype=torch.int64, device="cpu")
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)

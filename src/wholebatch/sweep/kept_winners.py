@@ -17,7 +17,7 @@ class KeptWinners:
         self, tile: tuple[int, int], dtype: torch.dtype, winners: tuple[int, int], integer: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:
         """Return the memory of the next tile, in the order of the sweep; None if that tile is not kept."""
-        parts = [self._part(shape, of) for shape, of in ((tile, dtype), (winners, integer))]
+        parts = [self._part(shape, entry_dtype) for shape, entry_dtype in ((tile, dtype), (winners, integer))]
         return None if parts[0] is None or parts[1] is None else (parts[0], parts[1])
 
     def _part(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:

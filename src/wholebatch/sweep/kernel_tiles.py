@@ -54,19 +54,19 @@ class NamedPairs:
         """Return S_ij, (k,), float64, from products in float32, without the driver's bias."""
         parts = zip(self.x.split(_WIDENED), self.y.split(_WIDENED), strict=True)
         products = [torch.mul(x.float(), y).sum(1, dtype=torch.float64) for x, y in parts]
-        found = (products[0] if len(products) == 1 else torch.cat(products)).mul_(self.scale)
+        logits = (products[0] if len(products) == 1 else torch.cat(products)).mul_(self.scale)
         if self.scales is not None:
-            found.mul_(self.scales)
-        return found if self.offsets is None else found.add_(self.offsets)
+            logits.mul_(self.scales)
+        return logits if self.offsets is None else logits.add_(self.offsets)
 
     def add_products_(self, entries: Tensor, u: Tensor | None, v: Tensor | None) -> None:
         """Add the products of these entries of dS, (k,), with Y to `u`, (b, d), and with X to `v`, (n, d)."""
         if self.scales is not None:
             entries = entries * self.scales
         entries = entries.float().unsqueeze(1)
-        for product, at, factor in ((u, self.rows, self.y), (v, self.cols, self.x)):
+        for product, part, factor in ((u, self.rows, self.y), (v, self.cols, self.x)):
             if product is not None:
-                product[at].addcmul_(factor, entries)
+                product[part].addcmul_(factor, entries)
 
 
 @dataclass(eq=False)
@@ -146,15 +146,15 @@ class KernelTiles:
 
     def of_gradients(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Yield each tile of the block whose dS a kernel writes."""
-        yield from self._of(block, _entries(block, self.driver.side, self.bytes_of_an_entry))
+        yield from self._launches(block, _entries(block, self.driver.side, self.bytes_of_an_entry))
 
     def of_sums(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Yield each tile of the block of which a kernel writes sums alone: mostly the whole block."""
         ours, theirs = self.bytes_of_an_entry
         parts = max(1, ours // self.dtype.itemsize)
-        yield from self._of(block, _entries(block, self.driver.side, (parts, theirs * _ENTRIES_OF_A_BYTE)))
+        yield from self._launches(block, _entries(block, self.driver.side, (parts, theirs * _ENTRIES_OF_A_BYTE)))
 
-    def _of(self, block: Block, entries: int) -> Iterator[tuple[Tile, kernels.TileInputs]]:
+    def _launches(self, block: Block, entries: int) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         terms, tf32 = self.row_terms, self.driver.precision.allows_tf32
         for tile in launches(block, entries, self.driver.side):
             rows, cols = tile.rows, tile.cols
@@ -178,16 +178,16 @@ class KernelTiles:
                 ),
             )
 
-    def _x(self, at: slice, *, beside_gradient: bool = False) -> Tensor:
+    def _x(self, rows: slice, *, beside_gradient: bool = False) -> Tensor:
         """Return rows of X as kernels read them, or in the dtype in which they are multiplied with dS."""
-        found = self._rows
-        if found is None or not (found[0].start <= at.start and at.stop <= found[0].stop):
+        kept = self._rows
+        if kept is None or not (kept[0].start <= rows.start and rows.stop <= kept[0].stop):
             driver, self._rows = self.driver, None  # free them before others are allocated
             fits = driver.index is None and driver.x.numel() * self.dtype.itemsize <= _WHOLE
-            these = slice(0, driver.count) if fits else at
-            found = self._rows = (these, [kernels.laid_out(driver.rows(these).to(self.dtype))])
-        start, factors = found[0].start, found[1]
-        return self._factor(factors, beside_gradient)[at.start - start : at.stop - start]
+            held = slice(0, driver.count) if fits else rows
+            kept = self._rows = (held, [kernels.laid_out(driver.rows(held).to(self.dtype))])
+        start, factors = kept[0].start, kept[1]
+        return self._factor(factors, beside_gradient)[rows.start - start : rows.stop - start]
 
     def _y(self, block: Block, *, beside_gradient: bool = False) -> Tensor:
         """Return the block's rows of Y in the same forms."""
@@ -244,7 +244,7 @@ class KernelTiles:
 
 def _entries(block: Block, side: int, bytes_of_an_entry: tuple[int, int]) -> int:
     """Return the entries of one launch: of so many bytes each, as many as a tile of plain PyTorch takes."""
-    rows, cols = (min(side, at.stop - at.start) for at in (block.rows, block.cols))
+    rows, cols = (min(side, part.stop - part.start) for part in (block.rows, block.cols))
     ours, theirs = bytes_of_an_entry
     return max(1, rows * cols) * theirs // ours
 

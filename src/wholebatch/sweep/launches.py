@@ -30,21 +30,21 @@ def launches(block: Block, entries: int, strip: int) -> Iterator[Tile]:
     >>> [tile.shape for tile in launches(block, 4096 * 16384, 4096)]
     [(4096, 16384), (4096, 16384)]
     """
-    rows, cols = (at.stop - at.start for at in (block.rows, block.cols))
+    rows, cols = (part.stop - part.start for part in (block.rows, block.cols))
     if block.triangle:
-        high = _even(rows, min(strip, isqrt(entries)))
+        high = _even_size(rows, min(strip, isqrt(entries)))
         wide = max(high, entries // max(1, high))
     else:
         high, wide = shape_of_tiles(rows, cols, entries)
     for row in range(block.rows.start, block.rows.stop, max(1, high)):
-        these = slice(row, min(row + high, block.rows.stop))
+        rows_of_tile = slice(row, min(row + high, block.rows.stop))
         col = block.cols.start
         if block.triangle:
-            square = slice(col + row - block.rows.start, col + these.stop - block.rows.start)
-            yield Tile(these, square, self_transposed=True)
+            square = slice(col + row - block.rows.start, col + rows_of_tile.stop - block.rows.start)
+            yield Tile(rows_of_tile, square, self_transposed=True)
             col = square.stop
         for first in range(col, block.cols.stop, max(1, wide)):
-            yield Tile(these, slice(first, min(first + wide, block.cols.stop)))
+            yield Tile(rows_of_tile, slice(first, min(first + wide, block.cols.stop)))
 
 
 def shape_of_tiles(rows: int, cols: int, entries: int) -> tuple[int, int]:
@@ -55,15 +55,15 @@ def shape_of_tiles(rows: int, cols: int, entries: int) -> tuple[int, int]:
     """
     high = min(rows, isqrt(entries))
     wide = min(cols, entries // max(1, high))
-    wide = _even(cols, wide)
-    high = _even(rows, min(rows, entries // max(1, wide)))
+    wide = _even_size(cols, wide)
+    high = _even_size(rows, min(rows, entries // max(1, wide)))
     return high, wide
 
 
-def _even(total: int, most: int) -> int:
+def _even_size(total: int, most: int) -> int:
     """Return a size of at most `most` that cuts `total` into the fewest parts, nearly equal; a multiple of 128 if big.
 
-    >>> _even(9000, 8192), _even(9000, 9000), _even(45, 30)
+    >>> _even_size(9000, 8192), _even_size(9000, 9000), _even_size(45, 30)
     (4608, 9000, 23)
     """
     if total <= most:

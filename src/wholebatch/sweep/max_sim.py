@@ -86,8 +86,8 @@ class MaxSimDriver(Driver):
     def tokens(self, tile: Tile, block: Block, start: int = 0) -> tuple[Tensor, Tensor]:
         """Return the tokens of a tile's rows and columns as they are; those of columns from feature `start` on."""
         first = self.columns.starts[block.cols.start]
-        at = self.columns.of(tile.cols)
-        cols = block.y[at.start - first : at.stop - first, start : start + self.width]
+        span = self.columns.of(tile.cols)
+        cols = block.y[span.start - first : span.stop - first, start : start + self.width]
         return self.x[self.items.of(tile.rows)], cols
 
     def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
@@ -128,9 +128,9 @@ class MaxSimDriver(Driver):
         assert self._winners is not None
         tokens, documents = self._sides(tile)
         first = self.columns.starts[block.cols.start]
-        at = self.columns.of(tile.cols)
+        span = self.columns.of(tile.cols)
         u = None if u is None else u[self.items.of(tile.rows)]
-        v = None if v is None else v[at.start - first : at.stop - first]
+        v = None if v is None else v[span.start - first : span.stop - first]
         of_rows, of_cols = (self._widened(factor) for factor in (x, y))
         if self.documents == "columns":
             self._scatter(grad, tokens, documents, (of_rows, of_cols), (u, v))
@@ -142,7 +142,7 @@ class MaxSimDriver(Driver):
         """Return tokens as a factor; their number differs from tile to tile, and so they have fresh memory."""
         if not self.precision.rounds(x):
             return (x,)
-        parts = [x.new_empty(x.shape, dtype=of) for of in self.precision.dtypes(x.dtype)]
+        parts = [x.new_empty(x.shape, dtype=dtype) for dtype in self.precision.dtypes(x.dtype)]
         return self.precision.split(x.to(self.dtype, copy=True) if len(parts) > 1 else x, parts)
 
     def _widened(self, factor: Factor) -> Tensor:
@@ -154,25 +154,25 @@ class MaxSimDriver(Driver):
     def _sides(self, tile: Tile) -> tuple[Items, Items]:
         """Return the queries of a tile, and its documents."""
         rows, cols = (
-            Items.of(all_items, self._starts[name], at)
-            for name, all_items, at in (("rows", self.items, tile.rows), ("cols", self.columns, tile.cols))
+            Items.of(all_items, self._starts[name], part)
+            for name, all_items, part in (("rows", self.items, tile.rows), ("cols", self.columns, tile.cols))
         )
         return (rows, cols) if self.documents == "columns" else (cols, rows)
 
     def _maxima(
-        self, queries: Factor, of: Factor, tokens: Items, documents: Items, s: Tensor, winners: Tensor | None
+        self, queries: Factor, vectors: Factor, tokens: Items, documents: Items, s: Tensor, winners: Tensor | None
     ) -> None:
         """Add the maxima of all query tokens to S, (queries, documents), and write down which tokens have won."""
-        integers = not self.pads and finite(queries, of)
+        integers = not self.pads and finite(queries, vectors)
         for part, some in self._parts(tokens.vectors, documents.ragged):
-            at, padded = documents.ragged.of(some), self._padded(documents, some)
+            span, padded = documents.ragged.of(some), self._padded(documents, some)
             left = tuple(factor[part] for factor in queries)
-            right = tuple(factor[at] if padded is None else factor[padded.flatten()] for factor in of)
-            found = self._product_memory(len(left[0]), len(right[0]))
-            self.precision.multiply(left, transposed(right), found)
+            right = tuple(factor[span] if padded is None else factor[padded.flatten()] for factor in vectors)
+            products = self._product_memory(len(left[0]), len(right[0]))
+            self.precision.multiply(left, transposed(right), products)
             lengths = groupby(documents.ragged.lengths[some])  # of documents that follow each other
             shapes = [(len([*run]), length) for length, run in lengths] if padded is None else [padded.shape]
-            best, place = maxima(found, shapes, places=winners is not None, integers=integers)
+            best, place = maxima(products, shapes, places=winners is not None, integers=integers)
             if winners is not None and place is not None:
                 winners[part, some] = place if padded is None else torch.minimum(place, documents.lengths[some] - 1)
             tokens.add_sums_(s[:, some], best, part)
@@ -181,8 +181,8 @@ class MaxSimDriver(Driver):
         """Return the tokens of some documents, (documents, longest), the last one repeated; None: without padding."""
         longest = max(documents.ragged.lengths[some])
         starts = documents.starts[some.start : some.stop + 1, None]
-        at = documents.ragged.of(some)
-        if not self.pads or longest * (len(starts) - 1) == at.stop - at.start:
+        span = documents.ragged.of(some)
+        if not self.pads or longest * (len(starts) - 1) == span.stop - span.start:
             return None
         return torch.minimum(starts[:-1] + torch.arange(longest, device=starts.device), starts[1:] - 1)
 
@@ -201,9 +201,9 @@ class MaxSimDriver(Driver):
         last, longest = first + 1, documents.lengths[first]
         while last < len(documents.lengths):
             longest = max(longest, documents.lengths[last])
-            there = documents.starts[last + 1] - documents.starts[first]
-            width = (last + 1 - first) * longest if self.pads else there
-            if width > most or width > max(_FEW_TOKENS, 2 * there):
+            tokens = documents.starts[last + 1] - documents.starts[first]
+            width = (last + 1 - first) * longest if self.pads else tokens
+            if width > most or width > max(_FEW_TOKENS, 2 * tokens):
                 break
             last += 1
         return last
@@ -234,20 +234,20 @@ class MaxSimDriver(Driver):
             part = slice(first, min(first + some, tokens.vectors))
             for start in range(0, count, step):
                 few = slice(start, min(start + step, count))
-                at, starts = documents.ragged.of(few), documents.starts[few]
-                index = self._winners[part, few].long().add_(starts - at.start)
+                span, starts = documents.ragged.of(few), documents.starts[few]
+                index = self._winners[part, few].long().add_(starts - span.start)
                 if first_copy is not None:
-                    index = (first_copy[at] - at.start)[index]
+                    index = (first_copy[span] - span.start)[index]
                 weights = grad[:, few].index_select(0, owners[part])
                 if into[0] is not None:
-                    into[0][part] += embedding_bag(index, features[1][at], per_sample_weights=weights, mode="sum")
+                    into[0][part] += embedding_bag(index, features[1][span], per_sample_weights=weights, mode="sum")
                 if into[1] is not None:
-                    _add_at_(into[1][at], index, weights, features[0][part])
+                    _add_at_(into[1][span], index, weights, features[0][part])
 
 
 def _add_at_(into: Tensor, index: Tensor, weights: Tensor, x: Tensor) -> None:
     """Add weights_tj x_t to the rows of `into` that `index`, (t, j), names: in a fixed order, also on a GPU."""
-    found, order = index.flatten().sort(stable=True)
-    starts = torch.searchsorted(found, torch.arange(len(into), device=found.device))
+    sorted_index, order = index.flatten().sort(stable=True)
+    starts = torch.searchsorted(sorted_index, torch.arange(len(into), device=sorted_index.device))
     of_x = order.div(index.shape[1], rounding_mode="floor")
     into += embedding_bag(of_x, x, starts, per_sample_weights=weights.flatten()[order], mode="sum")

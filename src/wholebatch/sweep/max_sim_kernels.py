@@ -43,10 +43,10 @@ class KernelMaxSimDriver(MaxSimDriver):
         return dtype if dtype in _DTYPES else None
 
     def _maxima(
-        self, queries: Factor, of: Factor, tokens: Items, documents: Items, s: Tensor, winners: Tensor | None
+        self, queries: Factor, vectors: Factor, tokens: Items, documents: Items, s: Tensor, winners: Tensor | None
     ) -> None:
         if self._in_kernels is None:
-            super()._maxima(queries, of, tokens, documents, s, winners)
+            super()._maxima(queries, vectors, tokens, documents, s, winners)
             return
         count, starts = s.shape[1], documents.starts.int()
         rows = max(1, self.budget.products // count)
@@ -54,7 +54,7 @@ class KernelMaxSimDriver(MaxSimDriver):
             part = slice(start, min(start + rows, tokens.vectors))
             best = self._product_memory(part.stop - start, count)
             features = kernels.TileInputs(
-                queries[0][part], of[0], None, kernels.Entries(), kernels.Entries(), 0, 0,
+                queries[0][part], vectors[0], None, kernels.Entries(), kernels.Entries(), 0, 0,
                 allows_tf32=self.precision.allows_tf32,
             )  # fmt: skip
             tile = kernels.TokenTile(features, starts, self.longest)

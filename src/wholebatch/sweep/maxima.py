@@ -52,42 +52,42 @@ def maxima(
     if integers:
         _maxima_of_bits(runs, best)
         return best, _first_places(scores, runs, best) if places else None
-    found = best.new_empty(best.shape, dtype=torch.int64) if places else None
-    for run, at in runs:
-        if found is None:
-            torch.amax(run, 2, out=best[:, at])
+    winners = best.new_empty(best.shape, dtype=torch.int64) if places else None
+    for run, documents in runs:
+        if winners is None:
+            torch.amax(run, 2, out=best[:, documents])
         else:
-            best[:, at], found[:, at] = run.max(2)
-    return best, found
+            best[:, documents], winners[:, documents] = run.max(2)
+    return best, winners
 
 
 def _maxima_of_bits(runs: list[tuple[Tensor, slice]], best: Tensor) -> None:
     """Write the maxima of finite scores, (tokens, documents, U) for each run, into the columns of its documents."""
     bits = best.view(_INTEGERS[best.dtype])
-    for run, at in runs:
-        torch.amax(run.view(bits.dtype), 2, out=bits[:, at])
+    for run, documents in runs:
+        torch.amax(run.view(bits.dtype), 2, out=bits[:, documents])
     negative = (bits < 0).any(0).tolist()
-    for run, at in runs:
-        if any(negative[at]):
-            of_run = bits[:, at]
+    for run, documents in runs:
+        if any(negative[documents]):
+            of_run = bits[:, documents]
             of_run.copy_(torch.where(of_run < 0, run.view(bits.dtype).amin(2), of_run))
 
 
 def _first_places(scores: Tensor, runs: list[tuple[Tensor, slice]], best: Tensor) -> Tensor:
     """Return where each document's maximum is first, as floats, from the maxima."""
-    left = _left(tuple((run.shape[1], run.shape[2]) for run, _ in runs), scores.dtype)
-    for run, at in runs:
-        run.sub_(best[:, at, None])
+    left = _tokens_left(tuple((run.shape[1], run.shape[2]) for run, _ in runs), scores.dtype)
+    for run, documents in runs:
+        run.sub_(best[:, documents, None])
     torch.add(left, scores.sign_(), alpha=max(run.shape[2] for run, _ in runs), out=scores)
     places = torch.empty_like(best)
-    for run, at in runs:
+    for run, documents in runs:
         bits = run.view(_INTEGERS[best.dtype]).amax(2)
-        torch.sub(run.shape[2], bits.view(best.dtype), out=places[:, at])
+        torch.sub(run.shape[2], bits.view(best.dtype), out=places[:, documents])
     return places
 
 
 @lru_cache(16)  # the parts of a tile have the same documents one after the other
-def _left(shapes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
+def _tokens_left(shapes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
     """Return how many tokens of its document are left from each token on."""
     left = [number for count, length in shapes for number in [*range(length, 0, -1)] * count]
     return torch.tensor(left, dtype=dtype, device="cpu")

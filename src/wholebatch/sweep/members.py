@@ -45,48 +45,49 @@ def members(entries: Entries, cols: int, device: torch.device) -> Members | None
     tensor([[ 2, -1,  1]], dtype=torch.int32)
     """
     if isinstance(entries, Diagonals):
-        return _naming(_on_diagonals(entries.diagonals, cols, device)) if entries.diagonals else Members()
+        return _named_members(_rows_on_diagonals(entries.diagonals, cols, device)) if entries.diagonals else Members()
     if isinstance(entries, NamedRows):
-        return _naming(entries.rows.T.to(device, torch.int32).contiguous())
+        return _named_members(entries.rows.T.to(device, torch.int32).contiguous())
     if isinstance(entries, EqualIds):
         but = Members() if entries.but is None else members(entries.but, cols, device)
         if but is None or but.ids != NO_IDS:
             return None
-        return Members(but.named, EQUAL_IDS_BUT, *_numbered(entries.rows, entries.cols))
+        return Members(but.named, EQUAL_IDS_BUT, *_number_ids(entries.rows, entries.cols))
     if isinstance(entries, Union) and len(entries.sets) == 2:
         beside, equal = entries.sets
         # The sets of a union are disjoint, so `equal` leaves the named entries out. OR_EQUAL_IDS adds them again.
         if isinstance(equal, EqualIds) and equal.but is beside:
-            found = members(equal, cols, device)
-            return None if found is None else replace(found, ids=OR_EQUAL_IDS)
+            named = members(equal, cols, device)
+            return None if named is None else replace(named, ids=OR_EQUAL_IDS)
     return None
 
 
-def _naming(rows: Tensor) -> Members | None:
+def _named_members(rows: Tensor) -> Members | None:
     return Members(rows) if len(rows) <= _NAMES else None
 
 
 @lru_cache(maxsize=64)
-def _on_diagonals(diagonals: tuple[Diagonal, ...], cols: int, device: torch.device) -> Tensor:
+def _rows_on_diagonals(diagonals: tuple[Diagonal, ...], cols: int, device: torch.device) -> Tensor:
     """Return each column's rows on diagonals, (k, B), int32; those of diagonals without a common column are one row.
 
     They are made once for all calls of a form. A call must not change them.
     """
-    made: list[tuple[Tensor, list[Diagonal]]] = []
-    for at in diagonals:
-        apart = (of for of in made if all(at.col >= b.col + b.length or b.col >= at.col + at.length for b in of[1]))
+    rows: list[tuple[Tensor, list[Diagonal]]] = []
+    for diagonal in diagonals:
+        start, end = diagonal.col, diagonal.col + diagonal.length
+        apart = (row for row in rows if all(start >= b.col + b.length or b.col >= end for b in row[1]))
         named, others = next(apart, (torch.full((cols,), -1, dtype=torch.int32, device=device), []))
-        torch.arange(at.row, at.row + at.length, out=named[at.col : at.col + at.length])
-        others.append(at)
+        torch.arange(diagonal.row, diagonal.row + diagonal.length, out=named[start:end])
+        others.append(diagonal)
         if len(others) == 1:
-            made.append((named, others))
-    return torch.stack([named for named, _ in made])
+            rows.append((named, others))
+    return torch.stack([named for named, _ in rows])
 
 
-def _numbered(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+def _number_ids(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids as int32: the place of each in the sorted list of all. No count is read back from the device.
 
-    >>> _numbered(torch.tensor([2**40, 5]), torch.tensor([5, 7, 2**40]))
+    >>> _number_ids(torch.tensor([2**40, 5]), torch.tensor([5, 7, 2**40]))
     (tensor([3, 0], dtype=torch.int32), tensor([0, 2, 3], dtype=torch.int32))
     """
     in_order = torch.cat([rows, cols]).sort().values

@@ -47,18 +47,18 @@ class NestedSweep:
     def sums(self, block: Block, rows: Tensor, targets: Tensor, cols: Tensor | None) -> None:
         """Add exponentials to `rows` (b, parts) and `cols` (n, parts), and positives' logits to `targets`."""
         for tile, x, y in self.driver.tiles(block):
-            at, excluded = (
+            positives, excluded = (
                 entries.within(tile, self.driver.x.device) for entries in (self.pairs.positive, self.pairs.excluded)
             )
-            here = relative(tile.cols, block)
+            block_cols = relative(tile.cols, block)
             for part in range(len(self.dims)):
                 logits = self._logits(part, tile, x, y, block)
-                if at is not None:
-                    targets[tile.rows, part].index_add_(0, at[0], logits[at].to(targets.dtype))
-                exponentials = self._exponentials(logits, at, excluded)
+                if positives is not None:
+                    targets[tile.rows, part].index_add_(0, positives[0], logits[positives].to(targets.dtype))
+                exponentials = self._exponentials(logits, positives, excluded)
                 rows[tile.rows, part] += exponentials.sum(1)
                 if cols is not None:
-                    cols[here, part] += exponentials.sum(0)
+                    cols[block_cols, part] += exponentials.sum(0)
 
     def gradients(
         self,
@@ -85,26 +85,26 @@ class NestedSweep:
         """
         dtype, precision = self.driver.dtype, self.driver.precision
         for tile, x, y in self.driver.tiles(block):
-            at, excluded = (
+            positives, excluded = (
                 entries.within(tile, self.driver.x.device) for entries in (self.pairs.positive, self.pairs.excluded)
             )
-            here, inverse = relative(tile.cols, block), self._inverse(block)
+            block_cols, inverse = relative(tile.cols, block), self._inverse(block)
             for part in range(len(self.dims)):
                 grad = self.driver.spare(tile, part).copy_(self._logits(part, tile, x, y, block))
-                exponentials = self._exponentials(self.driver.scratch(tile), at, excluded)
+                exponentials = self._exponentials(self.driver.scratch(tile), positives, excluded)
                 factor = rows[tile.rows, part].to(dtype).unsqueeze(1)
                 if cols is not None:
-                    of_part = cols[here, part].to(dtype)
+                    of_part = cols[block_cols, part].to(dtype)
                     factor = torch.add(factor, of_part, out=self.driver.spare(tile, len(self.dims)))
                 weights = exponentials.mul_(factor)
-                if at is not None:
-                    weights[at] = targets[tile.rows, part][at[0]].to(dtype)
+                if positives is not None:
+                    weights[positives] = targets[tile.rows, part][positives[0]].to(dtype)
                 grad.mul_(weights)
                 of_rows[tile.rows, part] += grad.sum(1)
                 if of_cols is not None:
-                    of_cols[here, part] += grad.sum(0)
+                    of_cols[block_cols, part] += grad.sum(0)
                 torch.mul(weights, self._rows[tile.rows, part].unsqueeze(1), out=grad)
-                grad.mul_(inverse[here, part])
+                grad.mul_(inverse[block_cols, part])
             for part in reversed(range(len(self.dims))):
                 grad = self.driver.spare(tile, part)
                 if part + 1 < len(self.dims):
@@ -114,7 +114,7 @@ class NestedSweep:
                 if u is not None:
                     precision.multiply(of_grad, columns(y, features), u[tile.rows, features], add=True)
                 if v is not None:
-                    precision.multiply(transposed(of_grad), columns(x, features), v[here, features], add=True)
+                    precision.multiply(transposed(of_grad), columns(x, features), v[block_cols, features], add=True)
 
     def _logits(self, part: int, tile: Tile, x: Factor, y: Factor, block: Block) -> Tensor:
         """Return the tile of S^l, in the scratch tile; the products of parts so far stay in the driver's buffer."""
@@ -128,8 +128,8 @@ class NestedSweep:
     def _inverse(self, block: Block) -> Tensor:
         return block.y[:, self.driver.width :]
 
-    def _exponentials(self, logits: Tensor, at: Index | None, excluded: Index | None) -> Tensor:
-        for left_out in (at, excluded):
+    def _exponentials(self, logits: Tensor, positives: Index | None, excluded: Index | None) -> Tensor:
+        for left_out in (positives, excluded):
             if left_out is not None:
                 logits[left_out] = float("-inf")
         return logits.sub_(self.shift).exp_()

@@ -48,12 +48,12 @@ class KernelNestedSweep(NestedSweep):
             return
         self._tiles.set_numbers(self.shift)
         for tile, inputs in self._tiles.of_sums(block):
-            here = relative(tile.cols, block)
+            block_cols = relative(tile.cols, block)
             of_rows, of_targets, of_cols = kernels.nested_sums(self._nested(tile, inputs, block), cols=cols is not None)
             rows[tile.rows].add_(of_rows.T)
             targets[tile.rows].add_(of_targets.T)
             if cols is not None and of_cols is not None:
-                cols[here].add_(of_cols.T)
+                cols[block_cols].add_(of_cols.T)
 
     def gradients(
         self,
@@ -72,11 +72,11 @@ class KernelNestedSweep(NestedSweep):
         self._tiles.set_numbers(self.shift)
         precision = self.driver.precision
         for tile, inputs in self._tiles.of_gradients(block):
-            here, grads = relative(tile.cols, block), self._tiles.gradient(tile, len(self.dims))
+            block_cols, grads = relative(tile.cols, block), self._tiles.gradient(tile, len(self.dims))
             weights = kernels.NestedWeights(
-                _by_part(rows[tile.rows]),
-                _by_part(targets[tile.rows]),
-                None if cols is None else _by_part(cols[here]),
+                _transpose(rows[tile.rows]),
+                _transpose(targets[tile.rows]),
+                None if cols is None else _transpose(cols[block_cols]),
             )
             rows_totals, cols_totals = kernels.nested_gradient(
                 self._nested(tile, inputs, block),
@@ -86,18 +86,18 @@ class KernelNestedSweep(NestedSweep):
             )
             of_rows[tile.rows].add_(rows_totals.T)
             if of_cols is not None and cols_totals is not None:
-                of_cols[here].add_(cols_totals.T)
+                of_cols[block_cols].add_(cols_totals.T)
             for grad, features in zip(grads, self._parts, strict=True):
                 if u is not None:
                     precision.multiply((grad,), (inputs.y[:, features],), u[tile.rows, features], add=True)
                 if v is not None:
-                    precision.multiply((grad.T,), (inputs.x[:, features],), v[here, features], add=True)
+                    precision.multiply((grad.T,), (inputs.x[:, features],), v[block_cols, features], add=True)
 
     def _nested(self, tile: Tile, inputs: kernels.TileInputs, block: Block) -> kernels.NestedTile:
         col_scales = self._inverse(block)[relative(tile.cols, block)]
-        return kernels.NestedTile(inputs, self._ends, _by_part(self._rows[tile.rows]), _by_part(col_scales))
+        return kernels.NestedTile(inputs, self._ends, _transpose(self._rows[tile.rows]), _transpose(col_scales))
 
 
-def _by_part(x: Tensor) -> Tensor:
+def _transpose(x: Tensor) -> Tensor:
     """Transpose (n, parts) to (parts, n), float32."""
     return x.T.float().contiguous()

@@ -49,7 +49,7 @@ class Diagonals:
 
     def __init__(self, *diagonals: Diagonal) -> None:
         self.diagonals = diagonals
-        self.places = tuple((at.row, at.col, at.length) for at in diagonals)
+        self.places = tuple((diagonal.row, diagonal.col, diagonal.length) for diagonal in diagonals)
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
         parts = [diagonal.within(tile) for diagonal in self.diagonals]
@@ -81,9 +81,9 @@ class EqualIds:
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
         mask = self.rows[tile.rows, None] == self.cols[None, tile.cols]
-        at = self.but.within(tile, device) if self.but is not None else None
-        if at is not None:
-            mask[at] = False
+        left_out = self.but.within(tile, device) if self.but is not None else None
+        if left_out is not None:
+            mask[left_out] = False
         rows, cols = mask.nonzero(as_tuple=True)
         return (rows, cols) if len(rows) else None
 
@@ -105,8 +105,8 @@ class NamedRows:
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
         rows = self.rows[tile.cols]
-        at = ((rows >= tile.rows.start) & (rows < tile.rows.stop)).nonzero(as_tuple=True)
-        return (rows[at] - tile.rows.start, at[0]) if len(at[0]) else None
+        cols = ((rows >= tile.rows.start) & (rows < tile.rows.stop)).nonzero(as_tuple=True)
+        return (rows[cols] - tile.rows.start, cols[0]) if len(cols[0]) else None
 
 
 class Union:
@@ -120,10 +120,10 @@ class Union:
         return all(entries.few for entries in self.sets)
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
-        found = [at for at in (entries.within(tile, device) for entries in self.sets) if at is not None]
-        if not found:
+        indices = [index for index in (entries.within(tile, device) for entries in self.sets) if index is not None]
+        if not indices:
             return None
-        rows, cols = zip(*found, strict=True)
+        rows, cols = zip(*indices, strict=True)
         return torch.cat(rows), torch.cat(cols)
 
 
@@ -152,5 +152,5 @@ def _kind(entries: Entries | None) -> str:
         return "none"
     inside: list[Entries | None] = [*entries.sets] if isinstance(entries, Union) else []
     inside += [entries.but] if isinstance(entries, EqualIds) else []
-    of = f" of {' and '.join(map(_kind, inside))}" if inside else ""
-    return f"{type(entries).__name__}{of}"
+    contents = f" of {' and '.join(map(_kind, inside))}" if inside else ""
+    return f"{type(entries).__name__}{contents}"

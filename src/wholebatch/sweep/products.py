@@ -184,16 +184,16 @@ def transposed(factor: Factor) -> Factor:
     return tuple(part.T for part in factor)
 
 
-def columns(factor: Factor, at: slice) -> Factor:
+def columns(factor: Factor, cols: slice) -> Factor:
     """Return some columns of a factor."""
-    return tuple(part[:, at] for part in factor)
+    return tuple(part[:, cols] for part in factor)
 
 
-def rows_of(factor: Factor, at: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_of(factor: Factor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Return some rows of a factor, (k, n), in a wider dtype."""
-    total = factor[0][at].to(dtype)
+    total = factor[0][index].to(dtype)
     for part in factor[1:]:
-        total += part[at]
+        total += part[index]
     return total
 
 
@@ -282,12 +282,12 @@ def _round_to_tf32_(x: Tensor) -> Tensor:
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
     """Let CUDA multiply float32 in TF32 inside, or not."""
-    settings, wanted = torch.backends.cuda.matmul, "tf32" if allowed else "ieee"
+    settings, precision = torch.backends.cuda.matmul, "tf32" if allowed else "ieee"
     before = settings.fp32_precision
-    if before == wanted:
+    if before == precision:
         yield
         return
-    settings.fp32_precision = wanted
+    settings.fp32_precision = precision
     try:
         yield
     finally:

@@ -32,31 +32,30 @@ class RankingSweep:
 
     def __init__(self, driver: Driver, pairs: Pairs, most: int, temperature: float) -> None:
         self.driver, self.pairs, self.most, self.temperature = driver, pairs, most, temperature
-        self._seen = torch.zeros(len(driver.x), dtype=torch.int64, device=driver.x.device)
+        self._seen_counts = torch.zeros(len(driver.x), dtype=torch.int64, device=driver.x.device)
 
     def similarities(self, block: Block, out: Tensor) -> None:
         """Write the similarities of the block's positives into their slots, (b, P)."""
         for tile, x, y in self.driver.tiles(block):
             similarities = self.driver.logits(tile, x, y)
-            at, slots = self._positives(tile)
-            if at is not None:
-                out[tile.rows.start + at[0], slots] = similarities[at]
+            positives, slots = self._positives(tile)
+            if positives is not None:
+                out[tile.rows.start + positives[0], slots] = similarities[positives]
 
     def sums(self, block: Block, positive_similarities: Tensor, sums: Tensor) -> None:
         """Add the block's part of the sums of s (all_ip, positive_ip) and of s': `sums` is (4, b, P)."""
         for tile, x, y in self.driver.tiles(block):
             similarities = self.driver.logits(tile, x, y)
-            at, slots = self._positives(tile)
+            positives, slots = self._positives(tile)
             excluded = self.pairs.excluded.within(tile, similarities.device)
             for slot in range(self.most):
-                larger = self._larger(tile, similarities, positive_similarities, slot, excluded, at, slots)
-                slopes = torch.addcmul(
-                    larger, larger, larger, value=-1, out=self.driver.spare(tile)
-                )  # t s' = s (1 - s)
-                for which, numbers in enumerate((larger, slopes)):
-                    sums[2 * which, tile.rows, slot] += numbers.sum(1)
-                    if at is not None:
-                        sums[2 * which + 1, tile.rows, slot].index_add_(0, at[0], numbers[at].to(sums.dtype))
+                larger = self._larger(tile, similarities, positive_similarities, slot, excluded, positives, slots)
+                # t s' = s (1 - s)
+                slopes = torch.addcmul(larger, larger, larger, value=-1, out=self.driver.spare(tile))
+                for i, numbers in enumerate((larger, slopes)):
+                    sums[2 * i, tile.rows, slot] += numbers.sum(1)
+                    if positives is not None:
+                        sums[2 * i + 1, tile.rows, slot].index_add_(0, positives[0], numbers[positives].to(sums.dtype))
 
     def gradients(
         self,
@@ -81,34 +80,34 @@ class RankingSweep:
         """
         for tile, x, y in self.driver.tiles(block):
             similarities = self.driver.logits(tile, x, y)
-            at, slots = self._positives(tile)
+            positives, slots = self._positives(tile)
             excluded = self.pairs.excluded.within(tile, similarities.device)
             grad = self.driver.spare(tile, 1).zero_()
             for slot in range(self.most):
-                larger = self._larger(tile, similarities, positive_similarities, slot, excluded, at, slots)
+                larger = self._larger(tile, similarities, positive_similarities, slot, excluded, positives, slots)
                 slopes = torch.addcmul(larger, larger, larger, value=-1, out=self.driver.spare(tile))
                 grad.addcmul_(slopes, grad_all[tile.rows, slot].unsqueeze(1))
-                if at is not None:
-                    grad[at] += slopes[at] * grad_positive[tile.rows, slot][at[0]]
-            if at is not None:
-                grad[at] += grad_compared[tile.rows][at[0], slots]
+                if positives is not None:
+                    grad[positives] += slopes[positives] * grad_positive[tile.rows, slot][positives[0]]
+            if positives is not None:
+                grad[positives] += grad_compared[tile.rows][positives[0], slots]
             self.driver.products(grad, tile, x, y, block, u, v)
 
     def _positives(self, tile: Tile) -> tuple[Index | None, Tensor]:
         """Return the tile's positives, and the number of each one's slot: its row's positives in order of the pass."""
-        at = self.pairs.positive.within(tile, self.driver.x.device)
-        if at is None:
-            return None, self._seen[:0]
-        rows = at[0]
-        seen = self._seen[tile.rows]
+        positives = self.pairs.positive.within(tile, self.driver.x.device)
+        if positives is None:
+            return None, self._seen_counts[:0]
+        rows = positives[0]
+        seen_counts = self._seen_counts[tile.rows]
         ordered = rows.argsort(stable=True)
-        counts = torch.bincount(rows, minlength=len(seen))
+        counts = torch.bincount(rows, minlength=len(seen_counts))
         first = counts.cumsum(0) - counts
         slots = torch.empty_like(rows)
         slots[ordered] = torch.arange(len(rows), device=rows.device) - first[rows[ordered]]
-        slots += seen[rows]
-        seen += counts
-        return at, slots
+        slots += seen_counts[rows]
+        seen_counts += counts
+        return positives, slots
 
     def _larger(
         self,
@@ -117,7 +116,7 @@ class RankingSweep:
         positive_similarities: Tensor,
         slot: int,
         excluded: Index | None,
-        at: Index | None,
+        positives: Index | None,
         slots: Tensor,
     ) -> Tensor:
         """Return s(S_ij - S_ip) for the positive p in `slot`, 0 for a j that does not count; in the scratch tile."""
@@ -125,7 +124,7 @@ class RankingSweep:
         larger = torch.sub(similarities, compared, out=self.driver.scratch(tile)).div_(self.temperature).sigmoid_()
         if excluded is not None:
             larger[excluded] = 0
-        if at is not None:
+        if positives is not None:
             itself = slots == slot
-            larger[at[0][itself], at[1][itself]] = 0
+            larger[positives[0][itself], positives[1][itself]] = 0
         return larger

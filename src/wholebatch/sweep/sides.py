@@ -16,8 +16,8 @@ class Sums:
     shift: Tensor | float  # one for all rows, or (n,)
     fields: Mapping[str, Tensor]  # each (n,)
 
-    def __getitem__(self, at: slice) -> Sums:
-        return Sums(_at(self.shift, at), {name: field[at] for name, field in self.fields.items()})
+    def __getitem__(self, part: slice) -> Sums:
+        return Sums(_part_of(self.shift, part), {name: field[part] for name, field in self.fields.items()})
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Weights:
     of_targets: Tensor | None  # t_i
     of_logits: Tensor | None  # m_i
 
-    def __getitem__(self, at: slice) -> Weights:
-        targets, logits = (None if x is None else x[at] for x in (self.of_targets, self.of_logits))
-        return Weights(_at(self.shift, at), self.of_exponentials[at], targets, logits)
+    def __getitem__(self, part: slice) -> Weights:
+        targets, logits = (None if x is None else x[part] for x in (self.of_targets, self.of_logits))
+        return Weights(_part_of(self.shift, part), self.of_exponentials[part], targets, logits)
 
     def named(self) -> dict[str, Tensor]:
         """Return the derivatives that are not None, under the names of the fields of :class:`Sums`."""
@@ -47,8 +47,8 @@ class Weights:
         """Return the weights of other columns, from their `stacked` form."""
         remaining = iter(rows)
         parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
-        found = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
-        exponentials, targets, logits, shift = found
+        values = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
+        exponentials, targets, logits, shift = values
         assert isinstance(exponentials, Tensor)
         assert not isinstance(targets, float)
         assert not isinstance(logits, float)
@@ -63,5 +63,5 @@ def one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> float
     return None if isinstance(side.shift, Tensor) else side.shift
 
 
-def _at(shift: Tensor | float, at: slice) -> Tensor | float:
-    return shift[at] if isinstance(shift, Tensor) else shift
+def _part_of(shift: Tensor | float, part: slice) -> Tensor | float:
+    return shift[part] if isinstance(shift, Tensor) else shift

@@ -39,23 +39,23 @@ class SigmoidSweep:
         """Add a block's losses, dS Y to `u` (b, d), dS^T X to `v` (n, d), and with `bias` the sum of dS."""
         for tile, x, y in self.driver.tiles(block):
             m = self.driver.logits(tile, x, y)
-            at = self.pairs.positive.within(tile, m.device)
+            positives = self.pairs.positive.within(tile, m.device)
             excluded = self.pairs.excluded.within(tile, m.device)
-            if at is not None:
-                m[at] *= -1
+            if positives is not None:
+                m[positives] *= -1
             if excluded is not None:
                 m[excluded] = float("-inf")
             self._add_softplus(m, tile)
             if u is None and v is None and not bias:
                 continue
             grad = m.sigmoid_()
-            if at is not None:
-                grad[at] *= -1
+            if positives is not None:
+                grad[positives] *= -1
             if self._weights is not None:
                 grad.mul_(self._weights[tile.rows])
             if bias:
                 self.grad_bias += grad.sum(1).sum(dtype=self.grad_bias.dtype)
-            pairs = (at, grad[at]) if at is not None and self.pairs.positive.few else None
+            pairs = (positives, grad[positives]) if positives is not None and self.pairs.positive.few else None
             self.driver.products(grad, tile, x, y, block, u, v, pairs)
 
     def _add_softplus(self, m: Tensor, tile: Tile) -> None:

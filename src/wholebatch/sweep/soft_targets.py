@@ -40,14 +40,14 @@ class SoftTargetSweep:
         """
         for tile, x, y in self.driver.tiles(block):
             logits = self.driver.logits(tile, x, y)
-            here = relative(tile.cols, block)
+            block_cols = relative(tile.cols, block)
             targets = self._targets(tile, block)
-            for (lse, near, sums), at, dim in ((rows, tile.rows, 1), (cols, here, 0)):
-                weights = torch.sub(targets, _at(lse, at, dim, targets), out=self.driver.scratch(tile)).exp_()
-                away = torch.sub(logits, _at(near, at, dim, logits), out=self.teacher.scratch(tile))
-                sums[at, 1] += weights.sum(dim)
-                sums[at, 0] += weights.mul_(away).sum(dim)
-                sums[at, 2] += away.exp_().sum(dim)
+            for (lse, near, sums), part, dim in ((rows, tile.rows, 1), (cols, block_cols, 0)):
+                weights = torch.sub(targets, _part_as(lse, part, dim, targets), out=self.driver.scratch(tile)).exp_()
+                away = torch.sub(logits, _part_as(near, part, dim, logits), out=self.teacher.scratch(tile))
+                sums[part, 1] += weights.sum(dim)
+                sums[part, 0] += weights.mul_(away).sum(dim)
+                sums[part, 2] += away.exp_().sum(dim)
 
     def gradients(self, block: Block, rows: Sides, cols: Sides, u: Tensor | None, v: Tensor | None) -> None:
         """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), unless they are None.
@@ -55,14 +55,14 @@ class SoftTargetSweep:
         dS_ij = c_i exp(S_ij - C_i) - a_i exp(T_ij - A_i), plus the same of columns; a side is ((C, c), (A, a)).
         """
         for tile, x, y in self.driver.tiles(block):
-            here = relative(tile.cols, block)
+            part = relative(tile.cols, block)
             logits = self.driver.logits(tile, x, y)
             targets = self._targets(tile, block)
             grad, scratch = self.driver.scratch(tile), self.teacher.scratch(tile)
             _weighted(logits, rows[0], tile.rows, 1, out=grad).sub_(
                 _weighted(targets, rows[1], tile.rows, 1, out=scratch)
             )
-            _weighted(logits, cols[0], here, 0, out=logits).sub_(_weighted(targets, cols[1], here, 0, out=targets))
+            _weighted(logits, cols[0], part, 0, out=logits).sub_(_weighted(targets, cols[1], part, 0, out=targets))
             self.driver.products(grad.add_(logits), tile, x, y, block, u, v)
 
     def _targets(self, tile: Tile, block: Block) -> Tensor:
@@ -72,11 +72,11 @@ class SoftTargetSweep:
         return self.teacher.logits(tile, of_x, self.teacher.factor("y", y))
 
 
-def _weighted(logits: Tensor, side: tuple[Tensor, Tensor], at: slice, dim: int, *, out: Tensor) -> Tensor:
+def _weighted(logits: Tensor, side: tuple[Tensor, Tensor], part: slice, dim: int, *, out: Tensor) -> Tensor:
     """Return exp(logits - lse) times a factor, with one pair (lse, factor) for each row (dim 1) or column (dim 0)."""
-    lse, factor = (_at(numbers, at, dim, logits) for numbers in side)
+    lse, factor = (_part_as(numbers, part, dim, logits) for numbers in side)
     return torch.sub(logits, lse, out=out).exp_().mul_(factor)
 
 
-def _at(numbers: Tensor, at: slice, dim: int, like: Tensor) -> Tensor:
-    return numbers[at].to(like.dtype).unsqueeze(dim)
+def _part_as(numbers: Tensor, part: slice, dim: int, like: Tensor) -> Tensor:
+    return numbers[part].to(like.dtype).unsqueeze(dim)

@@ -69,25 +69,26 @@ class SoftmaxSweep:
         """Raise `rows` (b,) and `cols` (n,), unless None, to the largest logits of the block's candidates."""
         for tile, x, y in self.driver.tiles(block):
             logits = self._candidates(tile, block, x, y).logits
-            for largest, at, dim in _sides(tile, block, rows, cols):
-                largest[at] = torch.maximum(largest[at], logits.amax(dim))
+            for largest, part, dim in _sides(tile, block, rows, cols):
+                largest[part] = torch.maximum(largest[part], logits.amax(dim))
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
         """Add the block's part to the fields of `rows` and `cols`, unless None."""
         shift = one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
-            sides = [(side[at], dim) for side, at, dim in _sides(tile, block, rows, cols)]
+            sides = [(side[part], dim) for side, part, dim in _sides(tile, block, rows, cols)]
             entries = self._candidates(tile, block, x, y)
             for side, dim in sides:
                 self._sum_logits(entries, side.fields, dim)
             if shift is None:
                 for side, dim in sides:
-                    self._sum_exponentials(self._exp(entries.logits, side.shift, tile, dim), entries.at, [(side, dim)])
+                    exponentials = self._exp(entries.logits, side.shift, tile, dim)
+                    self._sum_exponentials(exponentials, entries.positives, [(side, dim)])
                 continue
             exponentials = _exp_(entries.logits, shift)
             if self.kept is not None:
                 self.kept.keep(exponentials)
-            self._sum_exponentials(exponentials, entries.at, sides)
+            self._sum_exponentials(exponentials, entries.positives, sides)
 
     def gradients(
         self,
@@ -119,7 +120,7 @@ class SoftmaxSweep:
     def _candidates(self, tile: Tile, block: Block, x: Factor, y: Factor, *, slope: bool = False) -> _Entries:
         """Return the tile of S, with -inf for entries that are no candidates; with `slope`, also the transform's."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
-        at = selection.pairs.positive.within(tile, self._device)
+        positives = selection.pairs.positive.within(tile, self._device)
         if selection.best_of > 1:
             _keep_largest_of_group_(logits, selection.best_of)
         slopes = None
@@ -129,23 +130,23 @@ class SoftmaxSweep:
             selection.transform.transform_(logits, tile.cols)
         if selection.offsets is not None:
             logits.add_(selection.offsets[tile.rows, None])
-        values = None if at is None else logits[at]
+        values = None if positives is None else logits[positives]
         candidates = values
         if selection.ceiling is not None:
             compared = logits if selection.guide is None else self._guide(selection.guide, tile, block)
             logits.masked_fill_(compared > selection.ceiling[tile.rows, None], float("-inf"))
         if selection.floor is not None:
             logits.masked_fill_(logits <= selection.floor[tile.rows, None], float("-inf"))
-            if at is not None:
-                candidates = logits[at]
+            if positives is not None:
+                candidates = logits[positives]
         excluded = selection.pairs.excluded.within(tile, self._device)
         if excluded is not None:
             logits[excluded] = float("-inf")
         if selection.over == "positives":
             logits.fill_(float("-inf"))
-        if at is not None and candidates is not None:
-            logits[at] = float("-inf") if selection.over == "negatives" else candidates
-        return _Entries(logits, at, values, slopes)
+        if positives is not None and candidates is not None:
+            logits[positives] = float("-inf") if selection.over == "negatives" else candidates
+        return _Entries(logits, positives, values, slopes)
 
     def _guide(self, guide: Tensor, tile: Tile, block: Block) -> Tensor:
         """Return the guide's similarities, in the scratch tile; a row of Y ends with its guide features."""
@@ -154,29 +155,29 @@ class SoftmaxSweep:
 
     def _sum_logits(self, entries: _Entries, fields: Mapping[str, Tensor], dim: int) -> None:
         """Update the fields that are sums or maxima of the logits themselves."""
-        logits, at, values = entries.logits, entries.at, entries.values
-        if "target" in fields and at is not None and values is not None:
-            fields["target"].index_add_(0, at[1 - dim], values.to(self._wide))
+        logits, positives, values = entries.logits, entries.positives, entries.values
+        if "target" in fields and positives is not None and values is not None:
+            fields["target"].index_add_(0, positives[1 - dim], values.to(self._wide))
         if "logits" in fields:
             candidate = logits > float("-inf")
             fields["count"].add_(candidate.sum(dim))
             fields["logits"].add_(torch.where(candidate, logits, 0.0).sum(dim))
         if "largest" in fields:
-            has_positives = self.selection.over == "all" and at is not None
+            has_positives = self.selection.over == "all" and positives is not None
             if has_positives:
-                kept, logits[at] = logits[at], float("-inf")
+                kept, logits[positives] = logits[positives], float("-inf")
             fields["largest"].copy_(torch.maximum(fields["largest"], logits.amax(dim)))
             if has_positives:
-                logits[at] = kept
+                logits[positives] = kept
 
-    def _sum_exponentials(self, exponentials: Tensor, at: Index | None, sides: list[tuple[Sums, int]]) -> None:
+    def _sum_exponentials(self, exponentials: Tensor, positives: Index | None, sides: list[tuple[Sums, int]]) -> None:
         """Update the fields that are sums of exponentials; with 'squares' the exponentials are overwritten."""
         for side, dim in sides:
             side.fields["sum"].add_(exponentials.sum(dim))
         if not any("squares" in side.fields for side, _ in sides):
             return
-        if at is not None and self.selection.over == "all":
-            exponentials[at] = 0.0
+        if positives is not None and self.selection.over == "all":
+            exponentials[positives] = 0.0
         for side, dim in sides:
             side.fields["negatives"].add_(exponentials.sum(dim))
         squares = exponentials.to(self._wide).square_()  # wide: the exponentials may be near the largest float32
@@ -204,16 +205,15 @@ class SoftmaxSweep:
         if kept is None:
             entries = self._candidates(tile, block, x, y, slope=True)
         else:
-            at = self.selection.pairs.positive.within(tile, self._device)
-            entries = _Entries(kept, at)
-        at, exponentials = entries.at, entries.logits
+            entries = _Entries(kept, self.selection.pairs.positive.within(tile, self._device))
+        positives, exponentials = entries.positives, entries.logits
         uniform = [side.of_logits.unsqueeze(dim) for side, dim in sides if side.of_logits is not None]
         candidate = exponentials > float("-inf") if uniform else None
         if kept is None and shift is not None:
             _exp_(exponentials, shift)
         elif kept is not None and kept.dtype != self.driver.dtype:
             exponentials = self.driver.buffer(tile).copy_(kept)
-        pair_grad = None if at is None else self._pair_gradient(exponentials, at, sides)
+        pair_grad = None if positives is None else self._pair_gradient(exponentials, positives, sides)
 
         if shift is None:
             grad = self._weighted_by_local_shifts(exponentials, tile, sides)
@@ -226,27 +226,27 @@ class SoftmaxSweep:
         if candidate is not None:
             for weight in uniform:
                 grad.add_(torch.where(candidate, weight.to(grad.dtype), 0.0))
-        if at is None or pair_grad is None:
+        if positives is None or pair_grad is None:
             return grad, entries.slope, None
         if self.selection.pairs.positive.few:
-            return grad, entries.slope, (at, pair_grad)
-        grad[at] = pair_grad.to(grad.dtype)
+            return grad, entries.slope, (positives, pair_grad)
+        grad[positives] = pair_grad.to(grad.dtype)
         return grad, entries.slope, None
 
-    def _pair_gradient(self, entries: Tensor, at: Index, sides: list[tuple[Weights, int]]) -> Tensor:
+    def _pair_gradient(self, entries: Tensor, positives: Index, sides: list[tuple[Weights, int]]) -> Tensor:
         """Return dS of positive pairs, summed in float64; `entries` are E, or S if each row and column has a shift."""
-        pair_entries = entries[at].to(self._wide)
+        pair_entries = entries[positives].to(self._wide)
         total = torch.zeros_like(pair_entries)
         for side, dim in sides:
-            here = at[1 - dim]
+            index = positives[1 - dim]
             if side.of_targets is not None:
-                total += side.of_targets[here]
+                total += side.of_targets[index]
             if self.selection.over == "negatives":
                 continue
-            exponentials = (pair_entries - side.shift[here]).exp() if isinstance(side.shift, Tensor) else pair_entries
-            total += exponentials * side.of_exponentials[here]
+            exponentials = (pair_entries - side.shift[index]).exp() if isinstance(side.shift, Tensor) else pair_entries
+            total += exponentials * side.of_exponentials[index]
             if side.of_logits is not None:
-                total += side.of_logits[here]
+                total += side.of_logits[index]
         return total
 
     def _weighted_by_local_shifts(self, logits: Tensor, tile: Tile, sides: list[tuple[Weights, int]]) -> Tensor:
@@ -270,7 +270,7 @@ class _Entries:
     """The candidates of a tile."""
 
     logits: Tensor  # -inf for entries that are no candidates; or the kept exponentials
-    at: Index | None  # index of the positives
+    positives: Index | None  # their index
     values: Tensor | None = None  # the positives' logits, candidates or not
     slope: Tensor | None = None  # of the transform
 
@@ -283,9 +283,9 @@ def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterat
         yield cols, relative(tile.cols, block), 0
 
 
-def _keep_largest_of_group_(logits: Tensor, of: int) -> None:
-    """Set all but the largest logit of each group of `of` rows to -inf, in place, for each column."""
-    groups = logits.view(-1, of, logits.shape[1])
+def _keep_largest_of_group_(logits: Tensor, group_size: int) -> None:
+    """Set all but the largest logit of each group of `group_size` rows to -inf, in place, for each column."""
+    groups = logits.view(-1, group_size, logits.shape[1])
     others = torch.ones_like(groups, dtype=torch.bool).scatter_(1, groups.argmax(1, keepdim=True), False)
     groups.masked_fill_(others, float("-inf"))
 

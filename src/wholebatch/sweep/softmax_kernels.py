@@ -60,20 +60,20 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         of_rows, of_cols = ({} if side is None else side.fields for side in (rows, cols))
         for pairs in tiles.pairs(block):
             terms = self._terms(pairs, tiles)
-            for fields, at in ((of_rows, pairs.rows), ({} if block.triangle else of_cols, pairs.cols)):
+            for fields, part in ((of_rows, pairs.rows), ({} if block.triangle else of_cols, pairs.cols)):
                 for name in fields.keys() & terms.keys():
-                    fields[name][at].add_(terms[name])
+                    fields[name][part].add_(terms[name])
         apart = tiles.diagonals is not None
-        row_names, col_names = ({*of} - {"target"} if apart else of.keys() for of in (of_rows, of_cols))
+        row_names, col_names = ({*fields} - {"target"} if apart else fields.keys() for fields in (of_rows, of_cols))
         for tile, inputs in self._in_kernels(tiles.of_sums, block):
             names = () if tile.self_transposed else col_names
             by_row, by_col = kernels.tile_sums(inputs, rows=row_names, cols=names)
             if "sum" in by_row and "sum" in by_col:
                 new = relative_difference(by_row["sum"].sum(), by_col["sum"].sum(), tile.shape[0] * tile.shape[1])
                 self.difference = new if self.difference is None else torch.maximum(self.difference, new)
-            for fields, at, found in ((of_rows, tile.rows, by_row), (of_cols, relative(tile.cols, block), by_col)):
-                for name, new in found.items():
-                    fields[name][at].add_(new)
+            for fields, part, totals in ((of_rows, tile.rows, by_row), (of_cols, relative(tile.cols, block), by_col)):
+                for name, new in totals.items():
+                    fields[name][part].add_(new)
 
     def gradients(
         self,
@@ -96,9 +96,9 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         for pairs in tiles.pairs(block):
             terms = {} if self.selection.over == "negatives" else self._terms(pairs, tiles)
             entries: Tensor | None = None
-            for side, at in ((of_rows, pairs.rows), (of_cols, pairs.cols)):
+            for side, part in ((of_rows, pairs.rows), (of_cols, pairs.cols)):
                 for name in (name for name in side if name == "target" or name in terms):
-                    term = side[name][at] * terms[name] if name == "sum" else side[name][at]
+                    term = side[name][part] * terms[name] if name == "sum" else side[name][part]
                     entries = term if entries is None else entries + term
             if entries is None:
                 continue
@@ -107,16 +107,16 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             pairs.add_products_(entries, u, None if block.triangle else v)
         apart = tiles.diagonals is not None
         of_rows, of_cols = (
-            {name: weights.float().contiguous() for name, weights in of.items() if name != "target" or not apart}
-            for of in (of_rows, of_cols)
+            {name: weights.float().contiguous() for name, weights in side.items() if name != "target" or not apart}
+            for side in (of_rows, of_cols)
         )
         for tile, inputs in self._in_kernels(tiles.of_gradients, block):
-            grad, at = tiles.gradient(tile), relative(tile.cols, block)
+            grad, part = tiles.gradient(tile), relative(tile.cols, block)
             totals = kernels.tile_gradient(
                 inputs,
                 grad,
                 rows={name: weights[tile.rows] for name, weights in of_rows.items()},
-                cols={name: weights[at] for name, weights in of_cols.items()},
+                cols={name: weights[part] for name, weights in of_cols.items()},
                 totals=of_offsets is not None,
             )
             if of_offsets is not None and totals is not None:
@@ -153,7 +153,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         """Return the tiles for kernels, or None if kernels do not support the selection."""
         selection = self.selection
         unsupported = (selection.floor, selection.ceiling, selection.guide, selection.transform)
-        if any(of is not None for of in unsupported) or selection.best_of > 1:
+        if any(option is not None for option in unsupported) or selection.best_of > 1:
             return None
         return KernelTiles.of(
             self.driver,

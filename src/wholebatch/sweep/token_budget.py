@@ -39,12 +39,12 @@ def at_once(
     """
     winners = min(_AT_ONCE_ON_A_GPU if pads(device) else _AT_ONCE, products)
     of_documents = min(products // (longest * width), winners // min(max(1, tokens), TOKENS_OF_A_PART))
-    of_documents = _even(documents, max(1, of_documents))
+    of_documents = _even_size(documents, max(1, of_documents))
     of_tokens = ceil(tokens / max(1, tokens * of_documents // winners))
-    return _even(tokens, max(1, min(of_tokens, products // width))), of_documents
+    return _even_size(tokens, max(1, min(of_tokens, products // width))), of_documents
 
 
-def _even(total: int, most: int) -> int:
+def _even_size(total: int, most: int) -> int:
     """Return the size of parts of at most `most` that are nearly equal."""
     return ceil(total / ceil(total / most)) if total else 1
 
