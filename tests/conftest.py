@@ -30,13 +30,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-collect_ignore = [
-    "mpi_cases.py",
-    "over_mpi.py",
-    "jax_process.py",
-    "quick_interpreter.py",
-    "typed",
-]  # imported elsewhere
+# Other programs start these, or tests import them where Triton is.
+collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "quick_interpreter.py", "typed"]
 if find_spec("jax") is None:
     collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
 

@@ -109,15 +109,14 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         return {**of_batch, **drawn, **(centers.check(embeddings) if centers is not None else {})}
 
     def read_back() -> dict[str, Tensor | float]:
-        of_labels: dict[str, Tensor | float] = dict(
-            zip(("smallest", "largest"), label_range(labels, logits.ignore_index), strict=True)
-        )
-        of_labels[IGNORED] = (labels == logits.ignore_index).sum()
-        of_labels[_STEP] = classes.step
+        smallest, largest = label_range(labels, logits.ignore_index)
+        ignored = (labels == logits.ignore_index).sum()
+        of_labels = {"smallest": smallest, "largest": largest, IGNORED: ignored}
         if labels.dim() == 2:
             of_labels["repeated"] = repeated(labels, logits.ignore_index)
         of_rows = dict(zip(("shortest", "longest"), ends_of(known_norms(embeddings)), strict=True))
-        return {**of_labels, **of_rows, **(centers.read_back() if centers is not None else {})}
+        of_centers = {} if centers is None else centers.read_back()
+        return {**of_labels, _STEP: classes.step, **of_rows, **of_centers}
 
     def derive(values: Mapping[str, float]) -> dict[str, Any]:
         check_different(values.get("repeated", 0.0))

@@ -88,7 +88,7 @@ class _Angles(torch.autograd.Function):
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         sums = of_centers._values() if of_centers.is_sparse else of_centers
         for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
-            theta, weight, local = (x[:, None] for x in (angles[cols, slots], grad[cols, slots], local))
+            theta, weight, local = (values[:, None] for values in (angles[cols, slots], grad[cols, slots], local))
             u, w = (
                 _Rows.of(x[cols], ctx.clamp[0]),
                 _Rows.of(centers[rows if index is None else index[rows]], ctx.clamp[1]),

@@ -103,10 +103,9 @@ class SoftmaxPlan:
             products=self.route.products,
             index=data.index,
         )
-        memory = None if kept is None else KeptTiles(kept)
         if self.in_kernels:
-            return KernelSoftmaxSweep(driver, self.selection, exchange.columns.total, kept=memory)
-        return SoftmaxSweep(driver, self.selection, kept=memory)
+            return KernelSoftmaxSweep(driver, self.selection, exchange.columns.total)
+        return SoftmaxSweep(driver, self.selection, kept=None if kept is None else KeptTiles(kept))
 
 
 @dataclass(eq=False)

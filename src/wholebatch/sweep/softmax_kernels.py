@@ -27,7 +27,6 @@ from .. import kernels
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .kernel_tiles import KernelTiles, NamedPairs
-from .memory import KeptTiles
 from .selection import Selection
 from .sides import Sums, Weights, one_shift
 from .softmax import SoftmaxSweep
@@ -45,8 +44,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
 
     fields = frozenset({"sum", "target", "logits", "count"})
 
-    def __init__(self, driver: Driver, selection: Selection, columns: int, *, kept: KeptTiles | None = None) -> None:
-        super().__init__(driver, selection, kept=kept)
+    def __init__(self, driver: Driver, selection: Selection, columns: int) -> None:
+        super().__init__(driver, selection)
         self._tiles = self._supported(columns)
         self.difference: Tensor | None = None  # the largest, between sums by rows and by columns, relative to them
 
