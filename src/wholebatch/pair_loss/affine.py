@@ -133,6 +133,13 @@ _TO_PYTHON = {"__bool__", "__float__", "__int__", "__complex__", "__contains__",
 _TO_PYTHON |= {"is_nonzero", "equal", "allclose", "__len__"}
 
 
+def steers_or_writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation writes into a tensor, or makes a number of it that may steer the program."""
+    name = getattr(func, "__name__", "")
+    writes = (name.startswith(_IN_PLACE) and name != "__invert__") or (name.endswith("_") and name[-2:] != "__")
+    return name in _TO_PYTHON or writes or "out" in kwargs or bool(kwargs.get("inplace"))
+
+
 class _Watch(TorchFunctionMode):
     """Follow what depends on s, and whether it is affine in s."""
 
@@ -144,9 +151,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        self.unsure |= name in _TO_PYTHON or name.startswith(_IN_PLACE) or (name.endswith("_") and name[-2:] != "__")
-        self.unsure |= "out" in kwargs or bool(kwargs.get("inplace"))
+        self.unsure |= steers_or_writes(func, kwargs)
         output = func(*args, **kwargs)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         affine, other = (any(id(x) in known for x in inputs) for known in (self.affine, self.other))

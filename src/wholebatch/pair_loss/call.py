@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from .candidates import OwnRows, combined
 from .declaration import Declaration
 from .failure import Failure
 from .function_checks import losses_and_weights, weighted
+from .lowering import Lowered, reduce
 from .node import PairPlan, PairSums
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
@@ -41,6 +42,7 @@ class Call:
         tiles: how many times two tiles a step holds at a time, the same on all ranks.
         signature: the fingerprint of the declaration, by which compiled functions are kept.
         has_kernels: whether the caller chooses between kernels and plain PyTorch.
+        passes: the terms as passes over S, and the factor of each; None: tiles of any terms compute them.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Call:
         tiles: int,
         signature: str = "",
         has_kernels: bool = False,
+        passes: tuple[Lowered, Sequence[float]] | None = None,
     ) -> None:
         self.declared, self.call, self.facts, self.tiles, self.signature = declaration, call, facts, tiles, signature
-        self.has_kernels = has_kernels
+        self.has_kernels, self.passes = has_kernels, passes
         self.failure = Failure(facts.comm, CALLER)
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
@@ -215,6 +218,8 @@ class Call:
         reduced = self.declared.reduced()
         if not reduced:
             return {}, {}
+        if self.passes is not None:
+            return reduce(*self.passes, self)
         kinds, facts = self.declared.kinds, self.facts
         x, y = (_side_by_side([*tower.features.values()]) for tower in (self.x, self.y))
         x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))

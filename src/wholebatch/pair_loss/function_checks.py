@@ -105,10 +105,7 @@ def first_use(
     )
     assert x is not None
     assert y is not None
-    p = {name: value.detach() if isinstance(value, Tensor) else value for name, value in parameters.items()}
-    if pick is _fixed:
-        p = {name: _fixed(value, *value.shape) if isinstance(value, Tensor) else value for name, value in p.items()}
-    p = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in p.items()}
+    p = _doubles(parameters) if pick is _sample else _fixed_parameters(parameters)
     for name, term in terms.items():
         columns = y if term.over != "own" else own
         if term.over != "batch" and own is None:
@@ -158,6 +155,31 @@ def _fixed(x: Tensor, *shape: int) -> Tensor:
     """Return numbers that are the same on all ranks, on a CPU: there a wrong index of a table ends no process."""
     even = torch.linspace(0.25, 0.75, math.prod(shape), dtype=torch.float64, device="cpu").view(shape)
     return (even if x.is_floating_point() else even * 100 // 1 % 2).to(x.dtype)
+
+
+def _fixed_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    fixed = {name: _fixed(x, *x.shape) if isinstance(x, Tensor) else x for name, x in parameters.items()}
+    return _doubles(fixed)
+
+
+def _doubles(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters without a graph, in float64."""
+    p = {name: x.detach() if isinstance(x, Tensor) else x for name, x in parameters.items()}
+    return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in p.items()}
+
+
+def fixed_tile(
+    kinds: Mapping[str, str],
+    data: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    parameters: Mapping[str, Any],
+    reads: Reads,
+) -> Entries:
+    """Return a tile of numbers that are the same on all ranks, on a CPU; `reads` gets the names that are read of it."""
+    x, y = (
+        {name: _fixed(value, count) for name, value in numbers.items()}
+        for numbers, count in zip(data, (_ROWS, _COLUMNS), strict=True)
+    )
+    return _tile(kinds, x, y, _fixed_parameters(parameters), reads, torch.device("cpu"))
 
 
 def _sample(x: Tensor, rows: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from .._base.checks import check_flag, on_host
 from .._base.warnings import warn
 from ..comm import Group
+from ..comm.facts_by_rank import FactsByRank
 from ..comm.modules import built
-from ..comm.select import check_group
+from ..comm.select import check_group, select_communicator
 from ..contract import Checking, Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
 from ..sweep import Memory, Precision
@@ -24,6 +25,7 @@ from .call import CALLER, Call
 from .declaration import Declaration
 from .fingerprint import fingerprint
 from .function_checks import Reads, check_same_values
+from .lowering import FACTOR, Lowered, factors, lowered, may_be_lowered
 from .reductions import Term
 from .reference import Dense, OwnCandidates
 from .similarity import Similarity
@@ -35,6 +37,7 @@ _VALUES = "values of the functions on fixed numbers"
 _NOT_COMPILED = "why tiles are not compiled"
 _DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
+_PASSES, _FACTORS = "passes over S", "factors of similarities"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -122,6 +125,8 @@ class PairLoss(nn.Module):
                 self._constants[name] = value
         self._said = self._said_reason = False
         self._tiles: dict[str, int] = {}
+        self._lowered: dict[str, Lowered | None] = {}
+        self._compared: FactsByRank | None = None  # those whose functions have had the same values
 
     @entry
     def forward(
@@ -166,28 +171,35 @@ class PairLoss(nn.Module):
         """
         merged = {**self._current_parameters(), **parameters} if isinstance(parameters, Mapping) else parameters
         data = (x_data, y_data, candidate_data)
-        call = prepared(
+        call, passes, settings = prepared(
             CALLER,
             self.options.group,
-            lambda: self._checked_arguments(x, y, data, candidates, candidate_offsets, merged),
+            lambda: self._prepared(x, y, data, candidates, candidate_offsets, merged),
         )
         checks = Checks(
-            check=lambda: self._facts(call),
+            check=lambda: self._facts(call, passes),
+            read_back=lambda: factors(passes, self.declaration, call),
+            derive=lambda numbers: {_FACTORS: [value for name, value in numbers.items() if name.startswith(FACTOR)]},
             must_match=(_FINGERPRINT, _DTYPES),
+            settings=settings,
             reads="its functions are compared between ranks",
         )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
-        check_same_values(CALLER, facts.of_ranks(_VALUES))
-        self.declaration.values = ""
+        if facts.by_rank is not self._compared:
+            check_same_values(CALLER, facts.of_ranks(_VALUES))
+            self.declaration.values, self._compared = "", facts.by_rank
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._warn_of_unread_terms()
         self._stop_compiling(facts.of_ranks(_NOT_COMPILED))
+        of_passes = facts.of_ranks(_FACTORS)[0]
+        lowers = passes is not None and may_be_lowered(facts.of_ranks(_PASSES), of_passes, in_kernels=facts.kernels)
         loss = Call(
             self.declaration,
             call,
             facts.widened(),
             tiles=max(facts.of_ranks(_TILES)),
             signature=facts.of_ranks(_FINGERPRINT)[0],
+            passes=(passes, of_passes) if passes is not None and lowers else None,
         ).loss()
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
             self._stop_compiling([self._not_compiled])
@@ -234,6 +246,16 @@ class PairLoss(nn.Module):
         values = self.values
         return {**self._constants, **values._parameters, **values._buffers, **values._modules}
 
+    def _prepared(
+        self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
+    ) -> tuple[Arguments, Lowered | None, tuple[Hashable, ...]]:
+        """Return the arguments, the terms as passes over S, and all that this rank's facts depend on."""
+        call = self._checked_arguments(x, y, data, candidates, candidate_offsets, parameters)
+        alone = select_communicator(self.options.group).size == 1
+        compared = "" if alone and self.declaration.kernels is None else fingerprint(*self.declaration.functions)
+        settings = self._number, repr(call.signature), compared, self._not_compiled, self._tiles_of(call)
+        return call, self._passes(call), settings
+
     def _checked_arguments(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
     ) -> Arguments:
@@ -243,13 +265,14 @@ class PairLoss(nn.Module):
             self._check_names(parameters)
         return call
 
-    def _facts(self, call: Arguments) -> dict[str, Any]:
+    def _facts(self, call: Arguments, passes: Lowered | None) -> dict[str, Any]:
         return {
             _FINGERPRINT: fingerprint(*self.declaration.functions),
             _VALUES: self.declaration.values,
             _READS: self.declaration.reads.names,
             _NOT_COMPILED: self._not_compiled,
             _TILES: self._tiles_of(call),
+            _PASSES: [] if passes is None else passes.facts,
             _DTYPES: call.signature[0],
         }
 
@@ -264,6 +287,15 @@ class PairLoss(nn.Module):
             self.declaration.kernels.give_up(reason)
             self._said_reason = True
             warn(f"PairLoss computes without compiled functions from now on. {reason}")
+
+    def _passes(self, call: Arguments) -> Lowered | None:
+        """Return the terms as passes over S, or None: as at the first use of such arguments on this rank."""
+        if not isinstance(call.x, Tensor) or not call.x.is_floating_point():  # `agree` refuses it
+            return None
+        kind = repr(call.signature)
+        if kind not in self._lowered:
+            self._lowered[kind] = lowered(self.declaration, call)
+        return self._lowered[kind]
 
     def _tiles_of(self, call: Arguments) -> int:
         """Return how many times two tiles a step holds; only a number of bytes as `memory` asks for it."""

@@ -1,0 +1,357 @@
+"""Terms that the softmax sweep computes: sums of exponentials, and of scores, that are affine in one similarity.
+
+    f = a s + b        a: of parameters alone;  b: likewise, and for terms of rows of their partners' similarities, too
+
+    LogSumExp    b + logsumexp_j a s_ij              over the candidates
+    Sum, Mean    n b + sum_j a s_ij, and this / n    over the same candidates, or over positives
+    Count        n                                   from the numbers of equal integers
+
+So a declared loss takes the way of the built-in ones: one exponential for each entry, kept where memory allows, half of
+the tiles of rows among themselves, and kernels. Candidates are all pairs, all but the row itself, or those of another
+class, and positives are the row itself, or rows of its class (see `masks`). A pass over S serves the terms with one
+score and one set of candidates. Without kernels, several passes take longer than tiles of any terms, which compute S
+once for all of them: these compute whatever is not lowered.
+
+The ranks agree beforehand on the passes, and on their factors a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._base.normalize import UNIT
+from .._base.precision import wide_dtype
+from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
+from ..nodes.cross_entropy import how_many_equal
+from ..partition import Diagonal
+from ..sweep import NONE, Diagonals, EqualIds, Over, Pairs, Selection
+from ..sweep.pairs import Entries as EntrySet
+from .affine import is_affine, may_be_affine
+from .arguments import Arguments
+from .declaration import Declaration
+from .fingerprint import fingerprint
+from .function_checks import Reads, fixed_tile
+from .masks import ITSELF, OTHER, Condition, condition_of
+from .pairs import Tower, as_integers
+from .reductions import Count, LogSumExp, Mean, Sum, Term
+from .row_data import INDEX, PARTNER
+from .similarity import LATE, ONE
+from .tile import Reduced
+from .tile_entries import Entries
+
+if TYPE_CHECKING:
+    from .call import Call
+
+FACTOR = "factor of pass"
+_KINDS = (LogSumExp, Sum, Mean, Count)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over S: the terms that it computes, and their pairs."""
+
+    terms: Mapping[str, Condition]  # the names of scored terms, each with its pairs
+    score: Term  # any of them: they have the same score
+    over: Over  # as in `Selection`, with the next two
+    positive: Condition | None
+    excluded: Condition | None
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """All terms of a declaration as passes over S, and the pairs that are counted."""
+
+    passes: Sequence[Pass]
+    counted: Mapping[str, Condition]
+
+    @property
+    def facts(self) -> list[Any]:
+        """What all ranks must have alike."""
+        return [[sorted(each.terms), each.over, sorted(self.counted)] for each in self.passes]
+
+
+def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
+    """Return the terms as passes over S, or None; ranks with the same functions and kinds of numbers get the same."""
+    terms = declared.reduced()
+    if declared.kernels is not None or list(declared.kinds) != [ONE] or declared.kinds[ONE] in LATE or not terms:
+        return None
+    alone = call.y is None
+    numbers = call.x_data, call.x_data if alone else call.y_data
+    parameters = {name: x for name, x in call.parameters.items() if not isinstance(x, Tensor) or x.numel() == 1}
+    conditions = dict[str, Condition]()
+    by_score = dict[str, list[Reduced]]()
+    for reduced in terms:
+        condition = _condition(reduced, declared.kinds, numbers, parameters)
+        condition = condition if condition is None or not alone else _among_themselves(condition)
+        if condition is None or not _is_known(condition, alone=alone):
+            return None
+        conditions[reduced.name] = condition
+        if reduced.term.scored:
+            by_score.setdefault(fingerprint(reduced.term.score), []).append(reduced)
+    passes = list[Pass | None]()
+    for of_score in by_score.values():
+        candidates = {conditions[each.name] for each in of_score if isinstance(each.term, LogSumExp)}
+        rest = {each.name: conditions[each.name] for each in of_score if not isinstance(each.term, LogSumExp)}
+        if not candidates:
+            return None
+        for of_pass in candidates:
+            named = {each.name: of_pass for each in of_score if conditions[each.name] == of_pass}
+            passes.append(_pass({**rest, **named}, of_score[0].term, of_pass))
+            rest = {}
+    if None in passes or not passes:
+        return None
+    counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
+    return Lowered([each for each in passes if each is not None], counted)
+
+
+def _condition(
+    reduced: Reduced,
+    kinds: Mapping[str, str],
+    numbers: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    parameters: Mapping[str, Any],
+) -> Condition | None:
+    """Return the pairs of a term; None if they are no condition, or if the sweep does not compute its score."""
+    term, reads = reduced.term, Reads()
+    if type(term) not in _KINDS or (term.scored and not may_be_affine(term, kinds)):
+        return None
+    try:
+        condition = condition_of(term, fixed_tile(kinds, numbers, parameters, Reads()))
+        affine = not term.scored or is_affine(term, fixed_tile(kinds, numbers, parameters, reads))
+    except Exception:  # fixed numbers may be no indices of a table, and tables are left out: tiles compute such terms
+        return None
+    of_one_side = reads.x <= ({PARTNER} if not reduced.cols else set()) and reads.y <= (
+        {PARTNER} if not reduced.rows else set()
+    )
+    return condition if affine and of_one_side else None
+
+
+def _among_themselves(condition: Condition) -> Condition:
+    """Return a condition of rows among themselves: a row of another class is another row."""
+    differs = any(compared.name != INDEX and not compared.equal for compared in condition)
+    return condition - OTHER if differs else condition
+
+
+def _is_known(condition: Condition, *, alone: bool) -> bool:
+    """Return whether the engine describes and counts such pairs: by one comparison, or the others of the same class."""
+    others_of_class = alone and len(condition) == 2 and condition > OTHER and all(c.equal for c in condition - OTHER)
+    return len(condition) <= 1 or others_of_class
+
+
+def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) -> Pass | None:
+    """Return the pass of terms with these candidates; None if no selection has their other sums."""
+    further = {*terms.values()} - {candidates}
+    if len(further) > 1:
+        return None
+    positive = next(iter(further), None)
+    negated = frozenset(compared.negated for compared in candidates)
+    can_exclude = not any(compared.equal for compared in candidates)
+    if positive is None and candidates == OTHER:
+        return Pass(terms, score, "negatives", ITSELF, None)
+    if positive is None:
+        return Pass(terms, score, *(("all", None, negated or None) if can_exclude else ("positives", candidates, None)))
+    if can_exclude and candidates <= positive:
+        return Pass(terms, score, "all", positive, negated or None)
+    if can_exclude and negated <= positive:
+        return Pass(terms, score, "negatives", positive, ITSELF if positive - negated else None)
+    return None
+
+
+@torch.no_grad()
+def factors(passes: Lowered | None, declared: Declaration, call: Arguments) -> dict[str, Tensor]:
+    """Return the factor a of each pass, (), by names that are the same on all ranks; 0 where there is no pass."""
+    numbers = {PARTNER: torch.zeros(1, 1, dtype=wide_dtype(call.x.device), device=call.x.device)}
+    scores = [] if passes is None else [each.score for each in passes.passes]
+    values = [_difference(score, numbers, call.parameters).reshape(()) for score in scores]
+    values += [numbers[PARTNER].reshape(())] * (len(declared.terms) - len(values))
+    return {f"{FACTOR} {i}": value for i, value in enumerate(values)}
+
+
+def may_be_lowered(passes_of_ranks: Sequence[list[Any]], of_passes: Sequence[float], *, in_kernels: bool) -> bool:
+    """Return whether all ranks have the same passes, and whether these are faster than tiles of any terms.
+
+    Args:
+        passes_of_ranks: the facts of their passes.
+        of_passes: the factor of each pass; further ones are 0.
+        in_kernels: whether kernels may compute tiles.
+    """
+    passes = passes_of_ranks[0]
+    alike = len(passes) > 0 and all(each == passes for each in passes_of_ranks)
+    scaled = all(of_passes[: len(passes)])
+    return alike and scaled and (in_kernels or (len(passes) == 1 and passes[0][1] != "positives"))
+
+
+def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the terms of this rank's rows and of its columns, by name. Collective: as `row_statistics`, for each pass.
+
+    Args:
+        lowered: the terms.
+        factors: a of each pass, the same on all ranks; further ones are not used.
+        call: the call.
+    """
+    terms = {each.name: each for each in call.declared.reduced()}
+    ids = _Ids(call)
+    sides = _Side(call, ids, rows=True), _Side(call, ids, rows=False)
+    values = dict[str, Tensor](), dict[str, Tensor]()
+    for each, number in zip(lowered.passes, factors, strict=False):
+        statistics = _statistics(each, number, call, [terms[name] for name in each.terms], sides, ids)
+        for into, side, of_side in zip(values, sides, statistics, strict=True):
+            base: Tensor | None = None
+            for name, condition in each.terms.items():
+                if of_side is not None and side.reads(terms[name]):
+                    base = side.at(each.score, 0.0) if base is None else base
+                    into[name] = side.value(terms[name].term, of_side, condition, each, base)
+    for name, condition in lowered.counted.items():
+        for into, side in zip(values, sides, strict=True):
+            if side.reads(terms[name]):
+                into[name] = side.count(condition)
+    return values
+
+
+class _Ids:
+    """The integers of rows that masks compare, each of them gathered once."""
+
+    def __init__(self, call: Call) -> None:
+        self._facts, self._gathered = call.facts, dict[tuple[int, str], Tensor]()
+
+    def local(self, tower: Tower, name: str) -> Tensor:
+        """Return those of this rank's rows, (b,)."""
+        return as_integers(tower.numbers[name]).to(torch.int64)
+
+    def everywhere(self, tower: Tower, name: str) -> Tensor:
+        """Return those of all ranks' rows, (B,). Collective: one all-gather, the first time."""
+        key = id(tower), name
+        if key not in self._gathered:
+            self._gathered[key] = self._facts.all_gather(self.local(tower, name), tower.rows)
+        return self._gathered[key]
+
+
+class _Side:
+    """The rows of one side of a call: of x, or the columns, of y."""
+
+    def __init__(self, call: Call, ids: _Ids, *, rows: bool) -> None:
+        self._call, self._ids, self._rows = call, ids, rows
+        self._own, self._other = (call.x, call.y) if rows else (call.y, call.x)
+        self._counts = dict[Condition, Tensor]()
+
+    def reads(self, term: Reduced) -> bool:
+        """Return whether this side reads a term."""
+        return term.rows if self._rows else term.cols
+
+    def at(self, score: Term, similarity: float) -> Tensor:
+        """Return the score at this similarity, (rows,) or (1,), with its graph."""
+        partners = self._call.partners[0 if self._rows else 1]
+        numbers = {PARTNER: partners[PARTNER].unsqueeze(int(self._rows))} if PARTNER in partners else {}
+
+        def compute() -> Tensor:
+            return _value(score, similarity, (numbers, {}) if self._rows else ({}, numbers), self._call.parameters)
+
+        return self._call.failure.guard(compute, lambda: self._call.x.features[ONE].new_zeros(1, 1)).flatten()
+
+    def count(self, condition: Condition) -> Tensor:
+        """Return the number of pairs of each row, (rows,). Collective where it compares data: one all-gather."""
+        if condition not in self._counts:
+            self._counts[condition] = self._count(condition).to(self._call.wide)
+        return self._counts[condition]
+
+    def _count(self, condition: Condition) -> Tensor:
+        total, index = self._other.rows.total, self._own.index(self._call.facts)
+        if not condition:
+            return torch.full_like(index, total)
+        (name, equal), *others = sorted(condition, key=lambda compared: compared.name == INDEX)
+        if name == INDEX:
+            same = (index < total).to(torch.int64)
+        else:
+            same = how_many_equal(self._ids.local(self._own, name), self._ids.everywhere(self._other, name))
+        return same - len(others) if equal else total - same
+
+    def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass, base: Tensor) -> Tensor:
+        """Return a term from the statistics of a s, and from b."""
+        if isinstance(term, LogSumExp):
+            value = statistics.logsumexp + base
+            return torch.where(self.count(pairs) > 0, value, float("-inf"))  # a gradient of 0
+        total = statistics.target if pairs == sweep.positive else statistics.logits
+        assert total is not None
+        count = self.count(pairs)
+        if isinstance(term, Sum):
+            return total + count * base
+        return torch.where(count > 0, total / count.clamp(min=1) + base, 0.0)
+
+
+def _statistics(
+    sweep: Pass, number: float, call: Call, terms: Sequence[Reduced], sides: tuple[_Side, _Side], ids: _Ids
+) -> tuple[RowStatistics | None, RowStatistics | None]:
+    """Return the statistics of a s for this rank's rows and columns. Collective: as `row_statistics`."""
+    facts, alone, kind = call.facts.in_range(), call.call.y is None, call.declared.kinds[ONE]
+    sums = {sweep.terms[each.name] for each in terms if not isinstance(each.term, LogSumExp)}
+    fields = ("sum", *(["target"] if sweep.positive in sums else []))
+    if sums - {sweep.positive}:
+        fields = (*fields, "logits", "count")
+    narrow = facts.features_dtype != facts.inputs["x"].dtype
+    if alone:
+        towers = Towers(stays=(0,), normalize=kind == "cosine")
+        operands = Operands([facts.inputs["x"]], towers, Layout(call.rows, call.rows, symmetric=True), narrow=narrow)
+    else:
+        features = [tower.features[ONE].to(facts.dtype) for tower in (call.x, call.y)]
+        layout = Layout(call.rows, call.cols)
+        operands = Operands(features, Towers(stays=(0,), travels=(1,)), layout, narrow=narrow and kind == "dot")
+    pairs = Pairs(*(NONE if each is None else _entries(each, call, ids) for each in (sweep.positive, sweep.excluded)))
+    bound = UNIT**2 if kind == "cosine" else facts.norms["x"] * facts.norms["x" if alone else "y"]
+    reads_rows, reads_cols = (any(map(side.reads, terms)) for side in sides)
+    of_rows, of_cols = row_statistics(
+        facts,
+        (number, _factor(sweep.score, call, number)),
+        operands,
+        Selection(pairs, sweep.over),
+        Bounds(bound),
+        rows=fields if alone or reads_rows else (),
+        cols=fields if not alone and reads_cols else (),
+    )
+    return of_rows, of_rows if alone else of_cols
+
+
+def _entries(condition: Condition, call: Call, ids: _Ids) -> EntrySet:
+    """Return pairs that are equal in something, as the sweep takes them. Collective where they compare data."""
+    local = call.rows.rows(call.facts.rank)
+    length = max(0, min(local.stop, call.cols.total) - local.start)
+    itself = Diagonals(Diagonal(0, local.start, length))
+    names = [compared.name for compared in condition if compared.name != INDEX]
+    if not names:
+        return itself
+    columns = ids.everywhere(call.y, names[0])
+    return EqualIds(ids.local(call.x, names[0]), columns, but=itself if len(condition) > 1 else None)
+
+
+def _value(
+    score: Term, similarity: float, sides: tuple[Mapping[str, Any], Mapping[str, Any]], parameters: Mapping[str, Any]
+) -> Tensor:
+    """Return a score at a similarity, (1, 1), or for all partners of one side, in the precision of sums."""
+    tensors = [x for numbers in (*sides, parameters) for x in numbers.values() if isinstance(x, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    wide = {
+        name: x.to(wide_dtype(device)) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in parameters.items()
+    }
+    s = torch.full((1, 1), similarity, dtype=wide_dtype(device), device=device)
+    value = Entries({ONE: "dot"}, {ONE: s}, *sides, wide).values(score, None).value
+    assert value is not None
+    return value
+
+
+def _difference(score: Term, numbers: Mapping[str, Any], parameters: Mapping[str, Any]) -> Tensor:
+    """Return the score at 1 minus that at 0."""
+    at_one, at_zero = (_value(score, s, (numbers, numbers), parameters) for s in (1.0, 0.0))
+    return at_one - at_zero
+
+
+def _factor(score: Term, call: Call, number: float) -> Any:
+    """Return a with its graph, (), or the number itself if it has none."""
+    numbers = {PARTNER: torch.zeros(1, 1, dtype=call.wide, device=call.facts.device)}
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in call.parameters.values()):
+        return number
+    value = call.failure.guard(lambda: _difference(score, numbers, call.parameters), lambda: numbers[PARTNER])
+    return value.reshape(()) if value.requires_grad else number
