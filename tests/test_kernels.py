@@ -17,6 +17,9 @@ import pytest
 import tensor_cores
 import torch
 from kernel_losses import learns_its_scale, losses
+from lowered_losses import LOSSES as LOWERED
+from lowered_losses import batch_of, multi_similarity
+from pair_losses import gradients as of_batch
 from precision_losses import LOSSES, value_and_gradients
 from torch.nn.functional import cross_entropy, normalize
 
@@ -451,6 +454,27 @@ def test_losses_are_exact(in_kernels, name, dtype):
     found = run(wb.functional, dtype, kernel="triton", memory="flat")
     for got, exact in zip(found, true, strict=True):
         assert (got - exact).norm() < (1e-5 if dtype == torch.float32 else 5e-3) * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("name", [*LOWERED, "multi_similarity"])
+def test_declared_losses_are_exact(in_kernels, name, dtype):
+    """Terms that take the softmax sweep; those of multi-similarity take two, which only kernels do."""
+    batch, true = batch_of(name, 40), batch_of(name, 40)
+    for key in (key for key in ("x", "y", "candidates") if getattr(batch, key) is not None):
+        rounded = normalize(getattr(batch, key).detach(), dim=-1).to(DEVICE, dtype)
+        setattr(true, key, rounded.double().requires_grad_())
+        setattr(batch, key, rounded.requires_grad_())
+    batch.parameters["scale"] = torch.tensor(5.0, requires_grad=True)
+    true.parameters["scale"] = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    loss = {**LOWERED, "multi_similarity": multi_similarity}[name]
+    (value, grads), (expected, wanted) = (
+        of_batch(loss(kernel="triton", memory="flat"), batch),
+        of_batch(loss().reference, true),
+    )
+    assert torch.allclose(value.double(), expected, rtol=1e-5)
+    for key, want in wanted.items():
+        assert (grads[key].double() - want).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * want.norm(), key
 
 
 @pytest.mark.parametrize("dtype", CLOSE)

@@ -128,7 +128,7 @@ def test_memory_holds_all_tiles_of_a_step(name, bytes_):
 
 
 def test_less_memory_than_the_smallest_tiles_need_raises():
-    loss_fn = wb.PairLoss({"all": wb.terms.LogSumExp()}, lambda r, x, p: r.all, memory=8)
+    loss_fn = wb.PairLoss({"all": wb.terms.LogSumExp(lambda s, x, y, p: s * s)}, lambda r, x, p: r.all, memory=8)
     with pytest.raises(ValueError, match=r"memory must be at least \d+ bytes for the smallest tiles of rank 0, got 8"):
         loss_fn(torch.randn(4, 2), torch.randn(4, 2))
 

@@ -1,5 +1,73 @@
-"""Terms of :class:`wholebatch.PairLoss`: reductions over the candidates of a row or column, and its partner."""
+"""Terms of :class:`wholebatch.PairLoss`: reductions over the candidates of a row or column, and its partner.
 
-from .pair_loss.reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum
+Masks that the engine recognizes have names here; a function of one's own that compares the same integers is recognized
+as well, see `wholebatch.pair_loss.masks`.
+"""
 
-__all__ = ["Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum"]
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ._base.settings import shown
+from .pair_loss.reductions import Count, LogSumExp, Mask, Max, Mean, Min, Partner, Sum
+
+__all__ = ["Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum", "equal", "other", "unequal"]
+
+
+def other(x: Any, y: Any) -> Tensor:  # fields
+    """Return the mask of all pairs but those of a row with itself: `x.index != y.index`.
+
+    >>> import torch, wholebatch as wb
+    >>> loss_fn = wb.PairLoss({"n": wb.terms.Count(wb.terms.other)}, lambda r, x, p: r.n)
+    >>> loss_fn(torch.zeros(4, 2))
+    tensor(3.)
+    """
+    mask: Tensor = x.index != y.index
+    return mask
+
+
+def equal(name: str) -> Mask:
+    """Return the mask of pairs with equal numbers of this name: `lambda x, y: x.label == y.label` for "label".
+
+    Raises:
+        ValueError: for a name that is no text.
+
+    >>> import torch, wholebatch as wb
+    >>> loss_fn = wb.PairLoss({"n": wb.terms.Count(wb.terms.equal("label"))}, lambda r, x, p: r.n)
+    >>> loss_fn(torch.zeros(4, 2), x_data={"label": torch.tensor([0, 0, 0, 1])})
+    tensor(2.5000)
+    """
+    return partial(_are_equal, name=_checked(name))
+
+
+def unequal(name: str) -> Mask:
+    """Return the mask of pairs with different numbers of this name.
+
+    Raises:
+        ValueError: for a name that is no text.
+
+    >>> import torch, wholebatch as wb
+    >>> loss_fn = wb.PairLoss({"n": wb.terms.Count(wb.terms.unequal("label"))}, lambda r, x, p: r.n)
+    >>> loss_fn(torch.zeros(4, 2), x_data={"label": torch.tensor([0, 0, 0, 1])})
+    tensor(1.5000)
+    """
+    return partial(_are_unequal, name=_checked(name))
+
+
+def _are_equal(x: Any, y: Any, *, name: str) -> Tensor:  # fields
+    mask: Tensor = x[name] == y[name]
+    return mask
+
+
+def _are_unequal(x: Any, y: Any, *, name: str) -> Tensor:  # fields
+    mask: Tensor = x[name] != y[name]
+    return mask
+
+
+def _checked(name: str) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"name must be that of numbers in x_data and y_data, such as 'label', got {shown(name)}")
+    return name

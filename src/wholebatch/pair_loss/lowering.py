@@ -9,7 +9,7 @@
 So a declared loss takes the way of the built-in ones: one exponential for each entry, kept where memory allows, half of
 the tiles of rows among themselves, and kernels. Candidates are all pairs, all but the row itself, or those of another
 class, and positives are the row itself, or rows of its class (see `masks`). A pass over S serves the terms with one
-score and one set of candidates. Without kernels, several passes take longer than tiles of any terms, which compute S
+factor and one set of candidates. Without kernels, several passes take longer than tiles of any terms, which compute S
 once for all of them: these compute whatever is not lowered.
 
 The ranks agree beforehand on the passes, and on their factors a.
@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .._base.normalize import UNIT
 from .._base.precision import wide_dtype
+from ..contract import Facts
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
 from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal
@@ -34,8 +35,8 @@ from ..sweep.pairs import Entries as EntrySet
 from .affine import is_affine, may_be_affine
 from .arguments import Arguments
 from .declaration import Declaration
-from .fingerprint import fingerprint
-from .function_checks import Reads, fixed_tile
+from .failure import Failure
+from .function_checks import Reads, fixed_parameters, fixed_tile
 from .masks import ITSELF, OTHER, Condition, condition_of
 from .pairs import Tower, as_integers
 from .reductions import Count, LogSumExp, Mean, Sum, Term
@@ -43,9 +44,6 @@ from .row_data import INDEX, PARTNER
 from .similarity import LATE, ONE
 from .tile import Reduced
 from .tile_entries import Entries
-
-if TYPE_CHECKING:
-    from .call import Call
 
 FACTOR = "factor of pass"
 _KINDS = (LogSumExp, Sum, Mean, Count)
@@ -56,7 +54,7 @@ class Pass:
     """A pass over S: the terms that it computes, and their pairs."""
 
     terms: Mapping[str, Condition]  # the names of scored terms, each with its pairs
-    score: Term  # any of them: they have the same score
+    score: Term  # any of them: their scores have the same factor
     over: Over  # as in `Selection`, with the next two
     positive: Condition | None
     excluded: Condition | None
@@ -71,8 +69,20 @@ class Lowered:
 
     @property
     def facts(self) -> list[Any]:
-        """What all ranks must have alike."""
+        """The facts that all ranks must have alike."""
         return [[sorted(each.terms), each.over, sorted(self.counted)] for each in self.passes]
+
+
+class Call(Protocol):
+    """The part of a call that a pass reads: its declaration, the facts of all ranks, and both sides of the matrix of pairs."""
+
+    declared: Declaration
+    facts: Facts
+    x: Tower
+    y: Tower  # x itself, where rows are columns
+    partners: list[dict[str, Tensor]]  # numbers of rows, and of columns
+    parameters: dict[str, Any]
+    failure: Failure
 
 
 def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
@@ -84,24 +94,24 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     numbers = call.x_data, call.x_data if alone else call.y_data
     parameters = {name: x for name, x in call.parameters.items() if not isinstance(x, Tensor) or x.numel() == 1}
     conditions = dict[str, Condition]()
-    by_score = dict[str, list[Reduced]]()
+    by_factor = dict[tuple[str, ...], list[Reduced]]()
     for reduced in terms:
-        condition = _condition(reduced, declared.kinds, numbers, parameters)
+        condition, digits = _looked_at(reduced, declared.kinds, numbers, parameters)
         condition = condition if condition is None or not alone else _among_themselves(condition)
         if condition is None or not _is_known(condition, alone=alone):
             return None
         conditions[reduced.name] = condition
         if reduced.term.scored:
-            by_score.setdefault(fingerprint(reduced.term.score), []).append(reduced)
+            by_factor.setdefault(digits, []).append(reduced)
     passes = list[Pass | None]()
-    for of_score in by_score.values():
-        candidates = {conditions[each.name] for each in of_score if isinstance(each.term, LogSumExp)}
-        rest = {each.name: conditions[each.name] for each in of_score if not isinstance(each.term, LogSumExp)}
+    for of_factor in by_factor.values():
+        candidates = dict.fromkeys(conditions[each.name] for each in of_factor if isinstance(each.term, LogSumExp))
+        rest = {each.name: conditions[each.name] for each in of_factor if not isinstance(each.term, LogSumExp)}
         if not candidates:
             return None
         for of_pass in candidates:
-            named = {each.name: of_pass for each in of_score if conditions[each.name] == of_pass}
-            passes.append(_pass({**rest, **named}, of_score[0].term, of_pass))
+            named = {each.name: of_pass for each in of_factor if conditions[each.name] == of_pass}
+            passes.append(_pass({**rest, **named}, of_factor[0].term, of_pass))
             rest = {}
     if None in passes or not passes:
         return None
@@ -109,25 +119,40 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     return Lowered([each for each in passes if each is not None], counted)
 
 
-def _condition(
+def _looked_at(
     reduced: Reduced,
     kinds: Mapping[str, str],
     numbers: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     parameters: Mapping[str, Any],
-) -> Condition | None:
-    """Return the pairs of a term; None if they are no condition, or if the sweep does not compute its score."""
+) -> tuple[Condition | None, tuple[str, ...]]:
+    """Return the pairs of a term, and digits of its factor; None if the sweep does not compute such a term."""
     term, reads = reduced.term, Reads()
     if type(term) not in _KINDS or (term.scored and not may_be_affine(term, kinds)):
-        return None
+        return None, ()
     try:
         condition = condition_of(term, fixed_tile(kinds, numbers, parameters, Reads()))
-        affine = not term.scored or is_affine(term, fixed_tile(kinds, numbers, parameters, reads))
+        if not term.scored:
+            return condition, ()
+        affine = is_affine(term, fixed_tile(kinds, numbers, parameters, reads))
+        digits = _digits(term, parameters)
     except Exception:  # fixed numbers may be no indices of a table, and tables are left out: tiles compute such terms
-        return None
-    of_one_side = reads.x <= ({PARTNER} if not reduced.cols else set()) and reads.y <= (
-        {PARTNER} if not reduced.rows else set()
-    )
-    return condition if affine and of_one_side else None
+        return None, ()
+    allowed = [set() if read_by_others else {PARTNER} for read_by_others in (reduced.cols, reduced.rows)]
+    of_one_side = reads.x <= allowed[0] and reads.y <= allowed[1]
+    return (condition if affine and of_one_side else None), digits
+
+
+@torch.no_grad()
+def _digits(score: Term, parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a at some values of the parameters: scores with the same numbers have the same factor."""
+    zero = {PARTNER: torch.zeros(1, 1, dtype=torch.float64, device="cpu")}
+    fixed = fixed_parameters(parameters)
+    learned = [name for name, x in fixed.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    values = []
+    for step in (0.0, 0.3, 0.7):
+        moved = {name: fixed[name] + step * (1 + 0.37 * i) for i, name in enumerate(learned)}  # no two are equal
+        values.append(f"{_difference(score, zero, {**fixed, **moved}).item():.9e}")
+    return (*values,)
 
 
 def _among_themselves(condition: Condition) -> Condition:
@@ -200,11 +225,9 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
     for each, number in zip(lowered.passes, factors, strict=False):
         statistics = _statistics(each, number, call, [terms[name] for name in each.terms], sides, ids)
         for into, side, of_side in zip(values, sides, statistics, strict=True):
-            base: Tensor | None = None
             for name, condition in each.terms.items():
                 if of_side is not None and side.reads(terms[name]):
-                    base = side.at(each.score, 0.0) if base is None else base
-                    into[name] = side.value(terms[name].term, of_side, condition, each, base)
+                    into[name] = side.value(terms[name].term, of_side, condition, each)
     for name, condition in lowered.counted.items():
         for into, side in zip(values, sides, strict=True):
             if side.reads(terms[name]):
@@ -242,20 +265,20 @@ class _Side:
         """Return whether this side reads a term."""
         return term.rows if self._rows else term.cols
 
-    def at(self, score: Term, similarity: float) -> Tensor:
-        """Return the score at this similarity, (rows,) or (1,), with its graph."""
+    def _base(self, score: Term) -> Tensor:
+        """Return b, (rows,) or (1,), with its graph."""
         partners = self._call.partners[0 if self._rows else 1]
         numbers = {PARTNER: partners[PARTNER].unsqueeze(int(self._rows))} if PARTNER in partners else {}
 
         def compute() -> Tensor:
-            return _value(score, similarity, (numbers, {}) if self._rows else ({}, numbers), self._call.parameters)
+            return _value(score, 0.0, (numbers, {}) if self._rows else ({}, numbers), self._call.parameters)
 
         return self._call.failure.guard(compute, lambda: self._call.x.features[ONE].new_zeros(1, 1)).flatten()
 
     def count(self, condition: Condition) -> Tensor:
         """Return the number of pairs of each row, (rows,). Collective where it compares data: one all-gather."""
         if condition not in self._counts:
-            self._counts[condition] = self._count(condition).to(self._call.wide)
+            self._counts[condition] = self._count(condition).to(wide_dtype(self._call.facts.device))
         return self._counts[condition]
 
     def _count(self, condition: Condition) -> Tensor:
@@ -269,8 +292,9 @@ class _Side:
             same = how_many_equal(self._ids.local(self._own, name), self._ids.everywhere(self._other, name))
         return same - len(others) if equal else total - same
 
-    def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass, base: Tensor) -> Tensor:
+    def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass) -> Tensor:
         """Return a term from the statistics of a s, and from b."""
+        base = self._base(term)
         if isinstance(term, LogSumExp):
             value = statistics.logsumexp + base
             return torch.where(self.count(pairs) > 0, value, float("-inf"))  # a gradient of 0
@@ -286,7 +310,7 @@ def _statistics(
     sweep: Pass, number: float, call: Call, terms: Sequence[Reduced], sides: tuple[_Side, _Side], ids: _Ids
 ) -> tuple[RowStatistics | None, RowStatistics | None]:
     """Return the statistics of a s for this rank's rows and columns. Collective: as `row_statistics`."""
-    facts, alone, kind = call.facts.in_range(), call.call.y is None, call.declared.kinds[ONE]
+    facts, alone, kind = call.facts.in_range(), call.y is call.x, call.declared.kinds[ONE]
     sums = {sweep.terms[each.name] for each in terms if not isinstance(each.term, LogSumExp)}
     fields = ("sum", *(["target"] if sweep.positive in sums else []))
     if sums - {sweep.positive}:
@@ -294,11 +318,13 @@ def _statistics(
     narrow = facts.features_dtype != facts.inputs["x"].dtype
     if alone:
         towers = Towers(stays=(0,), normalize=kind == "cosine")
-        operands = Operands([facts.inputs["x"]], towers, Layout(call.rows, call.rows, symmetric=True), narrow=narrow)
+        operands = Operands(
+            [facts.inputs["x"]], towers, Layout(call.x.rows, call.x.rows, symmetric=True), narrow=narrow
+        )
     else:
         features = [tower.features[ONE].to(facts.dtype) for tower in (call.x, call.y)]
-        layout = Layout(call.rows, call.cols)
-        operands = Operands(features, Towers(stays=(0,), travels=(1,)), layout, narrow=narrow and kind == "dot")
+        layout = Layout(call.x.rows, call.y.rows)
+        operands = Operands(features, Towers(stays=(0,), travels=(1,)), layout, narrow=narrow)
     pairs = Pairs(*(NONE if each is None else _entries(each, call, ids) for each in (sweep.positive, sweep.excluded)))
     bound = UNIT**2 if kind == "cosine" else facts.norms["x"] * facts.norms["x" if alone else "y"]
     reads_rows, reads_cols = (any(map(side.reads, terms)) for side in sides)
@@ -316,8 +342,8 @@ def _statistics(
 
 def _entries(condition: Condition, call: Call, ids: _Ids) -> EntrySet:
     """Return pairs that are equal in something, as the sweep takes them. Collective where they compare data."""
-    local = call.rows.rows(call.facts.rank)
-    length = max(0, min(local.stop, call.cols.total) - local.start)
+    local = call.x.rows.rows(call.facts.rank)
+    length = max(0, min(local.stop, call.y.rows.total) - local.start)
     itself = Diagonals(Diagonal(0, local.start, length))
     names = [compared.name for compared in condition if compared.name != INDEX]
     if not names:
@@ -350,7 +376,7 @@ def _difference(score: Term, numbers: Mapping[str, Any], parameters: Mapping[str
 
 def _factor(score: Term, call: Call, number: float) -> Any:
     """Return a with its graph, (), or the number itself if it has none."""
-    numbers = {PARTNER: torch.zeros(1, 1, dtype=call.wide, device=call.facts.device)}
+    numbers = {PARTNER: torch.zeros(1, 1, dtype=wide_dtype(call.facts.device), device=call.facts.device)}
     if not any(isinstance(x, Tensor) and x.requires_grad for x in call.parameters.values()):
         return number
     value = call.failure.guard(lambda: _difference(score, numbers, call.parameters), lambda: numbers[PARTNER])

@@ -17,6 +17,7 @@ from ..comm.modules import built
 from ..comm.select import check_group, select_communicator
 from ..contract import Checking, Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ..tokens import Tokens
@@ -65,6 +66,7 @@ class PairLoss(nn.Module):
         compile_tiles: whether torch.compile fuses the functions of a tile; the first step takes seconds longer, and
             needs a compiler. Without one, a warning says so, and the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
+        kernel: likewise; kernels compute terms that take the softmax sweep, docs/pair_losses.md says which.
         checks: "entry"; "deferred" is refused by the call, which compares functions between ranks.
 
     Raises:
@@ -92,6 +94,7 @@ class PairLoss(nn.Module):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
         precision: Precision = "auto",
         checks: Checking = "entry",
         compile_tiles: bool = False,
@@ -103,7 +106,7 @@ class PairLoss(nn.Module):
             terms, row_loss, column_loss, similarity, symmetric=symmetric, compiles=compiles
         )
         check_group(group)
-        self.options = Options(group, sync, exchange, memory, reduction, precision=precision, checks=checks)
+        self.options = Options(group, sync, exchange, memory, reduction, kernel, precision, checks)
         self.options.check()
         self.values, self._constants, self._number = nn.Module(), dict[str, Any](), next(built)
         check_parameters(parameters)
@@ -178,7 +181,7 @@ class PairLoss(nn.Module):
         )
         checks = Checks(
             check=lambda: self._facts(call, passes),
-            read_back=lambda: factors(passes, self.declaration, call),
+            read_back=lambda: factors(passes, self.declaration, call) if _has_features(call) else {},
             derive=lambda numbers: {_FACTORS: [value for name, value in numbers.items() if name.startswith(FACTOR)]},
             must_match=(_FINGERPRINT, _DTYPES),
             settings=settings,
@@ -248,9 +251,11 @@ class PairLoss(nn.Module):
 
     def _prepared(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
-    ) -> tuple[Arguments, Lowered | None, tuple[Hashable, ...]]:
+    ) -> tuple[Arguments, Lowered | None, tuple[Hashable, ...] | None]:
         """Return the arguments, the terms as passes over S, and all that this rank's facts depend on."""
         call = self._checked_arguments(x, y, data, candidates, candidate_offsets, parameters)
+        if not _has_features(call):  # `agree` refuses it
+            return call, None, None
         alone = select_communicator(self.options.group).size == 1
         compared = "" if alone and self.declaration.kernels is None else fingerprint(*self.declaration.functions)
         settings = self._number, repr(call.signature), compared, self._not_compiled, self._tiles_of(call)
@@ -260,7 +265,7 @@ class PairLoss(nn.Module):
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
     ) -> Arguments:
         call = Arguments.of(self.declaration.kinds, x, y, data, candidates, candidate_offsets, parameters)
-        if isinstance(call.x, Tensor) and call.x.is_floating_point():  # else `agree` refuses it
+        if _has_features(call):  # else `agree` refuses it
             self.declaration.use(call)
             self._check_names(parameters)
         return call
@@ -290,8 +295,6 @@ class PairLoss(nn.Module):
 
     def _passes(self, call: Arguments) -> Lowered | None:
         """Return the terms as passes over S, or None: as at the first use of such arguments on this rank."""
-        if not isinstance(call.x, Tensor) or not call.x.is_floating_point():  # `agree` refuses it
-            return None
         kind = repr(call.signature)
         if kind not in self._lowered:
             self._lowered[kind] = lowered(self.declaration, call)
@@ -326,6 +329,10 @@ class PairLoss(nn.Module):
         terms = ", ".join(f"{name}={term!r}" for name, term in self.declaration.terms.items())
         options = f"reduction={self.options.reduction!r}, sync={self.options.sync!r}"
         return f"{terms}, similarity={self.declaration.kinds!r}, {options}"
+
+
+def _has_features(call: Arguments) -> bool:
+    return isinstance(call.x, Tensor) and call.x.is_floating_point()
 
 
 def arguments_of(

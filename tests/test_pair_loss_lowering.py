@@ -1,0 +1,202 @@
+"""Declared losses that take the softmax sweep: which do, and that values and gradients stay those of a dense matrix."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from lowered_losses import LOSSES, batch_of, different, other, others_of_class, same, score, sup_con
+from pair_losses import Batch, call, cut, gradients, part
+
+import wholebatch as wb
+from wholebatch.pair_loss import call as calls
+from wholebatch.pair_loss.function_checks import Reads, fixed_tile
+from wholebatch.pair_loss.lowering import lowered
+from wholebatch.pair_loss.masks import EVERY, ITSELF, OTHER, Compared, condition_of
+from wholebatch.pair_loss.module import arguments_of
+from wholebatch.testing import run_ranks
+
+SAME = frozenset({Compared("label", True)})
+DIFFERENT = frozenset({Compared("label", False)})
+
+
+@pytest.mark.parametrize(
+    ("mask", "condition"),
+    [
+        (None, EVERY),
+        (other, OTHER),
+        (lambda x, y: y.index != x.index, OTHER),
+        (lambda x, y: ~(x.index == y.index), OTHER),
+        (lambda x, y: torch.ne(x.index, y.index), OTHER),
+        (lambda x, y: x.index == y.index, ITSELF),
+        (same, SAME),
+        (lambda x, y: torch.logical_not(torch.eq(x.label, y.label)), DIFFERENT),
+        (others_of_class, SAME | OTHER),
+        (lambda x, y: torch.logical_and(other(x, y), same(x, y)), SAME | OTHER),
+        (wb.terms.other, OTHER),
+        (wb.terms.equal("label"), SAME),
+        (wb.terms.unequal("label"), DIFFERENT),
+    ],
+)
+def test_masks_are_recognized_by_their_operations(mask, condition):
+    assert _condition(mask) == condition
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x, y: x.label >= y.label,
+        lambda x, y: same(x, y) | other(x, y),
+        lambda x, y: x.label == y.domain,
+        lambda x, y: x.label == x.label,
+        lambda x, y: x.label + 1 == y.label,
+        lambda x, y: ~(same(x, y) & other(x, y)),
+        lambda x, y: same(x, y) & different(x, y),
+        lambda x, y: x.weight == y.weight,
+        lambda x, y: other(x, y).logical_and_(same(x, y)),
+        lambda x, y: other(x, y) if bool((x.label == y.label).any()) else same(x, y),
+        lambda x, y: other(x, y).clone(),
+        lambda x, y: torch.eq(x.index, y.index, out=same(x, y)),
+        lambda x, y, s: s > 0,
+    ],
+)
+def test_other_masks_are_not(mask):
+    assert _condition(mask) is None
+
+
+def _condition(mask):
+    numbers = {"label": torch.zeros(1, dtype=torch.int64), "domain": torch.zeros(1, dtype=torch.int64)}
+    numbers["weight"] = torch.zeros(1)
+    return condition_of(wb.terms.LogSumExp(where=mask), fixed_tile({"": "dot"}, (numbers, numbers), {}, Reads()))
+
+
+OPTIONS = [{"exchange": "gather"}, {"exchange": "ring"}, {"exchange": "gather", "sync": None, "memory": "flat"}]
+
+
+def columns_of(name, counts):
+    """Return the columns of each rank; where there are more of them than rows, the last rank has those."""
+    return (*counts[:-1], counts[-1] + 2) if name in ("classes", "smoothed") else counts
+
+
+def of_rank(counts):
+    """Return values and gradients for each loss and option, and how many took the sweep."""
+    found, taken, reduce = [], [], calls.reduce
+    calls.reduce = lambda *arguments: taken.append(arguments) or reduce(*arguments)
+    try:
+        for name, loss in LOSSES.items():
+            for options in OPTIONS:
+                batch = batch_of(name, sum(counts))
+                rank = dist.get_rank()
+                local = part(batch, cut(counts, rank), cut(columns_of(name, counts), rank))
+                found.append(gradients(loss(**options), local))
+    finally:
+        calls.reduce = reduce
+    return found, len(taken)
+
+
+@pytest.mark.parametrize("counts", [(7,), (4, 3), (0, 5, 2), (1, 3, 0, 3)], ids=str)
+def test_values_and_gradients_are_those_of_a_dense_matrix(counts):
+    results = run_ranks(of_rank, len(counts), counts, timeout_s=120)
+    cases = [(name, options) for name in LOSSES for options in OPTIONS]
+    assert {taken for _, taken in results} == {len(cases)}
+    for (name, options), *ranks in zip(cases, *[found for found, _ in results], strict=True):
+        batch = batch_of(name, sum(counts))
+        expected, wanted = gradients(LOSSES[name]().reference, batch)
+        for value, _ in ranks:
+            assert torch.allclose(value, expected, rtol=1e-12, atol=1e-12), (name, options, value, expected)
+        for key, want in wanted.items():
+            each = [grads[key] for _, grads in ranks]
+            shared = key.startswith("parameters")
+            if options.get("sync", "mean") == "mean":
+                got = sum(each) / len(each) if shared else torch.cat(each) / len(counts)
+            else:
+                got = sum(each) if shared else torch.cat(each)
+            assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), (name, options, key)
+
+
+def test_a_pass_with_wrong_pairs_would_show(monkeypatch):
+    """Teeth: with the row itself among the candidates, or a count that is one too high, values differ."""
+    batch = batch_of("sup_con", 7)
+    expected = call(sup_con().reference, batch)
+    for name, wrong in (("excluded", None), ("positive", SAME)):
+        change = partial(_with, name, wrong)
+        monkeypatch.setattr("wholebatch.pair_loss.module.lowered", change)
+        assert not torch.allclose(call(sup_con(), batch), expected, rtol=1e-3)
+    monkeypatch.undo()
+    assert torch.allclose(call(sup_con(), batch), expected, rtol=1e-12)
+
+
+def _with(name, value, declared, arguments):
+    found = lowered(declared, arguments)
+    (one,) = found.passes
+    changed = type(one)(**{**vars(one), name: value})
+    return type(found)([changed], found.counted)
+
+
+NOT_LOWERED = {
+    "two factors": {"a": wb.terms.LogSumExp(score), "b": wb.terms.LogSumExp(lambda s, x, y, p: 2 * p.scale * s)},
+    "two sets": {"a": wb.terms.LogSumExp(score), "b": wb.terms.LogSumExp(score, other)},
+    "data": {"a": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s + y.label)},
+    "a square": {"a": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s * s)},
+    "a mask of similarities": {"a": wb.terms.LogSumExp(score, lambda x, y, s: s > 0)},
+    "a maximum": {"a": wb.terms.LogSumExp(score), "b": wb.terms.Max(score)},
+    "no exponentials": {"a": wb.terms.Sum(score)},
+    "of one class": {"a": wb.terms.LogSumExp(score, same)},
+}
+
+
+@pytest.mark.parametrize("name", NOT_LOWERED)
+def test_tiles_of_any_terms_compute_the_rest(name, monkeypatch):
+    monkeypatch.setattr(calls, "reduce", None)  # which no such loss may call
+    loss = wb.PairLoss(NOT_LOWERED[name], lambda r, x, p: sum(r[key] for key in r), similarity="cosine")
+    batch = batch_of("sup_con", 6)
+    value, grads = gradients(loss, batch)
+    expected, wanted = gradients(loss.reference, batch)
+    assert torch.allclose(value, expected, rtol=1e-12)
+    assert all(torch.allclose(grads[key], wanted[key], rtol=1e-10, atol=1e-12) for key in wanted)
+
+
+def test_a_factor_of_zero_takes_tiles_of_any_terms(monkeypatch):
+    monkeypatch.setattr(calls, "reduce", None)
+    batch = batch_of("sup_con", 6)
+    batch.parameters = {"scale": 0.0}
+    assert torch.allclose(call(sup_con(), batch), call(sup_con().reference, batch))
+
+
+def test_parameters_that_happen_to_be_equal_stay_apart():
+    """Two learned factors with the same value are two passes: else one of them would get both gradients."""
+    loss = wb.PairLoss(
+        {
+            "a": wb.terms.LogSumExp(lambda s, x, y, p: p.first * s, other),
+            "b": wb.terms.Mean(lambda s, x, y, p: p.second * s, other),
+        },
+        lambda r, x, p: r.a - r.b,
+    )
+    first, second = (torch.tensor(2.0, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x = torch.randn(6, 3, dtype=torch.float64)
+    assert lowered(loss.declaration, arguments_of(loss, x, parameters={"first": first, "second": second})) is None
+    got = torch.autograd.grad(loss(x, parameters={"first": first, "second": second}), [first, second])
+    want = torch.autograd.grad(loss.reference(x, parameters={"first": first, "second": second}), [first, second])
+    assert torch.allclose(torch.stack(got), torch.stack(want), rtol=1e-10)
+
+
+def test_rows_without_candidates_are_minus_infinity_with_gradient_zero():
+    loss = wb.PairLoss({"a": wb.terms.LogSumExp(score, different)}, lambda r, x, p: r.a.exp(), similarity="cosine")
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    label = {"label": torch.zeros(5, dtype=torch.int64)}
+    value = loss(x, x_data=label, parameters={"scale": 2.0})
+    (grad,) = torch.autograd.grad(value, x)
+    assert value.item() == 0
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("scale", [100.0, -100.0])
+def test_large_factors_keep_their_digits(scale):
+    """One shift for all would underflow: the sweep takes each row's maximum."""
+    x = torch.nn.functional.normalize(torch.randn(64, 8), dim=1).requires_grad_()
+    label = {"label": torch.arange(64) % 8}
+    value, grads = gradients(sup_con(), Batch(x, x_data=label, parameters={"scale": scale}))
+    wide = x.detach().double().requires_grad_()
+    expected, wanted = gradients(sup_con().reference, Batch(wide, x_data=label, parameters={"scale": scale}))
+    assert torch.allclose(value.double(), expected, rtol=1e-5)
+    assert torch.allclose(grads["x "].double(), wanted["x "], rtol=1e-3, atol=1e-4 * float(wanted["x "].abs().max()))
