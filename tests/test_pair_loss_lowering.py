@@ -1,5 +1,6 @@
 """Declared losses that take the softmax sweep: which do, and that values and gradients stay those of a dense matrix."""
 
+import os
 from functools import partial
 
 import pytest
@@ -130,7 +131,7 @@ def _with(name, value, declared, arguments):
     found = lowered(declared, arguments)
     (one,) = found.passes
     changed = type(one)(**{**vars(one), name: value})
-    return type(found)([changed], found.counted)
+    return type(found)([changed], found.counted, found.constants)
 
 
 NOT_LOWERED = {
@@ -200,3 +201,29 @@ def test_large_factors_keep_their_digits(scale):
     expected, wanted = gradients(sup_con().reference, Batch(wide, x_data=label, parameters={"scale": scale}))
     assert torch.allclose(value.double(), expected, rtol=1e-5)
     assert torch.allclose(grads["x "].double(), wanted["x "], rtol=1e-3, atol=1e-4 * float(wanted["x "].abs().max()))
+
+
+def raise_on_one_rank():
+    """Return the errors of three calls of a loss whose score fails on rank 1 in the second one."""
+    batch, errors = batch_of("clip", 4), []
+
+    def fragile(s, x, y, p):
+        if os.environ.get("BROKEN"):
+            raise RuntimeError("broken")
+        return p.scale * s
+
+    loss = wb.PairLoss({"all": wb.terms.LogSumExp(fragile, other)}, lambda r, x, p: r.all)
+    for number in range(3):
+        os.environ["BROKEN"] = "yes" if number == 1 and dist.get_rank() == 1 else ""
+        try:
+            call(loss, batch).backward()
+            errors.append("")
+        except Exception as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_score_that_raises_on_one_rank_raises_on_all():
+    for errors in run_ranks(raise_on_one_rank, 2, timeout_s=60):
+        assert [bool(error) for error in errors] == [False, True, False]
+        assert "broken" in errors[1]

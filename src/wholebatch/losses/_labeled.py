@@ -22,7 +22,7 @@ from ..contract import LEFT_OUT, Checks, Facts, Inputs, Options, agree, prepared
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
 from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal
-from ..sweep import Diagonals, EqualIds, LogitTransform, Over, Pairs, Selection
+from ..sweep import Diagonals, EqualIds, Over, Pairs, Selection
 
 LISTED = "entries with equal labels are listed for each tile"  # why a loss reads values in each call
 
@@ -164,8 +164,6 @@ class Labeled:
         fields: tuple[str, ...],
         *,
         floor: Tensor | None = None,
-        transform: LogitTransform | None = None,
-        bound: float = UNIT**2,
     ) -> RowStatistics:
         """Return the statistics of this rank's normalized rows; with a floor, all of S is computed instead of half."""
         z, symmetric = self.facts.inputs["features"], floor is None
@@ -178,8 +176,8 @@ class Labeled:
                 Layout(self.rows, self.rows, symmetric=symmetric),
                 narrow=self._narrow and symmetric,
             ),
-            Selection(self.pairs, over, floor=floor, transform=transform),
-            Bounds(bound),
+            Selection(self.pairs, over, floor=floor),
+            Bounds(UNIT**2),
             rows=fields,
         )
         assert side is not None

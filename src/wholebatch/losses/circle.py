@@ -4,13 +4,13 @@
     f(c) = gamma [c + m]_+ (c - m),    g(c) = -gamma [1 + m - c]_+ (c - 1 + m)
 
 where the weights [.]_+ are constants in the gradient. L_i is the softplus of the sum of two logsumexps, one over the
-negatives and one over the positives, of logits that are transformed entry by entry: two sweeps. The exponents of
-positives reach several hundred, where one shift underflows, so these sweeps use each row's maximum from the start.
+negatives and one over the positives: terms of a declared loss, which one sweep computes. The exponents of positives
+reach several hundred, and each row's sums are relative to its largest one.
 """
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,39 +18,45 @@ from typing_extensions import Unpack
 
 from .._base.checks import check_number, check_positive_number
 from ..contract import Checks, Options, ProductOptions, Reduction, entry
-from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
+from ..pair_loss.builtin_terms import Tower, reductions
+from ..terms import LogSumExp, unequal
 from ._declaration import Declaration
 from ._labeled import LISTED, agree_labeled
 from ._module import ProductLoss
 
 
-class _Negatives:
-    """The function f, with gamma [c + m]_+ as its derivative."""
-
-    def __init__(self, gamma: float, m: float) -> None:
-        self._gamma, self._m = gamma, m
-
-    def transform_(self, logits: Tensor, _cols: slice) -> Tensor:
-        weight = (logits + self._m).clamp_(min=0)
-        return logits.sub_(self._m).mul_(weight).mul_(self._gamma)
-
-    def slope_(self, logits: Tensor, _cols: slice) -> Tensor:
-        return logits.add_(self._m).clamp_(min=0).mul_(self._gamma)
+def _negative(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields
+    """Return f."""
+    logit: Tensor = _slope_of_negative(s, x, y, p).detach() * (s - p.m)
+    return logit
 
 
-class _Positives:
-    """The function g, with -gamma [1 + m - c]_+ as its derivative."""
+def _slope_of_negative(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+    slope: Tensor = p.gamma * (s + p.m).clamp(min=0)
+    return slope
 
-    def __init__(self, gamma: float, m: float) -> None:
-        self._gamma, self._m = gamma, m
 
-    def transform_(self, logits: Tensor, _cols: slice) -> Tensor:
-        weight = (1 + self._m - logits).clamp_(min=0)
-        return logits.sub_(1 - self._m).mul_(weight).mul_(-self._gamma)
+def _positive(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+    """Return g."""
+    logit: Tensor = _slope_of_positive(s, x, y, p).detach() * (s - (1 - p.m))
+    return logit
 
-    def slope_(self, logits: Tensor, _cols: slice) -> Tensor:
-        return logits.neg_().add_(1 + self._m).clamp_(min=0).mul_(-self._gamma)
+
+def _slope_of_positive(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+    slope: Tensor = -p.gamma * (1 + p.m - s).clamp(min=0)
+    return slope
+
+
+def _of_the_same_class(x: Any, y: Any) -> Tensor:
+    mask: Tensor = (x.label == y.label) & (x.index != y.index)
+    return mask
+
+
+_TERMS = {
+    "negatives": LogSumExp(_negative, unequal("label"), slope=_slope_of_negative),
+    "positives": LogSumExp(_positive, _of_the_same_class, slope=_slope_of_positive),
+}
 
 
 @entry
@@ -88,9 +94,8 @@ def circle_loss(
     Returns:
         L, the same on every rank: `wholebatch.reference.circle_loss` of the whole batch, at least in float32.
 
-    Collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, the positives' sums once more, and one
-    all-gather of labels. Work: 5 units of b_r B d multiply-adds per rank. Memory: that of
-    :func:`wholebatch.functional.nt_xent_loss` and two tiles more.
+    Collectives: those of :class:`wholebatch.PairLoss`, and an all-gather of labels. Work: 2 units of b_r B d
+    multiply-adds per rank. Memory: that of :func:`wholebatch.functional.nt_xent_loss` and four tiles more.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`;
@@ -109,9 +114,10 @@ def circle_loss(
         (features, labels, weights, ignore_index),
         Checks.of(_check, reads=LISTED, m=m, gamma=gamma),
     ).widened()
-    unit, fields = (1.0, 1.0), statistics_fields(target=False)
-    of_negatives = data.statistics(unit, "negatives", fields, transform=_Negatives(gamma, m), bound=math.inf).logsumexp
-    of_positives = data.statistics(unit, "positives", fields, transform=_Positives(gamma, m), bound=math.inf).logsumexp
+    tower = Tower(data.facts.inputs["features"], None, {"label": data.local_labels})
+    numbers = {"m": m, "gamma": gamma}
+    of_rows = reductions(data.facts, "cosine", _TERMS, {"features": tower}, numbers, ["features"])["features"]
+    of_negatives, of_positives = of_rows["negatives"], of_rows["positives"]
     has_both = (data.positives > 0) & (data.negatives > 0)
     both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)
     losses = torch.where(has_both, softplus(both), 0.0)

@@ -50,35 +50,42 @@ def reductions(
         facts: on which the ranks agreed.
         similarity: one of `similarity.SIMILARITIES`, or `MAX_SIM_OF_ROWS`.
         terms: by name.
-        towers: rows, whose features stay, and columns, whose features travel, by the names of their features.
+        towers: rows, whose features stay, and columns, whose features travel, by the names of their features; or rows
+            alone, which are the columns, too, with terms that are symmetric.
         parameters: numbers and tensors, as `facts.inputs` has them.
         sides: names of the towers whose rows are reduced.
     """
-    (x_name, x), (y_name, y) = towers.items()
+    x, *columns = towers.values()
+    y = columns[0] if columns else None
     declared = Declaration(
         dict(terms),
         None,
         None,
         {ONE: similarity},
+        symmetric=not columns,
         reads=Reads(*(set(terms) if name in sides else set() for name in towers)),
     )
     call = Arguments(
         x=x.features,
-        y=y.features,
+        y=None if y is None else y.features,
         candidates=None,
         widths={ONE: facts.embedding_size},
         x_data=dict(x.data),
-        y_data=dict(y.data),
+        y_data={} if y is None else dict(y.data),
         candidate_data={},
         owners=torch.zeros(0, dtype=torch.int64, device=x.features.device),
         parameters=dict(parameters),
         x_lengths=x.lengths,
-        y_lengths=y.lengths,
+        y_lengths=None if y is None else y.lengths,
     )
     named = {f"parameters[{name!r}]": value for name, value in parameters.items()}
     renamed = replace(
         facts,
-        rows={"x": facts.rows[x_name], "y": facts.rows[y_name]},
-        inputs={**facts.inputs, "x": x.features, "y": y.features, **named},
+        rows=dict(zip("xy", (facts.rows[name] for name in towers), strict=False)),
+        inputs={
+            **facts.inputs,
+            **dict(zip("xy", (tower.features for tower in towers.values()), strict=False)),
+            **named,
+        },
     )
-    return dict(zip(towers, Call(declared, call, renamed, tiles=1, has_kernels=True).reduced(), strict=True))
+    return dict(zip(towers, Call(declared, call, renamed, tiles=1, has_kernels=True).reduced(), strict=False))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Lowered:
 
     passes: Sequence[Pass]
     counted: Mapping[str, Condition]
+    constants: frozenset[str]  # the names of terms whose b is not 0
 
     @property
     def facts(self) -> list[Any]:
@@ -74,7 +75,7 @@ class Lowered:
 
 
 class Call(Protocol):
-    """The part of a call that a pass reads: its declaration, the facts of all ranks, and both sides of the matrix of pairs."""
+    """The part of a call that a pass reads: its declaration, the facts of all ranks, and both sides of S."""
 
     declared: Declaration
     facts: Facts
@@ -93,16 +94,18 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     alone = call.y is None
     numbers = call.x_data, call.x_data if alone else call.y_data
     parameters = {name: x for name, x in call.parameters.items() if not isinstance(x, Tensor) or x.numel() == 1}
-    conditions = dict[str, Condition]()
+    conditions, constants = dict[str, Condition](), set[str]()
     by_factor = dict[tuple[str, ...], list[Reduced]]()
     for reduced in terms:
-        condition, digits = _looked_at(reduced, declared.kinds, numbers, parameters)
-        condition = condition if condition is None or not alone else _among_themselves(condition)
-        if condition is None or not _is_known(condition, alone=alone):
+        form = _form_of(reduced, declared.kinds, numbers, parameters)
+        condition = None if form is None else _among_themselves(form.pairs) if alone else form.pairs
+        if form is None or condition is None or not _is_known(condition, alone=alone):
             return None
         conditions[reduced.name] = condition
         if reduced.term.scored:
-            by_factor.setdefault(digits, []).append(reduced)
+            by_factor.setdefault(form.factor, []).append(reduced)
+        if form.has_constant:
+            constants.add(reduced.name)
     passes = list[Pass | None]()
     for of_factor in by_factor.values():
         candidates = dict.fromkeys(conditions[each.name] for each in of_factor if isinstance(each.term, LogSumExp))
@@ -116,43 +119,52 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     if None in passes or not passes:
         return None
     counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
-    return Lowered([each for each in passes if each is not None], counted)
+    return Lowered([each for each in passes if each is not None], counted, frozenset(constants))
 
 
-def _looked_at(
+class _Form(NamedTuple):
+    """The part of a term that is known before any call."""
+
+    pairs: Condition
+    factor: tuple[str, ...] = ()  # a at some values of the parameters: terms with the same digits have the same factor
+    has_constant: bool = False  # whether b is not 0
+
+
+def _form_of(
     reduced: Reduced,
     kinds: Mapping[str, str],
     numbers: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     parameters: Mapping[str, Any],
-) -> tuple[Condition | None, tuple[str, ...]]:
-    """Return the pairs of a term, and digits of its factor; None if the sweep does not compute such a term."""
+) -> _Form | None:
+    """Return the form of a term; None if the sweep does not compute such a term."""
     term, reads = reduced.term, Reads()
     if type(term) not in _KINDS or (term.scored and not may_be_affine(term, kinds)):
-        return None, ()
+        return None
     try:
-        condition = condition_of(term, fixed_tile(kinds, numbers, parameters, Reads()))
-        if not term.scored:
-            return condition, ()
-        affine = is_affine(term, fixed_tile(kinds, numbers, parameters, reads))
-        digits = _digits(term, parameters)
+        pairs = condition_of(term, fixed_tile(kinds, numbers, parameters, Reads()))
+        if pairs is None or not term.scored:
+            return None if pairs is None else _Form(pairs)
+        if not is_affine(term, fixed_tile(kinds, numbers, parameters, reads)):
+            return None
+        form = _Form(pairs, *_factor_and_constant(term, parameters))
     except Exception:  # fixed numbers may be no indices of a table, and tables are left out: tiles compute such terms
-        return None, ()
+        return None
     allowed = [set() if read_by_others else {PARTNER} for read_by_others in (reduced.cols, reduced.rows)]
-    of_one_side = reads.x <= allowed[0] and reads.y <= allowed[1]
-    return (condition if affine and of_one_side else None), digits
+    return form if reads.x <= allowed[0] and reads.y <= allowed[1] else None
 
 
 @torch.no_grad()
-def _digits(score: Term, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a at some values of the parameters: scores with the same numbers have the same factor."""
-    zero = {PARTNER: torch.zeros(1, 1, dtype=torch.float64, device="cpu")}
+def _factor_and_constant(score: Term, parameters: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """Return digits of a at some values of the parameters, and whether b is another number than 0 there."""
+    zero, away = ({PARTNER: torch.full((1, 1), x, dtype=torch.float64, device="cpu")} for x in (0.0, 0.6))
     fixed = fixed_parameters(parameters)
     learned = [name for name, x in fixed.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    values = []
+    digits, has_constant = [], False
     for step in (0.0, 0.3, 0.7):
         moved = {name: fixed[name] + step * (1 + 0.37 * i) for i, name in enumerate(learned)}  # no two are equal
-        values.append(f"{_difference(score, zero, {**fixed, **moved}).item():.9e}")
-    return (*values,)
+        digits.append(f"{_difference(score, zero, {**fixed, **moved}).item():.9e}")
+        has_constant = has_constant or bool(_value(score, 0.0, (away, away), {**fixed, **moved}).any())
+    return (*digits,), has_constant
 
 
 def _among_themselves(condition: Condition) -> Condition:
@@ -227,7 +239,8 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
         for into, side, of_side in zip(values, sides, statistics, strict=True):
             for name, condition in each.terms.items():
                 if of_side is not None and side.reads(terms[name]):
-                    into[name] = side.value(terms[name].term, of_side, condition, each)
+                    of_a = side.value(terms[name].term, of_side, condition, each)
+                    into[name] = side.shifted(terms[name].term, of_a, condition) if name in lowered.constants else of_a
     for name, condition in lowered.counted.items():
         for into, side in zip(values, sides, strict=True):
             if side.reads(terms[name]):
@@ -293,17 +306,25 @@ class _Side:
         return same - len(others) if equal else total - same
 
     def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass) -> Tensor:
-        """Return a term from the statistics of a s, and from b."""
-        base = self._base(term)
+        """Return the term of a s, (rows,)."""
         if isinstance(term, LogSumExp):
-            value = statistics.logsumexp + base
-            return torch.where(self.count(pairs) > 0, value, float("-inf"))  # a gradient of 0
+            if self._always(pairs):
+                return statistics.logsumexp
+            return torch.where(self.count(pairs) > 0, statistics.logsumexp, float("-inf"))  # a gradient of 0
         total = statistics.target if pairs == sweep.positive else statistics.logits
         assert total is not None
-        count = self.count(pairs)
+        return total if isinstance(term, Sum) else total / self.count(pairs).clamp(min=1)
+
+    def shifted(self, term: Term, value: Tensor, pairs: Condition) -> Tensor:
+        """Return the term of a s + b, given that of a s."""
+        base = self._base(term)
         if isinstance(term, Sum):
-            return total + count * base
-        return torch.where(count > 0, total / count.clamp(min=1) + base, 0.0)
+            return value + self.count(pairs) * base
+        return value + base if isinstance(term, LogSumExp) else torch.where(self.count(pairs) > 0, value + base, 0.0)
+
+    def _always(self, condition: Condition) -> bool:
+        """Return whether the numbers of rows alone show that every row has such a pair."""
+        return condition <= OTHER and self._other.rows.total > len(condition)
 
 
 def _statistics(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -47,12 +48,12 @@ class Term:
         self.score, self.where, self.over = score, where, over
         self.shared: dict[str, tuple[bool, ...]] = {}  # see `Entries`
 
-    @property
+    @cached_property
     def mask_reads_similarity(self) -> bool:
         """Whether the mask has the similarity as a third argument."""
         return self.where is not None and takes(self.where, 3)
 
-    @property
+    @cached_property
     def mask_reads_parameters(self) -> bool:
         """Whether the mask has the parameters as a fourth argument."""
         return self.where is not None and takes(self.where, 4)

@@ -289,7 +289,7 @@ class PlainTiles:
         if not self._affine:
             few = entries.first()
             for i, reduced in enumerate(self.reduced):
-                may_be = may_be_affine(reduced.term, entries.kinds)
+                may_be = reduced.term.slope is None and may_be_affine(reduced.term, entries.kinds)
                 self._affine[i] = may_be and is_affine(reduced.term, few) and confirmed(reduced.term, few)
         fitted = {i: coefficients(self.reduced[i].term, entries) for i, is_so in self._affine.items() if is_so}
         return {i: score for i, score in fitted.items() if score is not None}

@@ -19,8 +19,8 @@ from torch import Tensor
 from .._base.checks import check_choice
 from .._base.settings import check_flag, check_number
 from ..pair_loss import PairLoss
-from ..terms import LogSumExp
-from .parts import against_negatives, other
+from ..terms import LogSumExp, other
+from .parts import against_negatives
 from .retrieval import Scale
 
 MarginStrategy = Literal["absolute", "relative"]

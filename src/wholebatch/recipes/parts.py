@@ -17,12 +17,6 @@ from torch import Tensor
 from ..nodes.cross_entropy import softplus
 
 
-def other(x: Any, y: Any) -> Tensor:  # fields
-    """Return where a column is another row."""
-    mask: Tensor = x.index != y.index
-    return mask
-
-
 def scaled(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields
     """Return the logit scale s."""
     logit: Tensor = p.scale * s

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from .._base.settings import check_number
 from ..pair_loss import PairLoss
-from ..terms import LogSumExp
-from .parts import against_negatives, other, relative
+from ..terms import LogSumExp, other
+from .parts import against_negatives, relative
 
 Scale = float | Tensor | nn.Module
 

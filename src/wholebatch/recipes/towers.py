@@ -25,8 +25,7 @@ from ..contract import Options, entry, prepared
 from ..nodes.cross_entropy import softplus
 from ..pair_loss import PairLoss
 from ..pair_loss.reductions import Term
-from ..terms import LogSumExp
-from .parts import other
+from ..terms import LogSumExp, other
 from .retrieval import Scale
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .._base.settings import check_positive_number
 from ..pair_loss import PairLoss
-from ..terms import Mean
-from .parts import other
+from ..terms import Mean, other
 
 
 def uniformity(*, t: float = 2.0, **options: Any) -> PairLoss:  # of PairLoss
