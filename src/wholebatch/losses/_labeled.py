@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_ignore_index, is_dense
-from .._base.normalize import UNIT, normalize_rows
+from .._base.normalize import UNIT
 from ..contract import LEFT_OUT, Checks, Facts, Inputs, Options, agree, prepared, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
 from ..nodes.cross_entropy import how_many_equal
@@ -104,6 +104,12 @@ def agree_labeled(
     return Labeled(facts, shape, kept)
 
 
+def of_the_same_class(x: Any, y: Any) -> Tensor:  # fields
+    """Return the mask of positives: other rows with the same label."""
+    mask: Tensor = (x.label == y.label) & (x.index != y.index)
+    return mask
+
+
 def _flatten_views(x: Any, shape: Sequence[int]) -> Any:
     """Return (b,) or (b, v) as (b v,), and other shapes as they are: the check refuses them."""
     if not is_dense(x) or x.dim() not in (1, 2):
@@ -115,7 +121,7 @@ class Labeled:
     """The labeled rows of one call, and their positive pairs. Collective: 1 all-gather of labels."""
 
     def __init__(self, facts: Facts, views: torch.Size | None = None, kept: Tensor | None = None) -> None:
-        self.facts, self.rows, self._views, self._narrow = facts, facts.rows["features"], views, False
+        self.facts, self.rows, self._views = facts, facts.rows["features"], views
         self._kept = kept
         local = self.rows.rows(facts.rank)
         self.labels = facts.all_ids("labels")
@@ -124,8 +130,8 @@ class Labeled:
         self.pairs = Pairs(EqualIds(self.local_labels, self.labels, but=itself), itself)
 
     def widened(self) -> Labeled:
-        """Return these rows for several calls of `statistics` with gradients that are rounded once: `Facts.widened`."""
-        self.facts, self._narrow = self.facts.widened(), True
+        """Return these rows for several uses of features with gradients that are rounded once: `Facts.widened`."""
+        self.facts = self.facts.widened()
         return self
 
     def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
@@ -157,26 +163,17 @@ class Labeled:
         same = how_many_equal(self.labels, self.labels)
         return ((same > 1) & (same < self.rows.total)).sum()
 
-    def statistics(
-        self,
-        scale: tuple[float, Any],
-        over: Over,
-        fields: tuple[str, ...],
-        *,
-        floor: Tensor | None = None,
-    ) -> RowStatistics:
-        """Return the statistics of this rank's normalized rows; with a floor, all of S is computed instead of half."""
-        z, symmetric = self.facts.inputs["features"], floor is None
+    def statistics(self, scale: tuple[float, Any], over: Over, fields: tuple[str, ...]) -> RowStatistics:
+        """Return the statistics of this rank's normalized rows."""
         side, _ = row_statistics(
             self.facts,
             scale,
             Operands(
-                [z] if symmetric else [normalize_rows(z)] * 2,
-                Towers(stays=(0,), normalize=True) if symmetric else Towers(stays=(0,), travels=(1,)),
-                Layout(self.rows, self.rows, symmetric=symmetric),
-                narrow=self._narrow and symmetric,
+                [self.facts.inputs["features"]],
+                Towers(stays=(0,), normalize=True),
+                Layout(self.rows, self.rows, symmetric=True),
             ),
-            Selection(self.pairs, over, floor=floor),
+            Selection(self.pairs, over),
             Bounds(UNIT**2),
             rows=fields,
         )

@@ -22,7 +22,7 @@ from ..nodes.cross_entropy import softplus
 from ..pair_loss.builtin_terms import Tower, reductions
 from ..terms import LogSumExp, unequal
 from ._declaration import Declaration
-from ._labeled import LISTED, agree_labeled
+from ._labeled import LISTED, agree_labeled, of_the_same_class
 from ._module import ProductLoss
 
 
@@ -48,14 +48,9 @@ def _slope_of_positive(s: Any, x: Any, y: Any, p: Any) -> Tensor:
     return slope
 
 
-def _of_the_same_class(x: Any, y: Any) -> Tensor:
-    mask: Tensor = (x.label == y.label) & (x.index != y.index)
-    return mask
-
-
 _TERMS = {
     "negatives": LogSumExp(_negative, unequal("label"), slope=_slope_of_negative),
-    "positives": LogSumExp(_positive, _of_the_same_class, slope=_slope_of_positive),
+    "positives": LogSumExp(_positive, of_the_same_class, slope=_slope_of_positive),
 }
 
 
@@ -94,7 +89,7 @@ def circle_loss(
     Returns:
         L, the same on every rank: `wholebatch.reference.circle_loss` of the whole batch, at least in float32.
 
-    Collectives: those of :class:`wholebatch.PairLoss`, and an all-gather of labels. Work: 2 units of b_r B d
+    Collectives: those of :class:`wholebatch.PairLoss`, and two all-gathers of labels. Work: 2 units of b_r B d
     multiply-adds per rank. Memory: that of :func:`wholebatch.functional.nt_xent_loss` and four tiles more.
 
     Raises:

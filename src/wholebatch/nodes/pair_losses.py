@@ -38,7 +38,7 @@ from .shifts import never_underflows
 from .softmax_plan import Bounds, SoftmaxPlan
 
 _ROWS, _COLS = ("sum", "target"), ("sum",)
-_UNCHANGED = (None,) * 7
+_UNCHANGED = (None,) * 6
 _MOST = 2048  # rows and columns of S
 _UNIT = 1.1  # bound of the products of unit rows that are rounded
 
@@ -146,7 +146,7 @@ def _is_plain(call: Planned) -> bool:
     """Return whether the logits are scaled products, the positives are the diagonal, and all others are candidates."""
     rows, selection, towers = call.operands.layout.rows, call.plan.selection, call.operands.towers
     positive, rank = selection.pairs.positive, call.facts.rank
-    changed = (selection.floor, selection.ceiling, selection.guide, selection.transform, selection.offsets)
+    changed = (selection.ceiling, selection.guide, selection.transform, selection.offsets)
     return (
         selection.over == "negatives"
         and selection.best_of == 1

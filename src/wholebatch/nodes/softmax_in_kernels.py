@@ -25,13 +25,13 @@ from .route import Layout, unit_of_gradients
 from .softmax_plan import SoftmaxPlan
 
 _FIELDS = ((), ("sum",), ("sum", "target"))  # of rows, and of columns, that this node computes
-_UNCHANGED = (None,) * 7
+_UNCHANGED = (None,) * 6
 
 
 def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
     """Return what calls of this form share if this node computes them, else None: the same on all ranks."""
     selection, towers = plan.selection, plan.towers
-    changed = (selection.floor, selection.ceiling, selection.guide, selection.transform, selection.offsets)
+    changed = (selection.ceiling, selection.guide, selection.transform, selection.offsets)
     if (*changed, towers.stay_norms, towers.travel_norms) != _UNCHANGED or selection.over != "negatives":
         return None
     if plan.symmetric or plan.guide is not None or towers.normalize or len(towers.stays) + len(towers.travels) != 2:

@@ -28,8 +28,8 @@ from .softmax_plan import SoftmaxPlan
 def two_views_in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dtype) -> InKernels | None:
     """Return the facts of this node if it computes calls of this form, else None; as `in_kernels`."""
     selection, towers, pairs = plan.selection, plan.towers, plan.selection.pairs
-    changed = (selection.floor, selection.ceiling, selection.guide, selection.transform, selection.offsets)
-    if facts.comm.size > 1 or not plan.symmetric or plan.cols != ("sum", "target") or changed != (None,) * 5:
+    changed = (selection.ceiling, selection.guide, selection.transform, selection.offsets)
+    if facts.comm.size > 1 or not plan.symmetric or plan.cols != ("sum", "target") or changed != (None,) * 4:
         return None
     if selection.over != "negatives" or (towers.stays, towers.travels, towers.normalize) != ((0, 1), (), True):
         return None

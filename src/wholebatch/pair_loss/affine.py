@@ -118,9 +118,17 @@ def coefficients(term: Term, entries: Entries) -> Coefficients | None:
         return None
     c = b / a
     with torch.no_grad():
-        # Where c is much larger than s, the sums of G f and of G c are too near to each other.
-        fits = torch.isfinite(c).all() & torch.isfinite(a).all() & (c.abs().amax() <= _FAR * s.detach().abs().amax())
+        fits = torch.isfinite(c).all() & torch.isfinite(a).all()
+        if a.requires_grad or c.requires_grad:
+            # Where c is much larger than s, the sums of G f and of G c are too near to each other.
+            fits &= c.abs().amax() <= _FAR * s.detach().abs().amax()
     return Coefficients(a, c) if bool(fits) else None
+
+
+def are_constant(fitted: Coefficients, entries: Entries) -> bool:
+    """Return whether a and c are the same in all tiles, and have no gradient."""
+    of_numbers = not any(isinstance(x, Tensor) for x in entries.p.values())
+    return of_numbers and min(entries.shape) > 1 and all(x.numel() == 1 for x in fitted)
 
 
 _SUMS = {torch.add, torch.sub, torch.subtract, torch.rsub, Tensor.add, Tensor.sub, Tensor.subtract}

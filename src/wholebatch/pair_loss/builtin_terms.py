@@ -18,8 +18,10 @@ from .arguments import Arguments
 from .call import Call
 from .declaration import Declaration
 from .function_checks import Reads
+from .lowering import Lowered, factors, lowered, may_be_lowered
 from .reductions import Term
 from .similarity import ONE
+from .tile import Affine
 
 
 class Tower(NamedTuple):
@@ -62,7 +64,7 @@ def reductions(
         None,
         None,
         {ONE: similarity},
-        symmetric=not columns,
+        symmetric=y is None and not any(term.mask_reads_similarity for term in terms.values()),
         reads=Reads(*(set(terms) if name in sides else set() for name in towers)),
     )
     call = Arguments(
@@ -88,4 +90,20 @@ def reductions(
             **named,
         },
     )
-    return dict(zip(towers, Call(declared, call, renamed, tiles=1, has_kernels=True).reduced(), strict=False))
+    key = "passes", tuple(terms), similarity, tuple(sides), tuple(map(id, terms.values()))
+    passes = facts.once(key, lambda: _passes(declared, call, facts))
+    affine: Affine = facts.once(("affine", *key), dict)  # these functions capture nothing that may change
+    of_towers = Call(declared, call, renamed, tiles=1, has_kernels=True, passes=passes, affine=affine).reduced()
+    return dict(zip(towers, of_towers, strict=False))
+
+
+def _passes(declared: Declaration, call: Arguments, facts: Facts) -> tuple[Lowered, list[float]] | None:
+    """Return the terms as passes over S, with the factor of each; None if tiles of any terms compute them.
+
+    Learned factors would change from call to call of one form, so none is lowered.
+    """
+    passes = None if any(isinstance(x, Tensor) for x in call.parameters.values()) else lowered(declared, call)
+    if passes is None:
+        return None
+    numbers = [x.item() for x in factors(passes, declared, call, torch.device("cpu")).values()]
+    return (passes, numbers) if may_be_lowered([passes.facts], numbers, in_kernels=facts.kernels) else None

@@ -28,6 +28,7 @@ from .reductions import Max, Min, Partner, Term
 from .row_data import INDEX, ROUNDING, SEPARATOR, SQUARES, fields, nested
 from .similarity import LATE, ONE, multiplied, squares
 from .statistics import TermStatistics
+from .tile import Affine
 
 CALLER = "PairLoss"
 
@@ -43,6 +44,7 @@ class Call:
         signature: the fingerprint of the declaration, by which compiled functions are kept.
         has_kernels: whether the caller chooses between kernels and plain PyTorch.
         passes: the terms as passes over S, and the factor of each; None: tiles of any terms compute them.
+        affine: which scores are affine, by the numbers of their terms, if an earlier call has found it.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Call:
         signature: str = "",
         has_kernels: bool = False,
         passes: tuple[Lowered, Sequence[float]] | None = None,
+        affine: Affine | None = None,
     ) -> None:
         self.declared, self.call, self.facts, self.tiles, self.signature = declaration, call, facts, tiles, signature
         self.has_kernels, self.passes = has_kernels, passes
+        self.affine = {} if affine is None else affine
         self.failure = Failure(facts.comm, CALLER)
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
@@ -245,6 +249,7 @@ class Call:
             self.declared.kernels,
             self.signature,
             self.vectors,
+            self.affine,
             failure=self.failure,
         )
         learned = [

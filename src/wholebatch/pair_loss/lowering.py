@@ -199,9 +199,9 @@ def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) ->
 
 
 @torch.no_grad()
-def factors(passes: Lowered | None, declared: Declaration, call: Arguments) -> dict[str, Tensor]:
+def factors(passes: Lowered | None, declared: Declaration, call: Arguments, device: torch.device) -> dict[str, Tensor]:
     """Return the factor a of each pass, (), by names that are the same on all ranks; 0 where there is no pass."""
-    numbers = {PARTNER: torch.zeros(1, 1, dtype=wide_dtype(call.x.device), device=call.x.device)}
+    numbers = {PARTNER: torch.zeros(1, 1, dtype=wide_dtype(device), device=device)}
     scores = [] if passes is None else [each.score for each in passes.passes]
     values = [_difference(score, numbers, call.parameters).reshape(()) for score in scores]
     values += [numbers[PARTNER].reshape(())] * (len(declared.terms) - len(values))

@@ -181,7 +181,7 @@ class PairLoss(nn.Module):
         )
         checks = Checks(
             check=lambda: self._facts(call, passes),
-            read_back=lambda: factors(passes, self.declaration, call) if _has_features(call) else {},
+            read_back=lambda: factors(passes, self.declaration, call, call.x.device) if _has_features(call) else {},
             derive=lambda numbers: {_FACTORS: [value for name, value in numbers.items() if name.startswith(FACTOR)]},
             must_match=(_FINGERPRINT, _DTYPES),
             settings=settings,

@@ -20,7 +20,7 @@ from .accumulators import Kept
 from .compiled import Kernels
 from .failure import Failure
 from .sweep import Gradients, PairSweep, Side
-from .tile import Reduced
+from .tile import Affine, Reduced
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PairPlan:
     kernels: Kernels | None = None
     signature: str = ""
     vectors: Vectors | None = None
-    affine: dict[int, bool] = field(default_factory=dict)
+    affine: Affine = field(default_factory=dict)
     failure: Failure = field(kw_only=True)
 
     @property

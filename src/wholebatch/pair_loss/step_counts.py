@@ -48,7 +48,7 @@ def count_step(declaration: Declaration, call: Arguments, side: int) -> Counted:
 
     plain = replace(declaration, kernels=None)
     passes = lowered(plain, call)
-    numbers = [x.item() for x in factors(passes, plain, call).values()]
+    numbers = [x.item() for x in factors(passes, plain, call, call.x.device).values()]
     if passes is not None and not may_be_lowered([passes.facts], numbers, in_kernels=False):
         passes = None
 

@@ -23,7 +23,7 @@ from ..partition import Tile, tiles
 from ..sweep import Block, Driver, Factor, KeptTiles
 from .compiled import CompiledTiles, Kernels
 from .row_data import nested
-from .tile import Leaves, Masks, PlainTiles, Reduced, Slot
+from .tile import Affine, Leaves, Masks, PlainTiles, Reduced, Slot
 from .tile_entries import Entries
 
 
@@ -94,8 +94,9 @@ class PairSweep:
     kernels: Kernels | None = None
     signature: str = ""
     kept: KeptTiles | None = None
-    affine: dict[int, bool] = field(default_factory=dict)
+    affine: Affine = field(default_factory=dict)
     _in_dtype: dict[str, Any] = field(default_factory=dict)
+    _latest: tuple[Tile, dict[str, Any], dict[str, Any]] | None = None  # the numbers of the latest tile
 
     def __post_init__(self) -> None:
         driver = next(iter(self.drivers.values()))
@@ -193,7 +194,9 @@ class PairSweep:
         return [known[id(term.where)] for term in terms]
 
     def _numbers(self, tile: Tile) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.x.at(tile.rows, 1), self.y.at(tile.cols, 0)
+        if self._latest is None or self._latest[0] is not tile:
+            self._latest = tile, self.x.at(tile.rows, 1), self.y.at(tile.cols, 0)
+        return dict(self._latest[1]), dict(self._latest[2])
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters in the precision of tiles: one of float64 would widen all of them."""

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..partition import Tile
 from .accumulators import Rule
-from .affine import Coefficients, coefficients, confirmed, is_affine, may_be_affine
+from .affine import Coefficients, are_constant, coefficients, confirmed, is_affine, may_be_affine
 from .reductions import Term
 from .row_data import nested
 from .similarity import DISTANCE, ONE, of_tile
 from .tile_entries import Entries, Values, with_ties
 
 Slot = tuple[str, str]  # "s", "x", "y" or "p", and a name
+Affine = dict[int, bool | Coefficients]
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ class PlainTiles:
         reduced: the terms.
         room: returns memory for a tile, by its number: what was in it is lost at the next tile, and at the next use.
         looks: whether numbers of a tile may be looked at; a GPU would wait.
-        affine: whether each term's score is, by its number; found at the first tile, and remembered here for the
-            backward pass of the same call.
+        affine: whether each term's score is, by its number, or its coefficients if all tiles have the same; found at
+            the first tile, and remembered here for the backward pass of the same call.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class PlainTiles:
         room: Callable[[Tile, int], Tensor],
         *,
         looks: bool,
-        affine: dict[int, bool],
+        affine: Affine,
     ) -> None:
         self.reduced, self.room, self.looks, self._affine = reduced, room, looks, affine
 
@@ -291,8 +292,14 @@ class PlainTiles:
             for i, reduced in enumerate(self.reduced):
                 may_be = reduced.term.slope is None and may_be_affine(reduced.term, entries.kinds)
                 self._affine[i] = may_be and is_affine(reduced.term, few) and confirmed(reduced.term, few)
-        fitted = {i: coefficients(self.reduced[i].term, entries) for i, is_so in self._affine.items() if is_so}
-        return {i: score for i, score in fitted.items() if score is not None}
+        fitted = dict[int, Coefficients]()
+        for i, known in self._affine.items():
+            score = coefficients(self.reduced[i].term, entries) if known is True else known
+            if isinstance(score, Coefficients):
+                fitted[i] = score
+                if known is True and are_constant(score, entries):
+                    self._affine[i] = score
+        return fitted
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:

@@ -30,8 +30,6 @@ class Selection:
 
     pairs: Pairs  # positive and excluded entries
     over: Over = "negatives"  # the candidates
-    # floor: (b,); an entry with a logit up to the floor of its row is no candidate. None: no limit
-    floor: Tensor | None = None
     # ceiling: (b,); an entry with a logit above the ceiling of its row is no candidate. None: no limit
     ceiling: Tensor | None = None
     # guide: (b, g), the features of X's rows by another model. `ceiling` then limits the products of these with the

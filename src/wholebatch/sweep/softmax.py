@@ -131,21 +131,16 @@ class SoftmaxSweep:
         if selection.offsets is not None:
             logits.add_(selection.offsets[tile.rows, None])
         values = None if positives is None else logits[positives]
-        candidates = values
         if selection.ceiling is not None:
             compared = logits if selection.guide is None else self._guide(selection.guide, tile, block)
             logits.masked_fill_(compared > selection.ceiling[tile.rows, None], float("-inf"))
-        if selection.floor is not None:
-            logits.masked_fill_(logits <= selection.floor[tile.rows, None], float("-inf"))
-            if positives is not None:
-                candidates = logits[positives]
         excluded = selection.pairs.excluded.within(tile, self._device)
         if excluded is not None:
             logits[excluded] = float("-inf")
         if selection.over == "positives":
             logits.fill_(float("-inf"))
-        if positives is not None and candidates is not None:
-            logits[positives] = float("-inf") if selection.over == "negatives" else candidates
+        if positives is not None and values is not None:
+            logits[positives] = float("-inf") if selection.over == "negatives" else values
         return _Entries(logits, positives, values, slopes)
 
     def _guide(self, guide: Tensor, tile: Tile, block: Block) -> Tensor:

@@ -151,7 +151,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
     def _supported(self, columns: int) -> KernelTiles | None:
         """Return the tiles for kernels, or None if kernels do not support the selection."""
         selection = self.selection
-        unsupported = (selection.floor, selection.ceiling, selection.guide, selection.transform)
+        unsupported = (selection.ceiling, selection.guide, selection.transform)
         if any(option is not None for option in unsupported) or selection.best_of > 1:
             return None
         return KernelTiles.of(
