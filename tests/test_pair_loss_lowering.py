@@ -164,6 +164,26 @@ def test_a_factor_of_zero_takes_tiles_of_any_terms(monkeypatch):
     assert torch.allclose(call(sup_con(), batch), call(sup_con().reference, batch))
 
 
+def test_a_function_that_changes_is_looked_at_again():
+    """A score whose captured number makes it another function, and a mask likewise, between two calls."""
+    captured = {"power": 1, "label": False}
+
+    def powered(s, x, y, p):
+        return s if captured["power"] == 1 else s * s
+
+    def where(x, y):
+        return (x.label != y.label) if captured["label"] else (x.index != y.index)
+
+    loss, batch = wb.PairLoss({"a": wb.terms.LogSumExp(powered, where)}, lambda r, x, p: r.a), batch_of("sup_con", 6)
+    batch.parameters = {}
+    values = []
+    for change in ({}, {"power": 2}, {"label": True}, {"power": 1}):
+        captured.update(change)
+        values.append(call(loss, batch))
+        assert torch.allclose(values[-1], call(loss.reference, batch), rtol=1e-12)
+    assert len({round(value.item(), 6) for value in values}) == 4
+
+
 def test_parameters_that_happen_to_be_equal_stay_apart():
     """Two learned factors with the same value are two passes: else one of them would get both gradients."""
     loss = wb.PairLoss(

@@ -55,7 +55,7 @@ PUBLIC = {
         "terms",
         "testing",
     ],
-    wb.terms: ["Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum"],
+    wb.terms: ["Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum", "equal", "other", "unequal"],
     wb.planning: ["DEVICES", "Option", "Plan", "Rates", "calibrate", "plan"],
     wb.functional: LOSSES,
     wb.options: ["KernelOptions", "LossOptions", "ProductOptions", "SweepOptions"],

@@ -202,6 +202,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "DistillationLoss.forward.teacher_text_features": _rows(4, 5),
     "DistillationLoss.forward.teacher_logit_scale": lambda: 3.0,
     "terms": lambda: {"mean": wb.terms.Mean()},
+    **dict.fromkeys(("equal.name", "unequal.name"), lambda: "label"),
     "row_loss": lambda: of_user(lambda r, x, p: r.mean),
     "towers": lambda: ["image", "text"],
     **dict.fromkeys(
@@ -280,6 +281,7 @@ LEFT_OUT = {
     "Plan": "a record that the library returns",
     "Rates": "a record that the library returns; plan checks it",
     "Group": "a type",
+    "other": "a mask, which PairLoss calls",
     "GradCache.split_inputs": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.model_call": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.get_reps": "a step that a subclass may replace: its arguments come from the library",

@@ -44,7 +44,7 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, functools.partial):
         return ["partial", *(_text(part, depth - 1, inside) for part in (value.func, value.args, value.keywords))]
     if isinstance(value, types.MethodType):
-        read = _looked_up(value.__func__.__code__) if isinstance(value.__func__, types.FunctionType) else set()
+        read = _looked_up(value.__func__.__code__) if isinstance(value.__func__, types.FunctionType) else frozenset()
         of_owner = _attributes(value.__self__, read, depth - 1, inside)
         return ["method", _text(value.__func__, depth - 1, inside), of_owner]
     if isinstance(value, types.FunctionType):
@@ -58,7 +58,7 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, nn.Module):
         named = [(name, _text(x, depth - 1, inside)) for name, x in value.state_dict().items()]
         forward = type(value).forward
-        read = _looked_up(forward.__code__) if isinstance(forward, types.FunctionType) else set()
+        read = _looked_up(forward.__code__) if isinstance(forward, types.FunctionType) else frozenset()
         return [type(value).__qualname__, named, value.extra_repr(), _attributes(value, read, depth, within)]
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
     own = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
@@ -79,7 +79,7 @@ def _function(function: types.FunctionType, depth: int, within: frozenset[int]) 
     return [_code(code, depth, within), captured, read_globals, defaults, attributes]
 
 
-def _attributes(value: object, names: set[str], depth: int, within: frozenset[int]) -> list[Any]:
+def _attributes(value: object, names: frozenset[str], depth: int, within: frozenset[int]) -> list[Any]:
     """Return the attributes that a function may read of an object which it has captured: those of these names."""
     if depth == 0 or id(value) in within or isinstance(value, types.ModuleType | types.FunctionType | type | Tensor):
         return []
@@ -94,10 +94,11 @@ def _attributes(value: object, names: set[str], depth: int, within: frozenset[in
     return described
 
 
-def _looked_up(code: types.CodeType) -> set[str]:
+@functools.lru_cache(1024)
+def _looked_up(code: types.CodeType) -> frozenset[str]:
     """Return all names that a function and those inside of it look up, those of attributes as well."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*map(_looked_up, inner))
+    return frozenset(code.co_names).union(*map(_looked_up, inner))
 
 
 def _code(code: types.CodeType, depth: int, within: frozenset[int]) -> list[Any]:
@@ -105,10 +106,13 @@ def _code(code: types.CodeType, depth: int, within: frozenset[int]) -> list[Any]
     return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
 
 
-def _names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(1024)
+def _names(code: types.CodeType) -> frozenset[str]:
     """Return the global names that a function and those inside of it look up."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    loaded = {op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    loaded = frozenset[str]() | {
+        op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
     return loaded.union(*map(_names, inner))
 
 

@@ -14,7 +14,7 @@ from .._base.warnings import warn
 from ..comm import Group
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.modules import built
-from ..comm.select import check_group, select_communicator
+from ..comm.select import check_group
 from ..contract import Checking, Checks, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
 from ..kernels import Kernel
@@ -39,6 +39,7 @@ _NOT_COMPILED = "why tiles are not compiled"
 _DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
 _PASSES, _FACTORS = "passes over S", "factors of similarities"
+_REMEMBERED = 256  # kinds of calls
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -128,7 +129,8 @@ class PairLoss(nn.Module):
                 self._constants[name] = value
         self._said = self._said_reason = False
         self._tiles: dict[str, int] = {}
-        self._lowered: dict[str, Lowered | None] = {}
+        # the terms as passes over S, by the functions and the kinds of arguments
+        self._lowered: dict[tuple[str, str], Lowered | None] = {}
         self._compared: FactsByRank | None = None  # those whose functions have had the same values
 
     @entry
@@ -174,17 +176,17 @@ class PairLoss(nn.Module):
         """
         merged = {**self._current_parameters(), **parameters} if isinstance(parameters, Mapping) else parameters
         data = (x_data, y_data, candidate_data)
-        call, passes, settings = prepared(
+        call, passes, functions = prepared(
             CALLER,
             self.options.group,
             lambda: self._prepared(x, y, data, candidates, candidate_offsets, merged),
         )
         checks = Checks(
-            check=lambda: self._facts(call, passes),
+            check=lambda: self._facts(call, passes, functions),
             read_back=lambda: factors(passes, self.declaration, call, call.x.device) if _has_features(call) else {},
             derive=lambda numbers: {_FACTORS: [value for name, value in numbers.items() if name.startswith(FACTOR)]},
             must_match=(_FINGERPRINT, _DTYPES),
-            settings=settings,
+            settings=self._settings(call, functions) if functions else None,
             reads="its functions are compared between ranks",
         )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
@@ -251,15 +253,22 @@ class PairLoss(nn.Module):
 
     def _prepared(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
-    ) -> tuple[Arguments, Lowered | None, tuple[Hashable, ...] | None]:
-        """Return the arguments, the terms as passes over S, and all that this rank's facts depend on."""
+    ) -> tuple[Arguments, Lowered | None, str]:
+        """Return the arguments, the terms as passes over S, and the fingerprint of the functions."""
         call = self._checked_arguments(x, y, data, candidates, candidate_offsets, parameters)
         if not _has_features(call):  # `agree` refuses it
-            return call, None, None
-        alone = select_communicator(self.options.group).size == 1
-        compared = "" if alone and self.declaration.kernels is None else fingerprint(*self.declaration.functions)
-        settings = self._number, repr(call.signature), compared, self._not_compiled, self._tiles_of(call)
-        return call, self._passes(call), settings
+            return call, None, ""
+        functions = fingerprint(*self.declaration.functions)
+        form = functions, repr(call.signature)
+        if form not in self._lowered:
+            if len(self._lowered) >= _REMEMBERED:
+                self._lowered.clear()
+            self._lowered[form] = lowered(self.declaration, call)
+        return call, self._lowered[form], functions
+
+    def _settings(self, call: Arguments, functions: str) -> tuple[Hashable, ...]:
+        """Return all that this rank's facts depend on, but for the kinds of tensors."""
+        return self._number, functions, repr(call.signature), self._not_compiled, self._tiles_of(call)
 
     def _checked_arguments(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
@@ -270,9 +279,9 @@ class PairLoss(nn.Module):
             self._check_names(parameters)
         return call
 
-    def _facts(self, call: Arguments, passes: Lowered | None) -> dict[str, Any]:
+    def _facts(self, call: Arguments, passes: Lowered | None, functions: str) -> dict[str, Any]:
         return {
-            _FINGERPRINT: fingerprint(*self.declaration.functions),
+            _FINGERPRINT: functions,
             _VALUES: self.declaration.values,
             _READS: self.declaration.reads.names,
             _NOT_COMPILED: self._not_compiled,
@@ -292,13 +301,6 @@ class PairLoss(nn.Module):
             self.declaration.kernels.give_up(reason)
             self._said_reason = True
             warn(f"PairLoss computes without compiled functions from now on. {reason}")
-
-    def _passes(self, call: Arguments) -> Lowered | None:
-        """Return the terms as passes over S, or None: as at the first use of such arguments on this rank."""
-        kind = repr(call.signature)
-        if kind not in self._lowered:
-            self._lowered[kind] = lowered(self.declaration, call)
-        return self._lowered[kind]
 
     def _tiles_of(self, call: Arguments) -> int:
         """Return how many times two tiles a step holds; only a number of bytes as `memory` asks for it."""
