@@ -143,6 +143,27 @@ def test_a_small_batch_is_little_work():
     assert 300 < calls <= 500
 
 
+def test_a_declared_loss_is_looked_up_like_a_built_in_one():
+    """CLIP in two terms. What the ranks have agreed on, and what the terms are, is not found again in each call."""
+    x, y = (normalize(torch.randn(32, 64), dim=1).requires_grad_() for _ in range(2))
+    scale = torch.tensor(10.0, requires_grad=True)
+    terms = {
+        "all": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s),
+        "own": wb.terms.Partner(lambda s, x, y, p: p.scale * s),
+    }
+    loss = wb.PairLoss(terms, lambda r, x, p: r.all - r.own, column_loss=lambda r, y, p: r.all - r.own)
+
+    def call():
+        x.grad = y.grad = scale.grad = None
+        loss(x, y, parameters={"scale": scale}).backward()
+
+    first = counted(call)
+    operations, calls = counted(call)
+    assert 100 < operations <= 180
+    assert 1000 < calls <= 2500
+    assert first[1] > calls
+
+
 def ranks_body(kernel, dtype):
     return counted(step("clip", kernel=kernel, dtype=getattr(torch, dtype)))[1]
 

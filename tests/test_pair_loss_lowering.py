@@ -211,6 +211,20 @@ def test_rows_without_candidates_are_minus_infinity_with_gradient_zero():
     assert not grad.any()
 
 
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("towers", [1, 2])
+def test_features_in_half_precision(similarity, towers):
+    """Cosines are those of rows as they are, normalized in float32: nothing is rounded to bfloat16 on the way."""
+    loss = wb.PairLoss({"a": wb.terms.LogSumExp(score, other)}, lambda r, x, p: r.a, similarity=similarity)
+    rows = [torch.randn(9, 16).bfloat16().requires_grad_() for _ in range(towers)]
+    value, grads = gradients(loss, Batch(*rows, parameters={"scale": 3.0}))
+    wide = Batch(*[x.detach().double().requires_grad_() for x in rows], parameters={"scale": 3.0})
+    expected, wanted = gradients(loss.reference, wide)
+    assert torch.allclose(value.double(), expected, rtol=2e-6)
+    for key, want in wanted.items():
+        assert (grads[key].double() - want).norm() < 4e-3 * want.norm()  # its own rounding
+
+
 @pytest.mark.parametrize("scale", [100.0, -100.0])
 def test_large_factors_keep_their_digits(scale):
     """One shift for all would underflow: the sweep takes each row's maximum."""

@@ -156,14 +156,15 @@ def _form_of(
 @torch.no_grad()
 def _factor_and_constant(score: Term, parameters: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """Return digits of a at some values of the parameters, and whether b is another number than 0 there."""
-    zero, away = ({PARTNER: torch.full((1, 1), x, dtype=torch.float64, device="cpu")} for x in (0.0, 0.6))
+    cpu = torch.device("cpu")
+    zero, away = _similarity(0.0, cpu), {PARTNER: _similarity(0.6, cpu)}
     fixed = fixed_parameters(parameters)
     learned = [name for name, x in fixed.items() if isinstance(x, Tensor) and x.is_floating_point()]
     digits, has_constant = [], False
     for step in (0.0, 0.3, 0.7):
         moved = {name: fixed[name] + step * (1 + 0.37 * i) for i, name in enumerate(learned)}  # no two are equal
-        digits.append(f"{_difference(score, zero, {**fixed, **moved}).item():.9e}")
-        has_constant = has_constant or bool(_value(score, 0.0, (away, away), {**fixed, **moved}).any())
+        digits.append(f"{_difference(score, {**fixed, **moved}, cpu).item():.9e}")
+        has_constant = has_constant or bool(_value(score, zero, (away, away), {**fixed, **moved}).any())
     return (*digits,), has_constant
 
 
@@ -201,10 +202,9 @@ def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) ->
 @torch.no_grad()
 def factors(passes: Lowered | None, declared: Declaration, call: Arguments, device: torch.device) -> dict[str, Tensor]:
     """Return the factor a of each pass, (), by names that are the same on all ranks; 0 where there is no pass."""
-    numbers = {PARTNER: torch.zeros(1, 1, dtype=wide_dtype(device), device=device)}
     scores = [] if passes is None else [each.score for each in passes.passes]
-    values = [_difference(score, numbers, call.parameters).reshape(()) for score in scores]
-    values += [numbers[PARTNER].reshape(())] * (len(declared.terms) - len(values))
+    values = [_difference(score, call.parameters, device) for score in scores]
+    values += [_similarity(0.0, device).reshape(())] * (len(declared.terms) - len(values))
     return {f"{FACTOR} {i}": value for i, value in enumerate(values)}
 
 
@@ -280,13 +280,13 @@ class _Side:
 
     def _base(self, score: Term) -> Tensor:
         """Return b, (rows,) or (1,), with its graph."""
-        partners = self._call.partners[0 if self._rows else 1]
+        partners, zero = self._call.partners[0 if self._rows else 1], _similarity(0.0, self._call.facts.device)
         numbers = {PARTNER: partners[PARTNER].unsqueeze(int(self._rows))} if PARTNER in partners else {}
 
         def compute() -> Tensor:
-            return _value(score, 0.0, (numbers, {}) if self._rows else ({}, numbers), self._call.parameters)
+            return _value(score, zero, (numbers, {}) if self._rows else ({}, numbers), self._call.parameters)
 
-        return self._call.failure.guard(compute, lambda: self._call.x.features[ONE].new_zeros(1, 1)).flatten()
+        return self._call.failure.guard(compute, lambda: zero).flatten()
 
     def count(self, condition: Condition) -> Tensor:
         """Return the number of pairs of each row, (rows,). Collective where it compares data: one all-gather."""
@@ -336,23 +336,22 @@ def _statistics(
     fields = ("sum", *(["target"] if sweep.positive in sums else []))
     if sums - {sweep.positive}:
         fields = (*fields, "logits", "count")
-    narrow = facts.features_dtype != facts.inputs["x"].dtype
+    # Kernels multiply rows in half precision as they are, and divide by their norms afterward.
+    normalizes = alone and kind == "cosine" and facts.kernels
+    narrow = facts.features_dtype != facts.inputs["x"].dtype and (normalizes or kind == "dot")
     if alone:
-        towers = Towers(stays=(0,), normalize=kind == "cosine")
-        operands = Operands(
-            [facts.inputs["x"]], towers, Layout(call.x.rows, call.x.rows, symmetric=True), narrow=narrow
-        )
+        features = [facts.inputs["x"] if normalizes else call.x.features[ONE].to(facts.dtype)]
+        towers, layout = Towers(stays=(0,), normalize=normalizes), Layout(call.x.rows, call.x.rows, symmetric=True)
     else:
         features = [tower.features[ONE].to(facts.dtype) for tower in (call.x, call.y)]
-        layout = Layout(call.x.rows, call.y.rows)
-        operands = Operands(features, Towers(stays=(0,), travels=(1,)), layout, narrow=narrow)
+        towers, layout = Towers(stays=(0,), travels=(1,)), Layout(call.x.rows, call.y.rows)
     pairs = Pairs(*(NONE if each is None else _entries(each, call, ids) for each in (sweep.positive, sweep.excluded)))
     bound = UNIT**2 if kind == "cosine" else facts.norms["x"] * facts.norms["x" if alone else "y"]
     reads_rows, reads_cols = (any(map(side.reads, terms)) for side in sides)
     of_rows, of_cols = row_statistics(
         facts,
         (number, _factor(sweep.score, call, number)),
-        operands,
+        Operands(features, towers, layout, narrow=narrow),
         Selection(pairs, sweep.over),
         Bounds(bound),
         rows=fields if alone or reads_rows else (),
@@ -373,32 +372,34 @@ def _entries(condition: Condition, call: Call, ids: _Ids) -> EntrySet:
     return EqualIds(ids.local(call.x, names[0]), columns, but=itself if len(condition) > 1 else None)
 
 
+def _similarity(value: float, device: torch.device) -> Tensor:
+    return torch.full((1, 1), value, dtype=wide_dtype(device), device=device)
+
+
 def _value(
-    score: Term, similarity: float, sides: tuple[Mapping[str, Any], Mapping[str, Any]], parameters: Mapping[str, Any]
+    score: Term, s: Tensor, sides: tuple[Mapping[str, Any], Mapping[str, Any]], parameters: Mapping[str, Any]
 ) -> Tensor:
     """Return a score at a similarity, (1, 1), or for all partners of one side, in the precision of sums."""
-    tensors = [x for numbers in (*sides, parameters) for x in numbers.values() if isinstance(x, Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
     wide = {
-        name: x.to(wide_dtype(device)) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in parameters.items()
+        name: x.to(s.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in parameters.items()
     }
-    s = torch.full((1, 1), similarity, dtype=wide_dtype(device), device=device)
     value = Entries({ONE: "dot"}, {ONE: s}, *sides, wide).values(score, None).value
     assert value is not None
     return value
 
 
-def _difference(score: Term, numbers: Mapping[str, Any], parameters: Mapping[str, Any]) -> Tensor:
-    """Return the score at 1 minus that at 0."""
-    at_one, at_zero = (_value(score, s, (numbers, numbers), parameters) for s in (1.0, 0.0))
-    return at_one - at_zero
+def _difference(score: Term, parameters: Mapping[str, Any], device: torch.device) -> Tensor:
+    """Return a, (): the score at 1 minus that at 0."""
+    zero = _similarity(0.0, device)
+    numbers = {PARTNER: zero}
+    at_one, at_zero = (_value(score, s, (numbers, numbers), parameters) for s in (zero + 1, zero))
+    return (at_one - at_zero).reshape(())
 
 
 def _factor(score: Term, call: Call, number: float) -> Any:
     """Return a with its graph, (), or the number itself if it has none."""
-    numbers = {PARTNER: torch.zeros(1, 1, dtype=wide_dtype(call.facts.device), device=call.facts.device)}
+    device = call.facts.device
     if not any(isinstance(x, Tensor) and x.requires_grad for x in call.parameters.values()):
         return number
-    value = call.failure.guard(lambda: _difference(score, numbers, call.parameters), lambda: numbers[PARTNER])
-    return value.reshape(()) if value.requires_grad else number
+    value = call.failure.guard(lambda: _difference(score, call.parameters, device), lambda: _similarity(0.0, device))
+    return value if value.requires_grad else number

@@ -164,11 +164,12 @@ class PairLoss(nn.Module):
             parameters: as in the constructor, for this call; equal on all ranks.
             weights: (b_r,), >= 0, of rows; of columns as well, if there are as many on each rank.
 
-        Collectives: forward 1 handshake, 1 all-gather of each number of y, those of the exchange for Y, 3
-        all-reduces of columns' numbers, and for each partner by `pair`, maximum or minimum 3 all-to-alls; backward 1
-        handshake, those of the exchange, 1 reduce-scatter of learned numbers of columns, partners in scores among
-        them, and 1 all-reduce of parameters. Memory beyond inputs and gradients: a few
-        tiles, O(b_r d), and O(B) numbers.
+        Collectives: forward 1 handshake, and 3 all-to-alls for each partner by `pair`. Terms that take the softmax
+        sweep: those of :func:`wholebatch.functional.clip_loss` for each pass, 1 all-gather of each integer that a mask
+        compares. Else 1 all-gather of each number of y, those of the exchange for Y, 3 all-reduces of columns' numbers,
+        3 all-to-alls for each maximum or minimum; backward 1 handshake, those of the exchange, 1 reduce-scatter of
+        learned numbers of columns, partners in scores among them, and 1 all-reduce of parameters. Memory beyond inputs
+        and gradients: a few tiles, O(b_r d), and O(B) numbers.
 
         Raises:
             ValueError: on every rank, whichever rank made the mistake.
