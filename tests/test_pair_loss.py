@@ -7,6 +7,7 @@ from pair_losses import DECLARATIONS, batch_for, cut, gradients, leaves, part
 from torch.utils.flop_counter import FlopCounterMode
 
 import wholebatch as wb
+from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
 
 SPLITS = [(7,), (4, 3), (0, 5, 2), (1, 3, 0, 3)]
@@ -192,3 +193,50 @@ def test_the_distance_of_a_row_from_itself_is_not_positive():
     found, expected = loss_fn(z), loss_fn.reference(z)
     assert found.isfinite()
     assert torch.allclose(found, expected, rtol=1e-3)
+
+
+def guided(**options):
+    return wb.PairLoss(
+        {"a": wb.terms.Mean(lambda s, x, y, p: s.features, log_weight=lambda s, x, y, p: 3 * s.guide)},
+        lambda r, x, p: r.a,
+        similarity={"features": "dot", "guide": "cosine"},
+        **options,
+    )
+
+
+def of_guides(learned, part=slice(None)):
+    """Return features and guides of six rows, and as many columns; guides are learned or not."""
+    g = torch.Generator().manual_seed(0)
+    sides = [{name: torch.randn(6, 4, generator=g).double()[part] for name in ("features", "guide")} for _ in range(2)]
+    for side in sides:
+        side["features"].requires_grad_()
+        side["guide"].requires_grad_(learned)
+    return sides
+
+
+def test_frozen_features_take_no_products_of_gradients(monkeypatch):
+    products, calls = Driver.products, []
+    monkeypatch.setattr(Driver, "products", lambda *arguments: calls.append(0) or products(*arguments))
+    counts = []
+    for learned in (True, False):
+        calls.clear()
+        guided()(*of_guides(learned)).backward()
+        counts.append(len(calls))
+    assert counts == [2, 1]
+
+
+def guides_of_one_rank():
+    """Return the gradients of guides that are learned on rank 1 alone."""
+    rank = torch.distributed.get_rank()
+    x, y = of_guides(rank == 1, slice(3 * rank, 3 * rank + 3))
+    guided(sync="sum")(x, y).backward()
+    return x["guide"].grad, y["guide"].grad
+
+
+def test_guides_that_one_rank_learns_get_the_parts_of_all_rows():
+    x, y = of_guides(True)
+    guided().reference(x, y).backward()
+    first, second = run_ranks(guides_of_one_rank, 2, timeout_s=60)
+    assert first == (None, None)
+    for got, side in zip(second, (x, y), strict=True):
+        assert torch.allclose(got, side["guide"].grad[3:], rtol=1e-10)

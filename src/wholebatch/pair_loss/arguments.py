@@ -34,6 +34,7 @@ class Arguments:
         parameters: numbers and tensors by name.
         x_lengths, y_lengths: the number of vectors of each row, in late interaction; else None. x and y then have a row
             for each vector.
+        constant: the names of similarities whose features have no gradient on this rank.
     """
 
     x: Any
@@ -47,6 +48,7 @@ class Arguments:
     parameters: dict[str, Any]
     x_lengths: tuple[int, ...] | None = None
     y_lengths: tuple[int, ...] | None = None
+    constant: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -94,7 +96,10 @@ class Arguments:
             )
         numbers = (_on_device_of(features, part) for part in (x_data, y_data, candidate_data, _parameters(parameters)))
         x_data, y_data, candidate_data, p = numbers
-        return cls(features, columns, flat, widths, x_data, y_data, candidate_data, owners, p, x_lengths, y_lengths)
+        constant = _constant(kinds, (x, y, candidates))
+        return cls(
+            features, columns, flat, widths, x_data, y_data, candidate_data, owners, p, x_lengths, y_lengths, constant
+        )
 
     @property
     def signature(self) -> list[Any]:
@@ -173,6 +178,14 @@ def _side_by_side(name: str, x: Any, kinds: Mapping[str, str]) -> tuple[Any, dic
         if len(part) != len(parts[0]) or part.dtype != parts[0].dtype or part.device != parts[0].device:
             raise ValueError(f"all of {name} must have the same number of rows, dtype and device")
     return torch.cat(parts, dim=1), {key: part.shape[1] for key, part in zip(kinds, parts, strict=True)}
+
+
+def _constant(kinds: Mapping[str, str], features: tuple[Any, ...]) -> frozenset[str]:
+    """Return the names of several similarities whose features have no gradient."""
+    if ONE in kinds:
+        return frozenset()
+    parts = [(name, x[name]) for x in features if x is not None for name in kinds]
+    return frozenset(kinds) - {name for name, part in parts if part.requires_grad}
 
 
 def _candidates(

@@ -43,6 +43,7 @@ class Call:
         tiles: how many times two tiles a step holds at a time, the same on all ranks.
         signature: the fingerprint of the declaration, by which compiled functions are kept.
         has_kernels: whether the caller chooses between kernels and plain PyTorch.
+        constant: the names of similarities whose features have no gradient on any rank.
         passes: the terms as passes over S, and the factor of each; None: tiles of any terms compute them.
         affine: which scores are affine, by the numbers of their terms, if an earlier call has found it.
     """
@@ -56,11 +57,12 @@ class Call:
         tiles: int,
         signature: str = "",
         has_kernels: bool = False,
+        constant: frozenset[str] = frozenset(),
         passes: tuple[Lowered, Sequence[float]] | None = None,
         affine: Affine | None = None,
     ) -> None:
         self.declared, self.call, self.facts, self.tiles, self.signature = declaration, call, facts, tiles, signature
-        self.has_kernels, self.passes = has_kernels, passes
+        self.has_kernels, self.constant, self.passes = has_kernels, constant, passes
         self.affine = {} if affine is None else affine
         self.failure = Failure(facts.comm, CALLER)
         self.wide = wide_dtype(facts.device)
@@ -250,6 +252,7 @@ class Call:
             self.signature,
             self.vectors,
             self.affine,
+            self.constant,
             failure=self.failure,
         )
         learned = [

@@ -36,6 +36,7 @@ _READS = "names that functions read"
 _FINGERPRINT = "the fingerprint of the declared functions, with the values that they capture,"
 _VALUES = "values of the functions on fixed numbers"
 _NOT_COMPILED = "why tiles are not compiled"
+_CONSTANT = "similarities without a gradient"
 _DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
 _PASSES, _FACTORS = "passes over S", "factors of similarities"
@@ -205,6 +206,7 @@ class PairLoss(nn.Module):
             facts.widened(),
             tiles=max(facts.of_ranks(_TILES)),
             signature=facts.of_ranks(_FINGERPRINT)[0],
+            constant=frozenset.intersection(*map(frozenset, facts.of_ranks(_CONSTANT))),
             passes=(passes, of_passes) if passes is not None and lowers else None,
         ).loss()
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
@@ -269,7 +271,7 @@ class PairLoss(nn.Module):
 
     def _settings(self, call: Arguments, functions: str) -> tuple[Hashable, ...]:
         """Return all that this rank's facts depend on, but for the kinds of tensors."""
-        return self._number, functions, repr(call.signature), self._not_compiled, self._tiles_of(call)
+        return self._number, functions, repr(call.signature), self._not_compiled, self._tiles_of(call), call.constant
 
     def _checked_arguments(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
@@ -289,6 +291,7 @@ class PairLoss(nn.Module):
             _TILES: self._tiles_of(call),
             _PASSES: [] if passes is None else passes.facts,
             _DTYPES: call.signature[0],
+            _CONSTANT: sorted(call.constant),
         }
 
     @property

@@ -43,6 +43,7 @@ class PairPlan:
         signature: of the declaration, by which they are kept.
         vectors: of rows and columns that consist of several, in late interaction; None: each is one vector.
         affine: which scores are affine in the similarity, once the forward pass knows.
+        constant: the names of similarities whose features have no gradient.
         failure: of the call.
     """
 
@@ -64,6 +65,7 @@ class PairPlan:
     signature: str = ""
     vectors: Vectors | None = None
     affine: Affine = field(default_factory=dict)
+    constant: frozenset[str] = frozenset()
     failure: Failure = field(kw_only=True)
 
     @property
@@ -124,6 +126,7 @@ class PairPlan:
             self.signature,
             None if kept is None else KeptTiles(kept),
             self.affine,
+            self.constant,
         )
 
 

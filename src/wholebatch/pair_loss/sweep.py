@@ -81,6 +81,7 @@ class PairSweep:
         signature: of the declaration, by which they are kept.
         kept: products of the first tiles, from the forward pass for the backward pass; None: there are none.
         affine: which scores are affine, from the forward pass for the backward pass; empty: not known yet.
+        constant: the names of similarities whose features have no gradient.
     """
 
     kinds: Mapping[str, str]
@@ -95,6 +96,7 @@ class PairSweep:
     signature: str = ""
     kept: KeptTiles | None = None
     affine: Affine = field(default_factory=dict)
+    constant: frozenset[str] = frozenset()
     _in_dtype: dict[str, Any] = field(default_factory=dict)
     _latest: tuple[Tile, dict[str, Any], dict[str, Any]] | None = None  # the numbers of the latest tile
 
@@ -216,7 +218,7 @@ class PairSweep:
                 of_side[name] = of_side[name].detach().requires_grad_()
         parameters = self._parameters()
         parameters |= {name: parameters[name].detach().requires_grad_() for name in self.learned}
-        s = {name: product.detach().requires_grad_(wants) for name, product in products.items()}
+        s = {name: x.detach().requires_grad_(wants and name not in self.constant) for name, x in products.items()}
         return Leaves(self.kinds, s, x, y, parameters)
 
     def _add(
