@@ -22,11 +22,11 @@ from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.cards import CARDS
 from wholebatch.planning.check import check
+from wholebatch.planning.counted import work_of
 from wholebatch.planning.given import given
 from wholebatch.planning.shapes import Shapes
 from wholebatch.planning.sizes import LOSSES as EVERY_LOSS
 from wholebatch.planning.subject import make_step
-from wholebatch.planning.work import work_of
 
 CPU = torch.device("cpu")
 SIZES = "--batch-size 8 --embedding-size 8"
