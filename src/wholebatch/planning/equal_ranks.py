@@ -1,7 +1,8 @@
-"""Ranks that all hold what this process holds: a step of one rank among many runs in one process, and is counted.
+"""Ranks that all pass what this process passes: a step of one rank among many runs in one process, and is counted.
 
-Each result is the one that W equal ranks would give, in as much memory as `comm.torch_distributed` takes on a CPU. The
-bytes that a rank sends are those of the usual algorithms: a ring for sums and for parts of all ranks.
+Each result is the one of W ranks that pass the same tensor, in as much memory as `comm.torch_distributed` takes on a
+CPU. So a loss has no meaningful value, but the right shapes. The bytes that a rank sends are those of the usual
+algorithms: a ring for sums and for parts of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SENT: dict[str, Callable[[int], float]] = {
 
 
 class EqualTransport(Transport):
-    """Rank 0 of W that hold the same tensors.
+    """Rank 0 of W that pass the same tensors.
 
     Args:
         size: W.
@@ -104,7 +105,7 @@ class EqualTransport(Transport):
 
 
 class EqualRanks(Communicator):
-    """The communicator of W ranks that hold the same tensors."""
+    """The communicator of W ranks that pass the same tensors."""
 
     transport: EqualTransport
 
