@@ -27,7 +27,7 @@ _WINNER = 40  # entries of late interaction that take as long as a winner's grad
 
 
 class Kept(NamedTuple):
-    """What a step keeps from the forward pass for the backward pass: of exp(S), or of late interaction's winners.
+    """The part of exp(S), or of late interaction's winners, that the forward pass keeps for the backward pass.
 
     Args:
         share: from 0 to 1.
@@ -202,7 +202,7 @@ class Shapes:
         )
 
     def kept(self, memory: Memory) -> Kept:
-        """Return what is kept of exp(S) from the forward pass for the backward pass."""
+        """Return the part of exp(S) that the forward pass keeps for the backward pass."""
         budget = self.budget(memory)
         share = min(1.0, budget.kept / self.entries) if self.entries else 0.0
         return Kept(share, budget.kept_dtype.itemsize, budget.kept * budget.kept_dtype.itemsize)
