@@ -17,9 +17,8 @@ import torch
 from wholebatch._launch.processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import rise_of_a_step
-from wholebatch.planning.late_interaction import TokenShapes
-from wholebatch.planning.shapes import ExchangeUsed
-from wholebatch.planning.work import work_of
+from wholebatch.planning.counted import work_of
+from wholebatch.planning.shapes import ExchangeUsed, TokenShapes
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results" / "plan_late_interaction.json", HERE.parent / "docs" / "planning.md"

@@ -21,10 +21,10 @@ import torch
 from wholebatch._launch.processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here, rise_of_a_step
-from wholebatch.planning.declared import count
+from wholebatch.planning.counted import moved_by_an_entry, work_of
+from wholebatch.planning.declared import declared
 from wholebatch.planning.rates import Rates
 from wholebatch.planning.shapes import ExchangeUsed, Shapes
-from wholebatch.planning.work import work_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results" / "plan_pair_losses.json", HERE.parent / "docs" / "planning.md"
@@ -46,7 +46,8 @@ def times_of(shapes: Shapes, exchange: ExchangeUsed, rates: Rates) -> dict[str, 
     assert of.bytes is not None
     assert shapes.declared is not None
     others = {loss: sizes for loss, sizes in rates.entry.items() if loss != shapes.loss}
-    moved = replace(rates, entry=others).with_entry(shapes.loss, shapes.declared.moved)
+    times = moved_by_an_entry(shapes) / moved_by_an_entry(Shapes("clip", shapes.batch_size, shapes.embedding_size))
+    moved = replace(rates, entry=others).with_entry(shapes.loss, times)
     by_moved = moved.seconds(shapes.loss, shapes.embedding_size, work_of(shapes, exchange, "flat"))
     seconds = {"calibrated_s": of.predicted_seconds, "moved_s": by_moved, "measured_s": of.seconds}
     return {**_memory(of.predicted_bytes, of.bytes), **{name: round(one, 4) for name, one in seconds.items()}}
@@ -83,10 +84,10 @@ def main() -> None:
     for ranks in options.ranks:
         for name in options.losses:
             loss = f"{HERE / 'declared_losses.py'}:{name}"
-            counts = count(loss, torch.float32)
+            users = declared(loss, torch.float32)
             rates = rates_here((loss,), ranks, dtype=torch.float32, device="cpu") if options.time else None
             for rows in options.rows:
-                shapes = Shapes(loss, rows, 512, ranks, declared=counts)
+                shapes = Shapes(loss, rows, 512, ranks, declared=users)
                 row = {"loss": name, "ranks": ranks, "exchange": options.exchange, "rows": rows, "embedding_size": 512}
                 row |= (
                     memory_of(shapes, options.exchange) if rates is None else times_of(shapes, options.exchange, rates)

@@ -13,12 +13,11 @@ from wholebatch._cli.declared_names import EXCHANGE_NAMES, LABELED_LOSSES, LOSS_
 from wholebatch.auditing import presets
 from wholebatch.bench import config as bench
 from wholebatch.bench.subjects import SUBJECTS
-from wholebatch.exchange import EXCHANGES, USED_EXCHANGES
+from wholebatch.exchange import EXCHANGES
 from wholebatch.losses.catalog import CATALOG, Declaration, Sweep
 from wholebatch.planning.given import given
 from wholebatch.planning.shapes import Shapes
 from wholebatch.planning.sizes import LOSSES, num_towers
-from wholebatch.planning.work import TRANSFERS
 
 # Losses that need more than features, scale, bias and labels, or several vectors for each example.
 OTHERS = {"max_sim", "moco", "distillation", "global_contrastive", "partial_fc"}
@@ -80,7 +79,3 @@ def test_names_for_command_lines_are_those_of_the_modules():
 def test_a_loss_with_other_arguments_is_refused():
     with pytest.raises(ValueError, match="moco_loss requires queue, which no standard call passes: give settings="):
         Declaration(wb.functional.moco_loss, wb.MoCoLoss, Sweep())
-
-
-def test_the_planner_knows_every_exchange():
-    assert {*TRANSFERS} == {*USED_EXCHANGES}

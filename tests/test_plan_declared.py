@@ -19,12 +19,11 @@ from wholebatch.bench.gate import check
 from wholebatch.bench.loss import Job, Methods
 from wholebatch.bench.subjects import Configuration, Subject
 from wholebatch.comm import LocalCommunicator
-from wholebatch.planning.declared import call_of, count, find, leaves_of
+from wholebatch.planning.counted import moved_by_an_entry, work_of
+from wholebatch.planning.declared import call_of, declared, find, leaves_of
 from wholebatch.planning.given import given
-from wholebatch.planning.rates import MOVED_BY_CLIP
 from wholebatch.planning.shapes import Shapes
 from wholebatch.planning.subject import make_step
-from wholebatch.planning.work import work_of
 from wholebatch.testing import run_ranks
 
 HERE = "test_plan_declared"
@@ -69,7 +68,7 @@ def of(name):
 
 
 def shapes_of(name, rows, width, ranks=1):
-    return Shapes(of(name), rows, width, ranks, declared=count(of(name), torch.float32))
+    return Shapes(of(name), rows, width, ranks, declared=declared(of(name), torch.float32))
 
 
 # Memory.
@@ -109,9 +108,11 @@ def test_the_count_sees_a_tensor_more():
         terms = {"all": wb.terms.Sum(lambda s, x, y, p: score(s, x, y, p) * (s * 2).sigmoid().sin())}
         return wb.PairLoss(terms, lambda r, x, p: r.all, parameters={"scale": 2.0}), arguments
 
-    less, larger = (count(make, torch.float32) for make in (not_affine, more))
-    assert larger.of_tile > less.of_tile + 8
-    assert larger.moved > less.moved
+    shapes = [Shapes("it", 1400, 96, declared=declared(make, torch.float32)) for make in (not_affine, more)]
+    less, larger = (work_of(each, "gather", "flat").loss for each in shapes)
+    assert larger > less + 8 * 640**2
+    assert moved_by_an_entry(shapes[1]) > moved_by_an_entry(shapes[0])
+    assert shapes[1].declared.tiles > shapes[0].declared.tiles
 
 
 @pytest.mark.parametrize("name", ["rows_and_columns", "symmetric", "not_affine"])
@@ -122,8 +123,7 @@ def test_memory_holds_all_tiles_of_a_step(name, bytes_):
     shapes = shapes_of(name, 800, 8)
     step = make_step(LocalCommunicator(), shapes, "gather", bytes_, CPU)
     step()
-    linear = 800 * (shapes.declared.of_row + shapes.declared.of_feature * 8)
-    held = peak_of(step)
+    held, linear = peak_of(step), 800 * (200 + 60 * 8)
     assert 0.5 * bytes_ < held <= 1.05 * bytes_ + linear
 
 
@@ -140,7 +140,7 @@ def test_live_bytes_are_those_that_the_profiler_sees():
         (x @ x).exp().tanh().sum().backward()
 
     step()
-    assert live_bytes.count_bytes(step).held == pytest.approx(peak_of(step), rel=0.01)
+    assert live_bytes.bytes_held(step) == pytest.approx(peak_of(step), rel=0.01)
 
 
 def test_the_peak_is_that_of_a_step_whose_tensors_no_other_thread_frees():
@@ -171,9 +171,9 @@ def test_a_unit_forward_and_three_backward():
 
 def test_unmeasured_functions_count_by_the_bytes_that_they_move():
     found = wb.plan(batch_size=512, embedding_size=64, loss=not_affine)
-    counts = count(not_affine, torch.float32)
+    shapes = Shapes("not_affine", 512, 64, declared=declared(not_affine, torch.float32))
     rates = given("cpu", torch.float32)
-    expected = rates.of_entry("clip", 0) * counts.moved / MOVED_BY_CLIP
+    expected = rates.of_entry("clip", 0) * moved_by_an_entry(shapes) / moved_by_an_entry(Shapes("clip", 512, 64))
     assert found.rates.of_entry("not_affine", 0) == pytest.approx(expected, rel=0.1)
     assert "time of the functions of not_affine by the bytes that they move, not measured" in str(found)
     measured = replace(rates, entry={**rates.entry, "not_affine": {0: 1.0}})

@@ -15,10 +15,10 @@ from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange
 from wholebatch.nodes import route
 from wholebatch.planning.check import check
+from wholebatch.planning.counted import work_of
 from wholebatch.planning.given import given
-from wholebatch.planning.late_interaction import TokenShapes
+from wholebatch.planning.shapes import TokenShapes
 from wholebatch.planning.subject import make_step
-from wholebatch.planning.work import work_of
 
 CPU = torch.device("cpu")
 SIZES = {"loss": "max_sim", "batch_size": 64, "embedding_size": 128, "query_tokens": 32, "document_tokens": 180}

@@ -3,6 +3,8 @@
 import json
 import re
 from dataclasses import replace
+from itertools import combinations
+from math import gcd
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,12 @@ from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.cards import CARDS
 from wholebatch.planning.check import check
+from wholebatch.planning.counted import _smaller_parts, small, work_of
+from wholebatch.planning.equal_ranks import EqualRanks
 from wholebatch.planning.given import given
 from wholebatch.planning.shapes import Shapes
 from wholebatch.planning.sizes import LOSSES as EVERY_LOSS
 from wholebatch.planning.subject import make_step
-from wholebatch.planning.work import work_of
 
 CPU = torch.device("cpu")
 SIZES = "--batch-size 8 --embedding-size 8"
@@ -62,6 +65,24 @@ def test_work_is_counted_in_products_of_the_features():
     kept = work_of(Shapes("clip", 1024, 64, 1), "gather", 2**28)
     assert kept.flops == 2 * 3 * 1024**2 * 64
     assert work_of(Shapes("siglip", 1024, 64, 1), "gather", 2**28).kept == 0
+
+
+def test_results_of_equal_ranks_are_those_of_ranks_with_the_same_tensors():
+    comm, x = EqualRanks(3), torch.arange(6.0).view(6, 1)
+    assert comm.all_gather(x).equal(x.repeat(3, 1))
+    assert comm.all_reduce(x).equal(3 * x)
+    assert comm.reduce_scatter(x).equal(3 * x[:2])
+    assert [name for name, _ in comm.transport.calls if name != "all_gather"] == ["all_reduce", "all_to_all"]
+
+
+@pytest.mark.parametrize("ranks", [1, 5, 7])
+def test_sizes_of_a_counted_step_have_prime_factors_of_their_own(ranks):
+    for loss in ("clip", "partial_fc"):
+        few = small(Shapes(loss, 4800, 8, ranks, classes=5000 if loss == "partial_fc" else 0, sample_rate=0.5), ranks)
+        with _smaller_parts(few):
+            sizes = {name: int(size) for name, size in few.named_sizes("flat").items() if size and name != "batch"}
+        assert all(gcd(a, b) == 1 for a, b in combinations(sizes.values(), 2)), sizes
+        assert min(sizes.values()) > 8
 
 
 @pytest.mark.parametrize("memory", ["flat", "auto", 2**21, 2**22, 2**24])
@@ -246,7 +267,7 @@ def test_the_plan_keeps_as_much_as_fits():
 def test_a_plan_in_which_nothing_fits_reports_it():
     found = wb.plan(batch_size=10**6, embedding_size=1024, memory_limit=10**8)
     assert found.chosen is None
-    assert "Nothing fits: the smallest peak is 16.4 GB" in str(found)
+    assert "Nothing fits: the smallest peak is 16.5 GB" in str(found)
     assert re.search(r"largest batch that fits: \d+, with wb.CLIPLoss\(\)", str(found))
     assert "No batch fits" in str(wb.plan(batch_size=8, embedding_size=8, memory_limit=10**6, model_bytes=10**6))
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .part_sizes import part_size
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of tiles, sums and gradients: float32 for half precision, else the dtype of the tensors."""
@@ -24,7 +26,7 @@ def tf32_is_allowed() -> bool:
 
 def rows_at_a_time(device: torch.device) -> int:
     """Return the number of rows to process at a time: few, to fit a CPU's cache; many, to keep a GPU busy."""
-    return 256 if device.type == "cpu" else 16384
+    return part_size("rows", 256 if device.type == "cpu" else 16384)
 
 
 def vector(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

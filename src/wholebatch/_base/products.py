@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .part_sizes import part_size
 from .precision import accumulation_dtype, rows_at_a_time, wide_dtype
 
 
@@ -16,13 +17,20 @@ def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tens
     """
     assert b is not None, "a learnable scale always comes with U or V; please report this"
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
-    # Each row takes memory three times, in float64; a few short rows at a time would take time to start.
-    rows = max(rows_at_a_time(b.device) // 8, 2**16 // max(b.shape[1], 1))
+    rows = rows_widened(b.shape[1], b.device)
     for start in range(0, len(b), rows):
         some = slice(start, start + rows)
         products = torch.linalg.vecdot(a[some].to(total.dtype), b[some].to(total.dtype))
         total += (products if divided_by is None else products / divided_by[some, 0]).sum(dtype=total.dtype)
     return total
+
+
+def rows_widened(width: int, device: torch.device) -> int:
+    """Return how many rows `inner` widens at a time.
+
+    Each takes memory three times, in float64; a few short rows at a time would take time to start.
+    """
+    return max(rows_at_a_time(device) // 8, part_size("numbers", 2**16) // max(width, 1))
 
 
 def paired_products(x: Tensor, y: Tensor) -> Tensor:

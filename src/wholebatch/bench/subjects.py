@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 from wholebatch.losses.catalog import CATALOG, Declaration
 from wholebatch.planning.declared import call_of, is_declared, leaves_of, with_options
-from wholebatch.planning.late_interaction import TokenShapes
+from wholebatch.planning.shapes import TokenShapes
 from wholebatch.planning.sizes import MAX_SIM, WINNERS
 from wholebatch.planning.subject import BIAS, SCALE
 from wholebatch.sweep import default_side

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._base.checksum import checksum
+from .._base.part_sizes import part_size
 from ..comm import Communicator, Group, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..partition import Partition
@@ -118,7 +119,7 @@ def part_checksum(centers: Tensor, group: Group) -> Tensor:
     """Return the checksum of this rank's part, shape (), float64; -1 where all centers are equal, as they may begin."""
     if select_communicator(group).size == 1 or not len(centers):
         return torch.full((), -1.0, dtype=torch.float64, device="cpu")
-    rows = centers[:: max(1, len(centers) // _ROWS)].flatten(1)
+    rows = centers[:: max(1, len(centers) // part_size("checked centers", _ROWS))].flatten(1)
     constant = (rows == (rows[:1] if len(rows) > 1 else rows[:, :1])).all()
     return torch.where(constant, -1.0, (checksum(rows) >> 11).abs().to(torch.float64))  # which holds 53 bits exactly
 

@@ -25,7 +25,7 @@ pairs            partners, and the entries that have won: computed again from th
 statistics       the means of terms
 candidates       candidates that belong to one row
 builtin_terms    the reductions alone, for a loss of this library that has agreed with the ranks itself
-step_counts      what a step holds and moves, counted by steps of a few rows
+step_counts      what a step holds, counted by steps of a few rows
 reference        the same declaration on one dense matrix
 """
 

@@ -1,4 +1,4 @@
-"""Count what a step of a declared loss holds and moves, by steps of a few rows on this rank alone.
+"""Count what a step of a declared loss holds, by steps of a few rows on this rank alone.
 
 How many tensors of the size of a tile there are at a time depends on the user's functions: autograd keeps some of what
 they compute. With tiles of side n and of side 2n, three by three of them each, everything but the tiles doubles:
@@ -8,7 +8,7 @@ they compute. With tiles of side n and of side 2n, three by three of them each, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.live_bytes import Counted, count_bytes
+from .._base.live_bytes import bytes_held
 from .._base.precision import accumulation_dtype
 from .._base.statistics_request import not_collecting
 from ..comm import LocalCommunicator
@@ -27,19 +27,27 @@ from .declaration import Declaration
 from .lowering import factors, lowered, may_be_lowered
 from .pairs import PAIR
 
-SIDE, TILES = 32, 3  # of the smaller tiles, and how many stand in a row
+_SIDE, _TILES = 32, 3  # of the smaller tiles, and how many stand in a row
 _WIDTH = 4  # of each similarity
 
 
-def count_step(declaration: Declaration, call: Arguments, side: int) -> Counted:
-    """Return the bytes of a step with tiles of this side, without compiled functions, which hold less.
-
-    Its leaves have gradients before, as in a second step.
+def tiles_held(declaration: Declaration, call: Arguments) -> int:
+    """Return how many times two tiles a step with such arguments holds at a time.
 
     Args:
         declaration: of the loss, used with such arguments before.
-        call: the arguments, whose tensors with a gradient are leaves.
-        side: of a tile.
+        call: the arguments; of their data some rows are taken, and features are random ones.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), not_collecting():
+        less, more = (_bytes_held(declaration, _few_rows(call, _TILES * side), side) for side in (_SIDE, 2 * _SIDE))
+    of_entry = (more - 2 * less) / (2 * _SIDE**2)
+    return max(1, ceil(of_entry / (2 * accumulation_dtype(call.x.dtype).itemsize)))
+
+
+def _bytes_held(declaration: Declaration, call: Arguments, side: int) -> int:
+    """Return the bytes that a step with tiles of this side holds, without compiled functions, which hold less.
+
+    Its leaves have gradients before, as in a second step.
     """
     memory = 2 * side * side * accumulation_dtype(call.x.dtype).itemsize
     options = Options(LocalCommunicator(), None, "gather", memory)
@@ -58,24 +66,7 @@ def count_step(declaration: Declaration, call: Arguments, side: int) -> Counted:
         if loss.requires_grad:
             loss.backward()
 
-    return count_bytes(step)
-
-
-def of_an_entry(count: Callable[[int], float]) -> float:
-    """Return the part of a count that is proportional to the entries of a tile, for each entry; `count` is by side."""
-    return (count(2 * SIDE) - 2 * count(SIDE)) / (2 * SIDE**2)
-
-
-def tiles_held(declaration: Declaration, call: Arguments) -> int:
-    """Return how many times two tiles a step with such arguments holds at a time.
-
-    Args:
-        declaration: of the loss, used with such arguments before.
-        call: the arguments; of their data some rows are taken, and features are random ones.
-    """
-    with torch.inference_mode(False), torch.enable_grad(), not_collecting():
-        held = of_an_entry(lambda side: count_step(declaration, _few_rows(call, TILES * side), side).held)
-    return max(1, ceil(held / (2 * accumulation_dtype(call.x.dtype).itemsize)))
+    return bytes_held(step)
 
 
 def _leaves(call: Arguments) -> list[Tensor]:

@@ -21,13 +21,12 @@ from .._measure import seconds_of
 from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
 from ..sweep import Memory
-from .declared import count, is_declared
-from .late_interaction import TokenShapes
+from .counted import work_of
+from .declared import declared, is_declared
 from .rates import Rates, seconds_of_products
-from .shapes import Shapes
+from .shapes import Shapes, TokenShapes
 from .sizes import LOSSES, MAX_SIM, PARTIAL_FC, TOKENS, LossName
 from .subject import make_step
-from .work import work_of
 
 _SMALLEST, _SIZES = 16, (64, 256, 1024)  # embedding sizes
 # Tiles in a row of S: enough that calls weigh little; for the largest d; and few enough that a heap holds kept entries.
@@ -77,7 +76,7 @@ def calibrate(
         return median(seconds_of(comm, step, device) for _ in range(_REPEATS))
 
     alone = LocalCommunicator()
-    counts = {loss: count(loss, accumulation_dtype(dtype)) for loss in losses if is_declared(loss)}
+    users = {loss: declared(loss, accumulation_dtype(dtype)) for loss in losses if is_declared(loss)}
     smallest = Shapes("clip", 2, _SMALLEST, 1, dtype, device.type)
     many, wide, few = (smallest.side * tiles for tiles in _TILES[device.type])
 
@@ -87,9 +86,10 @@ def calibrate(
             items = round(_MORE_TOKENS * rows / (t * u) ** 0.5)
             return TokenShapes(loss, items, embedding_size, 1, dtype, device.type, query_tokens=t, document_tokens=u)
         classes = _CLASSES * rows if loss == PARTIAL_FC else 0
-        each = 1 if loss in counts else 2 if loss == PARTIAL_FC else CATALOG[loss].rows_per_example
-        declared = counts.get(loss)
-        return Shapes(loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=declared)
+        each = 1 if loss in users else 2 if loss == PARTIAL_FC else CATALOG[loss].rows_per_example
+        return Shapes(
+            loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=users.get(loss)
+        )
 
     def time_loss(loss: LossName, rows: int, embedding_size: int, kept: int) -> tuple[float, Shapes, Memory]:
         shapes = shapes_of(loss, rows, embedding_size)

@@ -13,11 +13,11 @@ from .._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_r
 from ..comm import Communicator, select_communicator
 from ..sweep import Memory
 from .calibration import calibrate
+from .counted import work_of
 from .rates import Rates
 from .shapes import ExchangeUsed, Shapes
 from .sizes import LossName
 from .subject import make_step
-from .work import work_of
 
 _STEPS = 3
 _PATIENCE_S = 600.0

@@ -14,7 +14,7 @@ from .._base.precision import accumulation_dtype
 from .._base.user_error import UserError
 from .._launch.processes import RankError
 from .check import Measured, check, rates_here
-from .declared import count, is_declared
+from .declared import declared, is_declared
 from .display import print_measured, print_plan
 from .given import given
 from .options import plan, shapes_of
@@ -76,8 +76,8 @@ def _measure_rates(sizes: Plan, device: str, save: Path | None) -> Rates:
 def _checks(result: Plan, arguments: Mapping[str, Any]) -> list[Measured]:
     """Run each option that fits, once."""
     dtype = accumulation_dtype(getattr(torch, result.dtype))
-    counts = count(result.loss, dtype) if is_declared(result.loss) else None
-    shapes = shapes_of(Sizes.from_arguments(**arguments), counts)
+    users = declared(result.loss, dtype) if is_declared(result.loss) else None
+    shapes = shapes_of(Sizes.from_arguments(**arguments), users)
     settings = {(option.exchange or "gather", option.memory): None for option in result.options if option.fits}
     try:
         return [

@@ -1,4 +1,4 @@
-"""A loss that a user has declared: found by its name, called with a batch, and counted on a few rows.
+"""A loss that a user has declared: found by its name, and called with a batch.
 
     loss_fn                       a PairLoss whose functions read no data, and whose parameters the constructor got
     make(rows, embedding_size)    returns a PairLoss and the further arguments of its call with so many rows of a rank:
@@ -23,49 +23,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .._base.live_bytes import Counted
 from .._base.settings import shown
 from .._base.user_error import UserError
 from ..pair_loss import PairLoss
-from ..pair_loss.arguments import Arguments
 from ..pair_loss.module import arguments_of
-from ..pair_loss.row_data import PARTNER
 from ..pair_loss.similarity import ONE
-from ..pair_loss.step_counts import SIDE, TILES, count_step, of_an_entry
+from ..pair_loss.step_counts import tiles_held
 from ..partition import Partition
 
 Make = Callable[[int, int], tuple[PairLoss, Mapping[str, Any]]]
 DeclaredLoss = str | PairLoss | Make
-_NARROW, _WIDE = 2, 1024  # numbers of each similarity, and of all together, while a step is counted
-_FEW, _MORE, _SIDE = 512, 768, 256  # rows and tiles; partners are computed 256 rows at a time
+_FEW, _WIDE = 64, 64  # rows, and numbers of a row, of a call that shows what a loss is
 _FORM = "a wb.PairLoss, or a function of (rows, embedding_size) that returns one and the further arguments of its call"
 
 
 @dataclass(frozen=True)
-class Counts:
-    """The bytes of a declared loss, counted in steps of few rows.
+class Declared:
+    """A declared loss, and what its shapes depend on.
 
     Args:
+        source: as given by the user.
         symmetric: whether half of the tiles suffice.
         similarities: the number of them, which share the numbers of a row.
         towers: 1 if the rows of x are the columns, too, else 2.
-        of_tile: bytes that are held at a time for each entry of a tile.
-        of_row: bytes for each row, beside its features.
-        of_feature: bytes for each number of a row while tiles are there, with gradients of both sides.
-        after: bytes for each number of a row when they are gone, where similarities of partners have their gradient.
-        moved: bytes that operations read and write for each entry of S.
-        learned_of_columns: learned numbers of a column, whose gradients are reduced to its owner.
+        tiles: how many times two tiles a step holds.
     """
 
+    source: DeclaredLoss
     symmetric: bool
     similarities: int
     towers: int
-    of_tile: float
-    of_row: float
-    of_feature: float
-    after: float
-    moved: float
-    learned_of_columns: int
+    tiles: int
 
 
 def is_declared(loss: object) -> TypeGuard[DeclaredLoss]:
@@ -209,53 +197,20 @@ def with_options(loss_fn: PairLoss, **options: Any) -> PairLoss:
     return copied
 
 
-def _make_call(loss: DeclaredLoss, rows: int, embedding_size: int, dtype: torch.dtype) -> tuple[PairLoss, Arguments]:
-    """Return a loss and the checked arguments of a call of it."""
-    loss_fn, arguments = call_of(loss, rows, embedding_size, dtype=dtype)
+def declared(loss: DeclaredLoss, dtype: torch.dtype) -> Declared:
+    """Return what the shapes of a user's loss depend on. Steps of few rows run on the CPU.
+
+    Raises:
+        UserError: if the loss cannot be called with such arguments.
+    """
+    similarities = len(_make(loss, _FEW, _WIDE)[0].declaration.kinds)
+    loss_fn, arguments = call_of(loss, _FEW, max(_WIDE, similarities), dtype=dtype)
     try:
-        return loss_fn, arguments_of(loss_fn, **arguments)
+        call = arguments_of(loss_fn, **arguments)
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{name_of(loss)} cannot be called with random features alone: {error}. Data and parameters of its call "
             "come from a function of (rows, embedding_size): return loss_fn, {'x_data': ..., 'parameters': ...}"
         ) from error
-
-
-def count(loss: DeclaredLoss, dtype: torch.dtype) -> Counts:
-    """Return what steps of few rows show of a loss. They run on the CPU.
-
-    Raises:
-        UserError: if the loss cannot be called with such arguments.
-    """
-    counted: dict[tuple[int, int], Counted] = {}
-    rows, names = TILES * SIDE, len(_make(loss, TILES * SIDE, _WIDE)[0].declaration.kinds)
-    width, wide = _NARROW * names, max(_WIDE, names)
-    loss_fn, call = _make_call(loss, rows, width, dtype)
-    declaration = loss_fn.declaration
-
-    def held(rows: int, embedding_size: int, side: int) -> Counted:
-        if (rows, embedding_size) not in counted:
-            fn, arguments = _make_call(loss, rows, embedding_size, dtype)
-            counted[rows, embedding_size] = count_step(fn.declaration, arguments, side)
-        return counted[rows, embedding_size]
-
-    def narrow(side: int) -> Counted:
-        return held(TILES * side, width, side)
-
-    of_feature = (held(rows, 2 * width, SIDE).held - narrow(SIDE).held) / (rows * width)
-    after = (held(_MORE, wide, _SIDE).held - held(_FEW, wide, _SIDE).held) / ((_MORE - _FEW) * wide)
-    tiles = TILES * (TILES + 1) // 2 if declaration.symmetric else TILES**2
-    linear = 2 * narrow(SIDE).held - narrow(2 * SIDE).held / 2
-    learned = sum(x.requires_grad for x in (call.x_data if call.y is None else call.y_data).values())
-    learned += len(declaration.distances) + (PARTNER in declaration.reads.y) * len(declaration.kinds)
-    return Counts(
-        symmetric=declaration.symmetric,
-        similarities=names,
-        towers=1 if call.y is None else 2,
-        of_tile=of_an_entry(lambda side: narrow(side).held),
-        of_row=linear / rows - of_feature * width,
-        of_feature=of_feature,
-        after=after,
-        moved=of_an_entry(lambda side: narrow(side).moved) / tiles,
-        learned_of_columns=learned,
-    )
+    declaration, towers = loss_fn.declaration, 1 if call.y is None else 2
+    return Declared(loss, declaration.symmetric, similarities, towers, tiles_held(declaration, call))

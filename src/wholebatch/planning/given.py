@@ -7,13 +7,13 @@ import torch
 from .._base.user_error import UserError
 from ..losses.catalog import CATALOG
 from .cards import CARDS, card_named
-from .rates import MOVED_BY_CLIP, Rates
+from .rates import Rates
 from .sizes import LOSSES, MAX_SIM, PARTIAL_FC, WINNERS
 
 _WITHOUT_BFLOAT16 = ("t4", "v100")
 _SHARE, _OF_ENCODERS = 0.7, 0.4  # of a data sheet's figures that are assumed
 # Bytes of tiles in memory for each entry.
-_ENTRY_BYTES = {0: MOVED_BY_CLIP, 2: 72, 4: 76, 8: 152}
+_ENTRY_BYTES = {0: 88, 2: 72, 4: 76, 8: 152}
 _ENTRY_BYTES_OF_HALVES = {0: 66, 2: 58, 4: 62, 8: 152}  # the product scales, and dS has two bytes
 _ENTRY_BYTES_OF_TOKENS = {0: 16, WINNERS: 8}  # a product is written, and read for its maximum; twice, or once
 # Measured on one rank with two cores of an AMD EPYC, torch 2.13, rounded.

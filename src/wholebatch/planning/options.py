@@ -11,15 +11,14 @@ from .._base.precision import accumulation_dtype
 from .._base.settings import shown
 from .._base.user_error import UserError
 from .._measure import free_memory
-from .declared import Counts, DeclaredLoss, count, is_declared, name_of
+from .counted import moved_by_an_entry, work_of
+from .declared import Declared, DeclaredLoss, declared, is_declared, name_of
 from .given import given
-from .late_interaction import TokenShapes
 from .rates import Rates, check_rates
 from .report import Option, Plan
-from .shapes import Shapes
+from .shapes import Shapes, TokenShapes
 from .sizes import DTYPES, MAX_SIM, LossName, Sizes
 from .step import Setting, Step, largest_batch, num_chunks, peak_with, worthwhile_settings
-from .work import work_of
 
 _USABLE = 0.9  # of a device's memory; the rest is CUDA's, NCCL's and fragments that an allocator cannot reuse
 _SIMILAR = 0.05  # of the chunks
@@ -53,7 +52,7 @@ def plan(
 
     peak = model + features + max(activations + loss, gradients),    or with gradient caching as `planning.step` says
 
-    Shapes in; bytes, flops and seconds out. Nothing is run, except steps of a few rows of a declared loss. The
+    Shapes in; bytes, flops and seconds out. Only steps of a few rows are run, on the CPU, and counted. The
     functions that decide `exchange="auto"` and `memory="auto"` are the library's own, for gloo and NCCL of
     torch.distributed.
 
@@ -93,7 +92,7 @@ def plan(
             of another device, dtype or loss; for "cuda" without a GPU, or with an unknown one; where the system does
             not report its free memory.
 
-    Source: the counts are derived in `wholebatch.planning.work`.
+    Source: how a step is counted is in `wholebatch.planning.counted`.
 
     >>> import wholebatch as wb
     >>> found = wb.plan(batch_size=65536, embedding_size=768, ranks=8, dtype="bf16", device="h200")
@@ -115,18 +114,20 @@ def plan(
         raise UserError(f"rates must be wholebatch.planning.Rates, or None; got {shown(rates)}")
     name, device = sizes.loss, sizes.device
     of_features: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
-    counts = None if user is None else count(user, accumulation_dtype(of_features))
+    users = None if user is None else declared(user, accumulation_dtype(of_features))
     rates = (given(device, of_features) if rates is None else rates).with_wire(bandwidth)
-    if counts is not None:
-        replace(sizes, towers=counts.towers).check_encoders()
-        if embedding_size < counts.similarities:
+    if users is not None:
+        replace(sizes, towers=users.towers).check_encoders()
+        if embedding_size < users.similarities:
             raise UserError(
-                f"embedding_size is that of all similarities together, at least {counts.similarities}; got "
+                f"embedding_size is that of all similarities together, at least {users.similarities}; got "
                 f"{embedding_size}"
             )
-        rates = rates.with_entry(name, counts.moved)
+    shapes = shapes_of(sizes, users)
+    if users is not None and name not in rates.entry:
+        clip = Shapes("clip", batch_size, embedding_size)
+        rates = rates.with_entry(name, moved_by_an_entry(shapes) / moved_by_an_entry(clip))
     check_rates(rates, name, DTYPES[sizes.dtype], device, ranks)
-    shapes = shapes_of(sizes, counts)
     of_towers = sizes.activations * shapes.towers if len(sizes.activations) == 1 else sizes.activations
     of_towers = tuple(each * items for each, items in zip(of_towers, shapes.items_per_example, strict=True))
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
@@ -152,8 +153,8 @@ def plan(
     )
 
 
-def shapes_of(sizes: Sizes, counts: Counts | None) -> Shapes:
-    """Return the shapes of a step from checked sizes, and from the counts of a declared loss."""
+def shapes_of(sizes: Sizes, users: Declared | None) -> Shapes:
+    """Return the shapes of a step from checked sizes, and from what is known of a declared loss."""
     dtype: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
     device = "cpu" if sizes.device == "cpu" else "cuda"
     form = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
@@ -165,7 +166,7 @@ def shapes_of(sizes: Sizes, counts: Counts | None) -> Shapes:
             documents_per_query=sizes.documents_per_query or 1,
         )
     rate = 1.0 if sizes.sample_rate is None else sizes.sample_rate
-    return Shapes(*form, classes=sizes.classes or 0, sample_rate=rate, declared=counts)
+    return Shapes(*form, classes=sizes.classes or 0, sample_rate=rate, declared=users)
 
 
 def _choice(fitting: Sequence[Option], *, encoders: bool) -> Option | None:

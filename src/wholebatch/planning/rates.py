@@ -24,10 +24,9 @@ from .._base.files import read_bounded
 from .._base.user_error import UserError
 
 if TYPE_CHECKING:  # it imports torch
-    from .costs import Work
+    from .counted import Work
 
 _MOST_BYTES = 2**20
-MOVED_BY_CLIP = 88  # bytes in tiles for each entry: product, scale, exponential, sums; then again, factors, products
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,9 @@ class Rates:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}")
 
-    def with_entry(self, loss: str, moved: float) -> Rates:
-        """Return the same rates with an estimate for a declared loss, whose operations move so many bytes an entry."""
-        if loss in self.entry:
-            return self
-        seconds = self.of_entry("clip", 0) * moved / MOVED_BY_CLIP
+    def with_entry(self, loss: str, times: float) -> Rates:
+        """Return the same rates with an estimate for a declared loss: so many times the time of an entry of CLIP's."""
+        seconds = self.of_entry("clip", 0) * times
         source = f"{self.source}; time of the functions of {loss} by the bytes that they move, not measured"
         return replace(self, entry={**self.entry, loss: {0: seconds}}, source=source)
 

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
-from .._base.precision import accumulation_dtype
+from .._base.precision import accumulation_dtype, rows_at_a_time
+from .._base.products import rows_widened
 from ..exchange import ExchangeUsed as ExchangeUsed
 from ..exchange import num_entries
 from ..exchange.schedule import full, half
 from ..exchange.select import automatic
 from ..losses.catalog import CATALOG, Declaration
 from ..partition import Partition
-from ..sweep import Products, default_side
+from ..sweep import Products, TokenBudget, bytes_of_winners, default_side, fit_tokens
 from ..sweep.memory import Budget, Memory, bytes_of_an_entry, fit
-from .declared import Counts
-from .sizes import PARTIAL_FC, LossName
+from ..sweep.token_budget import TOKENS_OF_A_PART, at_once, bytes_of_flat
+from .declared import Declared
+from .sizes import PARTIAL_FC, WINNERS, LossName
+
+_WINNER = 40  # entries of late interaction that take as long as a winner's gradients, sorted and added; with d = 128
+
+
+class Kept(NamedTuple):
+    """The part of exp(S), or of late interaction's winners, that the forward pass keeps for the backward pass.
+
+    Args:
+        share: from 0 to 1.
+        size: bytes of an entry; `WINNERS` of late interaction.
+        bytes: of all of it.
+    """
+
+    share: float
+    size: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -33,7 +53,9 @@ class Shapes:
         device: "cpu" or "cuda"; it decides the side of a tile.
         classes: C, of PartialFC, on all ranks.
         sample_rate: of PartialFC.
-        declared: what is counted of a declared loss; None: the loss is built in.
+        declared: a declared loss; None: the loss is built in.
+        tile_side: of a tile; None: that of the device.
+        sample: classes of a step on a rank, if they are known; None: as many as random labels have.
     """
 
     loss: LossName
@@ -44,7 +66,9 @@ class Shapes:
     device: str = "cpu"
     classes: int = 0
     sample_rate: float = 1.0
-    declared: Counts | None = None
+    declared: Declared | None = None
+    tile_side: int | None = None
+    sample: int | None = None
 
     @property
     def of_classes(self) -> bool:
@@ -53,7 +77,7 @@ class Shapes:
 
     @property
     def entry(self) -> Declaration | None:
-        """Return the loss's entry in the catalog; None for PartialFC and for a declared loss."""
+        """Return the loss's entry in the catalog; None for a loss without one."""
         return None if self.of_classes or self.declared is not None else CATALOG[self.loss]
 
     @property
@@ -62,19 +86,14 @@ class Shapes:
         return self.entry is not None and self.entry.sweep is not None and self.entry.sweep.one_pass
 
     @property
-    def several_positives(self) -> bool:
-        """Return whether a row may have several positives, as labels give it; then exp(S) is kept unrounded."""
+    def exact(self) -> bool:
+        """Return whether exp(S) is kept unrounded: a row may have several positives, as labels give it."""
         return self.entry is not None and self.entry.kind == "labeled"
 
     @property
     def sums_size(self) -> int:
-        """Return a, the bytes of a number in sums and gradients."""
+        """Return the bytes of a number in sums and gradients."""
         return accumulation_dtype(self.dtype).itemsize
-
-    @property
-    def size(self) -> int:
-        """Return s, the bytes of a number that is sent; rows of unit length, or of a declared loss, are like sums."""
-        return self.sums_size if self.symmetric or self.declared is not None else self.dtype.itemsize
 
     @property
     def towers(self) -> int:
@@ -89,22 +108,20 @@ class Shapes:
         return ceil(self.batch_size / self.ranks)
 
     @property
-    def centers(self) -> int:
-        """Return the number of centers, on the rank with most classes."""
-        return ceil(self.classes / self.ranks)
-
-    @property
     def sampled(self) -> int:
-        """Return the classes of a step on a rank, an upper bound that is rarely exceeded.
+        """Return the classes of a step on the rank with most, an upper bound that is rarely exceeded.
 
         They are the labels, and each of the other classes with one probability.
         """
+        if self.sample is not None:
+            return self.sample
         if self.sample_rate == 1:
-            return self.centers
+            return ceil(self.classes / self.ranks)
         with_label = self.classes * (1 - (1 - 1 / self.classes) ** self.batch_size)
         others = self.classes - with_label
         deviation = (others * self.sample_rate * (1 - self.sample_rate) / self.ranks) ** 0.5
-        return min(self.centers, ceil((with_label + self.sample_rate * others) / self.ranks + 3 * deviation))
+        expected = (with_label + self.sample_rate * others) / self.ranks
+        return min(ceil(self.classes / self.ranks), ceil(expected + 3 * deviation))
 
     @property
     def symmetric(self) -> bool:
@@ -120,29 +137,31 @@ class Shapes:
         return Partition(tuple(each * n for n in Partition.even(self.batch_size, self.ranks).counts))
 
     @property
+    def similarities(self) -> int:
+        """Return the number of similarities, which share the numbers of a row."""
+        return 1 if self.declared is None else self.declared.similarities
+
+    @property
     def items_per_example(self) -> tuple[int, ...]:
         """Return how many inputs of each encoder an example has."""
         return (1,) * self.towers
 
     @property
-    def columns(self) -> Partition:
-        """Return which rank owns which columns of S, of which there are sums."""
-        return self.partition
+    def feature_bytes(self) -> int:
+        """Return the bytes of all feature matrices on the rank with most; their gradients take as many."""
+        return self.towers * self.rows * self.embedding_size * self.dtype.itemsize
 
     @property
-    def staying(self) -> int:
-        """Return the rows of X on the rank with most, whose features stay there."""
-        return max(self.partition.counts)
-
-    @property
-    def vectors(self) -> int:
-        """Return the rows of all feature matrices on the rank with most."""
-        return self.towers * self.rows
+    def center_bytes(self) -> int:
+        """Return the bytes of PartialFC's centers, and of their gradient, which has a sample's rows or all."""
+        if not self.of_classes:
+            return 0
+        return (ceil(self.classes / self.ranks) + self.sampled) * self.embedding_size * self.dtype.itemsize
 
     @property
     def side(self) -> int:
         """Return the side of a tile."""
-        return default_side(torch.device(self.device))
+        return self.tile_side or default_side(torch.device(self.device))
 
     @property
     def products(self) -> Products:
@@ -159,6 +178,11 @@ class Shapes:
         visits = half(columns, 0) if self.symmetric else full(columns.counts[0], columns, 0)
         return num_entries(visits, self.side)
 
+    @property
+    def weighted_entries(self) -> int:
+        """Return the entries of S whose time is counted; in late interaction, with the gradients of winners."""
+        return self.entries
+
     def exchange(self) -> ExchangeUsed:
         """Return the exchange that "auto" selects."""
         if self.of_classes:
@@ -166,13 +190,22 @@ class Shapes:
         return automatic(self.partition.total, self.embedding_size * self.sums_size)
 
     def budget(self, memory: Memory) -> Budget:
-        """Return the budget that `memory=` gives; a loss with one pass, or a declared one, keeps nothing."""
-        entries = 0 if self.one_pass or self.declared is not None else self.entries
-        dtype = accumulation_dtype(self.dtype)
-        times = 1 if self.declared is None else ceil(self.declared.of_tile / (2 * dtype.itemsize))
-        of_entry = times * bytes_of_an_entry(dtype, self.products)
-        exact = self.several_positives
-        return fit(memory, entries=entries, side=self.side, dtype=dtype, bytes_of_entry=of_entry, exact=exact)
+        """Return the budget that `memory=` gives."""
+        times = 1 if self.declared is None else self.declared.tiles
+        return fit(
+            memory,
+            entries=self.entries if self.kept_sizes() else 0,
+            side=self.side,
+            dtype=accumulation_dtype(self.dtype),
+            bytes_of_entry=times * bytes_of_an_entry(accumulation_dtype(self.dtype), self.products),
+            exact=self.exact,
+        )
+
+    def kept(self, memory: Memory) -> Kept:
+        """Return the part of exp(S) that the forward pass keeps for the backward pass."""
+        budget = self.budget(memory)
+        share = min(1.0, budget.kept / self.entries) if self.entries else 0.0
+        return Kept(share, budget.kept_dtype.itemsize, budget.kept * budget.kept_dtype.itemsize)
 
     def memory_for(self, itemsize: int) -> int:
         """Return the value of `memory=` that keeps all of exp(S), with `itemsize` bytes for each entry."""
@@ -180,7 +213,166 @@ class Shapes:
         return of_tiles + self.entries * itemsize
 
     def kept_sizes(self) -> tuple[int, ...]:
-        """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept."""
+        """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept.
+
+        A loss with one pass keeps nothing; what a declared loss may keep is not planned.
+        """
         if self.one_pass or self.declared is not None:
             return ()
-        return (self.sums_size,) if self.sums_size == 8 or self.several_positives else (2, self.sums_size)
+        return (self.sums_size,) if self.sums_size == 8 or self.exact else (2, self.sums_size)
+
+    def named_sizes(self, memory: Memory) -> Mapping[str, float]:
+        """Return the sizes whose products are the numbers of elements of a step's tensors."""
+        rows = self.sampled if self.of_classes else self.partition.counts[0]
+        side = self.budget(memory).side
+        return {
+            "kept": self.kept(memory).bytes,
+            "batch": self.batch_size,
+            "rows": self.rows,
+            "centers": ceil(self.classes / self.ranks),
+            "sampled": self.sampled if self.of_classes else 0,
+            "side": (min(side, rows) * min(side, self.partition.total)) ** 0.5,
+            **_parts(rows, self.embedding_size // self.similarities, torch.device(self.device)),
+            "width": self.embedding_size / self.similarities,
+        }
+
+
+@dataclass(frozen=True)
+class TokenShapes(Shapes):
+    """The shapes of a step of late interaction. The tower with fewer tokens travels.
+
+    Numbers of tokens are means; tiles are planned as if all items had as many.
+
+    Args:
+        query_tokens: t, of a query, on average.
+        document_tokens: u, of a document, on average.
+        documents_per_query: k.
+    """
+
+    query_tokens: float = 1
+    document_tokens: float = 1
+    documents_per_query: int = 1
+
+    @property
+    def entry(self) -> Declaration | None:
+        return None
+
+    @property
+    def towers(self) -> int:
+        return 2
+
+    @property
+    def queries(self) -> Partition:
+        """Return which rank owns which queries."""
+        return Partition.even(self.batch_size, self.ranks)
+
+    @property
+    def documents(self) -> Partition:
+        """Return which rank owns which documents."""
+        return Partition(tuple(self.documents_per_query * n for n in self.queries.counts))
+
+    @property
+    def items_per_example(self) -> tuple[int, ...]:
+        return 1, self.documents_per_query
+
+    @property
+    def documents_stay(self) -> bool:
+        """Return whether queries travel, which have fewer tokens."""
+        return self.query_tokens < self.documents_per_query * self.document_tokens
+
+    @property
+    def partition(self) -> Partition:
+        """Return which rank owns which of the tokens that travel."""
+        return self._tokens[1 - self.documents_stay]
+
+    @property
+    def staying(self) -> int:
+        """Return the tokens on the rank with most of the tower that stays."""
+        return max(self._tokens[self.documents_stay].counts)
+
+    @property
+    def _tokens(self) -> tuple[Partition, Partition]:
+        """Return which rank owns which tokens of queries, and which of documents."""
+        sides = (self.queries, self.query_tokens), (self.documents, self.document_tokens)
+        queries, documents = (Partition(tuple(ceil(each * n) for n in items.counts)) for items, each in sides)
+        return queries, documents
+
+    @property
+    def feature_bytes(self) -> int:
+        return (self.staying + max(self.partition.counts)) * self.embedding_size * self.dtype.itemsize
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Return the tokens of a query, and of a document, in tiles."""
+        return ceil(self.query_tokens), ceil(self.document_tokens)
+
+    @property
+    def entries(self) -> int:
+        """Return the products of tokens on the first rank, which has most."""
+        return self.staying * self.partition.total
+
+    @property
+    def weighted_entries(self) -> int:
+        return int(self.entries * (1 + _WINNER / self.document_tokens))
+
+    @property
+    def bytes_of_all_winners(self) -> int:
+        """Return the bytes that keeping all winners of a rank takes, an integer for each query token and document."""
+        tokens, _ = self._tokens
+        of_queries, of_documents = tokens.counts[0], self.documents.total
+        queries = self.queries.counts[0]
+        if self.documents_stay:
+            of_queries, of_documents, queries = tokens.total, self.documents.counts[0], self.queries.total
+        return bytes_of_winners(of_queries, of_documents, queries, self.longest[1], accumulation_dtype(self.dtype))
+
+    def budget(self, memory: Memory) -> TokenBudget:
+        """Return the budget that `memory=` gives; `kept` counts bytes."""
+        return fit_tokens(
+            memory,
+            longest=self.longest,
+            side=self.side,
+            dtype=accumulation_dtype(self.dtype),
+            kept=self.bytes_of_all_winners,
+        )
+
+    def kept(self, memory: Memory) -> Kept:
+        budget = self.budget(memory)
+        return Kept(budget.kept / self.bytes_of_all_winners, WINNERS, budget.kept)
+
+    def memory_for(self, itemsize: int) -> int:
+        """Return the value of `memory=` that keeps all winners; for 0, that of a flat sweep."""
+        flat = bytes_of_flat(self.longest, self.side, accumulation_dtype(self.dtype))
+        return flat + (self.bytes_of_all_winners if itemsize else 0)
+
+    def kept_sizes(self) -> tuple[int, ...]:
+        return (WINNERS,)
+
+    def named_sizes(self, memory: Memory) -> Mapping[str, float]:
+        """Return the sizes of a step's tensors: also those of the parts into which a tile of late interaction falls."""
+        budget, longest = self.budget(memory), self.longest[1]
+        columns = (self.queries if self.documents_stay else self.documents).total
+        rows = (self.documents if self.documents_stay else self.queries).counts[0]
+        rows, columns = min(budget.side, rows), min(budget.side, columns)
+        queries, documents = (columns, rows) if self.documents_stay else (rows, columns)
+        tokens, device = ceil(queries * self.query_tokens), torch.device(self.device)
+        of_part = max(1, min(tokens, TOKENS_OF_A_PART, budget.products // longest))
+        some, of_some = at_once(tokens, documents, longest, self.embedding_size, budget.products, device)
+        return {
+            "kept": self.kept(memory).bytes,
+            "batch": self.batch_size,
+            "rows": self.rows,
+            "query tokens": self.query_tokens,
+            "document tokens": self.document_tokens,
+            "side": (rows * columns) ** 0.5,
+            "products": budget.products**0.5,
+            "maxima": of_part * max(1, budget.products // of_part // longest),
+            "tokens at once": some,
+            "documents at once": min(of_some, documents),
+            **_parts(self.staying, self.embedding_size, device),
+            "width": self.embedding_size,
+        }
+
+
+def _parts(rows: int, width: int, device: torch.device) -> Mapping[str, float]:
+    """Return how many rows are computed or widened at a time."""
+    return {"some rows": min(rows, rows_at_a_time(device)), "widened rows": min(rows, rows_widened(width, device))}

@@ -22,9 +22,8 @@ from math import ceil
 
 from ..exchange import USED_EXCHANGES
 from ..sweep.memory import Memory
-from .costs import Work
+from .counted import Work, work_of
 from .shapes import ExchangeUsed, Shapes
-from .work import work_of
 
 _FILLED = 0.9  # of the limit, at most, is filled: a prediction may be some percent too small
 _LEAST_KEPT = 0.1  # of S: keeping a smaller part is not worth a line
@@ -145,7 +144,8 @@ def _peak(step: Step, setting: Setting) -> int:
 
 def peak_with(step: Step, setting: Setting, work: Work) -> int:
     """Return the bytes at the peak of a step whose loss does this work."""
-    held = step.model + work.centers + work.features
+    features = step.shapes.feature_bytes
+    held = step.model + step.shapes.center_bytes + features
     if setting.chunk_size is None:
         return held + max(step.shapes.rows * sum(step.activations) + work.loss, step.gradients)
     rows = min(setting.chunk_size, step.shapes.rows)
@@ -154,8 +154,8 @@ def peak_with(step: Step, setting: Setting, work: Work) -> int:
         kept += min(left, chunks) * rows * bytes_of_row
         left -= min(left, chunks)
     of_chunk = rows * max(step.activations)
-    second_pass = work.features + max(step.gradients + of_chunk, kept)  # kept graphs are freed as gradients appear
-    return held + work.features + max(kept + max(work.loss, of_chunk), second_pass)
+    second_pass = features + max(step.gradients + of_chunk, kept)  # kept graphs are freed as gradients appear
+    return held + features + max(kept + max(work.loss, of_chunk), second_pass)
 
 
 def largest_batch(step: Step, setting: Setting, limit: int) -> int:

@@ -1,4 +1,4 @@
-"""Build the step that is timed: a loss of random features, as `work` counts it and a pasted call runs it."""
+"""Build the step that is timed: a loss of random features, which is counted on few rows, timed, and measured."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ..heads import CosFace, PartialFC
 from ..partition import Partition
 from ..sweep import Memory
 from .declared import call_of, leaves_of, with_options
-from .late_interaction import TokenShapes
-from .shapes import Shapes
+from .shapes import Shapes, TokenShapes
 
 SCALE, BIAS = 14.3, -10.0
 _PER_CLASS = 4  # examples of a class, for losses with labels
@@ -45,7 +44,9 @@ def make_step(
         return x.to(device, shapes.dtype).requires_grad_()
 
     if shapes.declared is not None:
-        declared, arguments = call_of(shapes.loss, rows, d, dtype=shapes.dtype, device=device, seed=comm.rank)
+        declared, arguments = call_of(
+            shapes.declared.source, rows, d, dtype=shapes.dtype, device=device, seed=comm.rank
+        )
         loss_fn: Callable[..., Tensor] = with_options(declared, **options, reduction="mean")
         leaves = leaves_of(declared, arguments)
     elif isinstance(shapes, TokenShapes):
@@ -82,8 +83,12 @@ def _classify(
         shapes.embedding_size, shapes.classes, margin=CosFace(16.0, 0.1), sample_rate=shapes.sample_rate,
         device=x.device, dtype=shapes.dtype, group=comm, memory=memory,
     )  # fmt: skip
-    labels = torch.randint(shapes.classes, (len(x),), generator=generator).to(x.device)
     dense = shapes.sample_rate == 1
+    if shapes.sample is None:
+        labels = torch.randint(shapes.classes, (len(x),), generator=generator).to(x.device)
+    else:
+        torch.nn.init.ones_(head.weight)  # all centers are equal, as the ranks of a counted step are
+        labels = torch.arange(len(x), device=x.device) * shapes.sample // len(x)
     x.grad = torch.ones_like(x)
     if dense:
         head.weight.grad = torch.ones_like(head.weight)

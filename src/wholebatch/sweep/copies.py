@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .._base.part_sizes import part_size
 from .items import Items, numbers_on
 
 _VECTORS, _VECTORS_ON_A_GPU = 2**11, 2**20  # that are sorted at a time, if they are of more than one item
@@ -31,7 +32,7 @@ def first_copies(x: Tensor, items: Items) -> Tensor | None:
     tensor([0, 1, 0, 3])
     """
     index: Tensor | None = None
-    for some in _groups(items, _VECTORS_ON_A_GPU if x.is_cuda else _VECTORS):
+    for some in _groups(items, part_size("sorted vectors", _VECTORS_ON_A_GPU if x.is_cuda else _VECTORS)):
         part = items.ragged.of(some)
         first = _first_copies(x[part], Items.of(items.ragged, items.starts, some).owners)
         if first is not None:
@@ -81,7 +82,8 @@ def _hashes(x: Tensor, owners: Tensor) -> Tensor:
 
 
 def _rows_at_once(x: Tensor) -> int:
-    return max(1, (_NUMBERS_ON_A_GPU if x.is_cuda else _NUMBERS) // max(1, x.shape[1]))
+    numbers = part_size("compared numbers", _NUMBERS_ON_A_GPU if x.is_cuda else _NUMBERS)
+    return max(1, numbers // max(1, x.shape[1]))
 
 
 @cache

@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from .._base.part_sizes import part_size
 from .products import Products
 
 Memory = Literal["auto", "flat"] | int
@@ -42,7 +43,7 @@ class Budget:
 
 def default_side(device: torch.device) -> int:
     """Return rows and columns of a tile: on a CPU, two tiles fit into its caches; a GPU is kept busy by one tile."""
-    return 640 if device.type == "cpu" else 4096
+    return part_size("side", 640 if device.type == "cpu" else 4096)
 
 
 def bytes_of_an_entry(dtype: torch.dtype, products: Products) -> int:

@@ -1,0 +1,327 @@
+"""The cost of a loss's step on one rank, counted in steps of few rows.
+
+The loss itself runs, forward and backward, on ranks that all hold the same rows (`equal_ranks`), in several small
+tiles. Each size that a tensor's number of elements depends on has a prime factor that no other one has: rows here, rows
+of all ranks, the side of a tile, numbers of a row, ... So the factors of a tensor's bytes tell what they grow with,
+
+    bytes of a tensor  =  coefficient x product of named sizes         (4 x rows x width: a gradient of the features)
+
+and each moment of a step is a sum of such products, exact for any sizes. A step's peak is the largest of its moments.
+Only what is kept of exp(S) follows from `memory=` alone, and is added where a part of it is kept.
+
+               products       entries of S
+    CLIP       4 units        b B             of b B d multiply-adds: S, S again, and both gradients
+    SigLIP     3 units        b B             S once, with its gradient
+    NT-Xent    4 of half      (2b)(2B) / 2    S is symmetric
+    PartialFC  4 units        k B             of k classes here
+    MaxSim     2 units        tokens          S, and S again to find winners
+
+are not written down anywhere: they are the products that two steps differ by, for the entries that they differ by.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.live_bytes import LiveBytes
+from .._base.part_sizes import smaller_parts
+from .._base.statistics_request import not_collecting
+from ..sweep.memory import Memory
+from .equal_ranks import SENT, EqualRanks, EqualTransport
+from .shapes import ExchangeUsed, Kept, Shapes, TokenShapes
+from .subject import make_step
+
+Terms = Counter[tuple[str, ...]]  # a sum of products of named sizes: the coefficient of each
+
+# Sizes of a counted step. Prime factors identify them, and are none of a number's bytes or of other small counts.
+_SIDE, _ROWS, _WIDTH, _CENTERS, _SAMPLE = 23, 61, 13, 53, 31
+# Of late interaction: the side, and tokens of a query and a document, such that parts of a tile have prime sizes, too.
+_TOKENS = ((41, 11, 13, 19, 23), (53, 31, 7, 27, 11))
+_SOME_ROWS, _WIDENED_ROWS, _WIDENED_TOKENS = 29, 17, 37
+# Ranks of two steps, which have no factor of a size: of an even number if this is so of the plan, and S is symmetric.
+_RANKS, _EVEN_RANKS, _TOKEN_RANKS, _OTHER_TOKEN_RANKS = (5, 7), (10, 14), (3, 9), (10, 14)
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # by the name: the place of the first factor
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one step on the rank with most.
+
+    Args:
+        flops: two for each multiply-add.
+        again: the part of `flops` that computes S a second time.
+        entries: of S; in late interaction products of tokens, and some for each winner.
+        kept: the part of `entries` that is kept from the forward pass for the backward pass.
+        kept_size: bytes of a kept entry; in late interaction `sizes.WINNERS`.
+        loss: bytes at the peak of the loss beside features and their gradients.
+        wire: bytes that the rank sends.
+        messages: collectives, or messages to other ranks, one after the other.
+    """
+
+    flops: float
+    again: float
+    entries: int
+    kept: int
+    kept_size: int
+    loss: int
+    wire: float
+    messages: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The counts of one step of few rows.
+
+    Args:
+        shapes: of the step.
+        moments: bytes at each moment that may be the peak, without those that are never the largest.
+        products: multiply-adds.
+        moved: bytes that operations on tiles read and write for each entry of S.
+    """
+
+    shapes: Shapes
+    moments: tuple[Terms, ...]
+    products: int
+    moved: float
+
+    def peak(self, sizes: Mapping[str, float]) -> float:
+        """Return the most bytes that a step with these named sizes holds."""
+        return max(_value(moment, sizes) for moment in self.moments)
+
+
+def _value(terms: Terms, sizes: Mapping[str, float]) -> float:
+    return sum(coefficient * prod(map(sizes.__getitem__, names)) for names, coefficient in terms.items())
+
+
+class _Count(LiveBytes):
+    """Count the bytes, the products, and the work on tiles of a step; tensors have these named sizes."""
+
+    def __init__(self, sizes: Mapping[str, float]) -> None:
+        super().__init__()
+        # The largest first: the batch has the factor of the rows.
+        self._named = sorted(((int(size), name) for name, size in sizes.items() if size > 1), reverse=True)
+        self._held, self._grows = Terms(), False
+        self._factors: dict[int, tuple[tuple[str, ...], int]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget everything but the memory that is held now."""
+        self.notice_freed()
+        self.products, self._moved, self._tiles = 0, 0, 0
+        self._before, self._peaks = Counter(self._held), set[frozenset[tuple[tuple[str, ...], int]]]()
+
+    def factors(self, size: int) -> tuple[tuple[str, ...], int]:
+        """Return the named sizes that divide a number of bytes, and the rest."""
+        if size not in self._factors:
+            names, rest = list[str](), size
+            for value, name in self._named:
+                while rest and rest % value == 0:
+                    rest //= value
+                    names.append(name)
+            self._factors[size] = tuple(names), rest
+        return self._factors[size]
+
+    def sum(self, sizes: Iterable[int]) -> Terms:
+        """Return the sum of these bytes."""
+        total = Terms()
+        for names, rest in map(self.factors, sizes):
+            total[names] += rest
+        return total
+
+    def moments(self) -> list[Terms]:
+        """Return the bytes at each moment that may be the peak."""
+        self.notice_freed()
+        largest = list[Terms]()
+        for peak in sorted(self._peaks, key=lambda terms: sum(rest for _, rest in terms), reverse=True):
+            moment = Terms(dict(peak))
+            moment.subtract(self._before)
+            if not any(_covers(larger, moment) for larger in largest):
+                largest.append(moment)
+        return largest
+
+    @property
+    def moved(self) -> float:
+        """Return the bytes that operations on whole tiles read and write, for each entry of these."""
+        return self._moved / max(1, self._tiles)
+
+    def allocated(self, size: int) -> None:
+        names, rest = self.factors(size)
+        self._held[names] += rest
+        self._grows = True
+
+    def freed(self, size: int) -> None:
+        if self._grows:  # until now
+            self._peaks.add(frozenset(self._held.items()))
+        names, rest = self.factors(size)
+        self._held[names] -= rest
+        self._grows = False
+
+    def operated(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        place = _PRODUCTS.get(func._schema.name.removeprefix("aten::").rstrip("_"))
+        if place is not None:
+            left, right = inputs[place : place + 2]
+            self.products += left.numel() * right.shape[-1]
+            sides = [self.factors(size)[0] for size in (left.shape[0], left.shape[-1], right.shape[-1])]
+            in_forward = torch._C._current_graph_task_id() == -1
+            self._tiles += in_forward and sides == [("side",), ("width",), ("side",)]
+        for x in (*inputs, *results):
+            names, rest = self.factors(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
+            self._moved += rest if names == ("side", "side") else 0
+
+
+def _covers(larger: Terms, smaller: Terms) -> bool:
+    """Return whether a sum is at least as large as another one, whatever the sizes are."""
+    return all(larger.get(names, 0) >= smaller.get(names, 0) for names in {*larger, *smaller})
+
+
+def _make(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> tuple[EqualTransport, Callable[[], None]]:
+    """Return ranks that all hold the same, and a step on one of them that has run once."""
+    comm = EqualRanks(shapes.ranks)
+    step = make_step(comm, shapes, exchange, memory, torch.device("cpu"))
+    return comm.transport, step
+
+
+@contextmanager
+def _smaller_parts(shapes: Shapes) -> Iterator[None]:
+    """Compute as little at a time as `shapes` of few rows ask for, in one thread, whatever runs outside."""
+    width = shapes.embedding_size // shapes.similarities
+    parts = {"side": shapes.side, "rows": _SOME_ROWS, "numbers": _WIDENED_ROWS * width, "checked centers": 2}
+    if isinstance(shapes, TokenShapes):
+        parts["numbers"] = _WIDENED_TOKENS * width
+        parts["sorted vectors"] = 4 * shapes.longest[1]
+        parts["compared numbers"] = parts["sorted vectors"] * width
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), not_collecting(), smaller_parts(parts):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def _count(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Counted:
+    """Run two steps of few rows, and count the second."""
+    with _smaller_parts(shapes):
+        _, step = _make(shapes, exchange, memory)
+        count = _Count(shapes.named_sizes(memory))
+        with count if shapes.of_classes else nullcontext():  # of classes, a step frees the last one's gradient
+            step()
+        count.begin()
+        with count:
+            step()
+        count.notice_freed()
+    return Counted(shapes, tuple(count.moments()), count.products, count.moved)
+
+
+@cache
+def _calls(shapes: Shapes, exchange: ExchangeUsed) -> tuple[tuple[str, Terms], ...]:
+    """Return what a step of few rows sends."""
+    with _smaller_parts(shapes):
+        transport, step = _make(shapes, exchange, "flat")
+        count = _Count(shapes.named_sizes("flat"))
+        step()
+    return tuple((name, count.sum(sent)) for name, sent in transport.calls)
+
+
+def small(shapes: Shapes, ranks: int) -> Shapes:
+    """Return shapes of the same kind with few rows, on so many ranks, on a CPU."""
+    if isinstance(shapes, TokenShapes):
+        for side, t, u, rows, width in _TOKENS:
+            few = replace(
+                shapes, query_tokens=t, document_tokens=u, batch_size=rows * ranks, embedding_size=width, ranks=ranks,
+                device="cpu", tile_side=side,
+            )  # fmt: skip
+            if few.documents_stay == shapes.documents_stay:
+                break
+        return few
+    return replace(
+        shapes, batch_size=_ROWS * ranks, embedding_size=_WIDTH * shapes.similarities, ranks=ranks, device="cpu",
+        classes=_CENTERS * ranks if shapes.of_classes else 0, sample_rate=float(shapes.sample_rate == 1),
+        tile_side=_SIDE, sample=_SAMPLE if shapes.sample_rate < 1 else _CENTERS if shapes.of_classes else None,
+    )  # fmt: skip
+
+
+def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
+    """Return the work of a step with these settings.
+
+    >>> work = work_of(Shapes("clip", 8192, 512), "gather", "flat")
+    >>> work.flops / (2 * 8192**2 * 512), work.loss // 10**6
+    (4.0, 37)
+    >>> kept = work_of(Shapes("clip", 8192, 512), "gather", 2**30)
+    >>> kept.flops / work.flops, kept.kept == kept.entries
+    (0.75, True)
+    """
+    kept, unit = shapes.kept(memory), 2 * shapes.embedding_size * shapes.entries
+    units, again = _units(shapes, exchange), 0 if shapes.one_pass else 1 - kept.share
+    wire, messages = _wire(shapes, exchange, shapes.named_sizes(memory))
+    return Work(
+        flops=(units - (not shapes.one_pass) + again) * unit,
+        again=again * unit,
+        entries=shapes.weighted_entries,
+        kept=round(kept.share * shapes.weighted_entries),
+        kept_size=kept.size,
+        loss=_peak(shapes, exchange, memory, kept),
+        wire=wire,
+        messages=messages,
+    )
+
+
+def _units(shapes: Shapes, exchange: ExchangeUsed) -> float:
+    """Return the multiply-adds for each entry of S and number of a row, where nothing is kept.
+
+    Tiles on the diagonal of a symmetric S take fewer: there it is the difference of two steps with different others.
+    """
+    if not shapes.symmetric:
+        few = _count(small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0]), exchange, "flat")
+        return few.products / (few.shapes.entries * few.shapes.embedding_size)
+    few, more = (_count(small(shapes, ranks), exchange, "flat") for ranks in _RANKS)
+    entries = more.shapes.entries - few.shapes.entries
+    return (more.products - few.products) / (entries * few.shapes.embedding_size)
+
+
+def _wire(shapes: Shapes, exchange: ExchangeUsed, sizes: Mapping[str, float]) -> tuple[float, int]:
+    """Return the bytes that a rank sends, and the messages.
+
+    An exchange has as many calls on any number of ranks, or one more for each further rank, or two of a symmetric S.
+    """
+    if shapes.ranks == 1:
+        return 0.0, 0
+    few, more = _EVEN_RANKS if shapes.symmetric and shapes.ranks % 2 == 0 else _ranks(shapes)
+    further = (shapes.ranks - few) / (more - few)
+    calls, more_calls = (_calls(small(shapes, w), exchange) for w in (few, more))
+    sent, more_sent = (
+        sum(SENT[name](shapes.ranks) * _value(terms, sizes) for name, terms in some) for some in (calls, more_calls)
+    )
+    messages = round(len(calls) + further * (len(more_calls) - len(calls)))
+    return sent + further * (more_sent - sent), messages
+
+
+def moved_by_an_entry(shapes: Shapes) -> float:
+    """Return the bytes that operations read and write in tiles for each entry of S."""
+    return _count(small(shapes, 1), "gather", "flat").moved
+
+
+def _ranks(shapes: Shapes) -> tuple[int, int]:
+    """Return two numbers of ranks on which few rows run; documents of a query must not be as many."""
+    if not isinstance(shapes, TokenShapes):
+        return _RANKS
+    return _TOKEN_RANKS if shapes.documents_per_query % _TOKEN_RANKS[0] else _OTHER_TOKEN_RANKS
+
+
+def _peak(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, kept: Kept) -> int:
+    """Return the bytes at the peak of the loss."""
+    few, sizes = small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0]), shapes.named_sizes(memory)
+    if kept.share == 1:
+        return int(_count(few, exchange, few.memory_for(kept.size)).peak(sizes))
+    of_halves = shapes.products.bytes_of_gradients * sizes["side"] ** 2  # a CPU has no such products
+    return int(_count(few, exchange, "flat").peak(sizes) + of_halves) + kept.bytes

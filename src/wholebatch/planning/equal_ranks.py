@@ -1,0 +1,113 @@
+"""Ranks that all pass what this process passes: a step of one rank among many runs in one process, and is counted.
+
+Each result is the one of W ranks that pass the same tensor, in as much memory as `comm.torch_distributed` takes on a
+CPU. So a loss has no meaningful value, but the right shapes. The bytes that a rank sends are those of the usual
+algorithms: a ring for sums and for parts of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator
+from ..comm.transport import Finish, Message, Transport, done
+
+# The part of a tensor's bytes that a rank sends to others, on W ranks.
+SENT: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda w: w - 1,
+    "all_to_all": lambda w: (w - 1) / w,
+    "all_reduce": lambda w: 2 * (w - 1) / w,
+    "broadcast": lambda w: (w - 1) / w,
+    "message": lambda w: 1,
+}
+
+
+class EqualTransport(Transport):
+    """Rank 0 of W that pass the same tensors.
+
+    Args:
+        size: W.
+
+    Attributes:
+        calls: the tensors that were sent one after the other: for each call the name in `SENT`, and their bytes.
+    """
+
+    rank, max_tag = 0, 2**31 - 1
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self._under_way: dict[int, deque[Tensor]] = defaultdict(deque)
+
+    def check_open(self) -> None:
+        self.check_not_closed()
+
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> Transport | None:
+        raise AssertionError("a counted step splits no communicator; please report this")
+
+    def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
+        self._sent("all_gather", x)
+        out = x.new_empty((sum(counts), *x.shape[1:]))
+        for part in out.split_with_sizes(counts):
+            part.copy_(x)
+        return done(out)
+
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
+        parts = self.all_to_all(x, counts, (counts[0],) * self.size)
+        return lambda: parts().unflatten(0, (self.size, counts[0])).sum(0, dtype=x.dtype)
+
+    def all_reduce(self, x: Tensor, op: str) -> Finish:
+        self._sent("all_reduce", x)
+        return done(self._sum(x) if op == "sum" else x**self.size if op == "prod" else x.clone())
+
+    def broadcast(self, x: Tensor, root: int) -> Finish:
+        self._sent("broadcast", x)
+        return done(x.clone())
+
+    def reduce(self, x: Tensor, root: int) -> Finish:
+        self._sent("broadcast", x)
+        return done(self._sum(x))
+
+    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        return self.all_gather(x, counts)
+
+    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        return self.all_to_all(x, counts, (counts[0],) + (0,) * (self.size - 1))
+
+    def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
+        self._sent("all_to_all", x)
+        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
+        for part in out.split_with_sizes(receive_counts):
+            part.copy_(x[: len(part)])
+        return done(out)
+
+    def swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        self._sent("message", *[message.x for message in sends])
+        return super().swap(sends, receives)
+
+    def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish:
+        self._under_way[wire_tag].append(x)
+        return done(x)
+
+    def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish:
+        return lambda: out.copy_(self._under_way[wire_tag].popleft())
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x | x if x.dtype == torch.bool else x * self.size
+
+    def _sent(self, name: str, *tensors: Tensor) -> None:
+        self.calls.append((name, tuple(x.numel() * x.element_size() for x in tensors)))
+
+
+class EqualRanks(Communicator):
+    """The communicator of W ranks that pass the same tensors."""
+
+    transport: EqualTransport
+
+    def __init__(self, size: int) -> None:
+        super().__init__(EqualTransport(size))
