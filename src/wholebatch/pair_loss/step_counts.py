@@ -24,7 +24,6 @@ from ..contract import Options, agree
 from .arguments import Arguments
 from .call import CALLER, Call
 from .declaration import Declaration
-from .lowering import factors, lowered, may_be_lowered
 from .pairs import PAIR
 
 _SIDE, _TILES = 32, 3  # of the smaller tiles, and how many stand in a row
@@ -54,15 +53,9 @@ def _bytes_held(declaration: Declaration, call: Arguments, side: int) -> int:
     for leaf in _leaves(call):
         leaf.grad = torch.ones_like(leaf)
 
-    plain = replace(declaration, kernels=None)
-    passes = lowered(plain, call)
-    numbers = [x.item() for x in factors(passes, plain, call, call.x.device).values()]
-    if passes is not None and not may_be_lowered([passes.facts], numbers, in_kernels=False):
-        passes = None
-
     def step() -> None:
         facts = agree(CALLER, options, call.inputs(None)).widened()
-        loss = Call(plain, call, facts, tiles=1, passes=None if passes is None else (passes, numbers)).loss()
+        loss = Call(replace(declaration, kernels=None), call, facts, tiles=1).loss()
         if loss.requires_grad:
             loss.backward()
 
