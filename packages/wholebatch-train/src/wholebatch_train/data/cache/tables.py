@@ -7,6 +7,7 @@ again, and a start takes as long with large pictures as with small ones.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,11 @@ from typing import Any
 from wholebatch.app import UserError, amount
 
 from ..tables.table import need_pyarrow
-from .files import (
-    CannotWriteError,
-    alone,
-    cache_folder,
-    hash_of_paths,
-    remove_file,
-    remove_without_table,
-    short_hash,
-    written,
-)
+from .files import alone, cache_folder, hash_of_paths, new_file, remove_file, short_hash
 from .table_file import Batches, checksum_of, mapped, write_table
 
 _VERSION = 6  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
-
-
-def stamp_of(sources: list[Path]) -> tuple[str, str]:
-    """Return a hash of the files' paths, and one of their sizes and times of change."""
-    facts = [(path.stat().st_mtime_ns, path.stat().st_size) for path in sources]
-    return hash_of_paths(sources), short_hash(repr((_VERSION, facts)), 16)
 
 
 def cached(
@@ -45,55 +31,37 @@ def cached(
 
     Args:
         sources: the files that the batches are read from.
-        batches: yields them, one at least.
+        batches: yields them, one at least. Of a source that cannot be read it raises no OSError: that is the cache's.
         before_writing: called with the folder of the cache if the sources are to be read, before they are.
     """
-    of_paths, of_facts = stamp_of(sources)
-    size = sum(path.stat().st_size for path in sources)
+    states = [path.stat() for path in sources]
+    of_paths = hash_of_paths(sources)
+    name = f"{of_paths}-{short_hash(repr((_VERSION, [(x.st_mtime_ns, x.st_size) for x in states])), 16)}"
     try:
         folder = cache_folder()
-    except OSError as error:
-        return _read_into_memory(batches, size, error)
-    pattern = f"{of_paths}-{of_facts}-*.arrow"
-    if (table := _find(folder, pattern)) is not None:  # without the lock, on which ranks would wait for each other
-        return table, ()
-    before_writing(folder)
-    with alone(folder / f"{of_paths}.lock"):
-        if (table := _find(folder, pattern)) is not None:
+        if (table := _find(folder, name)) is not None:  # without the lock, on which ranks would wait for each other
             return table, ()
-        try:
-            with written(folder, lambda file: write_table(file, batches)) as partial:
-                file = _rename(partial, folder / f"{of_paths}-{of_facts}-{checksum_of(partial)}.arrow")
-                for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
-                    if old != file:  # without locks another process may have written it as well
-                        remove_file(old)
-                remove_without_table(folder)
-        except CannotWriteError as error:
-            return _read_into_memory(batches, size, error.reason)
-        return mapped(file), ()
-
-
-def uncached(batches: Batches) -> tuple[Any, tuple[str, ...]]:
-    """Return the Arrow table of the record batches, mapped from a file that has no name any more."""
-    try:
-        with written(cache_folder(), lambda file: write_table(file, batches)) as partial:
-            return mapped(partial), ()  # the mapping outlives the file's name
-    except CannotWriteError as error:
-        return _read_into_memory(batches, 0, error.reason)
+        before_writing(folder)
+        with alone(folder / f"{of_paths}.lock"):
+            if (table := _find(folder, name)) is not None:
+                return table, ()
+            with new_file(folder) as file:
+                write_table(file, batches)
+                file.flush()
+                os.fsync(file.fileno())
+                partial = Path(file.name)
+                whole = partial.replace(folder / f"{name}-{checksum_of(partial)}.arrow")
+            for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
+                if old != whole:  # without locks another process may have written it as well
+                    remove_file(old)
+        return mapped(whole), ()
     except OSError as error:
-        return _read_into_memory(batches, 0, error)
+        return _read_into_memory(batches, sum(x.st_size for x in states), error)
 
 
-def _rename(partial: Path, file: Path) -> Path:
-    try:
-        return partial.replace(file)
-    except OSError as error:
-        raise CannotWriteError(error) from error
-
-
-def _find(folder: Path, pattern: str) -> Any | None:
+def _find(folder: Path, name: str) -> Any | None:
     """Return the table of a cached file whose checksum is that of its name; None if there is none."""
-    for file in folder.glob(pattern):
+    for file in folder.glob(f"{name}-*.arrow"):
         try:
             if checksum_of(file) == file.stem.rpartition("-")[2]:
                 return mapped(file)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wholebatch.app import UserError, cpus_of_a_rank
 
-from ..cache.kept_results import kept, text_of, text_tensor
+from ..cache.kept_results import Tensors, kept, text_of, text_tensor
 from ..loader import WorkerDiedError, prepared
 from ..sides import FilePictures
 from .left_out import LeftOut, say_left_out
@@ -61,18 +61,15 @@ def readable_rows(
     workers = workers if workers >= 0 else min(_MOST_WORKERS, cpus_of_a_rank(1))
     count = len(side.table)
 
-    def find() -> Bad:
+    def find() -> Tensors:
         say(f"--skip-bad: reading all {count:,} pictures, once")
-        return _find(side, torch.arange(count), workers)
+        return {"bad": text_tensor(json.dumps(_find(side, torch.arange(count), workers)))}
 
     def not_kept(error: OSError) -> None:
         say(f"--skip-bad reads all pictures at each start: the cache cannot be written ({error.strerror or error})")
 
-    bad = kept(
-        side, f"Pillow {PIL.__version__}", ".unreadable", find=find, not_kept=not_kept,
-        pack=lambda bad: {"bad": text_tensor(json.dumps(bad))},
-        unpack=lambda tensors: [_BadRow(*each) for each in json.loads(text_of(tensors["bad"]))],
-    )  # fmt: skip
+    result = kept(side, f"Pillow {PIL.__version__}", ".unreadable", find, not_kept)
+    bad = [_BadRow(*each) for each in json.loads(text_of(result["bad"]))]
     bad = _read_again(side, bad, workers)
     left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
     if len(bad) == count:

@@ -27,7 +27,6 @@ USUAL = {
 }  # fmt: skip
 """The names by which a role is recognized."""
 
-RECOGNIZED = {name for names in USUAL.values() for name in names}
 Roles = dict[str, list[str]]
 """The columns of each role; only `negatives` may have several."""
 
