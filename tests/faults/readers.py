@@ -367,7 +367,7 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
         weights = ["--weights", "best" if reader == "best" else dice.choice(("auto", "checkpoint"))]
         few = ["--workers", "0", *weights]
         commands = [
-            ["search", str(copy), "A", "-k", "2", *few, "--sheet", str(folder / "s.png")],
+            ["search", str(copy), "A", "-k", "2", *few, "--sheet", str(folder / "s.html")],
             ["embed", str(copy), str(base / "data" / "images"), "--side", "image", "--out", out, *few],
             ["evaluate", str(copy), str(base / ("data" if task == "run" else "faces") / "pairs.csv"), *few],
         ]
@@ -380,7 +380,7 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
         copy = folder / "run"
         shutil.copytree(base / "run", copy)
         (path,) = (copy / "features").iterdir()
-        return ["search", str(copy), "A", "-k", "2", "--sheet", str(folder / "s.png")], damage(path, dice)
+        return ["search", str(copy), "A", "-k", "2", "--sheet", str(folder / "s.html")], damage(path, dice)
     path = folder / f"hostile.{reader.rpartition('.')[2]}"
     shutil.copyfile(base / f"whole.{reader}", path)
     if reader in OPTIONS:
@@ -462,7 +462,7 @@ def outcome_of(argv: list[str], folder: Path, limit_s: float = LIMIT_S) -> tuple
         return "another code", f"{code}: {said[-2000:]}"
     if len(lines) != 1 or not lines[0].startswith(f"wholebatch {argv[0]}: error: "):
         return "several lines", said[-3000:]
-    left = [path for path in (folder / "out.npy", folder / "s.png") if path.exists()]
+    left = [path for path in (folder / "out.npy", folder / "s.html") if path.exists()]
     if argv[0] == "train" and not resumed and (folder / "run").exists():
         left.append(folder / "run")
     if resumed and (after := content_of(folder / "run")) != content:

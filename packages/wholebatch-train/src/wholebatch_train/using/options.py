@@ -24,7 +24,7 @@ Weights = Literal["auto", "final", "best", "checkpoint"]
 SideName = Literal["image", "text", "query", "document"]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-Query = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
+Query = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 
 
@@ -99,10 +99,10 @@ class EmbedConfig(_OnRanks):
 class SearchConfig(_OnRanks):
     """Find the rows of data that are most similar to a text or a picture, by exact search.
 
-    RUN is the folder of a run. QUERY is a text, or the path of a picture.
+    RUN is the folder of a run. QUERY is a text of one word or more, or the path of a picture.
     """
 
-    query: Query = ""
+    words: Query = ()
     queries: str = ""
     """Instead of QUERY: a table of queries, such as a .csv or .jsonl file with the column query, text or image."""
     data: Annotated[str, tyro.conf.arg(name="in")] = ""
@@ -117,8 +117,13 @@ class SearchConfig(_OnRanks):
     out: Path | None = None
     """FILE.jsonl: a line for each query. None: the results are printed."""
     sheet: Path | None = None
-    """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run.
+    """FILE.html: a page with the results that are pictures. None: search.html in the folder of the run.
     As all outputs, it replaces an earlier file of this name."""
+
+    @property
+    def query(self) -> str:
+        """QUERY, without quotes around several words."""
+        return " ".join(self.words)
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -143,7 +148,7 @@ class SearchConfig(_OnRanks):
         if not 1 <= self.k <= 10_000:
             raise UserError(f"-k must be from 1 to 10000, got {self.k}")
         _check_work(self.batch_size, self.workers, self.ranks)
-        for name, path, ending in (("--out", self.out, ".jsonl"), ("--sheet", self.sheet, ".png")):
+        for name, path, ending in (("--out", self.out, ".jsonl"), ("--sheet", self.sheet, ".html")):
             if path is not None:
                 if path.suffix != ending:
                     raise UserError(f"{name} must be a {ending} file, got {str(path)!r}")

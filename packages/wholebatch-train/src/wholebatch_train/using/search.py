@@ -16,6 +16,8 @@ from wholebatch.app import UserError
 
 from ..data.pictures.reading import open_picture
 from ..data.sides import Side
+from ..report.content import Candidate, Evidence, Gallery, Item, Query, Report
+from ..report.page import render
 from .encode import features_of, opened
 from .feature_cache import kept_features
 from .feature_files import FeatureFile, has_features, open_features
@@ -23,12 +25,12 @@ from .items import Items, check_side, distinct, open_items
 from .open_run import OpenRun
 from .options import SearchConfig
 from .output import say, written
-from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
 from .top import most_similar
 from .unknown_words import note_of, unknown_words
 
 _OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
 _CHARACTERS = 100  # of a text that are printed
+_MOST_QUERIES, _MOST_PICTURES = 20, 12  # of a page
 
 
 class Given(Side):
@@ -74,17 +76,17 @@ def search(options: SearchConfig) -> None:
         if unknown:
             say(note_of(unknown))
     if candidates.items is not None and candidates.items.side.kind == "image":
-        path = options.sheet or options.run / "search.png"
-        lines = [_line(queries, number, candidates.items, each) for number, each in enumerate(hits[:MOST_LINES])]
+        path = options.sheet or options.run / "search.html"
+        page = render(_page(run, queries, candidates.items, hits))
         try:
             with written(path, "the pictures", "--sheet") as file:
-                draw_sheet(lines, file)
+                file.write(page.encode(errors="replace"))  # a file name need not be UTF-8
         except UserError as error:
             if options.sheet is not None:
                 raise
-            say(f"no sheet of the pictures: {error}")
+            say(f"no page of the pictures: {error}")
     elif options.sheet is not None:
-        raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
+        raise UserError("--sheet shows pictures, and the results are texts; --side image searches pictures")
 
 
 def _queries(run: OpenRun, options: SearchConfig) -> Items:
@@ -184,10 +186,17 @@ def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
-def _line(queries: Items, number: int, candidates: Items, hits: list[Hit]) -> Line:
-    row = queries.rows[number][None]
-    query = queries.side.items(row)[0]
-    shown = hits[:MOST_COLUMNS]
-    pictures = candidates.side.items(torch.tensor([hit.row - 1 for hit in shown]))
-    captions = [f"{hit.similarity:.2f} {hit.text or Path(hit.place).stem}" for hit in shown]
-    return Line(query, pictures, captions)
+def _page(run: OpenRun, queries: Items, candidates: Items, hits: list[list[Hit]]) -> Report:
+    """Return the first queries, each with its first pictures and their texts or names, as a page."""
+    shown = []
+    for number, results in enumerate(hits[:_MOST_QUERIES]):
+        query = queries.side.items(queries.rows[number][None])[0]
+        best = results[:_MOST_PICTURES]
+        pictures = candidates.side.items(torch.tensor([hit.row - 1 for hit in best]))
+        found = [
+            Candidate(Item(hit.text or Path(hit.place).stem, picture), hit.similarity, False)
+            for hit, picture in zip(best, pictures, strict=True)
+        ]
+        shown.append(Query(Item(query) if queries.side.kind == "text" else Item(picture=query), found, None))
+    gallery = Gallery("Search", f"The most similar rows of {candidates.source}.", shown, has_answers=False)
+    return Report(f"search · {run.folder.absolute().name}", "", evidence=Evidence([gallery]))

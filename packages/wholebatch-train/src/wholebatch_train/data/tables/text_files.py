@@ -168,7 +168,8 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
 def _batches(path: Path, rows: Iterator[_Row]) -> Iterator[Any]:
     """Yield record batches of all rows; a row without one of the columns has null there."""
     pa = need_pyarrow()
-    tables, kinds, unusable = [], dict[str, Any](), dict[str, str]()
+    tables: list[Any] = []
+    kinds, unusable = dict[str, Any](), dict[str, str]()
     while (part := [*islice(rows, _ROWS)]) or not tables:
         names = dict.fromkeys(name for row in part for name in row.values)
         columns = {name: _column(path, name, part, unusable) for name in names}
