@@ -132,7 +132,6 @@ MISTAKES = [
     (["search", "run", "  "], "got an empty QUERY"),
     ("search run text --queries folder.csv", "got both"),
     ("search run none.png", "QUERY: there is no picture 'none.png'"),
-    ("search run text --in none.npy", "--in: there is no file 'none.npy'"),
     ("search run text --in none.csv", "--in: there is no file or folder 'none.csv'"),
     ("search run text -k 0", "-k must be from 1 to 10000, got 0"),
     ("search run text --sheet s.jpg", "--sheet must be a .html file, got 's.jpg'"),

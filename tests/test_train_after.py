@@ -31,7 +31,7 @@ from wholebatch_train.run.record import read_config
 from wholebatch_train.tasks.chance import chance
 from wholebatch_train.tasks.evaluation import features_of_rows
 from wholebatch_train.using.encode import features_of
-from wholebatch_train.using.feature_files import FeatureFile
+from wholebatch_train.using.feature_files import _read_kept
 from wholebatch_train.using.items import open_items
 from wholebatch_train.using.open_run import open_run
 from wholebatch_train.using.options import EmbedConfig
@@ -339,12 +339,12 @@ def test_features_of_weights_that_the_run_does_not_have_any_more_are_replaced(ru
     before = {path.name: path.read_bytes() for path in (copy / "features").iterdir()}
     with TensorFile(copy / "features" / of_best) as file:
         rows = file.read("0")
-    opened = FeatureFile(copy / "features" / of_best, *rows.shape, kept=TensorFile(copy / "features" / of_best))
+    opened = TensorFile(copy / "features" / of_best)
     change_best(0.25)
     after = searched("best")
     assert after.keys() == before.keys()
     assert {name for name in after if after[name] != before[name]} == {of_best}
-    assert torch.equal(torch.cat([*opened.tiles()]), rows), "a search that reads the file goes on"
+    assert torch.equal(torch.cat([*_read_kept(opened)]), rows), "a search that reads the file goes on"
     succeeds("search", copy, "letter", "-k", "1", "--weights", "best")
     assert "embedding" not in capsys.readouterr().out, "nor are they computed again"
 
@@ -375,9 +375,6 @@ def test_words_that_no_text_has_are_named(run, data, tmp_path, capsys):
     assert capsys.readouterr().out.count('note: no text of the data has "bird", "the", "zzyzx"; ') == 1
     succeeds("search", run, "small letter a", "-k", "1")
     assert "note: no text" not in capsys.readouterr().out
-    succeeds("embed", run, data, "--out", tmp_path / "f.npy")
-    succeeds("search", run, "bird", "--in", tmp_path / "f.npy", "-k", "1")
-    assert "note: no text" not in capsys.readouterr().out, "the file has features alone"
     (tmp_path / "other.csv").write_text(f"image,text\n{data.parent / 'images' / '41.png'},\n")
     succeeds("search", run, "small letter a", "--in", tmp_path / "other.csv", "-k", "1")
     assert "note: no text" not in capsys.readouterr().out, "the encoder has not learned the texts of other data"
@@ -414,16 +411,13 @@ def test_equal_columns_of_texts_are_one_as_in_training(run, data, tmp_path, caps
 def test_features_in_a_file_are_searched(run, data, tmp_path, capsys):
     text = "CYRILLIC CAPITAL LETTER ZHE"
     succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
-    succeeds("embed", run, data, "--out", tmp_path / "f.npy")
-    capsys.readouterr()
-    found = {}
-    for name in ("f.parquet", "f.npy"):
-        succeeds("search", run, text, "--in", tmp_path / name, "--out", tmp_path / "o.jsonl", "-k", "3")
+    found = []
+    for options in (["--in", tmp_path / "f.parquet"], []):
+        succeeds("search", run, text, *options, "--out", tmp_path / "o.jsonl", "-k", "3")
         (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
-        found[name] = json.loads(line)["results"]
-    assert [hit["row"] for hit in found["f.npy"]] == [hit["row"] for hit in found["f.parquet"]]
-    assert found["f.parquet"][0]["place"].endswith(".png")
-    assert found["f.npy"][0]["place"] == f"{tmp_path / 'f.npy'}, row {found['f.npy'][0]['row']}"
+        found.append(json.loads(line)["results"])
+    assert [hit["row"] for hit in found[0]] == [hit["row"] for hit in found[1]]
+    assert found[0][0]["place"].endswith(".png")
 
 
 def test_many_queries_from_a_table(run, data, tmp_path):
@@ -811,10 +805,15 @@ def test_a_wrong_run_folder_is_refused(run, data, tmp_path, capsys, change, mess
 def test_mistakes_in_data_and_queries_are_one_line(run, data, tmp_path, capsys):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty.csv").write_text('text\n"  "\n')
-    (tmp_path / "bad.npy").write_bytes(b"nothing")
     (tmp_path / "bad.png").write_bytes(b"nothing")
-    np.save(tmp_path / "narrow.npy", np.zeros((3, 4), np.float32))
-    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    succeeds("embed", run, data, "--out", tmp_path / "whole.parquet")
+    table = pq.read_table(tmp_path / "whole.parquet")
+    facts = table.schema.metadata[b"wholebatch"]
+    values = pa.array([[0.0] * 4] * len(table), pa.list_(pa.float32(), 4))
+    for name, column, metadata in (("narrow", values, facts), ("of-lists", values.cast(pa.list_(pa.float32())), facts),
+                                   ("bad", values, b"nothing")):  # fmt: skip
+        changed = table.set_column(table.column_names.index("features"), "features", column)
+        pq.write_table(changed.replace_schema_metadata({b"wholebatch": metadata}), tmp_path / f"{name}.parquet")
     out = ["--out", tmp_path / "f.npy"]
     cases = [
         (["embed", run, tmp_path / "other.csv", *out], "has no column for the image or the text; its columns are a, b"),
@@ -822,9 +821,9 @@ def test_mistakes_in_data_and_queries_are_one_line(run, data, tmp_path, capsys):
         (["embed", run, tmp_path / "empty.csv", *out], "line 2: the text, column 'text', is empty"),
         (["embed", run, data, "--side", "query", *out], "--side must be a side of the run, which has image, text"),
         (["search", run, tmp_path / "bad.png"], "cannot be read as an image"),
-        (["search", run, "a", "--in", tmp_path / "bad.npy"], "cannot be read as a file of features"),
-        (["search", run, "a", "--in", tmp_path / "objects.npy"], "cannot be read as a file of features"),
-        (["search", run, "a", "--in", tmp_path / "narrow.npy"], "has features of 4, expected 32"),
+        (["search", run, "a", "--in", tmp_path / "bad.parquet"], "cannot be read as a file of features"),
+        (["search", run, "a", "--in", tmp_path / "of-lists.parquet"], "cannot be read as a file of features"),
+        (["search", run, "a", "--in", tmp_path / "narrow.parquet"], "has features of 4, expected 32"),
         (["search", run, "a", "--in", tmp_path / "other.csv"], "has no column for the image"),
         (["search", run, "--queries", tmp_path / "other.csv"], "has no column for the"),
         (["evaluate", run, tmp_path / "other.csv"], "has no column for the image"),

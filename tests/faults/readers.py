@@ -42,7 +42,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import common
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -76,7 +75,7 @@ PICTURES = ("png", "jpg", "gif", "bmp", "tif", "webp", "ppm", "ico", "tga", "jp2
 TABLES = ("csv", "tsv", "jsonl", "parquet")
 OF_RUN = ("config.json", "encoders/encoders.json", "encoders/text/encoder.json", "model.safetensors")
 STATE = ("config.json", "metrics.jsonl", "checkpoint.safetensors")
-FEATURES = ("kept", "npy", "features.parquet")
+FEATURES = ("kept", "features.parquet")
 OPTIONS = ("toml", "json")
 READERS = (*PICTURES, *TABLES, "folder", "tar", "run", "state", "best", *FEATURES, *OPTIONS)
 _STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.system")
@@ -118,7 +117,6 @@ def build(base: Path) -> None:
             member.size = len(text)
             file.addfile(member, io.BytesIO(text))
     quietly(["embed", str(base / "run"), str(table), "--side", "text", "--out", str(base / "whole.features.parquet")])
-    np.save(base / "whole.npy", np.eye(6, 32, dtype=np.float32))
     (base / "whole.toml").write_text('steps = 3\nloss = "siglip"\nlearning-rate = 1e-3\n[model]\ntext_width = 64\n')
     shutil.copyfile(base / "run" / "config.json", base / "whole.json")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -28,6 +29,8 @@ from .items import Items, open_items
 from .open_run import OpenRun, open_run
 from .options import EncodingOptions
 from .output import say
+
+_LINE_EVERY_S = 10
 
 
 def opened(options: EncodingOptions) -> OpenRun:
@@ -57,6 +60,19 @@ def features_of(run: OpenRun, items: Items, options: EncodingOptions, argument: 
         yield from _features(run, items, parts, options)
     else:
         yield from _rank_parts(run, items, len(parts), options, argument)
+
+
+def with_progress(tiles: Iterable[Tensor], count: int) -> Iterator[Tensor]:
+    """Yield the tiles; print a line every ten seconds."""
+    began = last = time.monotonic()
+    done = 0
+    for tile in tiles:
+        yield tile
+        done += len(tile)
+        now = time.monotonic()
+        if now - last >= _LINE_EVERY_S and done < count:
+            last = now
+            say(f"{done:,} of {count:,} rows, {now - began:.0f} s")
 
 
 def _features(run: OpenRun, items: Items, parts: list[Tensor], options: EncodingOptions) -> Iterator[Tensor]:

@@ -26,8 +26,7 @@ from ..data.tables.table import Table
 from ..tasks.head import make_head
 from ..tasks.pair_search import report_of_search, table, ways_of
 from ..tasks.verification import FAR, accepted_at, rows_to_verify
-from .embed import with_progress
-from .encode import features_of, opened
+from .encode import features_of, opened, with_progress
 from .items import Items
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed

@@ -106,8 +106,8 @@ class SearchConfig(_OnRanks):
     queries: str = ""
     """Instead of QUERY: a table of queries, such as a .csv or .jsonl file with the column query, text or image."""
     data: Annotated[str, tyro.conf.arg(name="in")] = ""
-    """The rows to search: data as `wholebatch train --data` takes them, or a file that `wholebatch embed` has written.
-    Empty: the data of the run. Features of data are kept in the run's folder features/, for the next search."""
+    """The rows to search: data as `wholebatch train --data` takes them, or a .parquet file that `wholebatch embed` has
+    written. Empty: the data of the run. Features of data are kept in the folder features/ of the run."""
     column: str = ""
     """The column of these data to search. Empty: the usual one."""
     side: SideName | None = None
@@ -140,10 +140,7 @@ class SearchConfig(_OnRanks):
             raise UserError(f"QUERY: there is no picture {self.query!r}")
         if self.queries:
             _check_data("--queries", self.queries)
-        if self.data and Path(self.data).suffix == ".npy":
-            if not Path(self.data).is_file():
-                raise UserError(f"--in: there is no file {self.data!r}")
-        elif self.data:
+        if self.data:
             _check_data("--in", self.data)
         if not 1 <= self.k <= 10_000:
             raise UserError(f"-k must be from 1 to 10000, got {self.k}")

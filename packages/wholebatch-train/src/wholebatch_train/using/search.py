@@ -19,8 +19,7 @@ from ..data.sides import Side
 from ..report.content import Candidate, Evidence, Gallery, Item, Query, Report
 from ..report.page import render
 from .encode import features_of, opened
-from .feature_cache import kept_features
-from .feature_files import FeatureFile, has_features, open_features
+from .feature_files import FeatureFile, has_features, kept_features, open_features
 from .items import Items, check_side, distinct, open_items
 from .open_run import OpenRun
 from .options import SearchConfig
@@ -126,7 +125,7 @@ def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
             raise UserError(
                 f"--in: {options.data!r} has features of {features.width}, expected {run.width}, those of the run"
             )
-        if features.weights and features.weights != run.weights:
+        if features.weights != run.weights:
             raise UserError(
                 f"--in: {options.data!r} holds features of another model or checkpoint; embed the data again"
             )
