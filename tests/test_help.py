@@ -123,7 +123,6 @@ MISTAKES = [
     ("embed run none.csv", "DATA: there is no file or folder 'none.csv'"),
     ("embed run folder.csv --out features.txt", "--out must be a .parquet or .npy file, got 'features.txt'"),
     ("embed run folder.csv --out none/f.npy", "--out: there is no folder"),
-    ("embed run folder.csv --ranks 0", "--ranks must be from 1 to 1024, got 0"),
     ("embed run folder.csv --batch-size 0", "--batch-size must be from 1 to 1048576, got 0"),
     (
         ["search", "run", ""],

@@ -28,15 +28,15 @@ from wholebatch_train.data.sides import DrawnPictures, Texts
 from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.encoders.words import identity
 from wholebatch_train.run.record import read_config
-from wholebatch_train.tasks.chance import chance
 from wholebatch_train.tasks.evaluation import features_of_rows
-from wholebatch_train.using.encode import features_of
+from wholebatch_train.tasks.retrieval import chance
+from wholebatch_train.using import items as module_of_items
 from wholebatch_train.using.feature_files import _read_kept
-from wholebatch_train.using.items import open_items
-from wholebatch_train.using.open_run import open_run
+from wholebatch_train.using.items import features_of, open_items
+from wholebatch_train.using.open_run import OpenRun, open_run
 from wholebatch_train.using.options import EmbedConfig
 from wholebatch_train.using.overlap import _count_in, _Rows, case_ignored_by
-from wholebatch_train.using.top import most_similar
+from wholebatch_train.using.search import most_similar
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,10 +159,17 @@ def test_the_names_of_pictures_in_shards_are_kept_in_a_file_of_features(run, dat
     assert re.search(r"shards/000\.tar, 4[12]\.png\n", capsys.readouterr().out)
 
 
-def test_several_ranks_give_the_same_features(run, data, tmp_path):
-    succeeds("embed", run, data, "--out", tmp_path / "one.npy", "--batch-size", "25")
-    succeeds("embed", run, data, "--out", tmp_path / "two.npy", "--batch-size", "25", "--ranks", "2")
-    torch.testing.assert_close(npy(tmp_path / "one.npy"), npy(tmp_path / "two.npy"), rtol=0, atol=1e-6)
+def test_several_devices_give_the_same_features(run, data, tmp_path, monkeypatch):
+    """Each has a copy of the encoders, and the rows keep their order."""
+    used, encode = [], OpenRun.encode
+    monkeypatch.setattr(OpenRun, "encode", lambda run, *inputs: [used.append(id(run)), encode(run, *inputs)][1])
+    for devices, name in ((0, "one.npy"), (1, "two.npy"), (9, "many.npy")):
+        used.clear()
+        monkeypatch.setattr(module_of_items, "_further_devices", lambda _: [torch.device("cpu")] * devices)  # noqa: B023
+        succeeds("embed", run, data, "--out", tmp_path / name, "--batch-size", "25")
+        parts = -(-len(npy(tmp_path / name)) // 25)
+        assert (len(used), len(set(used))) == (parts, min(parts, devices + 1))
+        assert torch.equal(npy(tmp_path / "one.npy"), npy(tmp_path / name))
 
 
 @pytest.fixture
@@ -187,11 +194,6 @@ def test_a_failure_leaves_the_file_as_it_was(run, damaged, tmp_path, capsys, end
         assert "--skip-bad leaves such rows out" in line
         assert (out.read_bytes() if out.exists() else None) == before
         assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_mistake_on_another_rank_is_one_line(run, damaged, tmp_path, capsys):
-    line = mistake(capsys, "embed", run, damaged, "--out", tmp_path / "f.npy", "--batch-size", "80", "--ranks", "2")
-    assert "none.png" in line
 
 
 def test_bad_rows_are_left_out_if_asked(run, data, damaged, tmp_path, capsys):
@@ -255,7 +257,7 @@ def test_a_text_finds_pictures_and_the_features_are_kept(run, data, tmp_path, ca
     succeeds("search", run, text, "-k", "4", "--sheet", tmp_path / "sheet.html")
     places = printed_places(capsys)
     found = open_run(run)
-    query = found.features("text", found.encoder("text").prepare([text]))
+    query = found.encode("text", found.encoder("text").prepare([text]))
     similarity = (query @ reference(run, data, "image", "image").T)[0]
     names = open_table(str(data)).arrow["image"].to_pylist()
     expected = [str(data.parent / names[row]) for row in similarity.argsort(descending=True, stable=True)[:4]]
@@ -663,7 +665,7 @@ def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
     image = reference(run, data, "image", "image")[
         open_table(str(data)).arrow["image"].to_pylist().index("images/62.png")
     ]
-    text = found.features("text", found.encoder("text").prepare(["LATIN SMALL LETTER B"]))[0]
+    text = found.encode("text", found.encoder("text").prepare(["LATIN SMALL LETTER B"]))[0]
     assert float(printed) == pytest.approx((image @ text).item(), abs=1e-6)
 
 

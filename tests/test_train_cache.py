@@ -15,8 +15,7 @@ from data_sets import FORMS, png
 
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.cache.files import cache_folder, new_file
-from wholebatch_train.data.cache.table_file import checksum_of
+from wholebatch_train.data.cache.tables import cache_folder, checksum_of, new_file
 from wholebatch_train.data.pairs.from_table import table_pairs
 from wholebatch_train.data.pictures import equal as equal_pictures
 from wholebatch_train.data.pictures.reading import bytes_of

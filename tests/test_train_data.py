@@ -37,12 +37,11 @@ from wholebatch_train.data.sides import Texts
 from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.data.tables.roles import asked_roles, find_roles
 from wholebatch_train.data.tables.text_files import read_json_lines, read_separated
-from wholebatch_train.encoders.inputs import map_tensors
+from wholebatch_train.encoders.encoder import map_tensors
 from wholebatch_train.encoders.small import Pad, Words
 from wholebatch_train.tasks.batches import PairBatches, Reader, rows_of_chunks
 from wholebatch_train.tasks.make import make_task
-from wholebatch_train.using.encode import _workers
-from wholebatch_train.using.items import Items
+from wholebatch_train.using.items import Items, _workers
 from wholebatch_train.using.options import EmbedConfig
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)

@@ -25,7 +25,7 @@ from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch_train import launch
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.cache.files import cache_folder
+from wholebatch_train.data.cache.tables import cache_folder
 from wholebatch_train.data.load import load_data
 from wholebatch_train.data.pairs.from_table import table_pairs
 from wholebatch_train.data.pictures.reading import open_picture

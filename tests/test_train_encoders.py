@@ -22,11 +22,11 @@ from torch import nn
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import ModelConfig, TrainConfig
-from wholebatch_train.config_json import from_values, to_json
+from wholebatch_train.config_file import from_values, to_json
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
 from wholebatch_train.encoders.dual import DualEncoder
-from wholebatch_train.encoders.inputs import map_tensors, number_of_rows, to_device
+from wholebatch_train.encoders.encoder import map_tensors, number_of_rows, to_device
 from wholebatch_train.encoders.libraries import folder_of
 from wholebatch_train.encoders.make import make_dual_encoder, make_encoder
 from wholebatch_train.encoders.pretrained import check_batch_norm, used_parameters

@@ -21,7 +21,7 @@ from wholebatch_train.config import TrainConfig
 from wholebatch_train.data.load import load_data
 from wholebatch_train.data.pairs.answers import stated_pairs
 from wholebatch_train.data.pairs.from_table import table_pairs
-from wholebatch_train.data.pictures.left_out import LeftOut
+from wholebatch_train.data.pictures.skip_bad import LeftOut
 from wholebatch_train.data.tables import text_files
 from wholebatch_train.data.tables.open_table import open_table
 

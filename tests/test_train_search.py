@@ -18,10 +18,9 @@ from wholebatch_train.data.pairs.negatives import FalseNegatives
 from wholebatch_train.data.pairs.pairs import Pairs
 from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.tasks.batches import PairBatches, rows_of_chunks
-from wholebatch_train.tasks.chance import chance
 from wholebatch_train.tasks.evaluation import features_of_rows
 from wholebatch_train.tasks.make import make_task
-from wholebatch_train.tasks.retrieval import figures, first_ranks, same_places
+from wholebatch_train.tasks.retrieval import chance, figures, first_ranks, same_places
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3, model=MODEL)

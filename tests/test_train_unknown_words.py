@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from wholebatch_train.data.tables.table import Table
 from wholebatch_train.encoders.words import split_words
-from wholebatch_train.using import unknown_words as module
-from wholebatch_train.using.unknown_words import note_of, unknown_words
+from wholebatch_train.using import search as module
+from wholebatch_train.using.search import note_of, unknown_words
 
 AWKWARD = "aéßſıİςσΣﬁŉ²5_-. \nह\u093e\u0301\u200d"  # noqa: RUF001
 

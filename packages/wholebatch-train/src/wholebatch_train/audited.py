@@ -6,18 +6,20 @@ Each rank compares its final gradient with that of the dense reference implement
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from wholebatch.app import UserError
 
 from .config import TrainConfig
 from .data.load import Data
+from .data.randomness import seeded
 from .ranks.all_ranks import on_all_ranks
-from .rounding import MOVED, moved_and_multiplied
 from .tasks.make import make_task
 from .tasks.task import Task
 
@@ -125,3 +127,29 @@ def _distance(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 def _norm(grads: Mapping[str, Tensor]) -> float:
     return torch.stack([x.double().square().sum().cpu() for x in grads.values()]).sum().sqrt().item()
+
+
+MOVED = {"fp32": 2**-17, "tf32": 2**-11}
+"""e: 128 u in float32, whose sums have many terms; u in TF32, in which products are rounded, and sums are not."""
+
+
+def moved_and_multiplied(by: float) -> Callable[[nn.Module, Any, Any], Any]:
+    """Return a forward hook for encoders that return features (n, d), or a tuple of these, of scalars and of None.
+
+    It moves the features by so much, e, and multiplies their gradients by random numbers: g_i becomes s_i g_i.
+    """
+
+    def move(output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(_move(x, by, i) if isinstance(x, Tensor) and x.dim() else x for i, x in enumerate(output))
+        return _move(output, by, 0)
+
+    return lambda _module, _inputs, output: move(output)
+
+
+def _move(features: Tensor, by: float, index: int) -> Tensor:
+    generator = seeded("rounding", index)
+    directions = F.normalize(torch.randn(features.shape, generator=generator), dim=-1).to(features)
+    factors = torch.randn(len(features), 1, generator=generator).to(features)
+    constant = features.detach()
+    return constant + by * constant.norm(dim=-1, keepdim=True) * directions + factors * (features - constant)

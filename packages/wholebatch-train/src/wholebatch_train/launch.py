@@ -20,11 +20,11 @@ from wholebatch.app.tensors import threads_of_a_rank
 
 from .audited import audit_start
 from .config import TrainConfig
-from .data.classes.labeled import LabeledImages
+from .data.classes import LabeledImages
 from .data.load import Data, load_data
 from .data.loader import WorkerDiedError
 from .data.pairs.pairs import Pairs
-from .data.pictures.left_out import FILE as LEFT_OUT
+from .data.pictures.skip_bad import FILE as LEFT_OUT
 from .loop import train
 from .option_checks import number_of_ranks
 from .planned import plan_start

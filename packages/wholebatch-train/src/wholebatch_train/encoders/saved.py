@@ -18,7 +18,7 @@ from typing import Any
 from wholebatch.app import UserError, open_regular, parse_json, read_bounded, shown
 
 from ..config import ModelConfig
-from ..config_json import options_of
+from ..config_file import options_of
 from .dual import DualEncoder
 from .encoder import Encoder
 from .small import ImageEncoder, TextEncoder

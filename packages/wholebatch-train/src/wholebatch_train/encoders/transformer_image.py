@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from wholebatch.app import UserError
 
 from ..encoder_options import Pooling
-from .hugging_face import load_model, mistakes, quiet, without_other_tower
-from .inputs import Inputs
+from .encoder import Inputs
+from .hugging_face import load_model, mistakes, pool, quiet, without_other_tower
 from .libraries import needed
-from .pooling import pool
 from .pretrained import FixedEncoder, Normalized, used_parameters
 
 Rule = Literal["auto", "own", "cls", "mean"]

@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from wholebatch.app import UserError
 
 from ..encoder_options import Pooling
-from .hugging_face import load_model, mistakes, quiet, without_other_tower
-from .inputs import Inputs
+from .encoder import Inputs
+from .hugging_face import (
+    Rule,
+    load_model,
+    mistakes,
+    pool,
+    quiet,
+    rule_of_sentences,
+    sentence_settings,
+    without_other_tower,
+)
 from .libraries import needed
-from .pooling import Rule, pool, rule_of_sentences, sentence_settings
 from .pretrained import FixedEncoder, used_parameters
 
 _UNBOUNDED = 10**6  # a tokenizer without a limit has 10 ** 30

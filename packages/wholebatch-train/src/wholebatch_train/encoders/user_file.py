@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wholebatch.app import UserError
 
-from .inputs import Inputs, map_tensors
+from .encoder import Inputs, map_tensors
 from .libraries import nearest
 from .pretrained import FixedEncoder
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from wholebatch.app import UserError, check_fields, read_bounded, replacing, sealed, unsealed
 
 from ..config import TrainConfig
-from ..config_file import RUN
-from ..config_json import from_values, to_json
+from ..config_file import RUN, from_values, to_json
 from .schedule import Extension
 
 CONFIG = "config.json"

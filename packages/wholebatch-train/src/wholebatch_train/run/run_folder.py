@@ -32,7 +32,7 @@ from torch import Tensor
 from wholebatch.app import UserError, parse_json, replacing, writing
 
 from ..config import TrainConfig
-from ..data.pictures.left_out import LeftOut, write_left_out
+from ..data.pictures.skip_bad import LeftOut, write_left_out
 from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of
 from ..report.content import Report

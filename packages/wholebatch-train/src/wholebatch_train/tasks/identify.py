@@ -16,17 +16,15 @@ from torch import Tensor
 import wholebatch as wb
 
 from ..config import TrainConfig
-from ..data.classes.labeled import LabeledImages
+from ..data.classes import LabeledImages
 from ..data.loader import Feed, workers_of_a_rank
-from ..encoders.inputs import Inputs, rows_of, to_device
+from ..encoders.encoder import Inputs, rows_of, to_device
 from ..encoders.make import make_encoder
 from ..encoders.saved import save_encoder
-from ..report.classes import classes_evidence, surest_mistakes
 from ..report.content import Evidence, Item
-from .augment import augmented
-from .batches import ImageBatches, Reader, rows_of_chunks
-from .head import has_reference, make_head
-from .head_folder import check_head_folder, load_head, remove_other_heads, save_head
+from ..report.evidence import classes_evidence, surest_mistakes
+from .batches import ImageBatches, Reader, augmented, rows_of_chunks
+from .head import check_head_folder, has_reference, load_head, make_head, remove_other_heads, save_head
 from .task import Curve, PassState, Task, finite_loss, not_finite
 from .verification import FAR, accepted_at, best_possible, rows_to_verify
 

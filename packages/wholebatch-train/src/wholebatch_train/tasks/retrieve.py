@@ -19,17 +19,15 @@ from ..data.pairs.answers import Stated, stated_of_groups
 from ..data.pairs.pairs import Pairs, Split
 from ..data.sides import Side
 from ..encoders.dual import Unused
-from ..encoders.inputs import Inputs, number_of_rows, to_device
+from ..encoders.encoder import Inputs, number_of_rows, to_device
 from ..encoders.make import make_dual_encoder
 from ..encoders.saved import save_dual_encoder
 from ..ranks.sharding import whole
 from ..report.content import Evidence, Item
-from ..report.search import search_evidence
-from .augment import augmented
-from .batches import Chunk, PairBatches, Reader, rows_of_chunks
+from ..report.evidence import search_evidence
+from .batches import Chunk, PairBatches, Reader, augmented, rows_of_chunks
 from .objectives import make_objective
-from .pair_search import PLURAL, further_candidates, report_of_search, table, ways_of
-from .retrieval import recall
+from .retrieval import PLURAL, further_candidates, recall, report_of_search, table, ways_of
 from .task import Curve, Task, finite_loss, not_finite
 
 

@@ -18,9 +18,9 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig
 from ..data.sides import Side
-from ..encoders.adapters import merged_state
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder
+from ..encoders.tune import merged_state
 from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import shard_weights, whole_state
 from ..report.content import Evidence

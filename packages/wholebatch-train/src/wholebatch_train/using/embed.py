@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .encode import features_of, opened, with_progress
 from .feature_files import COLUMN, write_npy, write_parquet
-from .items import open_items
+from .items import features_of, open_items, opened, with_progress
 from .options import EmbedConfig
 from .output import say, written
 

@@ -24,10 +24,9 @@ from ..data.tables.open_table import open_table
 from ..data.tables.roles import asked_roles
 from ..data.tables.table import Table
 from ..tasks.head import make_head
-from ..tasks.pair_search import report_of_search, table, ways_of
+from ..tasks.retrieval import report_of_search, table, ways_of
 from ..tasks.verification import FAR, accepted_at, rows_to_verify
-from .encode import features_of, opened, with_progress
-from .items import Items
+from .items import Items, features_of, opened, with_progress
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed
 from .output import say, show_table, written

@@ -24,8 +24,7 @@ from wholebatch.app.tensors import TensorFile, write_tensors
 
 from ..data.sides import FilePictures, Texts
 from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
-from .encode import features_of, with_progress
-from .items import Items
+from .items import Items, features_of, with_progress
 from .open_run import OpenRun
 from .options import EncodingOptions
 from .output import reading, say
@@ -172,14 +171,13 @@ def _items_in(file: Any, facts: dict[str, Any]) -> Items:
     return Items(name, side, torch.arange(len(table)), facts["source"], table, column, captions)
 
 
-def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument: str) -> FeatureFile:
+def kept_features(run: OpenRun, items: Items, options: EncodingOptions) -> FeatureFile:
     """Return the features of all these items, which are computed if the folder of the run does not have them.
 
     Args:
         run: the run.
         items: the rows of the data.
         options: how to compute.
-        argument: the name of the data on the command line, for errors.
     """
     data = f"{items.name}-{items.digest()[:_DIGITS]}"
     path = run.folder / FOLDER / f"{data}-{run.kind_of_weights}.safetensors"
@@ -197,7 +195,7 @@ def kept_features(run: OpenRun, items: Items, options: EncodingOptions, argument
             if kept is not None:
                 kept.close()
             say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
-            tiles = with_progress(features_of(run, items, options, argument), len(items))
+            tiles = with_progress(features_of(run, items, options), len(items))
             rows = (row for tile in tiles for row in tile.split(1))
             write_tensors(path, expected, facts, (torch.cat([*islice(rows, len(x))]) for x in expected.values()))
             kept = _open(path)

@@ -51,26 +51,13 @@ class EncodingOptions(_OfRun):
     batch_size: int = 256
     """Rows that are encoded together."""
     workers: int = -1
-    """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
+    """Processes that read pictures ahead. -1: as many as there are cores, at most 8; 0: none."""
     device: Device = "auto"
-    """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
-
-    @property
-    def processes(self) -> int:
-        """How many processes encode."""
-        return int(getattr(self, "ranks", 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OnRanks(EncodingOptions):
-    """The same, on several ranks."""
-
-    ranks: int = 1
-    """Processes that encode, each with its share of the cores, or a GPU of its own."""
+    """Where to compute; "auto": on all GPUs of this machine, or else on the CPU."""
 
 
 @dataclass(frozen=True)
-class EmbedConfig(_OnRanks):
+class EmbedConfig(EncodingOptions):
     """Write the feature of each row of DATA, a unit row of float32, with the rows in their order.
 
     RUN is the folder of a run. DATA is whatever `wholebatch train --data` takes: a .csv, .tsv, .jsonl or .parquet file,
@@ -89,14 +76,14 @@ class EmbedConfig(_OnRanks):
         """Raise UserError for a mistake."""
         check_run(self.run)
         _check_data("DATA", self.data)
-        _check_work(self.batch_size, self.workers, self.ranks)
+        _check_work(self.batch_size, self.workers)
         if self.out.suffix not in FEATURES:
             raise UserError(f"--out must be a {' or '.join(FEATURES)} file, got {str(self.out)!r}")
         check_writable("--out", self.out)
 
 
 @dataclass(frozen=True)
-class SearchConfig(_OnRanks):
+class SearchConfig(EncodingOptions):
     """Find the rows of data that are most similar to a text or a picture, by exact search.
 
     RUN is the folder of a run. QUERY is a text of one word or more, or the path of a picture.
@@ -144,7 +131,7 @@ class SearchConfig(_OnRanks):
             _check_data("--in", self.data)
         if not 1 <= self.k <= 10_000:
             raise UserError(f"-k must be from 1 to 10000, got {self.k}")
-        _check_work(self.batch_size, self.workers, self.ranks)
+        _check_work(self.batch_size, self.workers)
         for name, path, ending in (("--out", self.out, ".jsonl"), ("--sheet", self.sheet, ".html")):
             if path is not None:
                 if path.suffix != ending:
@@ -175,7 +162,7 @@ class EvaluateConfig(EncodingOptions):
         """Raise UserError for a mistake."""
         check_run(self.run)
         _check_data("DATA", self.data)
-        _check_work(self.batch_size, self.workers, 1)
+        _check_work(self.batch_size, self.workers)
         if self.out is not None:
             if self.out.suffix != ".json":
                 raise UserError(f"--out must be a .json file, got {str(self.out)!r}")
@@ -242,9 +229,7 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def _check_work(batch_size: int, workers: int, ranks: int) -> None:
-    for name, value, low, high in (
-        ("--batch-size", batch_size, 1, 2**20), ("--workers", workers, -1, 256), ("--ranks", ranks, 1, 1024),
-    ):  # fmt: skip
+def _check_work(batch_size: int, workers: int) -> None:
+    for name, value, low, high in (("--batch-size", batch_size, 1, 2**20), ("--workers", workers, -1, 256)):
         if not low <= value <= high:
             raise UserError(f"{name} must be from {low} to {high}, got {value}")

@@ -25,7 +25,7 @@ from ..encoders.encoder import Encoder
 from ..encoders.small import TextEncoder
 from ..encoders.words import identity
 from ..run.record import read_record
-from ..tasks.pair_search import PLURAL
+from ..tasks.retrieval import PLURAL
 from .open_run import OpenRun
 from .options import renamed
 

@@ -18,9 +18,8 @@ from wholebatch.app.tensors import TensorFile, write_tensors
 
 from ..pictures.equal import MOST, Numbered, numbers_of_pictures
 from ..sides import FilePictures, file_of
-from ..tables.fingerprint import digest_of
-from ..tables.plain_types import is_text
-from .files import alone, cache_folder, hash_of_paths, remove_file, short_hash
+from ..tables.columns import digest_of, is_text
+from .tables import alone, cache_folder, hash_of_paths, remove_file, short_hash
 
 Tensors = Mapping[str, Tensor]
 

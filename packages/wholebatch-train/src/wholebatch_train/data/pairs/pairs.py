@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..pictures.left_out import LeftOut
+from ..pictures.skip_bad import LeftOut
 from ..randomness import seeded
 from ..sides import Side
 from .negatives import Negatives

@@ -16,8 +16,7 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..sides import FilePictures
-from ..tables.plain_types import is_bytes, is_text
-from ..tables.text_codes import text_codes
+from ..tables.columns import is_bytes, is_text, text_codes
 from .reading import bytes_of
 
 _READERS = 16  # threads

@@ -14,11 +14,10 @@ from typing import Any
 
 from wholebatch.app import UserError, amount
 
-from ..cache.table_file import Batches
-from ..cache.tables import cached
+from ..cache.tables import Batches, cached
 from ..paths import check_path, expand_shards
+from .columns import plain_schema
 from .folders import folder_batches, folder_facts, is_saved_dataset
-from .plain_types import plain_schema
 from .shards import shard_batches
 from .table import Table, need_pyarrow
 from .text_files import read_json_lines, read_separated

@@ -12,7 +12,7 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..pictures.equal import numbers_of_texts
-from .plain_types import is_bytes, is_number, is_text
+from .columns import is_bytes, is_number, is_text
 from .table import Table
 
 USUAL = {
