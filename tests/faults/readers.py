@@ -53,7 +53,6 @@ from wholebatch.__main__ import main as command
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch_train.encoders.saved import digest_of
-from wholebatch_train.run import starts
 from wholebatch_train.run.checkpoint import digests_of_run
 
 CLASSES = {
@@ -400,15 +399,8 @@ _started: list[str] = []
 
 
 def _record_start(event: str, arguments: tuple[Any, ...]) -> None:
-    """Record each start of a process, except that of git in the folder of this package, which says its commit."""
     if event == "pickle.find_class" or event in _STARTS:
-        ours = event == "subprocess.Popen" and list(arguments[1][:3]) == [
-            "git",
-            "-C",
-            str(Path(starts.__file__).parent),
-        ]
-        if not ours:
-            _started.append(f"{event} {arguments[:2]!a:.300}")
+        _started.append(f"{event} {arguments[:2]!a:.300}")
 
 
 sys.addaudithook(_record_start)

@@ -1,6 +1,20 @@
 """The audit before training, which is cheap: the run's ranks and precision, and the first examples of the first batch.
 
 Each rank compares its final gradient with that of the dense reference implementation, which it computes alone.
+
+How far rounding can move a gradient is measured by gradients of features that are moved by about as much:
+
+    t = sum_i J_i^T g_i(f_1, ..., f_n)      J_i: derivatives of example i's features f_i by the weights; g_i = dL/df_i
+
+A right computation of t in floating point, of unit rounding u, is one of features with errors of some u |f_i|, and of
+terms with relative errors of some u (it is backward stable). If the errors of examples are independent, that of t is
+
+    E = | sum_i s_i J_i^T (g_i(f_1 + e |f_1| r_1, ...) - g_i(f_1, ...)) | + e | sum_i s_i J_i^T g_i(f_1, ...) |
+
+with normal random numbers s_i, random unit vectors r_i, and e some u. It is at most sqrt(n) E if they are equal, as
+those of equal examples can be. Where terms do not cancel, E is e |t| times the condition of the loss. Where they do, as
+where all texts have equal features, |t| is about as large as its own error, and an error relative to |t| says nothing.
+Because of the factors s_i, the terms of E do not cancel.
 """
 
 from __future__ import annotations
@@ -112,7 +126,7 @@ def _relative_error(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def _rounding(config: TrainConfig, data: Data, device: torch.device) -> float:
-    """Return sqrt(n) E, which the rounding of the dense loss's gradient does not exceed, as `rounding` defines it."""
+    """Return sqrt(n) E, which the rounding of the dense loss's gradient does not exceed."""
     grads, moved = [], MOVED[config.precision]
     for by in (0.0, moved):
         task = make_task(replace(config, compile=False), data, device, rank=0, size=1, dense=True)

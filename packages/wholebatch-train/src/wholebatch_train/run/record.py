@@ -54,8 +54,6 @@ class Start(NamedTuple):
     device: str
     versions: str
     """Of this package, Python and torch."""
-    commit: str | None
-    """Of this package, if it is used from a checkout."""
     plan: str
     audit: str | None
     """None: there was no audit, which a resumed run does not repeat."""

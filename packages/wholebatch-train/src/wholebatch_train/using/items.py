@@ -213,15 +213,9 @@ def _holds_pictures(table: Table, column: str) -> bool:
 
 
 def _check_pictures(table: Table, column: str, *, may_be_empty: bool) -> None:
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     values = table.arrow[column]
-    if not (is_text(values.type) or is_bytes(values.type) or pa.types.is_struct(values.type)):
-        raise UserError(
-            f"{table.source}: the column {column!r} must hold paths or bytes of pictures to be the image; got "
-            f"{values.type}"
-        )
     if values.null_count and not may_be_empty:
         row = pc.index(pc.is_null(values), True).as_py()
         raise UserError(f"{table.where(row)}: {table.why_empty(row, 'image', column)}")

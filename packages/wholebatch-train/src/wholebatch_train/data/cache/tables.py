@@ -2,7 +2,13 @@
 
 The name of a file holds the path, time and size of its sources, so that a changed source is read again, and a checksum
 of its own content but for the bytes of pictures: a file that a full disk or a loss of power has cut short is written
-again, and a start takes as long with large pictures as with small ones.
+again, and a start takes as long with large pictures as with small ones. All bytes but those of pictures are checked
+before Arrow interprets any of them, because a damaged Arrow file can end the process that opens it; the places of the
+bytes of pictures, which cannot be decoded if they are damaged, stand behind the Arrow file.
+
+PATHS-FACTS-CHECKSUM.arrow       a table; PATHS is a hash of the paths of its sources, FACTS of their sizes and times
+PATHS-COLUMN-STAMP-KEY.ENDING    a result about the pictures of a column
+PATHS.lock, PATHS-COLUMN.lock    locks of the processes that write these
 """
 
 from __future__ import annotations
