@@ -113,7 +113,6 @@ def test_other_margins_train(data, tmp_path, margin, more, capsys):
             {"task": "identify", "head": HeadConfig(margin="sphereface", m=0.1)},
             r"--head.m must be in \[1, 10\], got 0.1",
         ),
-        ({"task": "recognize"}, "--task must be 'retrieve' or 'identify', got recognize"),
     ],
 )
 def test_invalid_configurations_are_refused(settings, message):

@@ -149,7 +149,7 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
     [
         ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"batch_size": -1}, "--batch-size must be at least 0, got -1"),
-        ({"workers": -2}, "--workers must be at least 0, or -1 for as many as there are cores, got -2"),
+        ({"workers": -2}, "--workers must be at least -1, got -2"),
         ({"batch_size": 1}, "--batch-size must be at least 2, because a pair alone has no negatives, got 1"),
         ({"image_channels": 3}, "--image-channels must be 1 for --data glyphs, which are gray, got 3"),
         ({"learning_rate": 0.0}, r"--learning-rate must be in \(0, 1e30\], got 0.0"),

@@ -19,8 +19,7 @@ from ..encoders.words import split_words
 from .classes import LabeledImages, classes_of_texts
 from .glyphs import glyph_classes, glyph_pairs
 from .pairs.from_table import table_pairs
-from .pairs.ids import check_ids
-from .pairs.pairs import Pairs, Split, split_groups
+from .pairs.pairs import Pairs, Split, check_ids, split_groups
 from .tables.open_table import open_table
 
 Data = tuple[Pairs, Split] | LabeledImages

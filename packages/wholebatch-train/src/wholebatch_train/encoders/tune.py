@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from wholebatch.app import UserError
 
 from ..encoder_options import SideConfig
-from .encoder import Encoder
+from .encoder import Encoder, FixedEncoder, check_batch_norm, used_parameters
 from .libraries import nearest, needed
-from .pretrained import FixedEncoder, check_batch_norm, used_parameters
 
 
 def tune(encoder: FixedEncoder, side: SideConfig, value: str, *, is_pretrained: bool, is_file: bool) -> None:

@@ -17,7 +17,7 @@ from ..encoders.dual import DualEncoder
 from ..encoders.hugging_face import quiet
 from ..encoders.libraries import needed
 from ..encoders.timm_image import TimmImage
-from ..encoders.transformer_text import TransformerText
+from ..encoders.transformer import TransformerText
 from .open_run import OpenRun, open_run
 from .options import ExportConfig
 from .output import say

@@ -14,7 +14,7 @@ from ..pictures.equal import numbers_in_common
 from ..tables.columns import flattened, is_text
 from ..tables.roles import composed
 from ..tables.table import Table
-from .ids import pairs_of_ids
+from .pairs import pairs_of_ids
 
 
 class Negatives:
