@@ -36,9 +36,6 @@ def test_words_are_those_that_the_encoder_reads(query, texts):
     known = {word for text in texts for word in split_words(text.strip())}
     expected = [word.lower() for word in dict.fromkeys(split_words(query)) if word not in known]
     assert of_texts(query, *texts) == expected
-    with pytest.MonkeyPatch.context() as patched:  # as for many words
-        patched.setattr(module, "_FEW", 0)
-        assert of_texts(query, *texts) == expected
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
 from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
-from ..run.checkpoint import check_is_of_run
+from ..run.checkpoint import check_fits, check_is_of_run
 from ..run.record import read_record
 from .options import Weights
 from .output import reading
@@ -239,12 +239,7 @@ def _make_model(config: TrainConfig, names: Collection[str]) -> DualEncoder | En
 
 def _check_fits(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
     expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    if shapes != expected:
-        differing = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-        raise UserError(
-            f"{path} does not fit the encoders of the run: {len(differing)} tensors are missing, unknown or of another "
-            f"shape, {differing[0]} among them; was the run folder edited?"
-        )
+    check_fits(path, "the encoders of the run", shapes, expected)
 
 
 def _classes(file: TensorFile) -> tuple[str, ...]:

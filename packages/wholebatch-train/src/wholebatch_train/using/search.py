@@ -246,7 +246,6 @@ def _similarities(order: Tensor) -> Tensor:
 
 
 _ROWS = 8192  # texts that are searched at a time
-_FEW = 32  # words that are looked for one by one; the words of the texts are listed for more
 _SHOWN = 10
 # Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
 _WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
@@ -273,8 +272,11 @@ def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table 
     ]
     left = dict.fromkeys(word for query in queries for word in split_words(query))
     for texts in (some for column in columns for some in _parts(column)):
-        listed = {*split_words(texts)} if len(left) > _FEW else set()
-        left = {word: None for word in left if word not in listed and not _has_word(texts, word, listed=bool(listed))}
+        inside = {word for word in left if word in texts}  # which is found out much faster
+        known = {word for word in inside if _WITHOUT_SPACES.search(word)}
+        if inside - known:
+            known |= inside.intersection(split_words(texts))
+        left = {word: None for word in left if word not in known}
         if not left:
             break
     return [word.lower() for word in left]
@@ -291,12 +293,3 @@ def _parts(column: Any) -> Iterator[str]:
     """Yield the texts in upper case, many at a time, a line each."""
     for start in range(0, len(column), _ROWS):
         yield in_upper_case("\n".join(column.slice(start, _ROWS).to_pylist()))
-
-
-def _has_word(texts: str, word: str, *, listed: bool) -> bool:
-    """Return whether a word in upper case is in texts in upper case; `listed`: it is not among their words."""
-    if _WITHOUT_SPACES.search(word):
-        return word in texts
-    if listed or word not in texts:  # which is found out much faster
-        return False
-    return any(word in split_words(line) for line in texts.split("\n") if word in line)
