@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..report.evidence import classes_evidence, surest_mistakes
 from .batches import ImageBatches, Reader, augmented, rows_of_chunks
 from .head import check_head_folder, has_reference, load_head, make_head, remove_other_heads, save_head
 from .task import Curve, PassState, Task, finite_loss, not_finite
-from .verification import FAR, accepted_at, best_possible, rows_to_verify
+from .verification import best_possible, verify
 
 _TOP = 5
 
@@ -180,18 +179,15 @@ class Identify(Task):
         if self._rank:
             return {}
         self._predictions = embeddings, top.class_ids.cpu(), top.logits.cpu() / self._config.head.scale
-        verified = rows_to_verify(data.labels[rows])
-        tar, threshold = accepted_at(embeddings[verified], data.labels[rows[verified]], FAR, device=self._device)
+        verified = verify(embeddings, data.labels[rows], self._device)
         return {
             "classes": len(data),
             "test_images": len(rows),
             **figures,
             "top_1_at_most": best_possible(data.numbers[rows].tolist(), data.labels[rows]),
             "chance": 1 / len(data),
-            "verified_images": len(verified),
-            "far": FAR,
-            "tar": None if math.isnan(tar) else tar,
-            "threshold": None if math.isnan(threshold) else threshold,
+            "verified_images": verified.pop("images"),
+            **verified,
         }
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
