@@ -40,6 +40,8 @@ from .tasks.task import Task
 _EXAMPLES = 64
 _NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples
 _WRONG = 0.02  # relative error, above rounding in float32 or TF32, and below the smallest known mistake
+MOVED = {"fp32": 2**-17, "tf32": 2**-11}
+"""e: 128 u in float32, whose sums have many terms; u in TF32, in which products are rounded, and sums are not."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,6 @@ def _distance(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 def _norm(grads: Mapping[str, Tensor]) -> float:
     return torch.stack([x.double().square().sum().cpu() for x in grads.values()]).sum().sqrt().item()
-
-
-MOVED = {"fp32": 2**-17, "tf32": 2**-11}
-"""e: 128 u in float32, whose sums have many terms; u in TF32, in which products are rounded, and sums are not."""
 
 
 def moved_and_multiplied(by: float) -> Callable[[nn.Module, Any, Any], Any]:

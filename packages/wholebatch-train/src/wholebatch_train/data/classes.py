@@ -17,6 +17,9 @@ from .pictures.skip_bad import LeftOut
 from .randomness import seeded
 from .sides import Chosen, Side
 
+_HELD_OUT, _PART = 2, 10  # images of a text that are held out for the test, if it has more; or a tenth of many
+_MOST_TEST = 10_000  # images of the test, unless two of each text are more
+
 
 @dataclass(frozen=True)
 class LabeledImages:
@@ -51,10 +54,6 @@ class LabeledImages:
     def example(self, label: int) -> Tensor:
         """Return the row of a class's first image in training, ()."""
         return self.train[self.labels[self.train] == label][0]
-
-
-_HELD_OUT, _PART = 2, 10  # images of a text that are held out for the test, if it has more; or a tenth of many
-_MOST_TEST = 10_000  # images of the test, unless two of each text are more
 
 
 def with_split(

@@ -23,6 +23,12 @@ from .pairs.pairs import Pairs, Split, check_ids, split_groups
 from .tables.open_table import open_table
 
 Data = tuple[Pairs, Split] | LabeledImages
+_LARGE = 10  # images of a class, on average
+_SAMPLE = 64  # pictures that are looked at for the size and the colors
+_FEW = 20  # texts of a test
+_SIZES = (64, 48, 32)
+_TEXTS = 10_000  # whose words are counted
+_MOST_WORDS = 128  # the memory of a text grows with them
 
 
 def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambda _: None) -> tuple[TrainConfig, Data]:
@@ -94,14 +100,6 @@ def _classes(
             "needs one, and there must be two"
         )
     return with_batch(config, len(data.train), size, "images", say), data
-
-
-_LARGE = 10  # images of a class, on average
-_SAMPLE = 64  # pictures that are looked at for the size and the colors
-_FEW = 20  # texts of a test
-_SIZES = (64, 48, 32)
-_TEXTS = 10_000  # whose words are counted
-_MOST_WORDS = 128  # the memory of a text grows with them
 
 
 def with_pictures(config: TrainConfig, pairs: Pairs, say: Callable[[str], None]) -> TrainConfig:

@@ -20,6 +20,7 @@ from .networks import as_float
 
 Inputs = Any
 """A tensor, a named tuple of tensors or a dictionary of tensors: it crosses processes, and goes to a device whole."""
+Prepare = Callable[[Sequence[Any]], Inputs]
 
 
 def map_tensors(act: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -46,9 +47,6 @@ def number_of_rows(inputs: Inputs) -> int:
 def rows_of(inputs: Inputs, rows: slice) -> Inputs:
     """Return these rows of every tensor."""
     return map_tensors(lambda x: x[rows], inputs)
-
-
-Prepare = Callable[[Sequence[Any]], Inputs]
 
 
 class Encoder(nn.Module):

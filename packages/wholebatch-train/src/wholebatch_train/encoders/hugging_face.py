@@ -15,6 +15,10 @@ from wholebatch.app import UserError, parse_json, read_bounded
 from .libraries import check_safe_weights, holds, needed
 
 _MOST_LAYERS = 10_000
+Rule = Literal["cls", "mean", "last"]
+_MOST_BYTES = 2**20
+_MODES: dict[str, Rule] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_OLD = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "lasttoken"}
 
 
 def load_model(
@@ -131,12 +135,6 @@ def quiet(transformers: Any) -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-
-
-Rule = Literal["cls", "mean", "last"]
-_MOST_BYTES = 2**20
-_MODES: dict[str, Rule] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-_OLD = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "lasttoken"}
 
 
 def pool(tokens: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:

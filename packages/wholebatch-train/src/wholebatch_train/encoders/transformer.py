@@ -29,6 +29,8 @@ from .libraries import needed
 
 _UNBOUNDED = 10**6  # a tokenizer without a limit has 10 ** 30
 _USUAL = 512
+ImageRule = Literal["auto", "own", "cls", "mean"]
+_OFF = {"do_rescale": False, "do_normalize": False}
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,6 @@ def _is_causal(config: Any) -> bool:
         type(config) in mappings.MODEL_FOR_CAUSAL_LM_MAPPING
         and type(config) not in mappings.MODEL_FOR_MASKED_LM_MAPPING
     )
-
-
-ImageRule = Literal["auto", "own", "cls", "mean"]
-_OFF = {"do_rescale": False, "do_normalize": False}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from ..encoder_options import SideConfig
 from .encoder import Encoder, FixedEncoder, check_batch_norm, used_parameters
 from .libraries import nearest, needed
 
+_BASE = "base_layer."
+
 
 def tune(encoder: FixedEncoder, side: SideConfig, value: str, *, is_pretrained: bool, is_file: bool) -> None:
     """Prepare an encoder of a library, or of a user, for training.
@@ -87,9 +89,6 @@ def _recompute(encoder: FixedEncoder, value: str) -> None:
             f"--{encoder.kind}.recompute must be left out with {value}, which cannot compute activations again: {error}"
         ) from error
     encoder.train()
-
-
-_BASE = "base_layer."
 
 
 def add_adapters(encoder: Encoder, side: SideConfig, used: set[int]) -> None:

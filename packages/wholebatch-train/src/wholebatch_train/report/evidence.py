@@ -18,6 +18,7 @@ _SHOWN, _TOP = 12, 5
 _ROWS_OF_NEGATIVES = 448  # of each side: 200,000 pairs
 
 Items = Callable[[int], Item]
+_MOST_PAIRS, _ROWS_OF_PAIRS = 100_000, 448
 
 
 def search_evidence(
@@ -123,9 +124,6 @@ def negative_similarities(x: Tensor, y: Tensor, right: Tensor) -> tuple[Tensor, 
     cosines = (x[i] @ y[j].T)[wrong]
     is_all = max(len(x), len(y)) <= _ROWS_OF_NEGATIVES
     return cosines, f"all {len(cosines):,}" if is_all else f"{len(cosines):,} random"
-
-
-_MOST_PAIRS, _ROWS_OF_PAIRS = 100_000, 448
 
 
 def classes_evidence(

@@ -25,6 +25,15 @@ _LARGEST = 160  # pixels of a side: twice the size on the page
 _SMALL = 64  # pixels; not larger ones stay exact
 _JPEG_QUALITY = 85
 _TWO_AND_THREE = 5  # charts: two in the first row, three in the second
+_WIDTH, _SMALL_WIDTH, _HEIGHT = 5.4, 3.7, 2.3  # inches of 72 units in the SVG
+_POINTS = 400  # of a line; more are drawn as means, and a band from the smallest to the largest
+_BINS = 60
+_INK, _GRID, _MARK = "#00000a", "#00000b", "#00000c"  # become variables
+_SERIES = tuple(f"#00001{digit}" for digit in range(6))
+_VARIABLES = {_INK: "--muted", _GRID: "--grid", _MARK: "--faint"} | {
+    color: f"--series-{number}" for number, color in enumerate(_SERIES)
+}
+_FONT_SIZE = 9.5
 
 
 def render(report: Report) -> str:
@@ -76,17 +85,6 @@ def data_uri(picture: Image) -> str:
 def is_coarse(picture: Image) -> bool:
     """Return whether a picture has so few pixels that a browser should not smooth them."""
     return max(picture.size) <= _SMALL
-
-
-_WIDTH, _SMALL_WIDTH, _HEIGHT = 5.4, 3.7, 2.3  # inches of 72 units in the SVG
-_POINTS = 400  # of a line; more are drawn as means, and a band from the smallest to the largest
-_BINS = 60
-_INK, _GRID, _MARK = "#00000a", "#00000b", "#00000c"  # become variables
-_SERIES = tuple(f"#00001{digit}" for digit in range(6))
-_VARIABLES = {_INK: "--muted", _GRID: "--grid", _MARK: "--faint"} | {
-    color: f"--series-{number}" for number, color in enumerate(_SERIES)
-}
-_FONT_SIZE = 9.5
 
 
 def draw_chart(chart: Chart, *, small: bool = False) -> str:

@@ -24,6 +24,10 @@ KS = (1, 5, 10)
 DEPTH = 10
 """Of nDCG."""
 _TILE = 2**24  # similarities that are held at a time
+PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
+SHOWN = {"mrr": "MRR", "ndcg@10": "nDCG@10"}
+"""Titles of figures, where they are not their keys."""
+_MOST_DOCUMENTS = 200_000  # that a test searches
 
 
 def figures(
@@ -143,13 +147,6 @@ def chance(candidates: int, right: Tensor) -> dict[str, float]:
         figures["mrr"] += weight * (first / ranks).sum().item()
         figures[f"ndcg@{DEPTH}"] += weight * (m / candidates * gains.sum() / gains[:m].sum()).item()
     return figures
-
-
-PLURAL = {"image": "images", "text": "texts", "query": "queries", "document": "documents"}
-SHOWN = {"mrr": "MRR", "ndcg@10": "nDCG@10"}
-"""Titles of figures, where they are not their keys."""
-
-_MOST_DOCUMENTS = 200_000  # that a test searches
 
 
 def ways_of(pairs: Pairs) -> tuple[str, str]:

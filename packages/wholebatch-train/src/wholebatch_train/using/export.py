@@ -25,6 +25,7 @@ from .output import say
 _POOLERS = {"mean": "mean_pooler", "cls": "cls_last_hidden_state_pooler"}
 _RESIZE = {"center": "shortest", "squash": "squash", "border": "longest"}
 _TYPES = ("roberta", "xlm-roberta", "bert")  # of open_clip's hf_configs.py, those that have only an encoder
+_POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
 def export(options: ExportConfig) -> None:
@@ -122,9 +123,6 @@ def _towers(run: OpenRun) -> tuple[TimmImage, TransformerText]:
         if is_wrong:
             raise UserError(f"--to open_clip: its configuration cannot express this run: {reason}")
     return image, text
-
-
-_POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
 def write_sentence_transformers(run: OpenRun, folder: Path) -> str:

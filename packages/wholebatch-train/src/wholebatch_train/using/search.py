@@ -33,6 +33,12 @@ from .output import say, written
 _OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
 _CHARACTERS = 100  # of a text that are printed
 _MOST_QUERIES, _MOST_PICTURES = 20, 12  # of a page
+_MOST_PRODUCTS = 2**22  # similarities that are held at a time
+_LAST = 2**32 - 1  # rows are numbered below it
+_ROWS = 8192  # texts that are searched at a time
+_SHOWN = 10  # words in a note
+# Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
+_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
 
 class Given(Side):
@@ -204,10 +210,6 @@ def _page(run: OpenRun, queries: Items, candidates: Items, hits: list[list[Hit]]
     return Report(f"search · {run.folder.absolute().name}", "", evidence=Evidence([gallery]))
 
 
-_MOST_PRODUCTS = 2**22  # similarities that are held at a time
-_LAST = 2**32 - 1  # rows are numbered below it
-
-
 def most_similar(queries: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
     """Return the similarities and the rows of the k most similar rows of each query, (q, k) each, the best first.
 
@@ -243,12 +245,6 @@ def ordered(similarities: Tensor) -> Tensor:
 def _similarities(order: Tensor) -> Tensor:
     bits = order.int()
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
-
-
-_ROWS = 8192  # texts that are searched at a time
-_SHOWN = 10
-# Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
-_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
 
 def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table | None) -> list[str]:

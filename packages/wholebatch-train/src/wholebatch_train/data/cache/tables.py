@@ -32,6 +32,13 @@ from ..tables.table import need_pyarrow
 
 _VERSION = 6  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
+_PARTIAL = ".partial"
+_ABANDONED_S = 86400  # without a write
+_INTEGER, _KIND = 8, "<i8"  # bytes; the places are pairs of an offset and a size, followed by the number of pairs
+Batches = Callable[[], Iterator[Any]]
+"""Yields record batches, one at least."""
+Places = list[tuple[int, int]]
+"""Offsets and sizes in a file, in order."""
 
 
 def cached(
@@ -93,10 +100,6 @@ def _read_into_memory(batches: Batches, size: int, error: OSError) -> tuple[Any,
     return table, (f"the table is in the memory of each rank: {where} cannot be written ({reason})",)
 
 
-_PARTIAL = ".partial"
-_ABANDONED_S = 86400  # without a write
-
-
 def cache_folder() -> Path:
     """Return the folder of tables that have been read: wholebatch/tables in $XDG_CACHE_HOME or ~/.cache.
 
@@ -155,14 +158,6 @@ def remove_file(path: Path) -> None:
     """Remove a file; another process may have removed it, or the folder may be read-only."""
     with suppress(OSError):
         path.unlink()
-
-
-_INTEGER, _KIND = 8, "<i8"  # bytes; the places are pairs of an offset and a size, followed by the number of pairs
-
-Batches = Callable[[], Iterator[Any]]
-"""Yields record batches, one at least."""
-Places = list[tuple[int, int]]
-"""Offsets and sizes in a file, in order."""
 
 
 def write_table(file: Any, batches: Batches) -> None:

@@ -25,6 +25,8 @@ from ..sides import Side
 if TYPE_CHECKING:
     from .negatives import Negatives
 
+_MOST = 10**8  # pairs, of two numbers each
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -192,9 +194,6 @@ def batch_of_step(order: Order, pairs: Pairs, *, step: int, seed: int) -> tuple[
     choice = torch.rand(len(groups), generator=seeded(seed, "image", step), dtype=torch.float64)
     first, count = pairs.first[groups], pairs.first[groups + 1] - pairs.first[groups]
     return pairs.order[first + (choice * count).long()], groups
-
-
-_MOST = 10**8  # pairs, of two numbers each
 
 
 def check_ids(ids: Tensor) -> None:

@@ -25,6 +25,8 @@ from ..tables.table import Table
 
 _ROWS = 256  # that a worker reads at a time
 _MOST_WORKERS = 32
+FILE = "left_out.csv"
+_SHOWN = 5
 
 
 class _BadRow(NamedTuple):
@@ -123,10 +125,6 @@ def _is_of_system(error: BaseException) -> bool:
     if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None):
         return not isinstance(cause, FileNotFoundError)  # whose coming changes the stamp of the pictures
     return cause is not None and _is_of_system(cause)
-
-
-FILE = "left_out.csv"
-_SHOWN = 5
 
 
 class LeftOut(NamedTuple):
