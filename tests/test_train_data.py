@@ -478,8 +478,8 @@ def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeyp
     monkeypatch.setattr("wholebatch._launch.cpus.usable_cpus", lambda: 128)
     assert workers_of_a_rank(automatic, many.sides, 1) == 8
     items = Items("image", many.sides["image"], many.order, "DATA")
-    options = EmbedConfig(run=pathlib.Path("run"), data="DATA", batch_size=1, ranks=32)
-    assert [_workers(items, replace(options, workers=workers)) for workers in (-1, 0, 3)] == [4, 0, 3]
+    options = EmbedConfig(run=pathlib.Path("run"), data="DATA", batch_size=1)
+    assert [_workers(items, replace(options, workers=workers)) for workers in (-1, 0, 3)] == [8, 0, 3]
     assert _workers(items, replace(options, batch_size=len(items))) == 0, "a single batch is read at once"
 
 
