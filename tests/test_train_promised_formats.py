@@ -325,7 +325,7 @@ def test_a_run_with_rows_without_a_text_is_searched_and_embedded(tmp_path, capsy
     for side, count in (("text", 11), ("image", 12)):
         out = str(tmp_path / f"{side}.parquet")
         command = ["embed", run, str(path), "--side", side, "--out", out, "--workers", "0"]
-        assert main([*command, "--skip-bad", "--ranks", "2", "--batch-size", "4"]) == 0
+        assert main([*command, "--skip-bad", "--batch-size", "4"]) == 0
         assert pq.read_table(out).num_rows == count
         capsys.readouterr()
     assert main(["embed", run, str(path), "--side", "text", "--out", str(tmp_path / "o.parquet")]) == 2

@@ -105,7 +105,7 @@ def open_items(
     *,
     column: str = "",
     side: str | None = None,
-    skip_bad: bool | None = False,
+    skip_bad: bool = False,
     say: Callable[[str], None] = lambda _: None,
     workers: int = 0,
 ) -> Items:
@@ -117,7 +117,7 @@ def open_items(
         argument: its name on the command line, for errors.
         column: the column. "": the usual one of the side.
         side: the side that reads it. None: as the column is.
-        skip_bad: leave out rows without a text or a readable picture. None: those to read are known.
+        skip_bad: leave out rows without a text or a readable picture.
         say: called with lines about the data.
         workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
     """
@@ -133,12 +133,12 @@ def open_items(
             say(line)
         name, column = find_column(run, table, column, side)
         if run.kind(name) == "image":
-            _check_pictures(table, column, may_be_empty=skip_bad is not False)
+            _check_pictures(table, column, may_be_empty=skip_bad)
             pictures = FilePictures(table, column)
             rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column, _captions(run, table))
         table, _ = in_rows(table, [column])
-        empty: dict[int, str] | None = None if skip_bad is False else {}
+        empty: dict[int, str] | None = {} if skip_bad else None
         texts = Texts(text_column(table, name, column, empty))
         return Items(name, texts, rows_with_texts(table, empty or {}, say)[0], data, table, column)
     except UserError as error:
