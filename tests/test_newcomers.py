@@ -66,15 +66,15 @@ def test_three_rows_are_shown_as_they_were_read(trained):
     assert shown == [f"data: for example {row}" for row in expected]
 
 
-def test_a_search_of_pictures_prints_their_texts(trained, data, tmp_path, capsys, monkeypatch):
+def test_a_search_of_pictures_prints_their_texts(trained, data, tmp_path, capsys):
     run, _ = trained
-    captions = []
-    monkeypatch.setattr("wholebatch_train.using.search.draw_sheet", lambda lines, _: captions.extend(lines[0].captions))
     capsys.readouterr()
     assert main(["search", str(run), str(data.parent / "images" / "41.png"), "--side", "image", "-k", "1"]) == 0
     similarity, place, text = capsys.readouterr().out.splitlines()[-2].split(maxsplit=2)
     assert (place, text) == (str(data.parent / "images" / "41.png"), "LATIN CAPITAL LETTER A")
-    assert captions == [f"{float(similarity):.2f} LATIN CAPITAL LETTER A"]
+    page = (run / "search.html").read_text()
+    assert ">LATIN CAPITAL LETTER A</span>" in page
+    assert f">{float(similarity):.3f}</span>" in page
     without = tmp_path / "pictures.csv"
     without.write_text(f"image\n{data.parent / 'images' / '41.png'}\n")
     assert main(["search", str(run), "A", "--in", str(without)]) == 0

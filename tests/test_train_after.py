@@ -1,6 +1,5 @@
 """A trained run in use: its features, searches, figures, its README, and the mistakes of a user."""
 
-import io
 import itertools
 import json
 import math
@@ -19,8 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from glyph_files import SMALL, write_pairs
-from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
 from PIL import Image
 
 from wholebatch.__main__ import main
@@ -31,16 +28,15 @@ from wholebatch_train.data.sides import DrawnPictures, Texts
 from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.encoders.words import identity
 from wholebatch_train.run.record import read_config
-from wholebatch_train.tasks.chance import chance
 from wholebatch_train.tasks.evaluation import features_of_rows
-from wholebatch_train.using.encode import features_of
-from wholebatch_train.using.feature_files import FeatureFile
-from wholebatch_train.using.items import open_items
-from wholebatch_train.using.open_run import open_run
+from wholebatch_train.tasks.retrieval import chance
+from wholebatch_train.using import items as module_of_items
+from wholebatch_train.using.feature_files import _read_kept
+from wholebatch_train.using.items import features_of, open_items
+from wholebatch_train.using.open_run import OpenRun, open_run
 from wholebatch_train.using.options import EmbedConfig
 from wholebatch_train.using.overlap import _count_in, _Rows, case_ignored_by
-from wholebatch_train.using.sheet import Line, draw_sheet
-from wholebatch_train.using.top import most_similar
+from wholebatch_train.using.search import most_similar
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,14 +155,21 @@ def test_the_names_of_pictures_in_shards_are_kept_in_a_file_of_features(run, dat
         for name in ("41.png", "42.png"):
             tar.add(data.parent / "images" / name, name)
     succeeds("embed", run, tmp_path / "shards", "--out", tmp_path / "f.parquet")
-    succeeds("search", run, "letter", "--in", tmp_path / "f.parquet", "-k", "1", "--sheet", tmp_path / "s.png")
+    succeeds("search", run, "letter", "--in", tmp_path / "f.parquet", "-k", "1", "--sheet", tmp_path / "s.html")
     assert re.search(r"shards/000\.tar, 4[12]\.png\n", capsys.readouterr().out)
 
 
-def test_several_ranks_give_the_same_features(run, data, tmp_path):
-    succeeds("embed", run, data, "--out", tmp_path / "one.npy", "--batch-size", "25")
-    succeeds("embed", run, data, "--out", tmp_path / "two.npy", "--batch-size", "25", "--ranks", "2")
-    torch.testing.assert_close(npy(tmp_path / "one.npy"), npy(tmp_path / "two.npy"), rtol=0, atol=1e-6)
+def test_several_devices_give_the_same_features(run, data, tmp_path, monkeypatch):
+    """Each has a copy of the encoders, and the rows keep their order."""
+    used, encode = [], OpenRun.encode
+    monkeypatch.setattr(OpenRun, "encode", lambda run, *inputs: [used.append(id(run)), encode(run, *inputs)][1])
+    for devices, name in ((0, "one.npy"), (1, "two.npy"), (9, "many.npy")):
+        used.clear()
+        monkeypatch.setattr(module_of_items, "_further_devices", lambda _: [torch.device("cpu")] * devices)  # noqa: B023
+        succeeds("embed", run, data, "--out", tmp_path / name, "--batch-size", "25")
+        parts = -(-len(npy(tmp_path / name)) // 25)
+        assert (len(used), len(set(used))) == (parts, min(parts, devices + 1))
+        assert torch.equal(npy(tmp_path / "one.npy"), npy(tmp_path / name))
 
 
 @pytest.fixture
@@ -191,11 +194,6 @@ def test_a_failure_leaves_the_file_as_it_was(run, damaged, tmp_path, capsys, end
         assert "--skip-bad leaves such rows out" in line
         assert (out.read_bytes() if out.exists() else None) == before
         assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_mistake_on_another_rank_is_one_line(run, damaged, tmp_path, capsys):
-    line = mistake(capsys, "embed", run, damaged, "--out", tmp_path / "f.npy", "--batch-size", "80", "--ranks", "2")
-    assert "none.png" in line
 
 
 def test_bad_rows_are_left_out_if_asked(run, data, damaged, tmp_path, capsys):
@@ -256,29 +254,32 @@ def printed_places(capsys):
 
 def test_a_text_finds_pictures_and_the_features_are_kept(run, data, tmp_path, capsys):
     text = "GREEK SMALL LETTER ALPHA"
-    succeeds("search", run, text, "-k", "4", "--sheet", tmp_path / "sheet.png")
+    succeeds("search", run, text, "-k", "4", "--sheet", tmp_path / "sheet.html")
     places = printed_places(capsys)
     found = open_run(run)
-    query = found.features("text", found.encoder("text").prepare([text]))
+    query = found.encode("text", found.encoder("text").prepare([text]))
     similarity = (query @ reference(run, data, "image", "image").T)[0]
     names = open_table(str(data)).arrow["image"].to_pylist()
     expected = [str(data.parent / names[row]) for row in similarity.argsort(descending=True, stable=True)[:4]]
     assert places == expected
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.size[0] > sheet.size[1] > 100
+    page = (tmp_path / "sheet.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert f">{text}</span>" in page
+    assert "<script" not in page
+    assert "rank" not in page.partition("</style>")[2], "nobody has said which are right"
     (kept,) = (run / "features").glob("image-*.safetensors")
     stamp = kept.stat().st_mtime_ns
-    succeeds("search", run, text, "-k", "4")
-    assert printed_places(capsys) == expected
+    succeeds("search", run, *text.split(), "-k", "4")
+    assert printed_places(capsys) == expected, "without quotes"
     assert kept.stat().st_mtime_ns == stamp, "not computed again"
-    assert (run / "search.png").exists()
+    assert (run / "search.html").exists()
 
 
 def test_a_file_that_is_replaced_is_said(run, data, tmp_path, capsys, monkeypatch):
     """Whichever file a command writes; one that fails in between leaves the earlier one."""
     queries = tmp_path / "queries.csv"
     queries.write_text("text\nGREEK SMALL LETTER ALPHA\n")
-    sheet, out = tmp_path / "sheet.png", tmp_path / "found.jsonl"
+    sheet, out = tmp_path / "sheet.html", tmp_path / "found.jsonl"
     cases = [
         (["search", run, "--queries", queries, "-k", "2", "--out", out, "--sheet", sheet], [out, sheet]),
         (["embed", run, data, "--side", "text", "--out", tmp_path / "f.npy"], [tmp_path / "f.npy"]),
@@ -293,12 +294,12 @@ def test_a_file_that_is_replaced_is_said(run, data, tmp_path, capsys, monkeypatc
                 (line,) = [line for line in lines if line.startswith(f"{file}: ")]
                 assert line.endswith(", in place of an earlier file") == again, line
 
-    def fails(self, file, **_):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
+    class Page(str):
+        def encode(self, *_, **__):
+            raise OSError(28, "No space left on device")
 
     before = sheet.read_bytes()
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fails)
+    monkeypatch.setattr("wholebatch_train.using.search.render", lambda _: Page())
     assert "--sheet" in mistake(capsys, *cases[0][0])
     assert sheet.read_bytes() == before
 
@@ -307,7 +308,7 @@ def test_features_of_a_changed_picture_are_computed_again(run, data, tmp_path, c
     copy = shutil.copytree(data.parent, tmp_path / "copy") / "pairs.csv"
     wanted = tmp_path / "copy" / "images" / "41.png"
     query = str(data.parent / "images" / "42.png")
-    options = ["--in", copy, "--side", "image", "-k", "1", "--sheet", tmp_path / "s.png"]
+    options = ["--in", copy, "--side", "image", "-k", "1", "--sheet", tmp_path / "s.html"]
     succeeds("search", run, query, *options)
     assert Path(printed_places(capsys)[0]).name == "42.png"
     shutil.copyfile(query, wanted)
@@ -340,12 +341,12 @@ def test_features_of_weights_that_the_run_does_not_have_any_more_are_replaced(ru
     before = {path.name: path.read_bytes() for path in (copy / "features").iterdir()}
     with TensorFile(copy / "features" / of_best) as file:
         rows = file.read("0")
-    opened = FeatureFile(copy / "features" / of_best, *rows.shape, kept=TensorFile(copy / "features" / of_best))
+    opened = TensorFile(copy / "features" / of_best)
     change_best(0.25)
     after = searched("best")
     assert after.keys() == before.keys()
     assert {name for name in after if after[name] != before[name]} == {of_best}
-    assert torch.equal(torch.cat([*opened.tiles()]), rows), "a search that reads the file goes on"
+    assert torch.equal(torch.cat([*_read_kept(opened)]), rows), "a search that reads the file goes on"
     succeeds("search", copy, "letter", "-k", "1", "--weights", "best")
     assert "embedding" not in capsys.readouterr().out, "nor are they computed again"
 
@@ -376,9 +377,6 @@ def test_words_that_no_text_has_are_named(run, data, tmp_path, capsys):
     assert capsys.readouterr().out.count('note: no text of the data has "bird", "the", "zzyzx"; ') == 1
     succeeds("search", run, "small letter a", "-k", "1")
     assert "note: no text" not in capsys.readouterr().out
-    succeeds("embed", run, data, "--out", tmp_path / "f.npy")
-    succeeds("search", run, "bird", "--in", tmp_path / "f.npy", "-k", "1")
-    assert "note: no text" not in capsys.readouterr().out, "the file has features alone"
     (tmp_path / "other.csv").write_text(f"image,text\n{data.parent / 'images' / '41.png'},\n")
     succeeds("search", run, "small letter a", "--in", tmp_path / "other.csv", "-k", "1")
     assert "note: no text" not in capsys.readouterr().out, "the encoder has not learned the texts of other data"
@@ -415,22 +413,19 @@ def test_equal_columns_of_texts_are_one_as_in_training(run, data, tmp_path, caps
 def test_features_in_a_file_are_searched(run, data, tmp_path, capsys):
     text = "CYRILLIC CAPITAL LETTER ZHE"
     succeeds("embed", run, data, "--out", tmp_path / "f.parquet")
-    succeeds("embed", run, data, "--out", tmp_path / "f.npy")
-    capsys.readouterr()
-    found = {}
-    for name in ("f.parquet", "f.npy"):
-        succeeds("search", run, text, "--in", tmp_path / name, "--out", tmp_path / "o.jsonl", "-k", "3")
+    found = []
+    for options in (["--in", tmp_path / "f.parquet"], []):
+        succeeds("search", run, text, *options, "--out", tmp_path / "o.jsonl", "-k", "3")
         (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
-        found[name] = json.loads(line)["results"]
-    assert [hit["row"] for hit in found["f.npy"]] == [hit["row"] for hit in found["f.parquet"]]
-    assert found["f.parquet"][0]["place"].endswith(".png")
-    assert found["f.npy"][0]["place"] == f"{tmp_path / 'f.npy'}, row {found['f.npy'][0]['row']}"
+        found.append(json.loads(line)["results"])
+    assert [hit["row"] for hit in found[0]] == [hit["row"] for hit in found[1]]
+    assert found[0][0]["place"].endswith(".png")
 
 
 def test_many_queries_from_a_table(run, data, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"query": "LATIN SMALL LETTER B"}\n{"query": "GREEK SMALL LETTER ALPHA"}\n')
     out = tmp_path / "o.jsonl"
-    succeeds("search", run, "--queries", tmp_path / "q.jsonl", "--out", out, "-k", "3", "--sheet", tmp_path / "s.png")
+    succeeds("search", run, "--queries", tmp_path / "q.jsonl", "--out", out, "-k", "3", "--sheet", tmp_path / "s.html")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["query"] for line in lines] == ["LATIN SMALL LETTER B", "GREEK SMALL LETTER ALPHA"]
     for line in lines:
@@ -565,7 +560,7 @@ def test_texts_are_compared_without_case_where_the_encoder_ignores_it(run, data,
     succeeds("evaluate", run, tmp_path / "lower.csv")
     assert f"and {len(texts)} of the {len(captions)} texts" in note(capsys), "not those held out"
     rows = torch.arange(3)
-    ours, theirs = (_Rows(Texts(texts), rows, rows) for texts in (["STRASSE", "a", "b"], ["Straße", "A", "c"]))
+    ours, theirs = (_Rows(Texts(texts), rows) for texts in (["STRASSE", "a", "b"], ["Straße", "A", "c"]))
     found = open_run(run)
     assert [_count_in(ours, [theirs], change) for change in (str.upper, str.lower, None)] == [2, 1, 0]
     assert case_ignored_by(found.encoder("text")) is identity
@@ -603,9 +598,9 @@ def test_negatives_and_drawn_pictures_count_as_seen(tmp_path, capsys):
 
     drawn = DrawnPictures(torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 1, 2, 2).contiguous())
     rows = torch.arange(6)
-    ours, theirs = _Rows(drawn, rows[2:], rows), _Rows(drawn, rows[:3], rows)
+    ours, theirs = _Rows(drawn, rows[2:]), _Rows(drawn, rows[:3])
     assert _count_in(ours, [theirs]) == 1
-    assert _count_in(ours, [_Rows(Texts(["a"]), rows[:1], rows[:1])]) is None, "not compared"
+    assert _count_in(ours, [_Rows(Texts(["a"]), rows[:1])]) is None, "not compared"
 
 
 # --task identify
@@ -670,7 +665,7 @@ def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
     image = reference(run, data, "image", "image")[
         open_table(str(data)).arrow["image"].to_pylist().index("images/62.png")
     ]
-    text = found.features("text", found.encoder("text").prepare(["LATIN SMALL LETTER B"]))[0]
+    text = found.encode("text", found.encoder("text").prepare(["LATIN SMALL LETTER B"]))[0]
     assert float(printed) == pytest.approx((image @ text).item(), abs=1e-6)
 
 
@@ -718,7 +713,7 @@ def test_the_readme_has_the_figures_and_commands_that_run(run, data, tmp_path):
         shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(".png") == 11
+    assert done.stdout.count(".png") == 10
 
 
 def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data, tmp_path, capsys):
@@ -812,10 +807,15 @@ def test_a_wrong_run_folder_is_refused(run, data, tmp_path, capsys, change, mess
 def test_mistakes_in_data_and_queries_are_one_line(run, data, tmp_path, capsys):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty.csv").write_text('text\n"  "\n')
-    (tmp_path / "bad.npy").write_bytes(b"nothing")
     (tmp_path / "bad.png").write_bytes(b"nothing")
-    np.save(tmp_path / "narrow.npy", np.zeros((3, 4), np.float32))
-    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    succeeds("embed", run, data, "--out", tmp_path / "whole.parquet")
+    table = pq.read_table(tmp_path / "whole.parquet")
+    facts = table.schema.metadata[b"wholebatch"]
+    values = pa.array([[0.0] * 4] * len(table), pa.list_(pa.float32(), 4))
+    for name, column, metadata in (("narrow", values, facts), ("of-lists", values.cast(pa.list_(pa.float32())), facts),
+                                   ("bad", values, b"nothing")):  # fmt: skip
+        changed = table.set_column(table.column_names.index("features"), "features", column)
+        pq.write_table(changed.replace_schema_metadata({b"wholebatch": metadata}), tmp_path / f"{name}.parquet")
     out = ["--out", tmp_path / "f.npy"]
     cases = [
         (["embed", run, tmp_path / "other.csv", *out], "has no column for the image or the text; its columns are a, b"),
@@ -823,9 +823,9 @@ def test_mistakes_in_data_and_queries_are_one_line(run, data, tmp_path, capsys):
         (["embed", run, tmp_path / "empty.csv", *out], "line 2: the text, column 'text', is empty"),
         (["embed", run, data, "--side", "query", *out], "--side must be a side of the run, which has image, text"),
         (["search", run, tmp_path / "bad.png"], "cannot be read as an image"),
-        (["search", run, "a", "--in", tmp_path / "bad.npy"], "cannot be read as a file of features"),
-        (["search", run, "a", "--in", tmp_path / "objects.npy"], "cannot be read as a file of features"),
-        (["search", run, "a", "--in", tmp_path / "narrow.npy"], "has features of 4, expected 32"),
+        (["search", run, "a", "--in", tmp_path / "bad.parquet"], "cannot be read as a file of features"),
+        (["search", run, "a", "--in", tmp_path / "of-lists.parquet"], "cannot be read as a file of features"),
+        (["search", run, "a", "--in", tmp_path / "narrow.parquet"], "has features of 4, expected 32"),
         (["search", run, "a", "--in", tmp_path / "other.csv"], "has no column for the image"),
         (["search", run, "--queries", tmp_path / "other.csv"], "has no column for the"),
         (["evaluate", run, tmp_path / "other.csv"], "has no column for the image"),
@@ -880,7 +880,7 @@ def test_every_command_of_the_page_runs(photos, monkeypatch, capsys):
         assert main([*argv, *small]) == (2 if argv[0] == "export" else 0), argv
     assert "needs a text encoder of transformers" in capsys.readouterr().err
     assert {"features.parquet", "texts.npy", "found.jsonl", "figures.json"} <= {path.name for path in photos.iterdir()}
-    assert (photos / "runs" / "photos" / "search.png").exists()
+    assert (photos / "runs" / "photos" / "search.html").exists()
     assert len(json.loads((photos / "found.jsonl").read_text().splitlines()[0])["results"]) == 10
     (row,) = [
         k for k, name in enumerate(pq.read_table("features.parquet")["image"].to_pylist()) if name == "red-bird.png"
@@ -892,10 +892,10 @@ def test_every_command_of_the_page_runs(photos, monkeypatch, capsys):
 
 def test_a_sheet_that_nobody_asked_for_stops_no_search(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
-    (copy / "search.png").unlink(missing_ok=True)
-    (copy / "search.png").mkdir()
+    (copy / "search.html").unlink(missing_ok=True)
+    (copy / "search.html").mkdir()
     succeeds("search", copy, "letter", "-k", "1")
-    assert f"no sheet of the pictures: --sheet: '{copy / 'search.png'}' cannot be written" in capsys.readouterr().out
+    assert f"no page of the pictures: --sheet: '{copy / 'search.html'}' cannot be written" in capsys.readouterr().out
 
 
 # What is executed, and what a terminal gets.
@@ -961,23 +961,3 @@ def test_a_stream_without_a_letter_gets_an_escape(run, data):
             check=True,
         )
         assert b"\\u0939\\u093f" in found.stdout
-
-
-def test_captions_of_a_sheet_stay_in_their_places_and_have_a_font_with_their_letters(monkeypatch):
-    figures, savefig = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *to, **how: [figures.append(figure), savefig(figure, *to, **how)]
-    )
-    captions = ["W" * 60, "a cat", "\u210a $x$ \\frac"]
-    draw_sheet([Line("\u6f22" * 200, [Image.new("L", (40, 20))] * 3, captions)], io.BytesIO())
-    axes = figures[0].axes[1:]
-    titles = [ax.title for ax in axes]
-    assert [title.get_text() for title in titles[1:]] == captions[1:]
-    assert re.fullmatch("W{5,50}…", titles[0].get_text())
-    places = [ax.get_position(original=True).width * figures[0].bbox.width for ax in axes]
-    assert all(title.get_window_extent().width <= place for title, place in zip(titles, places, strict=True))
-    titles[0].set_text(captions[0])
-    assert titles[0].get_window_extent().width > places[0]
-    letters = [{*get_font(findfont(name)).get_charmap()} for name in titles[2].get_fontfamily()]
-    assert 0x210A not in letters[0]
-    assert 0x210A in set().union(*letters[1:])

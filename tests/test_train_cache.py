@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from fcntl import LOCK_EX, flock
 
@@ -14,8 +15,7 @@ from data_sets import FORMS, png
 
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.cache.files import CannotWriteError, cache_folder
-from wholebatch_train.data.cache.table_file import checksum_of
+from wholebatch_train.data.cache.tables import cache_folder, checksum_of, new_file
 from wholebatch_train.data.pairs.from_table import table_pairs
 from wholebatch_train.data.pictures import equal as equal_pictures
 from wholebatch_train.data.pictures.reading import bytes_of
@@ -81,7 +81,7 @@ def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monk
     expected = pairs_of(path).digest
     shutil.rmtree(tmp_path / "cache")
     if where == "write":
-        monkeypatch.setattr("wholebatch_train.data.cache.files._Sink.write", _write_that_fails)
+        monkeypatch.setattr("wholebatch_train.data.cache.tables.new_file", _file_that_is_full)
     else:
         monkeypatch.setattr(
             {"open": "tempfile.NamedTemporaryFile", "fsync": "os.fsync", "mkdir": "pathlib.Path.mkdir"}[where], fails
@@ -99,8 +99,12 @@ def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monk
     assert not [*(tmp_path / "cache").rglob("*.partial")]
 
 
-def _write_that_fails(self, content):
-    raise CannotWriteError(OSError(28, "No space left on device"))
+@contextmanager
+def _file_that_is_full(folder):
+    """Yield a file whose every write fails, as on a full disk."""
+    with new_file(folder) as file, open("/dev/full", "wb", buffering=0) as full:
+        os.dup2(full.fileno(), file.fileno())
+        yield file
 
 
 def test_an_error_of_the_source_is_not_taken_for_one_of_the_cache(tmp_path):
@@ -224,43 +228,10 @@ def partial_file(name, age):
     return path
 
 
-def test_what_a_killed_process_has_left_is_removed(tmp_path):
-    """But not the file of a process that writes, which holds its lock, or has just begun."""
-    left, begun, held = (partial_file(*each) for each in (("left", 1000), ("begun", 0), ("held", 1000)))
-    with held.open("rb") as file:
-        flock(file, LOCK_EX)
-        pairs_of(FORMS["csv"](tmp_path))
-        assert [path.exists() for path in (left, begun, held)] == [False, True, True]
-    pairs_of(FORMS["jsonl"](tmp_path))
-    assert not held.exists()
-
-
-def test_without_locks_what_is_a_day_old_is_removed(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+def test_what_a_killed_process_has_left_is_removed_after_a_day(tmp_path):
     old, recent = partial_file("old", 100_000), partial_file("recent", 1000)
     pairs_of(FORMS["csv"](tmp_path))
     assert (old.exists(), recent.exists()) == (False, True)
-
-
-def test_a_file_that_is_written_holds_its_lock(tmp_path, monkeypatch):
-    """Another start, when the file seems to be old, leaves it."""
-    from wholebatch_train.data.tables import open_table as module
-
-    path, original = FORMS["csv"](tmp_path), module.read_separated
-
-    def slow(source):
-        (partial,) = cache_folder().glob("*.partial")
-        os.utime(partial, (1, 1))
-        pairs_of(FORMS["jsonl"](tmp_path))
-        assert partial.exists()
-        yield from original(source)
-
-    monkeypatch.setattr(module, "read_separated", slow)
-    assert len(pairs_of(path)) == 6
-    assert not [*cache_folder().glob("*.partial")]
 
 
 def test_a_start_does_not_wait_for_others_if_the_table_is_there(tmp_path):
@@ -276,7 +247,7 @@ def test_a_start_does_not_wait_for_others_if_the_table_is_there(tmp_path):
         assert len(found) == 1
 
 
-# Files of tables that the cache holds no longer.
+# Results that are replaced.
 def names():
     return sorted(path.name for path in cache_folder().iterdir())
 
@@ -301,36 +272,4 @@ def test_results_about_earlier_versions_of_a_table_are_removed(tmp_path):
     assert names() == whole
     (tmp_path / "images" / "more0.png").write_bytes(b"no picture")
     pairs_of(path, skip_bad=True)
-    pairs_of(path.rename(tmp_path / "other.csv"), skip_bad=True)
-    assert len(names()) == 2 * len(first), "of a file that is not there any more, until its table is removed"
-
-
-def test_files_of_a_table_go_with_it(tmp_path):
-    """But not its lock, which a process may hold or wait for."""
-    one, other = FORMS["csv"](tmp_path), FORMS["jsonl"](tmp_path)
-    pairs_of(one, skip_bad=True)
-    of_one = names()
-    (table,) = (name for name in of_one if name.endswith(".arrow"))
-    folder = cache_folder()
-    foreign = [folder / name for name in ("notes.txt", f"uncached-{'0' * 24}-a.pictures", f"{'0' * 23}-a.pictures")]
-    for path in foreign:
-        path.touch()
-    pairs_of(other, skip_bad=True)
-    assert {*of_one} < {*names()}, "its table is there"
-    (folder / table).unlink()
-    os.utime(other, (5, 5))
-    pairs_of(other, skip_bad=True)
-    assert all(name.endswith(".lock") for name in {*of_one} & {*names()})
-    assert all(path.exists() for path in foreign)
-    pairs_of(one, skip_bad=True)
-    assert {*of_one} < {*names()}
-
-
-def test_results_about_a_folder_stay_without_a_table_in_the_cache(tmp_path):
-    path = FORMS["classes"](tmp_path)
-    pairs_of(path, skip_bad=True)
-    found = names()
-    assert not any(name.endswith(".arrow") for name in found)
-    assert sum(name.endswith((".pictures", ".unreadable")) for name in found) == 2
-    pairs_of(FORMS["csv"](tmp_path))
-    assert {*found} < {*names()}
+    assert len(names()) == len(first)

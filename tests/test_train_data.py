@@ -37,12 +37,11 @@ from wholebatch_train.data.sides import Texts
 from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.data.tables.roles import asked_roles, find_roles
 from wholebatch_train.data.tables.text_files import read_json_lines, read_separated
-from wholebatch_train.encoders.inputs import map_tensors
+from wholebatch_train.encoders.encoder import map_tensors
 from wholebatch_train.encoders.small import Pad, Words
 from wholebatch_train.tasks.batches import PairBatches, Reader, rows_of_chunks
 from wholebatch_train.tasks.make import make_task
-from wholebatch_train.using.encode import _workers
-from wholebatch_train.using.items import Items
+from wholebatch_train.using.items import Items, _workers
 from wholebatch_train.using.options import EmbedConfig
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
@@ -479,8 +478,8 @@ def test_the_number_of_workers_follows_from_the_data_and_the_ranks(many, monkeyp
     monkeypatch.setattr("wholebatch._launch.cpus.usable_cpus", lambda: 128)
     assert workers_of_a_rank(automatic, many.sides, 1) == 8
     items = Items("image", many.sides["image"], many.order, "DATA")
-    options = EmbedConfig(run=pathlib.Path("run"), data="DATA", batch_size=1, ranks=32)
-    assert [_workers(items, replace(options, workers=workers)) for workers in (-1, 0, 3)] == [4, 0, 3]
+    options = EmbedConfig(run=pathlib.Path("run"), data="DATA", batch_size=1)
+    assert [_workers(items, replace(options, workers=workers)) for workers in (-1, 0, 3)] == [8, 0, 3]
     assert _workers(items, replace(options, batch_size=len(items))) == 0, "a single batch is read at once"
 
 

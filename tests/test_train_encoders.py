@@ -22,14 +22,13 @@ from torch import nn
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import ModelConfig, TrainConfig
-from wholebatch_train.config_json import from_values, to_json
+from wholebatch_train.config_file import from_values, to_json
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
 from wholebatch_train.encoders.dual import DualEncoder
-from wholebatch_train.encoders.inputs import map_tensors, number_of_rows, to_device
+from wholebatch_train.encoders.encoder import check_batch_norm, map_tensors, number_of_rows, to_device, used_parameters
 from wholebatch_train.encoders.libraries import folder_of
 from wholebatch_train.encoders.make import make_dual_encoder, make_encoder
-from wholebatch_train.encoders.pretrained import check_batch_norm, used_parameters
 from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
 from wholebatch_train.encoders.small import ImageEncoder, TextEncoder
 from wholebatch_train.encoders.words import split_batch, tokenize
@@ -241,10 +240,9 @@ def test_the_optimizer_leaves_out_frozen_weights_and_scales_the_rate_of_a_side()
         ({"text_encoder": "transformers:x", "text": TextSideConfig(lora_rank=4)}, "without --text.tune lora"),
         ({"text": TextSideConfig(tune="frozen", learning_rate_factor=2.0)}, "with --text.tune frozen, got 2.0"),
         ({"text": TextSideConfig(learning_rate_factor=0.0)}, "--text.learning-rate-factor must be in "),
-        ({"precision": "fp8"}, "--precision must be one of fp32, tf32, bf16, fp16, got fp8"),
         ({"compile": True, "chunk_size": 8}, "--compile must be left out with --chunk-size 8, got True"),
         ({"compile": True, "chunk_size": "auto"}, "--compile must be left out with --chunk-size auto"),
-        ({"chunk_size": -1}, "--chunk-size must be at least 0, or auto, got -1"),
+        ({"chunk_size": -1}, "--chunk-size must be at least 0, got -1"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -258,7 +256,10 @@ def test_options_of_encoders_survive_json(tmp_path):
     )
     values = json.loads(to_json(config))
     assert from_values(values, tmp_path) == config
-    for name, value in (("chunk_size", "all"), ("precision", 16), ("text", values["text"] | {"max_tokens": "5"})):
+    for name, value in (
+        ("chunk_size", "all"), ("precision", 16), ("precision", "fp8"), ("task", "recognize"),
+        ("text", values["text"] | {"max_tokens": "5"}), ("text", values["text"] | {"tune": "some"}),
+    ):  # fmt: skip
         with pytest.raises(UserError, match="not the configuration"):
             from_values(values | {name: value}, tmp_path)
 

@@ -1,10 +1,13 @@
 """Run folders that someone has edited: another run's weights, features of other rows, sizes, optimizers, code."""
 
 import json
+import math
 import re
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from glyph_files import SMALL, write_pairs
 
@@ -139,7 +142,7 @@ def test_features_of_more_rows_than_a_tensor_holds_are_those_of_one(run, capsys,
     found = []
     for rows in (16384, 20):
         shutil.rmtree(run / "features")
-        monkeypatch.setattr("wholebatch_train.using.feature_cache.TILE", rows)
+        monkeypatch.setattr("wholebatch_train.using.feature_files.TILE", rows)
         assert call("search", run, "A", "-k", "7", "--batch-size", "7") == 0
         found.append([line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:2] in (" 0", "-0")])
     (kept,) = (run / "features").iterdir()
@@ -161,12 +164,16 @@ def test_a_link_in_place_of_the_folder_of_features_is_refused(run, tmp_path, cap
 
 
 def test_features_in_files_of_the_user_are_checked(run, data, tmp_path, capsys):
-    values = np.eye(5, 32, dtype=np.float32)
-    values[3, 3] = np.inf
-    np.save(tmp_path / "f.npy", values)
-    assert "row 4: its features are not finite" in mistake(capsys, "search", run, "A", "--in", tmp_path / "f.npy")
     file = tmp_path / "f.parquet"
     assert call("embed", run, data, "--out", file) == 0
+    table = pq.read_table(file)
+    rows = table["features"].to_pylist()
+    rows[3][3] = math.inf
+    column = table.column_names.index("features")
+    infinite = table.set_column(column, table.schema.field(column), pa.array(rows, table.schema.field(column).type))
+    pq.write_table(infinite, tmp_path / "infinite.parquet")
+    said = mistake(capsys, "search", run, "A", "--in", tmp_path / "infinite.parquet")
+    assert "row 4: its features are not finite" in said
     content = bytearray(file.read_bytes())
     content[content.index(b"PAR1", 4) // 2] ^= 1
     file.write_bytes(content)

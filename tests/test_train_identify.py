@@ -13,16 +13,14 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import HeadConfig, TrainConfig
-from wholebatch_train.data.choices import images_for_validation
-from wholebatch_train.data.classes.labeled import LabeledImages
-from wholebatch_train.data.classes.split import classes_of_texts, with_split
+from wholebatch_train.data.classes import LabeledImages, classes_of_texts, with_split
 from wholebatch_train.data.glyphs import TEST_FACES, glyph_classes
-from wholebatch_train.data.load import load_data
+from wholebatch_train.data.load import images_for_validation, load_data
 from wholebatch_train.data.pairs.pairs import Order, Pairs
 from wholebatch_train.data.sides import DrawnPictures, Texts
 from wholebatch_train.encoders.small import Pad
 from wholebatch_train.option_checks import check_options
-from wholebatch_train.report.classes import surest_mistakes
+from wholebatch_train.report.evidence import surest_mistakes
 from wholebatch_train.tasks.batches import ImageBatches, Reader
 from wholebatch_train.tasks.verification import accepted_at, best_possible, rows_to_verify
 
@@ -115,7 +113,6 @@ def test_other_margins_train(data, tmp_path, margin, more, capsys):
             {"task": "identify", "head": HeadConfig(margin="sphereface", m=0.1)},
             r"--head.m must be in \[1, 10\], got 0.1",
         ),
-        ({"task": "recognize"}, "--task must be 'retrieve' or 'identify', got recognize"),
     ],
 )
 def test_invalid_configurations_are_refused(settings, message):

@@ -10,7 +10,7 @@ from compare import assert_same
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import ModelConfig, TrainConfig
-from wholebatch_train.config_json import from_values, to_json
+from wholebatch_train.config_file import from_values, to_json
 from wholebatch_train.data.glyphs import glyph_pairs
 from wholebatch_train.data.pairs.pairs import Order, batch_of_step, split_groups
 from wholebatch_train.encoders.make import make_dual_encoder
@@ -19,7 +19,7 @@ from wholebatch_train.option_checks import check_options
 from wholebatch_train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
 from wholebatch_train.run.resume import check_same_run
 from wholebatch_train.run.run_folder import RunFolder
-from wholebatch_train.tasks.augment import affine_maps, apply_maps
+from wholebatch_train.tasks.batches import affine_maps, apply_maps
 from wholebatch_train.tasks.retrieval import first_ranks, recall
 
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
@@ -149,7 +149,7 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
     [
         ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"batch_size": -1}, "--batch-size must be at least 0, got -1"),
-        ({"workers": -2}, "--workers must be at least 0, or -1 for as many as there are cores, got -2"),
+        ({"workers": -2}, "--workers must be at least -1, got -2"),
         ({"batch_size": 1}, "--batch-size must be at least 2, because a pair alone has no negatives, got 1"),
         ({"image_channels": 3}, "--image-channels must be 1 for --data glyphs, which are gray, got 3"),
         ({"learning_rate": 0.0}, r"--learning-rate must be in \(0, 1e30\], got 0.0"),

@@ -16,6 +16,7 @@ from wholebatch_train.config import HeadConfig, ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
 from wholebatch_train.run.checkpoint import FILE, read_checkpoint, save_checkpoint
 from wholebatch_train.tasks import identify, retrieve
+from wholebatch_train.tasks import task as common
 from wholebatch_train.tasks.make import make_task
 from wholebatch_train.tasks.precision import Precision
 
@@ -43,7 +44,7 @@ class ScaledOnCPU(Precision):
 
 @pytest.fixture
 def _scaled_on_the_cpu(monkeypatch):
-    for module in (retrieve, identify, launch):
+    for module in (common, launch):
         monkeypatch.setattr(module, "Precision", ScaledOnCPU)
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import tarfile
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -22,7 +21,7 @@ from wholebatch_train.config import TrainConfig
 from wholebatch_train.data.load import load_data
 from wholebatch_train.data.pairs.answers import stated_pairs
 from wholebatch_train.data.pairs.from_table import table_pairs
-from wholebatch_train.data.pictures.left_out import LeftOut
+from wholebatch_train.data.pictures.skip_bad import LeftOut
 from wholebatch_train.data.tables import text_files
 from wholebatch_train.data.tables.open_table import open_table
 
@@ -191,15 +190,17 @@ def test_a_compressed_table_is_one_line_with_the_fix(tmp_path, ending):
     assert len(open_table(str(tmp_path / "images"))) == len(TEXTS), "beside pictures it is another file"
 
 
-def test_late_keys_without_a_role_are_of_no_matter(tmp_path, monkeypatch):
+def test_late_keys_are_null_in_the_lines_before_them(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "_ROWS", 2)
     names = write_pictures(tmp_path)
     rows = [{"image": name, "text": text} for name, text in zip(names, TEXTS, strict=True)]
     rows[4]["width"], rows[5]["license"] = 12, {"id": 3}
     assert texts_of(pairs_of(lines(tmp_path / "p.jsonl", rows))) == [*TEXTS]
-    rows[5]["label"] = "a"
-    with pytest.raises(UserError, match="line 6: the key 'label' is in none of the lines before it"):
-        pairs_of(lines(tmp_path / "p.jsonl", rows))
+    rows[5]["caption"] = rows[5].pop("text")
+    path = lines(tmp_path / "p.jsonl", rows)
+    assert open_table(str(path)).arrow["caption"].to_pylist() == [None] * 5 + [TEXTS[5]]
+    with pytest.raises(UserError, match="line 6: the text, column 'text', is empty"):
+        pairs_of(path, columns="text=text")
 
 
 def test_marks_of_patterns_in_the_names_of_folders_stand_for_themselves(tmp_path):
@@ -232,11 +233,12 @@ def test_the_names_of_columns_are_compared_a_few_times_each(tmp_path):
     count = 2000
     names = [Name(f"column {number}") for number in range(count)]
     Name.compared = 0
-    (batch,) = text_files._batches(tmp_path / "a.csv", SimpleNamespace(line_num=1), iter([names, ["x"] * count]), [])
-    assert batch.num_columns == count + 2, "the line, and the reason of a row without values"
+    path, reader = tmp_path / "a.csv", SimpleNamespace(line_num=1)
+    batches = [*text_files._batches(path, text_files._named_rows(path, reader, iter([names, ["x"] * count]), []))]
+    assert {batch.num_columns for batch in batches} == {count + 2}, "the line, and the reason of a row without values"
     assert Name.compared < 20 * count, "not with all others"
     with pytest.raises(UserError, match="line 1: the column 'column 7' appears twice"):
-        [*text_files._batches(Path("a.csv"), SimpleNamespace(line_num=1), iter([[*names, Name("column 7")]]), [])]
+        [*text_files._named_rows(path, reader, iter([[*names, Name("column 7")]]), [])]
 
 
 def beside(folder):
@@ -323,7 +325,7 @@ def test_a_run_with_rows_without_a_text_is_searched_and_embedded(tmp_path, capsy
     for side, count in (("text", 11), ("image", 12)):
         out = str(tmp_path / f"{side}.parquet")
         command = ["embed", run, str(path), "--side", side, "--out", out, "--workers", "0"]
-        assert main([*command, "--skip-bad", "--ranks", "2", "--batch-size", "4"]) == 0
+        assert main([*command, "--skip-bad", "--batch-size", "4"]) == 0
         assert pq.read_table(out).num_rows == count
         capsys.readouterr()
     assert main(["embed", run, str(path), "--side", "text", "--out", str(tmp_path / "o.parquet")]) == 2

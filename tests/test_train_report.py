@@ -14,8 +14,6 @@ from train_runs import options
 
 from wholebatch.__main__ import main
 from wholebatch_train.data.pairs.answers import Stated
-from wholebatch_train.report.charts import draw_chart, draw_histogram
-from wholebatch_train.report.classes import classes_evidence
 from wholebatch_train.report.content import (
     Candidate,
     Chart,
@@ -29,8 +27,8 @@ from wholebatch_train.report.content import (
     Setting,
     Table,
 )
-from wholebatch_train.report.page import data_uri, render
-from wholebatch_train.report.search import search, search_evidence
+from wholebatch_train.report.evidence import classes_evidence, search, search_evidence
+from wholebatch_train.report.page import data_uri, draw_chart, draw_histogram, render
 from wholebatch_train.tasks.retrieval import same_places
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=alert(1)> {{ 7 * 7 }} {% endfor %} $x_1$"

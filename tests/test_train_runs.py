@@ -13,8 +13,7 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 
 from wholebatch.__main__ import main
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.choices import with_batch
-from wholebatch_train.data.load import load_data
+from wholebatch_train.data.load import load_data, with_batch
 from wholebatch_train.run.checkpoint import last_step
 from wholebatch_train.run.record import read_config, read_record
 from wholebatch_train.run.run_folder import RunFolder

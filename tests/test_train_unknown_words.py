@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from wholebatch_train.data.tables.table import Table
 from wholebatch_train.encoders.words import split_words
-from wholebatch_train.using import unknown_words as module
-from wholebatch_train.using.unknown_words import note_of, unknown_words
+from wholebatch_train.using import search as module
+from wholebatch_train.using.search import note_of, unknown_words
 
 AWKWARD = "aéßſıİςσΣﬁŉ²5_-. \nह\u093e\u0301\u200d"  # noqa: RUF001
 
@@ -36,9 +36,6 @@ def test_words_are_those_that_the_encoder_reads(query, texts):
     known = {word for text in texts for word in split_words(text.strip())}
     expected = [word.lower() for word in dict.fromkeys(split_words(query)) if word not in known]
     assert of_texts(query, *texts) == expected
-    with pytest.MonkeyPatch.context() as patched:  # as for many words
-        patched.setattr(module, "_FEW", 0)
-        assert of_texts(query, *texts) == expected
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 from wholebatch_train.config import ModelConfig, TrainConfig
-from wholebatch_train.config_json import to_json
+from wholebatch_train.config_file import to_json
 from wholebatch_train.data.load import load_data
 from wholebatch_train.run.checkpoint import last_step
 from wholebatch_train.run.record import DataFacts, read_config

@@ -42,7 +42,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import common
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -54,7 +53,6 @@ from wholebatch.__main__ import main as command
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch_train.encoders.saved import digest_of
-from wholebatch_train.run import starts
 from wholebatch_train.run.checkpoint import digests_of_run
 
 CLASSES = {
@@ -76,7 +74,7 @@ PICTURES = ("png", "jpg", "gif", "bmp", "tif", "webp", "ppm", "ico", "tga", "jp2
 TABLES = ("csv", "tsv", "jsonl", "parquet")
 OF_RUN = ("config.json", "encoders/encoders.json", "encoders/text/encoder.json", "model.safetensors")
 STATE = ("config.json", "metrics.jsonl", "checkpoint.safetensors")
-FEATURES = ("kept", "npy", "features.parquet")
+FEATURES = ("kept", "features.parquet")
 OPTIONS = ("toml", "json")
 READERS = (*PICTURES, *TABLES, "folder", "tar", "run", "state", "best", *FEATURES, *OPTIONS)
 _STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.system")
@@ -118,7 +116,6 @@ def build(base: Path) -> None:
             member.size = len(text)
             file.addfile(member, io.BytesIO(text))
     quietly(["embed", str(base / "run"), str(table), "--side", "text", "--out", str(base / "whole.features.parquet")])
-    np.save(base / "whole.npy", np.eye(6, 32, dtype=np.float32))
     (base / "whole.toml").write_text('steps = 3\nloss = "siglip"\nlearning-rate = 1e-3\n[model]\ntext_width = 64\n')
     shutil.copyfile(base / "run" / "config.json", base / "whole.json")
 
@@ -367,7 +364,7 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
         weights = ["--weights", "best" if reader == "best" else dice.choice(("auto", "checkpoint"))]
         few = ["--workers", "0", *weights]
         commands = [
-            ["search", str(copy), "A", "-k", "2", *few, "--sheet", str(folder / "s.png")],
+            ["search", str(copy), "A", "-k", "2", *few, "--sheet", str(folder / "s.html")],
             ["embed", str(copy), str(base / "data" / "images"), "--side", "image", "--out", out, *few],
             ["evaluate", str(copy), str(base / ("data" if task == "run" else "faces") / "pairs.csv"), *few],
         ]
@@ -380,7 +377,7 @@ def case(reader: str, base: Path, folder: Path, dice: random.Random) -> tuple[li
         copy = folder / "run"
         shutil.copytree(base / "run", copy)
         (path,) = (copy / "features").iterdir()
-        return ["search", str(copy), "A", "-k", "2", "--sheet", str(folder / "s.png")], damage(path, dice)
+        return ["search", str(copy), "A", "-k", "2", "--sheet", str(folder / "s.html")], damage(path, dice)
     path = folder / f"hostile.{reader.rpartition('.')[2]}"
     shutil.copyfile(base / f"whole.{reader}", path)
     if reader in OPTIONS:
@@ -402,15 +399,8 @@ _started: list[str] = []
 
 
 def _record_start(event: str, arguments: tuple[Any, ...]) -> None:
-    """Record each start of a process, except that of git in the folder of this package, which says its commit."""
     if event == "pickle.find_class" or event in _STARTS:
-        ours = event == "subprocess.Popen" and list(arguments[1][:3]) == [
-            "git",
-            "-C",
-            str(Path(starts.__file__).parent),
-        ]
-        if not ours:
-            _started.append(f"{event} {arguments[:2]!a:.300}")
+        _started.append(f"{event} {arguments[:2]!a:.300}")
 
 
 sys.addaudithook(_record_start)
@@ -462,7 +452,7 @@ def outcome_of(argv: list[str], folder: Path, limit_s: float = LIMIT_S) -> tuple
         return "another code", f"{code}: {said[-2000:]}"
     if len(lines) != 1 or not lines[0].startswith(f"wholebatch {argv[0]}: error: "):
         return "several lines", said[-3000:]
-    left = [path for path in (folder / "out.npy", folder / "s.png") if path.exists()]
+    left = [path for path in (folder / "out.npy", folder / "s.html") if path.exists()]
     if argv[0] == "train" and not resumed and (folder / "run").exists():
         left.append(folder / "run")
     if resumed and (after := content_of(folder / "run")) != content:

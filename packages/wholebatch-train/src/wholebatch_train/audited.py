@@ -1,29 +1,47 @@
 """The audit before training, which is cheap: the run's ranks and precision, and the first examples of the first batch.
 
 Each rank compares its final gradient with that of the dense reference implementation, which it computes alone.
+
+How far rounding can move a gradient is measured by gradients of features that are moved by about as much:
+
+    t = sum_i J_i^T g_i(f_1, ..., f_n)      J_i: derivatives of example i's features f_i by the weights; g_i = dL/df_i
+
+A right computation of t in floating point, of unit rounding u, is one of features with errors of some u |f_i|, and of
+terms with relative errors of some u (it is backward stable). If the errors of examples are independent, that of t is
+
+    E = | sum_i s_i J_i^T (g_i(f_1 + e |f_1| r_1, ...) - g_i(f_1, ...)) | + e | sum_i s_i J_i^T g_i(f_1, ...) |
+
+with normal random numbers s_i, random unit vectors r_i, and e some u. It is at most sqrt(n) E if they are equal, as
+those of equal examples can be. Where terms do not cancel, E is e |t| times the condition of the loss. Where they do, as
+where all texts have equal features, |t| is about as large as its own error, and an error relative to |t| says nothing.
+Because of the factors s_i, the terms of E do not cancel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from wholebatch.app import UserError
 
 from .config import TrainConfig
 from .data.load import Data
+from .data.randomness import seeded
 from .ranks.all_ranks import on_all_ranks
-from .rounding import MOVED, moved_and_multiplied
 from .tasks.make import make_task
 from .tasks.task import Task
 
 _EXAMPLES = 64
 _NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples
 _WRONG = 0.02  # relative error, above rounding in float32 or TF32, and below the smallest known mistake
+MOVED = {"fp32": 2**-17, "tf32": 2**-11}
+"""e: 128 u in float32, whose sums have many terms; u in TF32, in which products are rounded, and sums are not."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +128,7 @@ def _relative_error(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def _rounding(config: TrainConfig, data: Data, device: torch.device) -> float:
-    """Return sqrt(n) E, which the rounding of the dense loss's gradient does not exceed, as `rounding` defines it."""
+    """Return sqrt(n) E, which the rounding of the dense loss's gradient does not exceed."""
     grads, moved = [], MOVED[config.precision]
     for by in (0.0, moved):
         task = make_task(replace(config, compile=False), data, device, rank=0, size=1, dense=True)
@@ -125,3 +143,25 @@ def _distance(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 def _norm(grads: Mapping[str, Tensor]) -> float:
     return torch.stack([x.double().square().sum().cpu() for x in grads.values()]).sum().sqrt().item()
+
+
+def moved_and_multiplied(by: float) -> Callable[[nn.Module, Any, Any], Any]:
+    """Return a forward hook for encoders that return features (n, d), or a tuple of these, of scalars and of None.
+
+    It moves the features by so much, e, and multiplies their gradients by random numbers: g_i becomes s_i g_i.
+    """
+
+    def move(output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(_move(x, by, i) if isinstance(x, Tensor) and x.dim() else x for i, x in enumerate(output))
+        return _move(output, by, 0)
+
+    return lambda _module, _inputs, output: move(output)
+
+
+def _move(features: Tensor, by: float, index: int) -> Tensor:
+    generator = seeded("rounding", index)
+    directions = F.normalize(torch.randn(features.shape, generator=generator), dim=-1).to(features)
+    factors = torch.randn(len(features), 1, generator=generator).to(features)
+    constant = features.detach()
+    return constant + by * constant.norm(dim=-1, keepdim=True) * directions + factors * (features - constant)

@@ -24,7 +24,6 @@ else:
     Loss = Literal[LOSSES]
     ChunkSize = int | Literal["auto"]
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "magface", "curricularface"]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from datetime import datetime
+from datetime import datetime, timezone
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Timer
@@ -15,16 +16,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from wholebatch.app import UserError, has_gpu_of_its_own, launcher_size
+import wholebatch as wb
+from wholebatch.app import UserError, has_gpu_of_its_own, launcher_size, processor_name
 from wholebatch.app.tensors import threads_of_a_rank
 
 from .audited import audit_start
 from .config import TrainConfig
-from .data.classes.labeled import LabeledImages
+from .data.classes import LabeledImages
 from .data.load import Data, load_data
 from .data.loader import WorkerDiedError
 from .data.pairs.pairs import Pairs
-from .data.pictures.left_out import FILE as LEFT_OUT
+from .data.pictures.skip_bad import FILE as LEFT_OUT
 from .loop import train
 from .option_checks import number_of_ranks
 from .planned import plan_start
@@ -33,14 +35,15 @@ from .ranks.all_ranks import device_of, on_all_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .ranks.signals import Requests, show
 from .run.checkpoint import last_step
-from .run.record import CONFIG, DataFacts, read_record
+from .run.record import CONFIG, DataFacts, Start, read_record
 from .run.resume import how_to_resume
 from .run.run_folder import RunFolder
 from .run.schedule import Extension, Schedule
-from .run.starts import new_start
 from .tasks.chunking import with_chunk_size
 from .tasks.make import check_encoders, make_task
 from .tasks.precision import Precision
+
+_VERSIONS = f"wholebatch {wb.__version__}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def run(config: TrainConfig) -> None:
@@ -143,7 +146,9 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         if config.audit and config.resume is None:
             audit = str(audit_start(config, data, device, rank=rank, size=size))
             progress.say(audit)
-        start = new_start(step=done, ranks=size, device=device, plan=plan, audit=audit)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+        start = Start(now, done, size, name, _VERSIONS, plan, audit)
         task = make_task(dataclasses.replace(config, steps=schedule.steps), data, device, rank=rank, size=size)
         facts: dict[str, Any] = {"size": size, "schedule": schedule, "start": start, "device": device}
         try:

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .classes.labeled import LabeledImages
-from .classes.split import with_split
+from .classes import LabeledImages, with_split
 from .pairs.pairs import Pairs
 from .sides import DrawnPictures, Texts
-from .tables.fingerprint import digest_of
+from .tables.columns import digest_of
 
 # The upright sans face first: it has the most characters, and the first image of a character is its test image.
 # (LastResort, also shipped, draws 135,962 boxes that stand for no character.)

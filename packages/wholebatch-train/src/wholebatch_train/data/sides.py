@@ -6,6 +6,7 @@ import os
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from .pictures.reading import open_picture
+from .tables.columns import is_bytes, is_text
 from .tables.table import Table
 
 if TYPE_CHECKING:
@@ -90,8 +92,16 @@ class FilePictures(Side):
     kind: Kind = "image"
 
     def __init__(self, table: Table, column: str) -> None:
+        import pyarrow as pa
+
         self.table, self.column = table, column
         self._places = table.arrow[column]
+        kind = self._places.type
+        if not (is_text(kind) or is_bytes(kind) or pa.types.is_struct(kind)):
+            raise UserError(
+                f"{table.source}: the column {column!r} must hold paths or bytes of pictures to be the image; "
+                f"got {kind}"
+            )
 
     def place(self, row: int) -> Any:
         """Return where a picture lies: a path, its bytes, or (file, offset, size).
@@ -132,6 +142,38 @@ class FilePictures(Side):
         except ValueError as error:
             name = self._quoted_path(row) or "the picture"
             raise UserError(f"{self.table.where(row)}: {name} cannot be read as an image ({error})") from error
+
+    @cached_property
+    def _lengths(self) -> Any:
+        """The bytes of each picture in the table or in a shard, as a column; those of files are null. None: all are."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        column, kind = self._places, self._places.type
+        if pa.types.is_struct(kind):
+            if kind.get_field_index("shard") >= 0:
+                return pc.struct_field(column, "size")
+            if kind.get_field_index("bytes") < 0:
+                return None
+            column = pc.struct_field(column, "bytes")
+        return pc.binary_length(column) if is_bytes(column.type) else None
+
+    def size(self, row: int) -> int:
+        """Return the bytes of the file of a row's picture, which is not read.
+
+        Raises:
+            UserError: there is none, with its place.
+        """
+        if self._lengths is not None and (length := self._lengths[row].as_py()):
+            return int(length)
+        try:
+            return Path(self.place(row)).stat().st_size
+        except UserError as error:
+            raise UserError(f"{error}; --skip-bad leaves such rows out") from error
+        except FileNotFoundError as error:
+            raise UserError(f"{self.missing(row)}; --skip-bad leaves such rows out") from error
+        except OSError as error:
+            raise self.refused(row, error) from error
 
     def missing(self, row: int) -> UserError:
         """Return the error about a row whose file is not there."""

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from wholebatch.app.tensors import accumulation_dtype
 
 from ..ranks.sharding import local_parts
-from .encoder import Encoder
-from .inputs import Inputs
+from .encoder import Encoder, Inputs
 
 
 class Unused(NamedTuple):

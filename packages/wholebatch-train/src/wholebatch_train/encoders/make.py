@@ -9,9 +9,8 @@ from typing import Literal
 from ..config import TrainConfig
 from ..encoder_options import Named, SideConfig, TextSideConfig
 from .dual import DualEncoder
-from .encoder import Encoder
+from .encoder import Encoder, FixedEncoder
 from .libraries import folder_of
-from .pretrained import FixedEncoder
 from .small import ImageEncoder, TextEncoder
 from .tune import tune
 
@@ -72,12 +71,12 @@ def _make_small(config: TrainConfig, kind: Kind) -> Encoder:
 def _make_of_transformers(name: str, value: str, side: SideConfig) -> FixedEncoder:
     folder = folder_of(value, name)
     if isinstance(side, TextSideConfig):
-        from .transformer_text import TransformerText
+        from .transformer import TransformerText
 
         return TransformerText(
             folder, value, pooling=side.pooling, max_tokens=side.max_tokens, pretrained=side.pretrained
         )
-    from .transformer_image import TransformerImage
+    from .transformer import TransformerImage
 
     return TransformerImage(folder, value, pooling=side.pooling, pretrained=side.pretrained)
 

@@ -18,7 +18,7 @@ from typing import Any
 from wholebatch.app import UserError, open_regular, parse_json, read_bounded, shown
 
 from ..config import ModelConfig
-from ..config_json import options_of
+from ..config_file import options_of
 from .dual import DualEncoder
 from .encoder import Encoder
 from .small import ImageEncoder, TextEncoder
@@ -74,7 +74,7 @@ def _build(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> E
 
         return TimmImage(values["model"], value, pretrained=False, saved=values)
     if form == "transformers text":
-        from .transformer_text import TransformerText
+        from .transformer import TransformerText
 
         text = TransformerText(
             folder, value, pooling=values["rule"] or "auto", max_tokens=values["max_tokens"], pretrained=False
@@ -82,7 +82,7 @@ def _build(folder: Path, form: Any, values: dict[str, Any], *, trust: bool) -> E
         text.prepare = replace(text.prepare, lower=values["lower"])
         return text
     if form == "transformers image":
-        from .transformer_image import TransformerImage
+        from .transformer import TransformerImage
 
         return TransformerImage(folder, value, pooling=values["rule"], pretrained=False)
     if form == "file":

@@ -13,8 +13,7 @@ from torch import Tensor
 from wholebatch.app import require
 
 from ..config import ModelConfig
-from .encoder import Encoder
-from .inputs import Inputs
+from .encoder import Encoder, Inputs
 from .networks import ImageNetwork, TextNetwork
 from .words import TextBatch, split_batch, tokenize
 

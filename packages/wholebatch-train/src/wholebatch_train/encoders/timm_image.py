@@ -12,8 +12,8 @@ from torch import Tensor
 
 from wholebatch.app import UserError, parse_json, read_bounded
 
+from .encoder import FixedEncoder, Normalized
 from .libraries import check_is_no_path, check_safe_weights, holds, nearest, needed
-from .pretrained import FixedEncoder, Normalized
 
 _WEIGHTS = ("model.safetensors", "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
 _OF_DATA = ("interpolation", "mean", "std", "crop_pct", "crop_mode")

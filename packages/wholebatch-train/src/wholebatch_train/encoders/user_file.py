@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from wholebatch.app import UserError
 
-from .inputs import Inputs, map_tensors
+from .encoder import FixedEncoder, Inputs, map_tensors
 from .libraries import nearest
-from .pretrained import FixedEncoder
 
 COPY = "encoder.py"
 _ITEMS = ("one", "two words")

@@ -45,6 +45,8 @@ class Gallery(NamedTuple):
     title: str
     note: str
     queries: Sequence[Query]
+    has_answers: bool = True
+    """Whether it is known which candidates are right."""
 
 
 class Line(NamedTuple):
@@ -106,13 +108,13 @@ class Evidence(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that the report of a run shows; `page.render` makes the HTML from it alone."""
+    """Everything that a page about a run, or about a search, shows; `page.render` makes the HTML from it alone."""
 
     title: str
     subtitle: str
-    facts: Sequence[Fact]
+    facts: Sequence[Fact] = ()
     """Figures at the top; the first is the headline."""
-    table: Table
+    table: Table | None = None
     """The figures of the test set, beside chance."""
     curves: Sequence[Chart] = ()
     evidence: Evidence = Evidence()

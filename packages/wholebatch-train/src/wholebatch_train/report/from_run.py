@@ -68,7 +68,7 @@ def report_of_run(
             for name in names_of(config)
             if name not in _RUN_ONLY
         ],
-        versions=[] if last is None else [("", last.versions), *([("commit", last.commit)] if last.commit else [])],
+        versions=[] if last is None else [("", last.versions)],
     )
 
 
@@ -154,13 +154,7 @@ def _charts(task: Task, metrics: Metrics, resumed: Sequence[int]) -> list[Chart]
 def _starts(starts: Sequence[Start]) -> Table | None:
     if not starts:
         return None
-    rows = [
-        [
-            start.at + " UTC", f"{start.step:,}", f"{start.ranks}", start.device,
-            start.versions + (f", commit {start.commit}" if start.commit else ""),
-        ]
-        for start in starts
-    ]  # fmt: skip
+    rows = [[start.at + " UTC", f"{start.step:,}", f"{start.ranks}", start.device, start.versions] for start in starts]
     return Table("", ["start", "after step", "ranks", "device of rank 0", "versions"], rows)
 
 

@@ -137,12 +137,7 @@ def read_checkpoint(
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         expected = _expected(model, optimizer, scaler)
         specs = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
-        if specs != expected:
-            differing = sorted(name for name in specs.keys() | expected.keys() if specs.get(name) != expected.get(name))
-            raise UserError(
-                f"{path} does not fit this configuration's model: {len(differing)} tensors are missing, unknown "
-                f"or of another shape, {differing[0]} among them; was the run folder edited?"
-            )
+        check_fits(path, "this configuration's model", specs, expected)
         tensors = {name: file.read(name) for name in expected}
     try:
         torch.Generator().set_state(tensors["rng.cpu"])
@@ -244,6 +239,16 @@ def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | 
                 f"{changed} is not the file that the {kind} {file.path.name} was written with; was it edited, or "
                 "copied from another run?"
             )
+
+
+def check_fits(path: Path, model: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise UserError unless the tensors of a file are of these shapes."""
+    if found != expected:
+        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise UserError(
+            f"{path} does not fit {model}: {len(differing)} tensors are missing, unknown or of another shape, "
+            f"{differing[0]} among them; was the run folder edited?"
+        )
 
 
 def first_lines(metrics: Path, count: int | None) -> list[bytes]:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from wholebatch.app import UserError, check_fields, read_bounded, replacing, sealed, unsealed
 
 from ..config import TrainConfig
-from ..config_file import RUN
-from ..config_json import from_values, to_json
+from ..config_file import RUN, from_values, to_json
 from .schedule import Extension
 
 CONFIG = "config.json"
@@ -55,8 +54,6 @@ class Start(NamedTuple):
     device: str
     versions: str
     """Of this package, Python and torch."""
-    commit: str | None
-    """Of this package, if it is used from a checkout."""
     plan: str
     audit: str | None
     """None: there was no audit, which a resumed run does not repeat."""

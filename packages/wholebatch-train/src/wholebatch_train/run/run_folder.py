@@ -7,7 +7,7 @@ checkpoint.safetensors   weights, optimizer and random state of the last checkpo
 best.safetensors         unless --no-keep-best: the weights of the best validation
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
 encoders/                what a later program needs to build the encoders again, before it reads the final weights
-features/                features of the data that `wholebatch search` has searched; search.png has its last pictures
+features/                features of the data that `wholebatch search` has searched; search.html has its last pictures
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
 README.md                the model, its figures, and how to use it, also without this program
@@ -32,7 +32,7 @@ from torch import Tensor
 from wholebatch.app import UserError, parse_json, replacing, writing
 
 from ..config import TrainConfig
-from ..data.pictures.left_out import LeftOut, write_left_out
+from ..data.pictures.skip_bad import LeftOut, write_left_out
 from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of
 from ..report.content import Report

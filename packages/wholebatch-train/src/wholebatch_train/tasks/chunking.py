@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ def with_chunk_size(config: TrainConfig, data: Data, device: torch.device, *, ra
     """Return the configuration with a number of rows as its chunk size. All ranks.
 
     "auto" becomes the largest power of two whose measured memory fits on every rank, or 0 where all rows of a rank do.
-    Each rank measures a model of its own. With sharded weights all measure one model together, chunk by chunk, because
-    its passes are collective.
+    The ranks agree on each measurement. Each measures a model of its own, or, with sharded weights, its part of one
+    model, whose passes are collective.
 
     Args:
         config: the configuration of the run.
@@ -41,41 +42,21 @@ def with_chunk_size(config: TrainConfig, data: Data, device: torch.device, *, ra
     """
     if not config.has_automatic_chunks:
         return config
-    rows = -(-config.batch_size // size)
-    if config.fsdp and size > 1:
-        task = make_task(replace(config, chunk_size=0, workers=0), data, device, rank=rank, size=size)
-        return replace(config, chunk_size=_chunk_size_of_sharded(task, config, device, config.batch_size // size))
+    is_together = config.fsdp and size > 1
+    rows = config.batch_size // size if is_together else -(-config.batch_size // size)
+    measured = replace(config, chunk_size=0, workers=0, batch_size=config.batch_size if is_together else rows)
+    place = {"rank": rank, "size": size} if is_together else {"rank": 0, "size": 1}
+    task, _ = on_all_ranks("set-up", lambda: make_task(measured, data, device, **place, dense=not is_together))
 
-    def measure_chunk() -> int:
-        local = replace(config, chunk_size=0, batch_size=rows, workers=0)
-        task = make_task(local, data, device, rank=0, size=1, dense=True)
-        budget = _budget(task, config, device)
-        if budget is None:  # a system that does not say
-            return 0
-        return largest_chunk(lambda n: memory_of_graph(task, n, device), rows, budget)
+    def of_ranks(measure: Callable[[], int | float | None]) -> list[Any]:
+        return [each["value"] for each in on_all_ranks("set-up", measure, lambda x: {"value": x})[1]]
 
-    _, of_ranks = on_all_ranks("set-up", measure_chunk, lambda chunk: {"chunk": chunk})
-    limited = [each["chunk"] for each in of_ranks if each["chunk"]]
-    return replace(config, chunk_size=min(limited, default=0))
-
-
-def _chunk_size_of_sharded(task: Task, config: TrainConfig, device: torch.device, rows: int) -> int:
-    """Return the chunk size of sharded weights: the ranks agree on each measurement. All ranks.
-
-    Args:
-        task: the sharded one.
-        config: the configuration of the run.
-        device: its device.
-        rows: the fewest rows that a rank has.
-    """
-
-    def of_ranks(value: int | float | None) -> list[Any]:
-        return [each["value"] for each in on_all_ranks("set-up", lambda: value, lambda x: {"value": x})[1]]
-
-    budgets = of_ranks(_budget(task, config, device))
-    if None in budgets:
-        return 0
-    return largest_chunk(lambda n: max(of_ranks(memory_of_graph(task, n, device))), rows, min(budgets))
+    budgets = of_ranks(lambda: _budget(task, config, device))
+    if None in budgets:  # a system that does not say
+        return replace(config, chunk_size=0)
+    memory = partial(memory_of_graph, task, device=device)
+    chunk = largest_chunk(lambda n: max(of_ranks(lambda: memory(n))), rows, min(budgets))
+    return replace(config, chunk_size=chunk)
 
 
 def _budget(task: Task, config: TrainConfig, device: torch.device) -> float | None:

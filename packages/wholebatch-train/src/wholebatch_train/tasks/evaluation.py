@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from ..data.loader import prepared
 from ..data.sides import Side
 from ..encoders.dual import DualEncoder
-from ..encoders.encoder import Encoder
-from ..encoders.inputs import to_device
+from ..encoders.encoder import Encoder, to_device
 from .batches import Reader, RowInputs
 
 _ROWS = 512  # that are encoded at a time, or fewer with a smaller `--chunk-size`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,30 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
 from ..config import TrainConfig
-from ..data.classes.labeled import LabeledImages
+from ..data.classes import LabeledImages
 from ..data.loader import Feed, workers_of_a_rank
-from ..encoders.adapters import merged_state
-from ..encoders.inputs import Inputs, rows_of, to_device
+from ..encoders.encoder import Inputs, rows_of, to_device
 from ..encoders.make import make_encoder
 from ..encoders.saved import save_encoder
-from ..ranks.all_ranks import on_all_ranks
-from ..ranks.sharding import shard_weights, whole_state
-from ..report.classes import classes_evidence, surest_mistakes
 from ..report.content import Evidence, Item
-from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from .augment import augmented
-from .batches import ImageBatches, Reader, rows_of_chunks
-from .evaluation import features_of_rows
-from .head import has_reference, make_head
-from .head_folder import check_head_folder, load_head, remove_other_heads, save_head
-from .precision import Precision
-from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
-from .verification import FAR, accepted_at, best_possible, rows_to_verify
+from ..report.evidence import classes_evidence, surest_mistakes
+from .batches import ImageBatches, Reader, augmented, rows_of_chunks
+from .head import check_head_folder, has_reference, load_head, make_head, remove_other_heads, save_head
+from .task import Curve, PassState, Task, finite_loss, not_finite
+from .verification import best_possible, verify
 
 _TOP = 5
 
@@ -56,32 +46,19 @@ class Identify(Task):
         size: int,
         dense: bool = False,
     ) -> None:
-        self._config, self._data, self._device, self._rank = config, data, device, rank
-        self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
-        self._chunks = rows_of_chunks(self._rows, config, size)
         torch.manual_seed(config.seed)
-        self._encoder = make_encoder(config, "image")
-        self._is_trained = any(p.requires_grad for p in self._encoder.parameters())
-        self._is_sharded = config.fsdp and size > 1 and not dense
-        if self._is_sharded:
-            shard_weights(self._encoder, device)
-        else:
-            self._encoder.to(device)
-        self._dense = dense
-        self.module, self.precision = self._encoder, Precision(config.precision, device)
-        if config.compile:
-            self._encoder.compile(dynamic=True)
+        self._state = self._encoder = make_encoder(config, "image")
+        super().__init__(config, self._encoder, device, rank=rank, size=size, dense=dense)
+        self._data = data
+        self._chunks = rows_of_chunks(self._rows, config, size)
         self.head = make_head(
             config, self._encoder.width, len(data), device, wb.comm.LocalCommunicator() if dense else None
         )
         head_rate = config.head.learning_rate
         groups = [{"params": list(self.head.parameters()), "peak": head_rate}]
         self._head_optimizer = wb.SparseAdamW(groups, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
-        self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
-        replicated = size > 1 and self._is_trained and not self._is_sharded
-        self._model = DistributedDataParallel(self._encoder) if replicated else self._encoder
         self._cached = None
         if config.chunk_size and self._is_trained:
             self._cached = wb.GradCache(
@@ -96,7 +73,6 @@ class Identify(Task):
             ImageBatches(data, Reader.of(self._encoder), config, self._rows), stop=config.steps, workers=self._workers
         )
         self._step = 0
-        self._ranks = size
         self._predictions: tuple[Tensor, Tensor, Tensor] | None = None
 
     def describe(self) -> str:
@@ -142,15 +118,13 @@ class Identify(Task):
         return finite_loss(self.head, embeddings, labels, step=step)
 
     def gradients(self) -> dict[str, Tensor]:
-        local_grads = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
-        gradients = whole_state(local_grads, kept=self._rank == 0 or not self._is_sharded)
         assert self.head.weight.grad is not None
         local = self.head.weight.grad.to_dense()
         parts: list[Any] = [local]
         if dist.is_initialized() and not self._dense:
             parts = [None] * dist.get_world_size()
             dist.all_gather_object(parts, local.cpu())
-        return gradients | {"head": torch.cat(parts)}
+        return super().gradients() | {"head": torch.cat(parts)}
 
     def grad_norm(self) -> float:
         return wb.heads.clip_grad_norm_(self._encoder.parameters(), self.head.parameters(), float("inf")).item()
@@ -173,11 +147,7 @@ class Identify(Task):
         """Return unit embeddings of these images, on the CPU of rank 0, without augmentation. All ranks."""
         if not len(rows):
             return torch.empty(0, self._encoder.width)
-        with self.precision.autocast():
-            return features_of_rows(
-                self._encoder, "image", self._data.pictures, rows, self._device,
-                workers=self._workers, chunk_size=self._config.chunk_size, ranks=self._ranks,
-            )  # fmt: skip
+        return self._features_of("image", self._data.pictures, rows)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
@@ -185,31 +155,23 @@ class Identify(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.head.named_buffers()}
 
-    def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
+    def save(
+        self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
+        save: str | None = None,
+    ) -> None:  # fmt: skip
         present = self.loss_state()
         self.head.load_state_dict(before.loss, strict=False)
         save = save_head(folder, step, self.head, self._head_optimizer, rank=self._rank)
         self.head.load_state_dict(present, strict=False)
-        if self._rank == 0 or self._is_sharded:
-            save_checkpoint(
-                folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds, save=save,
-                metrics=metrics, scaler=before.scaler, writes=self._rank == 0,
-            )  # fmt: skip
+        super().save(folder, before._replace(loss={}), step=step, seconds=seconds, metrics=metrics, save=save)
         if self._rank == 0:
             remove_other_heads(folder, step)
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        def read() -> Checkpoint:
-            arguments = (folder, self._encoder, self._optimizer)
-            checkpoint = read_checkpoint(*arguments, steps=self._config.steps, scaler=self.precision.state())
-            check_head_folder(folder, checkpoint.facts["step"])
-            return checkpoint
+    def _check_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        check_head_folder(folder, facts["step"])
 
-        checkpoint, _ = on_all_ranks("resume", read)
-        load_head(folder, checkpoint.facts["step"], checkpoint.facts["save"], self.head, self._head_optimizer)
-        checkpoint.restore(self._encoder, self._optimizer)
-        self.precision.restore(checkpoint.scaler)
-        return checkpoint.facts
+    def _load_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        load_head(folder, facts["step"], facts["save"], self.head, self._head_optimizer)
 
     def test(self) -> dict[str, Any]:
         data, rows = self._data, self._data.test
@@ -217,18 +179,15 @@ class Identify(Task):
         if self._rank:
             return {}
         self._predictions = embeddings, top.class_ids.cpu(), top.logits.cpu() / self._config.head.scale
-        verified = rows_to_verify(data.labels[rows])
-        tar, threshold = accepted_at(embeddings[verified], data.labels[rows[verified]], FAR, device=self._device)
+        verified = verify(embeddings, data.labels[rows], self._device)
         return {
             "classes": len(data),
             "test_images": len(rows),
             **figures,
             "top_1_at_most": best_possible(data.numbers[rows].tolist(), data.labels[rows]),
             "chance": 1 / len(data),
-            "verified_images": len(verified),
-            "far": FAR,
-            "tar": None if math.isnan(tar) else tar,
-            "threshold": None if math.isnan(threshold) else threshold,
+            "verified_images": verified.pop("images"),
+            **verified,
         }
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
@@ -246,7 +205,7 @@ class Identify(Task):
 
     def weights(self) -> dict[str, Tensor]:
         centers = self.head.full_weight()
-        return whole_state(merged_state(self._encoder), kept=True) | ({} if centers is None else {"centers": centers})
+        return super().weights() | ({} if centers is None else {"centers": centers})
 
     def save_encoders(self, folder: Path) -> None:
         save_encoder(folder / "image", self._encoder)

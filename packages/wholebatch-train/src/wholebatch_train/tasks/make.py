@@ -7,7 +7,7 @@ import torch
 from wholebatch.app import UserError
 
 from ..config import TrainConfig
-from ..data.classes.labeled import LabeledImages
+from ..data.classes import LabeledImages
 from ..data.load import Data
 from ..encoders.make import Kind, make_encoder
 from .identify import Identify

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
@@ -19,25 +18,17 @@ from ..data.loader import Feed, workers_of_a_rank
 from ..data.pairs.answers import Stated, stated_of_groups
 from ..data.pairs.pairs import Pairs, Split
 from ..data.sides import Side
-from ..encoders.adapters import merged_state
 from ..encoders.dual import Unused
-from ..encoders.encoder import Encoder
-from ..encoders.inputs import Inputs, number_of_rows, to_device
+from ..encoders.encoder import Inputs, number_of_rows, to_device
 from ..encoders.make import make_dual_encoder
 from ..encoders.saved import save_dual_encoder
-from ..ranks.all_ranks import on_all_ranks
-from ..ranks.sharding import shard_weights, whole, whole_state
+from ..ranks.sharding import whole
 from ..report.content import Evidence, Item
-from ..report.search import search_evidence
-from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from .augment import augmented
-from .batches import Chunk, PairBatches, Reader, rows_of_chunks
-from .evaluation import features_of_rows
+from ..report.evidence import search_evidence
+from .batches import Chunk, PairBatches, Reader, augmented, rows_of_chunks
 from .objectives import make_objective
-from .pair_search import PLURAL, further_candidates, report_of_search, table, ways_of
-from .precision import Precision
-from .retrieval import recall
-from .task import Curve, PassState, Task, finite_loss, make_adamw, not_finite
+from .retrieval import PLURAL, further_candidates, recall, report_of_search, table, ways_of
+from .task import Curve, Task, finite_loss, not_finite
 
 
 @dataclass(frozen=True)
@@ -64,32 +55,18 @@ class Retrieve(Task):
         size: int,
         dense: bool = False,
     ) -> None:
-        self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
-        self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
+        torch.manual_seed(config.seed)
+        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()})
+        super().__init__(config, self._encoder, device, rank=rank, size=size, dense=dense)
+        self._pairs, self._split = pairs, split
         self._ways = ways_of(pairs)
-        self._ranks = size
         self.curves = tuple(
             Curve(f"recall@{k}, {way.replace('_', ' ')}", (way, f"recall@{k}")) for way in self._ways for k in (1, 10)
         )
-        torch.manual_seed(config.seed)
-        self._encoder = make_dual_encoder(config, {name: side.kind for name, side in pairs.sides.items()})
-        self._is_sharded = config.fsdp and size > 1 and not dense
-        if self._is_sharded:
-            shard_weights(self._encoder, device)
-        else:
-            self._encoder.to(device)
-        self._objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense).to(
-            device
-        )
-        self.module, self.precision = self._encoder, Precision(config.precision, device)
-        if config.compile:
-            for encoder in self._encoder.children():
-                if isinstance(encoder, Encoder):
-                    encoder.compile(dynamic=True)
+        objective = make_objective(config, len(pairs), negatives=pairs.negatives is not None, dense=dense)
+        self._objective = objective.to(device)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
-        self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
-        self._model = DistributedDataParallel(self._encoder) if size > 1 and not self._is_sharded else self._encoder
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
@@ -168,10 +145,6 @@ class Retrieve(Task):
         first_row = self._encoder.encoder(self._encoder.sides[1]).first(chunk.second, 1) if self._is_sharded else None
         return (*arguments, None if first_row is None else Unused(to_device(first_row, self._device)))
 
-    def gradients(self) -> dict[str, Tensor]:
-        gradients = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
-        return whole_state(gradients, kept=self._rank == 0 or not self._is_sharded)
-
     def grad_norm(self) -> float:
         grads = [p.grad for p in self._encoder.parameters() if p.grad is not None]
         return whole(nn.utils.get_total_norm(grads)).item()
@@ -201,15 +174,11 @@ class Retrieve(Task):
 
     def _features(self, stated: Stated) -> tuple[Tensor, Tensor]:
         """Return the features of these items, on rank 0. All ranks."""
-        first, second = (self._features_of(*each) for each in zip(self._pairs.names, stated.rows, strict=True))
+        sides = self._pairs.sides.items()
+        first, second = (
+            self._features_of(name, side, rows) for (name, side), rows in zip(sides, stated.rows, strict=True)
+        )
         return first, second
-
-    def _features_of(self, name: str, rows: Tensor) -> Tensor:
-        with self.precision.autocast():
-            return features_of_rows(
-                self._encoder, name, self._pairs.sides[name], rows, self._device,
-                workers=self._workers, chunk_size=self._config.chunk_size, ranks=self._ranks,
-            )  # fmt: skip
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._validated.rows[1])}"
@@ -217,29 +186,11 @@ class Retrieve(Task):
     def loss_state(self) -> dict[str, Tensor]:
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
-    def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
-        if self._rank == 0 or self._is_sharded:
-            state = self._state.state_dict() | dict(before.loss)
-            save_checkpoint(
-                folder, state, self._optimizer, step=step, seconds=seconds, metrics=metrics, scaler=before.scaler,
-                writes=self._rank == 0,
-            )  # fmt: skip
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        def read() -> Checkpoint:
-            arguments = (folder, self._state, self._optimizer)
-            return read_checkpoint(*arguments, steps=self._config.steps, scaler=self.precision.state())
-
-        checkpoint, _ = on_all_ranks("resume", read)
-        checkpoint.restore(self._state, self._optimizer)
-        self.precision.restore(checkpoint.scaler)
-        return checkpoint.facts
-
     def test(self) -> dict[str, Any]:
         stated, other = self._tested, self._pairs.names[1]
         rows = further_candidates(self._pairs, stated)
         first, second = self._features(stated)
-        further = self._features_of(other, rows) if len(rows) else second[:0]
+        further = self._features_of(other, self._pairs.sides[other], rows) if len(rows) else second[:0]
         if self._rank:
             return {}
         if not all(x.isfinite().all() for x in (first, second)):
@@ -251,9 +202,6 @@ class Retrieve(Task):
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         return table(report, self._ways)
-
-    def weights(self) -> dict[str, Tensor]:
-        return whole_state(merged_state(self._encoder), kept=True)
 
     def save_encoders(self, folder: Path) -> None:
         save_dual_encoder(folder, self._encoder)

@@ -8,14 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+import wholebatch as wb
 from wholebatch.app import UserError
 
 from ..config import TrainConfig
+from ..data.sides import Side
+from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder
+from ..encoders.tune import merged_state
+from ..ranks.all_ranks import on_all_ranks
+from ..ranks.sharding import shard_weights, whole_state
 from ..report.content import Evidence
+from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from .evaluation import features_of_rows
 from .precision import Precision
 
 
@@ -35,17 +45,53 @@ class PassState(NamedTuple):
 
 
 class Task(ABC):
-    """One rank's part of a task. Calls marked "all ranks" communicate."""
+    """One rank's part of a task. Calls marked "all ranks" communicate.
 
-    module: nn.Module
-    """The encoders."""
-    precision: Precision
+    Args:
+        config: the configuration of the run.
+        encoders: those to train, with random state from the seed.
+        device: where they are trained.
+        rank: r, this rank.
+        size: W, the number of ranks.
+        dense: the loss is computed by this process alone.
+    """
+
     optimizers: Sequence[Optimizer]
     """For replicated parameters, and for sharded ones if any; each group's `peak` is its largest learning rate."""
     curves: Sequence[Curve]
     """The curves of the validations."""
     validation_title: str
     """The title above these curves."""
+    _state: nn.Module
+    """The module that a checkpoint keeps: the encoders, with the loss if it has tensors of its own."""
+    _workers: int
+    """Processes that read rows."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        encoders: DualEncoder | Encoder,
+        device: torch.device,
+        *,
+        rank: int,
+        size: int,
+        dense: bool,
+    ) -> None:
+        self._config, self._device, self._rank, self._ranks, self._dense = config, device, rank, size, dense
+        self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
+        self.module, self.precision = encoders, Precision(config.precision, device)
+        self._is_trained = any(p.requires_grad for p in encoders.parameters())
+        self._is_sharded = config.fsdp and size > 1 and not dense
+        if self._is_sharded:
+            shard_weights(encoders, device)
+        else:
+            encoders.to(device)
+        if config.compile:
+            for each in [m for m in encoders.modules() if isinstance(m, Encoder)]:
+                each.compile(dynamic=True)
+        self._optimizer = make_adamw(encoders, config)
+        is_replicated = size > 1 and self._is_trained and not self._is_sharded
+        self._model: nn.Module = DistributedDataParallel(encoders) if is_replicated else encoders
 
     @abstractmethod
     def describe(self) -> str:
@@ -59,9 +105,10 @@ class Task(ABC):
     def encode_rows(self, rows: int) -> Tensor:
         """Return one number that depends on the features of the first so many rows of a batch, with its graph."""
 
-    @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients by parameter, as the optimizers get them: whole, sharded ones on rank 0. All ranks."""
+        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        return whole_state(gradients, kept=self._rank == 0 or not self._is_sharded)
 
     @abstractmethod
     def grad_norm(self) -> float:
@@ -97,8 +144,10 @@ class Task(ABC):
     def loss_state(self) -> dict[str, Tensor]:
         """Return a copy of the tensors that a forward pass changes."""
 
-    @abstractmethod
-    def save(self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None) -> None:
+    def save(
+        self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
+        save: str | None = None,
+    ) -> None:  # fmt: skip
         """Write a checkpoint. All ranks.
 
         Args:
@@ -107,11 +156,42 @@ class Task(ABC):
             step: number of steps made.
             seconds: time that they took.
             metrics: on rank 0 the digest of these steps in metrics.jsonl. None: it is computed from the file.
+            save: the id that other parts of the checkpoint repeat. None: there are none.
         """
+        if self._rank == 0 or self._is_sharded:
+            save_checkpoint(
+                folder, self._state.state_dict() | dict(before.loss), self._optimizer, step=step, seconds=seconds,
+                save=save, metrics=metrics, scaler=before.scaler, writes=self._rank == 0,
+            )  # fmt: skip
 
-    @abstractmethod
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore the last checkpoint; return its facts. All ranks."""
+
+        def read() -> Checkpoint:
+            steps, scaler = self._config.steps, self.precision.state()
+            checkpoint = read_checkpoint(folder, self._state, self._optimizer, steps=steps, scaler=scaler)
+            self._check_beside(folder, checkpoint.facts)
+            return checkpoint
+
+        checkpoint, _ = on_all_ranks("resume", read)
+        self._load_beside(folder, checkpoint.facts)
+        checkpoint.restore(self._state, self._optimizer)
+        self.precision.restore(checkpoint.scaler)
+        return checkpoint.facts
+
+    def _check_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:  # noqa: B027  # most have one file
+        """Refuse further parts of a checkpoint that are not as they were written."""
+
+    def _load_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:  # noqa: B027
+        """Restore further parts of a checkpoint. All ranks."""
+
+    def _features_of(self, name: str, side: Side, rows: Tensor) -> Tensor:
+        """Return the unit features of these rows of a side, on the CPU of rank 0, without augmentation. All ranks."""
+        with self.precision.autocast():
+            return features_of_rows(
+                self.module, name, side, rows, self._device,
+                workers=self._workers, chunk_size=self._config.chunk_size, ranks=self._ranks,
+            )  # fmt: skip
 
     @abstractmethod
     def test(self) -> dict[str, Any]:
@@ -130,9 +210,9 @@ class Task(ABC):
         """Return examples of the results of `test` and their similarities, on rank 0."""
         return Evidence()
 
-    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """Return the final weights, on rank 0. All ranks."""
+        return whole_state(merged_state(self.module), kept=True)
 
     def facts(self) -> dict[str, str]:
         """Return the metadata of the file of final weights."""

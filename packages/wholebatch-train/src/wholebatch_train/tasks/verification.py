@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,17 @@ FAR = 1e-3
 _ROWS = 512
 _MOST = 10_000
 """Images whose pairs are compared: the time grows with their square."""
+
+
+def verify(features: Tensor, labels: Tensor, device: torch.device | str) -> dict[str, Any]:
+    """Return the figures of the verification of these unit rows (n, d) of classes (n,); None without pairs."""
+    rows = rows_to_verify(labels)
+    tar, threshold = accepted_at(features[rows], labels[rows], FAR, device=device)
+    has_pairs = not math.isnan(tar)
+    return {
+        "images": len(rows), "far": FAR, "tar": tar if has_pairs else None,
+        "threshold": threshold if has_pairs else None,
+    }  # fmt: skip
 
 
 def rows_to_verify(labels: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import tyro
 from wholebatch.app import UserError, launcher_size
 
 from .options import EmbedConfig, EvaluateConfig, ExportConfig, SearchConfig
-from .positions import check_positions
 
 _OPTIONS: dict[str, Any] = {
     "embed": EmbedConfig, "search": SearchConfig, "evaluate": EvaluateConfig, "export": ExportConfig
@@ -26,9 +25,8 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
     name = prog.rpartition(" ")[2]
-    check_positions(argv, prog=prog)
     options = tyro.cli(_OPTIONS[name], args=list(argv), prog=prog)
     options.check()
     if (launcher_size() or 1) > 1:
-        raise UserError(f"{prog} starts its own processes: --ranks N without torchrun or another launcher")
+        raise UserError(f"{prog} is one process, which uses all GPUs: start it without torchrun or another launcher")
     getattr(import_module(f".{name}", __package__), name)(options)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-
-from torch import Tensor
-
-from .encode import features_of, opened
 from .feature_files import COLUMN, write_npy, write_parquet
-from .items import open_items
+from .items import features_of, open_items, opened, with_progress
 from .options import EmbedConfig
 from .output import say, written
-
-_LINE_EVERY_S = 10
 
 
 def embed(options: EmbedConfig) -> None:
@@ -32,16 +24,3 @@ def embed(options: EmbedConfig) -> None:
     with written(options.out, content) as file:
         write = write_npy if options.out.suffix == ".npy" else write_parquet
         write(file, tiles, items, run.width, run.weights)
-
-
-def with_progress(tiles: Iterable[Tensor], count: int) -> Iterator[Tensor]:
-    """Yield the tiles; print a line every ten seconds."""
-    began = last = time.monotonic()
-    done = 0
-    for tile in tiles:
-        yield tile
-        done += len(tile)
-        now = time.monotonic()
-        if now - last >= _LINE_EVERY_S and done < count:
-            last = now
-            say(f"{done:,} of {count:,} rows, {now - began:.0f} s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,9 @@ from ..data.tables.open_table import open_table
 from ..data.tables.roles import asked_roles
 from ..data.tables.table import Table
 from ..tasks.head import make_head
-from ..tasks.pair_search import report_of_search, table, ways_of
-from ..tasks.verification import FAR, accepted_at, rows_to_verify
-from .embed import with_progress
-from .encode import features_of, opened
-from .items import Items
+from ..tasks.retrieval import report_of_search, table, ways_of
+from ..tasks.verification import FAR, verify
+from .items import Items, features_of, opened, with_progress
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed
 from .output import say, show_table, written
@@ -125,12 +122,7 @@ def _classification(run: OpenRun, pairs: Pairs, options: EvaluateConfig) -> dict
         report["chance"] = {f"top_{k}": min(1.0, k / len(run.classes)) for k in (1, _TOP)}
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
     of_texts = torch.tensor([distinct[name] for name in names])
-    verified = rows_to_verify(of_texts)
-    tar, threshold = accepted_at(features[verified], of_texts[verified], FAR, device=run.device)
-    of_pairs = {"images": len(verified), "far": FAR, "tar": None, "threshold": None} if math.isnan(tar) else {
-        "images": len(verified), "far": FAR, "tar": tar, "threshold": threshold
-    }  # fmt: skip
-    return report | {"texts": len(distinct), "verification": of_pairs}
+    return report | {"texts": len(distinct), "verification": verify(features, of_texts, run.device)}
 
 
 def _top_classes(run: OpenRun, features: Tensor) -> Tensor:

@@ -1,10 +1,18 @@
-"""Files of features: .parquet with the columns of the data, or .npy alone; written row by row, read tile by tile."""
+"""Files of features: .parquet with the columns of the data, or .npy alone; written row by row, read tile by tile.
+
+`wholebatch search` keeps the features that it computes in the folder of the run, one file for a side of some data and a
+kind of weights: the final, the best and the last checkpoint's. These are tensors of some rows each, which are verified
+when they are read. A file is replaced when the run has other weights of its kind; a search that reads it goes on, since
+it is open.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +20,18 @@ import torch
 from torch import Tensor
 
 from wholebatch.app import UserError, parse_json
-from wholebatch.app.tensors import TensorFile
+from wholebatch.app.tensors import TensorFile, write_tensors
 
 from ..data.sides import FilePictures, Texts
 from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
-from .items import Items
-from .output import reading
+from .items import Items, features_of, with_progress
+from .open_run import OpenRun
+from .options import EncodingOptions
+from .output import reading, say
 
 COLUMN = "features"
+FOLDER = "features"
+_DIGITS = 16  # of a hash, in the name of a file
 TILE = 16384  # rows that are read at a time
 _KEY = b"wholebatch"
 _FORMAT = "wholebatch-features-1"
@@ -87,52 +99,30 @@ def _repeated_member(table: Table | None) -> str:
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """Features in a file, and the items that they are of, if the file has them."""
+    """Features in an open file, and the items that they are of, if the file has them."""
 
     path: Path
-    count: int
     width: int
-    items: Items | None = None
-    """None: the file holds features alone."""
-    weights: str = field(default="")
-    """Hash of the weights of the model; "" if the file does not have it."""
-    values: Any = field(default=None, repr=False)
-    """The features of a .npy file, mapped into memory."""
-    kept: TensorFile | None = field(default=None, repr=False)
-    """The features in the folder of a run; they can be read, once, even after the file is removed."""
+    items: Items | None
+    weights: str
+    """Hash of the weights of the model."""
+    read: Callable[[int], Iterator[Tensor]] = field(repr=False)
+    """Yields the features, at most so many rows at a time."""
 
     def tiles(self, rows: int = TILE) -> Iterator[Tensor]:
         """Yield the features, (at most `rows`, width), in order; UserError for a damaged one."""
         done = 0
         with reading(self.path, "a file of features", (OSError, ValueError)):
-            for tile in self._tiles(rows):
+            for tile in self.read(rows):
                 if not (finite := tile.isfinite().all(1).int()).all():
                     row = done + int(finite.argmin()) + 1
                     raise UserError(f"{self.path}, row {row}: its features are not finite; embed the data again")
                 done += len(tile)
                 yield tile
 
-    def _tiles(self, rows: int) -> Iterator[Tensor]:
-        if self.kept is not None:
-            with self.kept as file:
-                yield from (file.read(str(number)) for number in range(len(file.entries)))
-            return
-        if self.values is not None:
-            for start in range(0, self.count, rows):
-                yield torch.from_numpy(self.values[start : start + rows].copy())
-            return
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True) as file:
-            for batch in file.iter_batches(batch_size=rows, columns=[COLUMN]):
-                flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
-                yield torch.from_numpy(flat.reshape(-1, self.width).copy())
-
 
 def has_features(path: str) -> bool:
-    """Return whether a file holds features: a .npy file, or a .parquet file that `wholebatch embed` has written."""
-    if Path(path).suffix == ".npy":
-        return True
+    """Return whether a file holds features: it is one that `wholebatch embed` has written."""
     if Path(path).suffix != ".parquet" or not Path(path).is_file():
         return False
     import pyarrow as pa
@@ -145,42 +135,90 @@ def has_features(path: str) -> bool:
 
 
 def open_features(path: Path) -> FeatureFile:
-    """Open a file that `write_parquet` has written, or a .npy file of another program."""
-    with reading(path, "a file of features", (Exception,)):  # numpy and pyarrow raise any kind for a damaged file
-        return _open_npy(path) if path.suffix == ".npy" else _open_parquet(path)
-
-
-def _open_npy(path: Path) -> FeatureFile:
-    import numpy as np
-
-    values = np.load(path, mmap_mode="r", allow_pickle=False)
-    if values.ndim != 2 or values.dtype != np.float32 or not values.size:
-        raise ValueError(f"expected float32 of the shape (rows, width), got {values.dtype} {values.shape}")
-    count, width = values.shape
-    return FeatureFile(path, count, width, values=values)
-
-
-def _open_parquet(path: Path) -> FeatureFile:
+    """Open a file that `write_parquet` has written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pq.read_schema(path)
-    facts = parse_json(schema.metadata[_KEY], "its metadata")
-    kind = schema.field(COLUMN).type
-    if facts["format"] != _FORMAT or not pa.types.is_fixed_size_list(kind):
-        raise ValueError("it is of another version")
-    others = [name for name in schema.names if name != COLUMN]
-    arrow = pq.read_table(path, columns=others, memory_map=True)
+    with reading(path, "a file of features", (Exception,)):  # pyarrow raises any kind for a damaged file
+        file = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        schema = file.schema_arrow
+        facts = parse_json(schema.metadata[_KEY], "its metadata")
+        kind = schema.field(COLUMN).type
+        if facts["format"] != _FORMAT or not pa.types.is_fixed_size_list(kind):
+            raise ValueError("it is of another version")
+        items = _items_in(file, facts) if facts["column"] else None
+
+    def read(rows: int) -> Iterator[Tensor]:
+        for batch in file.iter_batches(batch_size=rows, columns=[COLUMN]):
+            flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
+            yield torch.from_numpy(flat.reshape(-1, kind.list_size).copy())
+
+    return FeatureFile(path, kind.list_size, items, facts["weights"], read)
+
+
+def _items_in(file: Any, facts: dict[str, Any]) -> Items:
+    """Return the items of the columns that stand beside the features."""
+    others = [name for name in file.schema_arrow.names if name != COLUMN]
+    arrow = file.read(columns=others)
     shown = {name: hidden for hidden, name in _HIDDEN.items()}
     arrow = arrow.rename_columns([shown.get(name, name) for name in arrow.column_names])
     if facts.get("member") in others:
         arrow = arrow.append_column(MEMBER, arrow[facts["member"]])
     table = Table(Path(facts["source"]), arrow, Path(facts["folder"]))
     name, column = facts["side"], facts["column"]
-    rows = torch.arange(len(table))
-    items = None
-    if column:
-        side = FilePictures(table, column) if name == "image" else Texts(arrow[column])
-        captions = facts.get("captions", "") if facts.get("captions") in others else ""
-        items = Items(name, side, rows, facts["source"], table, column, captions)
-    return FeatureFile(path, len(table), kind.list_size, items, facts["weights"])
+    side = FilePictures(table, column) if name == "image" else Texts(arrow[column])
+    captions = facts.get("captions", "") if facts.get("captions") in others else ""
+    return Items(name, side, torch.arange(len(table)), facts["source"], table, column, captions)
+
+
+def kept_features(run: OpenRun, items: Items, options: EncodingOptions) -> FeatureFile:
+    """Return the features of all these items, which are computed if the folder of the run does not have them.
+
+    Args:
+        run: the run.
+        items: the rows of the data.
+        options: how to compute.
+    """
+    data = f"{items.name}-{items.digest()[:_DIGITS]}"
+    path = run.folder / FOLDER / f"{data}-{run.kind_of_weights}.safetensors"
+    if path.parent.is_symlink():
+        raise UserError(f"{path.parent} is a link; expected the folder itself: remove it")
+    expected = {
+        str(number): torch.empty(len(part), run.width, dtype=torch.float32, device="meta")
+        for number, part in enumerate(items.rows.split(TILE))
+    }
+    facts = {"rows": data, "weights": run.weights}
+    try:
+        path.parent.mkdir(exist_ok=True)
+        kept = _open(path) if path.exists() else None
+        if kept is None or kept.metadata.get("weights") != run.weights:
+            if kept is not None:
+                kept.close()
+            say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
+            tiles = with_progress(features_of(run, items, options), len(items))
+            rows = (row for tile in tiles for row in tile.split(1))
+            write_tensors(path, expected, facts, (torch.cat([*islice(rows, len(x))]) for x in expected.values()))
+            kept = _open(path)
+            if kept.metadata.get("weights") != run.weights:
+                kept.close()
+                raise UserError(f"{path} was replaced meanwhile by features of other weights; run this command again")
+    except OSError as error:
+        raise UserError(
+            f"{str(path.parent)!r} cannot be written or read ({error.strerror or error}); write the features elsewhere "
+            "with `wholebatch embed`, and search them with --in FILE.parquet"
+        ) from error
+    layout = {name: (entry.shape, entry.dtype) for name, entry in kept.entries.items()}
+    if (kept.metadata, layout) != (facts, {name: (x.shape, x.dtype) for name, x in expected.items()}):
+        kept.close()
+        raise UserError(f"{path} is damaged, or has features of other rows; remove it")
+    return FeatureFile(path, run.width, items, run.weights, partial(_read_kept, kept))
+
+
+def _open(path: Path) -> TensorFile:
+    with reading(path, "features", (OSError,), named=(ValueError,)):
+        return TensorFile(path)
+
+
+def _read_kept(kept: TensorFile, _: int = TILE) -> Iterator[Tensor]:
+    with kept as file:
+        yield from (file.read(str(number)) for number in range(len(file.entries)))

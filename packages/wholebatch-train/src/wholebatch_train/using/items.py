@@ -1,11 +1,14 @@
-"""The rows of one column of DATA, as one side's encoder reads them."""
+"""The rows of one column of DATA, as one side's encoder reads them, and their features."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -16,19 +19,23 @@ from wholebatch.app import UserError
 from ..config import for_glyphs
 from ..data.cache.kept_results import stamp_of_pictures
 from ..data.glyphs import glyph_pairs
-from ..data.pictures.left_out import rows_with_texts
-from ..data.pictures.unreadable import readable_rows
-from ..data.sides import FilePictures, Side, Texts
-from ..data.tables.fingerprint import digest_of
+from ..data.loader import WorkerDiedError, automatic_workers, prepared
+from ..data.pictures.skip_bad import readable_rows, rows_with_texts
+from ..data.sides import Chosen, FilePictures, Side, Texts
+from ..data.tables.columns import digest_of, in_rows, is_bytes, is_text
 from ..data.tables.folders import PICTURES
-from ..data.tables.list_columns import in_rows
 from ..data.tables.open_table import open_table
-from ..data.tables.plain_types import is_bytes, is_text
 from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.tables.table import Table
-from .open_run import OpenRun
-from .options import renamed
+from ..encoders.encoder import to_device
+from ..ranks.all_ranks import device_of
+from ..tasks.batches import Reader, RowInputs
+from .open_run import OpenRun, open_run
+from .options import EncodingOptions, renamed
+from .output import say
 from .overlap import case_ignored_by
+
+_LINE_EVERY_S = 10
 
 # The names of the usual columns of a side; a text is read by the encoder of queries, too, and so on.
 ROLES = {
@@ -98,7 +105,7 @@ def open_items(
     *,
     column: str = "",
     side: str | None = None,
-    skip_bad: bool | None = False,
+    skip_bad: bool = False,
     say: Callable[[str], None] = lambda _: None,
     workers: int = 0,
 ) -> Items:
@@ -110,7 +117,7 @@ def open_items(
         argument: its name on the command line, for errors.
         column: the column. "": the usual one of the side.
         side: the side that reads it. None: as the column is.
-        skip_bad: leave out rows without a text or a readable picture. None: those to read are known.
+        skip_bad: leave out rows without a text or a readable picture.
         say: called with lines about the data.
         workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
     """
@@ -126,12 +133,12 @@ def open_items(
             say(line)
         name, column = find_column(run, table, column, side)
         if run.kind(name) == "image":
-            _check_pictures(table, column, may_be_empty=skip_bad is not False)
+            _check_pictures(table, column, may_be_empty=skip_bad)
             pictures = FilePictures(table, column)
             rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column, _captions(run, table))
         table, _ = in_rows(table, [column])
-        empty: dict[int, str] | None = None if skip_bad is False else {}
+        empty: dict[int, str] | None = {} if skip_bad else None
         texts = Texts(text_column(table, name, column, empty))
         return Items(name, texts, rows_with_texts(table, empty or {}, say)[0], data, table, column)
     except UserError as error:
@@ -206,15 +213,68 @@ def _holds_pictures(table: Table, column: str) -> bool:
 
 
 def _check_pictures(table: Table, column: str, *, may_be_empty: bool) -> None:
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     values = table.arrow[column]
-    if not (is_text(values.type) or is_bytes(values.type) or pa.types.is_struct(values.type)):
-        raise UserError(
-            f"{table.source}: the column {column!r} must hold paths or bytes of pictures to be the image; got "
-            f"{values.type}"
-        )
     if values.null_count and not may_be_empty:
         row = pc.index(pc.is_null(values), True).as_py()
         raise UserError(f"{table.where(row)}: {table.why_empty(row, 'image', column)}")
+
+
+def opened(options: EncodingOptions) -> OpenRun:
+    """Open the run of a command, and print a line about weights that are not the final ones."""
+    run = open_run(options.run, device_of(options.device, 0, 1), options.weights, trust=options.trust)
+    if run.weights_line:
+        say(run.weights_line)
+    return run
+
+
+def features_of(run: OpenRun, items: Items, options: EncodingOptions) -> Iterator[Tensor]:
+    """Yield the features of the items, (at most `options.batch_size`, width), in order.
+
+    The GPUs of this machine take turns: each encodes while the others still do.
+
+    Raises:
+        UserError: an item that cannot be read.
+    """
+    parts = [*items.rows.split(options.batch_size)]
+    replicas = [run, *(run.on(device) for device in _further_devices(run.device)[: len(parts) - 1])]
+    encoded = deque[Tensor]()
+    try:
+        prepare = RowInputs(items.side, Reader.of(run.encoder(items.name)))
+        read = prepared(prepare, parts, workers=_workers(items, options))
+        for replica, inputs in zip(cycle(replicas), read, strict=False):
+            encoded.append(replica.encode(items.name, to_device(inputs, replica.device)))
+            if len(encoded) == len(replicas):
+                yield run.finite(encoded.popleft().cpu())
+        for features in encoded:
+            yield run.finite(features.cpu())
+    except WorkerDiedError as error:
+        raise UserError(f"a process that reads the rows {error}") from error
+
+
+def _workers(items: Items, options: EncodingOptions) -> int:
+    """Return how many processes read pictures."""
+    if options.workers >= 0:
+        return options.workers
+    is_quick = not isinstance(items.side, (FilePictures, Chosen)) or len(items) <= options.batch_size
+    return 0 if is_quick else automatic_workers(1)
+
+
+def _further_devices(first: torch.device) -> list[torch.device]:
+    """Return the other GPUs of this machine, if the first one is a GPU."""
+    count = torch.cuda.device_count() if first.type == "cuda" else 0
+    return [device for number in range(count) if (device := torch.device("cuda", number)) != first]
+
+
+def with_progress(tiles: Iterable[Tensor], count: int) -> Iterator[Tensor]:
+    """Yield the tiles; print a line every ten seconds."""
+    began = last = time.monotonic()
+    done = 0
+    for tile in tiles:
+        yield tile
+        done += len(tile)
+        now = time.monotonic()
+        if now - last >= _LINE_EVERY_S and done < count:
+            last = now
+            say(f"{done:,} of {count:,} rows, {now - began:.0f} s")

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,13 @@ from wholebatch.app.tensors import TensorFile
 from ..config import TrainConfig, files_of_encoders
 from ..data.sides import Kind
 from ..encoders.dual import DualEncoder
-from ..encoders.encoder import Encoder
-from ..encoders.inputs import Inputs
+from ..encoders.encoder import Encoder, Inputs
 from ..encoders.make import make_dual_encoder, make_encoder
 from ..encoders.saved import FOLDER as ENCODERS
 from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
 from ..run.best import FILE as BEST
 from ..run.checkpoint import FILE as CHECKPOINT
-from ..run.checkpoint import check_is_of_run
+from ..run.checkpoint import check_fits, check_is_of_run
 from ..run.record import read_record
 from .options import Weights
 from .output import reading
@@ -87,13 +87,15 @@ class OpenRun:
         return f"weights: {which}" + ("" if self.step is None else f" after step {self.step:,} of {self.steps:,}")
 
     @torch.no_grad()
-    def features(self, side: str, inputs: Inputs) -> Tensor:
-        """Map the inputs of b items, on the device of the run, to unit rows (b, width), float32 on the CPU."""
+    def encode(self, side: str, inputs: Inputs) -> Tensor:
+        """Map the inputs of b items to unit rows (b, width), all on the device of the run; float32."""
         if isinstance(self.model, DualEncoder):
-            features = self.model.encode(side, inputs)
-        else:
-            features = F.normalize(self.model(inputs), dim=-1)
-        return self.finite(features.float().cpu())
+            return self.model.encode(side, inputs).float()
+        return F.normalize(self.model(inputs), dim=-1).float()
+
+    def on(self, device: torch.device) -> OpenRun:
+        """Return a copy of the run on another device."""
+        return replace(self, model=deepcopy(self.model).to(device), device=device)
 
     def finite(self, x: Tensor) -> Tensor:
         """Return features or centers, unless weights have made them infinite or NaN."""
@@ -237,12 +239,7 @@ def _make_model(config: TrainConfig, names: Collection[str]) -> DualEncoder | En
 
 def _check_fits(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
     expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    if shapes != expected:
-        differing = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-        raise UserError(
-            f"{path} does not fit the encoders of the run: {len(differing)} tensors are missing, unknown or of another "
-            f"shape, {differing[0]} among them; was the run folder edited?"
-        )
+    check_fits(path, "the encoders of the run", shapes, expected)
 
 
 def _classes(file: TensorFile) -> tuple[str, ...]:

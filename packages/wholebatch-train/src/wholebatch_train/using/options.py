@@ -24,7 +24,7 @@ Weights = Literal["auto", "final", "best", "checkpoint"]
 SideName = Literal["image", "text", "query", "document"]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-Query = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
+Query = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 
 
@@ -51,26 +51,13 @@ class EncodingOptions(_OfRun):
     batch_size: int = 256
     """Rows that are encoded together."""
     workers: int = -1
-    """Processes of each rank that read pictures ahead. -1: as many as the rank has cores, at most 8; 0: none."""
+    """Processes that read pictures ahead. -1: as many as there are cores, at most 8; 0: none."""
     device: Device = "auto"
-    """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
-
-    @property
-    def processes(self) -> int:
-        """How many processes encode."""
-        return int(getattr(self, "ranks", 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OnRanks(EncodingOptions):
-    """The same, on several ranks."""
-
-    ranks: int = 1
-    """Processes that encode, each with its share of the cores, or a GPU of its own."""
+    """Where to compute; "auto": on all GPUs of this machine, or else on the CPU."""
 
 
 @dataclass(frozen=True)
-class EmbedConfig(_OnRanks):
+class EmbedConfig(EncodingOptions):
     """Write the feature of each row of DATA, a unit row of float32, with the rows in their order.
 
     RUN is the folder of a run. DATA is whatever `wholebatch train --data` takes: a .csv, .tsv, .jsonl or .parquet file,
@@ -89,25 +76,25 @@ class EmbedConfig(_OnRanks):
         """Raise UserError for a mistake."""
         check_run(self.run)
         _check_data("DATA", self.data)
-        _check_work(self.batch_size, self.workers, self.ranks)
+        _check_work(self.batch_size, self.workers)
         if self.out.suffix not in FEATURES:
             raise UserError(f"--out must be a {' or '.join(FEATURES)} file, got {str(self.out)!r}")
         check_writable("--out", self.out)
 
 
 @dataclass(frozen=True)
-class SearchConfig(_OnRanks):
+class SearchConfig(EncodingOptions):
     """Find the rows of data that are most similar to a text or a picture, by exact search.
 
-    RUN is the folder of a run. QUERY is a text, or the path of a picture.
+    RUN is the folder of a run. QUERY is a text of one word or more, or the path of a picture.
     """
 
-    query: Query = ""
+    words: Query = ()
     queries: str = ""
     """Instead of QUERY: a table of queries, such as a .csv or .jsonl file with the column query, text or image."""
     data: Annotated[str, tyro.conf.arg(name="in")] = ""
-    """The rows to search: data as `wholebatch train --data` takes them, or a file that `wholebatch embed` has written.
-    Empty: the data of the run. Features of data are kept in the run's folder features/, for the next search."""
+    """The rows to search: data as `wholebatch train --data` takes them, or a .parquet file that `wholebatch embed` has
+    written. Empty: the data of the run. Features of data are kept in the folder features/ of the run."""
     column: str = ""
     """The column of these data to search. Empty: the usual one."""
     side: SideName | None = None
@@ -117,8 +104,13 @@ class SearchConfig(_OnRanks):
     out: Path | None = None
     """FILE.jsonl: a line for each query. None: the results are printed."""
     sheet: Path | None = None
-    """FILE.png: results that are pictures, side by side. None: search.png in the folder of the run.
+    """FILE.html: a page with the results that are pictures. None: search.html in the folder of the run.
     As all outputs, it replaces an earlier file of this name."""
+
+    @property
+    def query(self) -> str:
+        """QUERY, without quotes around several words."""
+        return " ".join(self.words)
 
     def check(self) -> None:
         """Raise UserError for a mistake."""
@@ -135,15 +127,12 @@ class SearchConfig(_OnRanks):
             raise UserError(f"QUERY: there is no picture {self.query!r}")
         if self.queries:
             _check_data("--queries", self.queries)
-        if self.data and Path(self.data).suffix == ".npy":
-            if not Path(self.data).is_file():
-                raise UserError(f"--in: there is no file {self.data!r}")
-        elif self.data:
+        if self.data:
             _check_data("--in", self.data)
         if not 1 <= self.k <= 10_000:
             raise UserError(f"-k must be from 1 to 10000, got {self.k}")
-        _check_work(self.batch_size, self.workers, self.ranks)
-        for name, path, ending in (("--out", self.out, ".jsonl"), ("--sheet", self.sheet, ".png")):
+        _check_work(self.batch_size, self.workers)
+        for name, path, ending in (("--out", self.out, ".jsonl"), ("--sheet", self.sheet, ".html")):
             if path is not None:
                 if path.suffix != ending:
                     raise UserError(f"{name} must be a {ending} file, got {str(path)!r}")
@@ -173,7 +162,7 @@ class EvaluateConfig(EncodingOptions):
         """Raise UserError for a mistake."""
         check_run(self.run)
         _check_data("DATA", self.data)
-        _check_work(self.batch_size, self.workers, 1)
+        _check_work(self.batch_size, self.workers)
         if self.out is not None:
             if self.out.suffix != ".json":
                 raise UserError(f"--out must be a .json file, got {str(self.out)!r}")
@@ -240,9 +229,7 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def _check_work(batch_size: int, workers: int, ranks: int) -> None:
-    for name, value, low, high in (
-        ("--batch-size", batch_size, 1, 2**20), ("--workers", workers, -1, 256), ("--ranks", ranks, 1, 1024),
-    ):  # fmt: skip
+def _check_work(batch_size: int, workers: int) -> None:
+    for name, value, low, high in (("--batch-size", batch_size, 1, 2**20), ("--workers", workers, -1, 256)):
         if not low <= value <= high:
             raise UserError(f"{name} must be from {low} to {high}, got {value}")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..data.cache.kept_results import kept_numbers
 from ..data.load import load_data
 from ..data.pairs.pairs import Pairs
 from ..data.pictures.equal import MOST, digests_of, first_of_each, numbers_in_common
@@ -25,24 +24,21 @@ from ..encoders.encoder import Encoder
 from ..encoders.small import TextEncoder
 from ..encoders.words import identity
 from ..run.record import read_record
-from ..tasks.pair_search import PLURAL
+from ..tasks.retrieval import PLURAL
 from .open_run import OpenRun
 from .options import renamed
 
 
 class _Rows(NamedTuple):
-    """Rows of a side, one of each distinct item, and all rows that count in its table."""
+    """Rows of a side, one of each distinct item."""
 
     side: Side
     rows: Tensor
-    everything: Tensor
 
     @classmethod
-    def of(cls, side: Side, rows: Tensor, everything: Tensor) -> _Rows:
+    def of(cls, side: Side, rows: Tensor) -> _Rows:
         """Return these rows, or those behind them of the side that this one is chosen from."""
-        if isinstance(side, Chosen):
-            return cls(side.side, side.rows[rows], torch.unique(side.rows[everything]))
-        return cls(side, rows, everything)
+        return cls(side.side, side.rows[rows]) if isinstance(side, Chosen) else cls(side, rows)
 
 
 def seen_in_training(run: OpenRun, pairs: Pairs) -> tuple[dict[str, int | None], str]:
@@ -62,8 +58,7 @@ def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
     if (data[0] if isinstance(data, tuple) else data).digest != read_record(run.folder).data.digest:
         raise UserError(f"{run.config.data!r} has changed since the run was started")
     if not isinstance(data, tuple):
-        everything = torch.arange(len(data.pictures.rows)) if isinstance(data.pictures, Chosen) else data.train
-        yield "image", [_Rows.of(data.pictures, data.train, everything)]
+        yield "image", [_Rows.of(data.pictures, data.train)]
         return
     pairs, split = data
     trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
@@ -73,15 +68,15 @@ def _training_rows(run: OpenRun) -> Iterator[tuple[str, list[_Rows]]]:
             texts = Texts(pairs.negatives.texts)
             owner = torch.repeat_interleave(torch.arange(len(pairs.negatives.first) - 1), pairs.negatives.first.diff())
             of_trained = torch.isin(owner, trained).nonzero()[:, 0]
-            rows.append(_Rows(texts, of_trained, of_trained))
+            rows.append(_Rows(texts, of_trained))
         yield name, rows
 
 
 def _distinct(pairs: Pairs, name: str, rows: Tensor) -> _Rows:
-    rows, everything = rows.sort().values, pairs.order.sort().values
+    rows = rows.sort().values
     if name in pairs.numbers and len(rows):
         rows = rows[first_of_each(torch.unique(pairs.numbers[name][rows], return_inverse=True)[1])]
-    return _Rows.of(pairs.sides[name], rows, everything)
+    return _Rows.of(pairs.sides[name], rows)
 
 
 def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:
@@ -116,11 +111,11 @@ def _count_in(ours: _Rows, theirs: list[_Rows], same: Callable[[str], str] | Non
 
 
 def _count_pictures_in(ours: _Rows, mine: FilePictures, theirs: _Rows, others: FilePictures) -> int | None:
-    my_sizes, their_sizes = (
-        kept_numbers(side, each.everything).sizes[each.rows] for side, each in ((mine, ours), (others, theirs))
-    )
-    if (my_sizes < 0).any() or (their_sizes < 0).any():  # so many that nothing was asked about their files
+    if max(len(ours.rows), len(theirs.rows)) > MOST:  # so many that nothing is asked about their files
         return None
+    my_sizes, their_sizes = (
+        torch.tensor([side.size(row) for row in each.rows.tolist()]) for side, each in ((mine, ours), (others, theirs))
+    )
     rows = ours.rows[torch.isin(my_sizes, their_sizes)]
     alike = theirs.rows[torch.isin(their_sizes, my_sizes)]
     if len(rows) + len(alike) > MOST:

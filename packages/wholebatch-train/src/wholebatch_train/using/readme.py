@@ -14,7 +14,7 @@ from wholebatch.app import replacing
 from ..config import TrainConfig
 from ..encoders.saved import FOLDER as ENCODERS
 from ..run.record import read_config
-from ..tasks.pair_search import PLURAL
+from ..tasks.retrieval import PLURAL
 
 FILE = "README.md"
 MODULE = "model.py"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 import unicodedata
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,27 @@ from wholebatch.app import UserError
 
 from ..data.pictures.reading import open_picture
 from ..data.sides import Side
-from .encode import features_of, opened
-from .feature_cache import kept_features
-from .feature_files import FeatureFile, has_features, open_features
-from .items import Items, check_side, distinct, open_items
+from ..data.tables.columns import in_rows
+from ..data.tables.roles import find_roles, text_column
+from ..data.tables.table import Table
+from ..encoders.words import in_upper_case, split_words
+from ..report.content import Candidate, Evidence, Gallery, Item, Query, Report
+from ..report.page import render
+from .feature_files import FeatureFile, has_features, kept_features, open_features
+from .items import Items, check_side, distinct, features_of, open_items, opened
 from .open_run import OpenRun
 from .options import SearchConfig
 from .output import say, written
-from .sheet import MOST_COLUMNS, MOST_LINES, Line, draw_sheet
-from .top import most_similar
-from .unknown_words import note_of, unknown_words
 
 _OTHER = {"image": "text", "text": "image", "query": "document", "document": "query"}
 _CHARACTERS = 100  # of a text that are printed
+_MOST_QUERIES, _MOST_PICTURES = 20, 12  # of a page
+_MOST_PRODUCTS = 2**22  # similarities that are held at a time
+_LAST = 2**32 - 1  # rows are numbered below it
+_ROWS = 8192  # texts that are searched at a time
+_SHOWN = 10  # words in a note
+# Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
+_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
 
 class Given(Side):
@@ -56,7 +66,7 @@ def search(options: SearchConfig) -> None:
     """Print the results, write them, and draw those that are pictures."""
     run = opened(options)
     queries = _queries(run, options)
-    features = torch.cat([*features_of(run, queries, replace(options, ranks=1))])
+    features = torch.cat([*features_of(run, queries, options)])
     candidates = _candidates(run, options, queries.name)
     similarities, rows = most_similar(features, candidates.tiles(), options.k)
     hits = [
@@ -74,17 +84,17 @@ def search(options: SearchConfig) -> None:
         if unknown:
             say(note_of(unknown))
     if candidates.items is not None and candidates.items.side.kind == "image":
-        path = options.sheet or options.run / "search.png"
-        lines = [_line(queries, number, candidates.items, each) for number, each in enumerate(hits[:MOST_LINES])]
+        path = options.sheet or options.run / "search.html"
+        page = render(_page(run, queries, candidates.items, hits))
         try:
             with written(path, "the pictures", "--sheet") as file:
-                draw_sheet(lines, file)
+                file.write(page.encode(errors="replace"))  # a file name need not be UTF-8
         except UserError as error:
             if options.sheet is not None:
                 raise
-            say(f"no sheet of the pictures: {error}")
+            say(f"no page of the pictures: {error}")
     elif options.sheet is not None:
-        raise UserError("--sheet draws pictures, and the results are texts; --side image searches pictures")
+        raise UserError("--sheet shows pictures, and the results are texts; --side image searches pictures")
 
 
 def _queries(run: OpenRun, options: SearchConfig) -> Items:
@@ -124,7 +134,7 @@ def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
             raise UserError(
                 f"--in: {options.data!r} has features of {features.width}, expected {run.width}, those of the run"
             )
-        if features.weights and features.weights != run.weights:
+        if features.weights != run.weights:
             raise UserError(
                 f"--in: {options.data!r} holds features of another model or checkpoint; embed the data again"
             )
@@ -138,7 +148,7 @@ def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
     items = open_items(
         run, data, argument, column=column, side=side, skip_bad=skip_bad, say=say, workers=options.workers
     )
-    return kept_features(run, distinct(run, items), options, argument)
+    return kept_features(run, distinct(run, items), options)
 
 
 def _column_of_run(run: OpenRun, side: str) -> str:
@@ -184,10 +194,98 @@ def _write(path: Path, queries: Items, hits: list[list[Hit]]) -> None:
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
-def _line(queries: Items, number: int, candidates: Items, hits: list[Hit]) -> Line:
-    row = queries.rows[number][None]
-    query = queries.side.items(row)[0]
-    shown = hits[:MOST_COLUMNS]
-    pictures = candidates.side.items(torch.tensor([hit.row - 1 for hit in shown]))
-    captions = [f"{hit.similarity:.2f} {hit.text or Path(hit.place).stem}" for hit in shown]
-    return Line(query, pictures, captions)
+def _page(run: OpenRun, queries: Items, candidates: Items, hits: list[list[Hit]]) -> Report:
+    """Return the first queries, each with its first pictures and their texts or names, as a page."""
+    shown = []
+    for number, results in enumerate(hits[:_MOST_QUERIES]):
+        query = queries.side.items(queries.rows[number][None])[0]
+        best = results[:_MOST_PICTURES]
+        pictures = candidates.side.items(torch.tensor([hit.row - 1 for hit in best]))
+        found = [
+            Candidate(Item(hit.text or Path(hit.place).stem, picture), hit.similarity, False)
+            for hit, picture in zip(best, pictures, strict=True)
+        ]
+        shown.append(Query(Item(query) if queries.side.kind == "text" else Item(picture=query), found, None))
+    gallery = Gallery("Search", f"The most similar rows of {candidates.source}.", shown, has_answers=False)
+    return Report(f"search · {run.folder.absolute().name}", "", evidence=Evidence([gallery]))
+
+
+def most_similar(queries: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
+    """Return the similarities and the rows of the k most similar rows of each query, (q, k) each, the best first.
+
+    Of equal similarities the lowest row comes first. With fewer rows than k, all of them are returned.
+
+    Args:
+        queries: (q, d).
+        tiles: the rows, (m, d) at a time, in order.
+        k: number of rows to find.
+
+    >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    >>> most_similar(torch.tensor([[0.6, 0.8]]), rows.split(2), 2)[1]
+    tensor([[1, 0]])
+    """
+    best = torch.empty(len(queries), 0, dtype=torch.int64)
+    start = 0
+    step = max(1, _MOST_PRODUCTS // max(1, len(queries)))
+    for tile in tiles:
+        for rows in tile.split(step):
+            keys = ordered(queries @ rows.T) << 32 | (_LAST - torch.arange(start, start + len(rows)))
+            best = torch.cat([best, keys.topk(min(k, len(rows)), dim=1).values], dim=1)
+            best = best.topk(min(k, best.shape[1]), dim=1).values
+            start += len(rows)
+    return _similarities(best >> 32), _LAST - (best & _LAST)
+
+
+def ordered(similarities: Tensor) -> Tensor:
+    """Return float32 numbers as integers of 32 bits, in int64, with the same order; equal numbers stay equal."""
+    bits = (similarities.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+
+
+def _similarities(order: Tensor) -> Tensor:
+    bits = order.int()
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
+
+
+def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table | None) -> list[str]:
+    """Return the words, in lower case, that no text which the encoder has read has; [] for another encoder's texts.
+
+    The texts are read once, however many queries there are.
+
+    Args:
+        run: the run.
+        queries: texts.
+        side: the side that reads them.
+        table: the data of the run. None: the embedded characters.
+    """
+    if run.config.text_encoder != "small" or table is None:
+        return []
+    roles = [*find_roles(table, run.config.columns, task=run.config.task).items()][:2]
+    columns = [
+        text_column(in_rows(table, names[:1])[0], role, names[0], {})
+        for name, (role, names) in zip(run.sides, roles, strict=True)
+        if run.encoder(name) is run.encoder(side)
+    ]
+    left = dict.fromkeys(word for query in queries for word in split_words(query))
+    for texts in (some for column in columns for some in _parts(column)):
+        inside = {word for word in left if word in texts}  # which is found out much faster
+        known = {word for word in inside if _WITHOUT_SPACES.search(word)}
+        if inside - known:
+            known |= inside.intersection(split_words(texts))
+        left = {word: None for word in left if word not in known}
+        if not left:
+            break
+    return [word.lower() for word in left]
+
+
+def note_of(words: Sequence[str]) -> str:
+    """Return the line about these words."""
+    shown = ", ".join(f'"{word}"' for word in words[:_SHOWN])
+    more = f" and {len(words) - _SHOWN:,} more" if len(words) > _SHOWN else ""
+    return f"note: no text of the data has {shown}{more}; the built-in encoder only knows the words of your texts"
+
+
+def _parts(column: Any) -> Iterator[str]:
+    """Yield the texts in upper case, many at a time, a line each."""
+    for start in range(0, len(column), _ROWS):
+        yield in_upper_case("\n".join(column.slice(start, _ROWS).to_pylist()))

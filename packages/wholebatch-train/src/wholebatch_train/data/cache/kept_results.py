@@ -1,7 +1,6 @@
 """Results about a table's pictures, kept in the cache until one of the pictures' files changes.
 
-One process of a machine computes a result, while the others wait. A result is removed with its table, or when one of
-the pictures has changed.
+One process of a machine computes a result, while the others wait. The next result for changed pictures replaces it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,9 @@ from wholebatch.app.tensors import TensorFile, write_tensors
 
 from ..pictures.equal import MOST, Numbered, numbers_of_pictures
 from ..sides import FilePictures, file_of
-from ..tables.fingerprint import digest_of
-from ..tables.plain_types import is_text
-from .files import alone, cache_folder, name_beside_table, remove_file, remove_without_table, short_hash
+from ..tables.columns import digest_of, is_text
+from .tables import alone, cache_folder, hash_of_paths, remove_file, short_hash
 
-_R = TypeVar("_R")
 Tensors = Mapping[str, Tensor]
 
 
@@ -31,52 +28,46 @@ def kept(
     side: FilePictures,
     key: str,
     ending: str,
-    *,
-    find: Callable[[], _R],
-    pack: Callable[[_R], Tensors],
-    unpack: Callable[[Tensors], _R],
+    find: Callable[[], Tensors],
     not_kept: Callable[[OSError], None] = lambda _: None,
-) -> _R:
+) -> Tensors:
     """Return what `find` has found, now or at an earlier start with the same files.
 
     Args:
         side: the pictures.
         key: what else the result depends on.
         ending: of the result's file, such as ".unreadable".
-        find: computes the result.
-        pack: returns it as tensors, which a file keeps with their digests.
-        unpack: returns it from these.
+        find: computes the result, which a file keeps with digests.
         not_kept: called with the error where the cache cannot be written.
     """
     try:
         folder = cache_folder()
-        name = f"{name_beside_table(folder, side.table.files or (side.table.source,))}-{short_hash(side.column, 12)}"
     except OSError as error:
         not_kept(error)
         return find()
+    name = f"{hash_of_paths(side.table.files or (side.table.source,))}-{short_hash(side.column, 12)}"
     current = f"{name}-{stamp_of_pictures(side)[:24]}-"
     file = folder / f"{current}{short_hash(key, 12)}{ending}"
-    if (result := _read(file, unpack)) is not None:
+    if (result := _read(file)) is not None:
         return result
     with alone(folder / f"{name}.lock"):
-        if (result := _read(file, unpack)) is not None:
+        if (result := _read(file)) is not None:
             return result
         result = find()
         try:
-            write_tensors(file, pack(result), {})
+            write_tensors(file, result, {})
         except OSError as error:
             not_kept(error)
         for old in folder.glob(f"{name}-*"):
             if not old.name.startswith(current):
                 remove_file(old)
-        remove_without_table(folder)
     return result
 
 
-def _read(file: Path, unpack: Callable[[Tensors], _R]) -> _R | None:
+def _read(file: Path) -> Tensors | None:
     try:
         with TensorFile(file) as content:
-            return unpack({name: content.read(name) for name in content.entries})
+            return {name: content.read(name) for name in content.entries}
     except (OSError, ValueError):  # there is none, or a damaged one
         return None
 
@@ -97,15 +88,12 @@ def kept_numbers(side: FilePictures, rows: Tensor) -> Numbered:
     if is_text(column.type) and len(column.unique()) > MOST:  # not even the files' sizes are looked at
         return numbers_of_pictures(side, rows)
 
-    def pack(numbered: Numbered) -> Tensors:
-        return {"numbers": numbered.numbers, "sizes": numbered.sizes, "said": text_tensor(numbered.said)}
+    def find() -> Tensors:
+        numbers, sizes, said = numbers_of_pictures(side, rows)
+        return {"numbers": numbers, "sizes": sizes, "said": text_tensor(said)}
 
-    def unpack(tensors: Tensors) -> Numbered:
-        return Numbered(tensors["numbers"], tensors["sizes"], text_of(tensors["said"]))
-
-    return kept(
-        side, digest_of(rows), ".pictures", find=lambda: numbers_of_pictures(side, rows), pack=pack, unpack=unpack
-    )
+    result = kept(side, digest_of(rows), ".pictures", find)
+    return Numbered(result["numbers"], result["sizes"], text_of(result["said"]))
 
 
 def stamp_of_pictures(side: FilePictures) -> str:

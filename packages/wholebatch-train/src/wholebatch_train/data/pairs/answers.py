@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..pictures.equal import first_of_each
-from .ids import pairs_of_ids
-from .pairs import Pairs
+from .pairs import Pairs, pairs_of_ids
 
 
 class Stated(NamedTuple):

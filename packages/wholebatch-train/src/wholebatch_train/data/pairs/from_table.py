@@ -15,11 +15,9 @@ from ...config import TrainConfig
 from ...encoders.words import identity
 from ..cache.kept_results import kept_numbers
 from ..pictures.equal import numbers_in_common
-from ..pictures.left_out import rows_with_texts
-from ..pictures.unreadable import readable_rows
+from ..pictures.skip_bad import readable_rows, rows_with_texts
 from ..sides import Chosen, FilePictures, Side, Texts
-from ..tables.fingerprint import digest_of
-from ..tables.list_columns import in_rows
+from ..tables.columns import digest_of, in_rows
 from ..tables.roles import find_roles, group_numbers, text_column
 from ..tables.table import Table
 from .negatives import find_negatives

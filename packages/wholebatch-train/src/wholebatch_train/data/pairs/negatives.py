@@ -11,11 +11,10 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..pictures.equal import numbers_in_common
-from ..tables.list_columns import flattened
-from ..tables.plain_types import is_text
+from ..tables.columns import flattened, is_text
 from ..tables.roles import composed
 from ..tables.table import Table
-from .ids import pairs_of_ids
+from .pairs import pairs_of_ids
 
 
 class Negatives:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +13,7 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..sides import FilePictures
-from ..tables.plain_types import is_bytes, is_text
-from ..tables.text_codes import text_codes
+from ..tables.columns import is_text, text_codes
 from .reading import bytes_of
 
 _READERS = 16  # threads
@@ -56,12 +52,12 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
             said = f"{len(first):,} pictures: equal ones under two names were not looked for"
             return Numbered(numbers, torch.full_like(numbers, -1), said)
         of_number = torch.full((int(numbers.max()) + 1,), -1)
-        of_number[numbers[first]] = torch.tensor(_sizes_of_files(side, first))
+        of_number[numbers[first]] = _sizes(side, first)
         sizes = torch.where(numbers < 0, -1, of_number[numbers.clamp(min=0)])
     else:
         numbers, first = torch.arange(len(column)), rows
         sizes = torch.full_like(numbers, -1)
-        sizes[rows] = torch.tensor(_sizes(side, column, rows), dtype=torch.int64)
+        sizes[rows] = _sizes(side, rows)
     return _merge_equal(side, numbers, first, sizes)
 
 
@@ -101,63 +97,8 @@ def _refuse_addresses(side: FilePictures, column: Any, rows: Tensor) -> None:
         raise UserError(f"{where}: an address is no picture; download the pictures first")
 
 
-def _sizes_of_files(side: FilePictures, rows: Tensor) -> list[int]:
-    """Return the sizes of the files that a column of paths names in these rows."""
-    import pyarrow as pa
-
-    folder, paths = str(side.table.folder), side.table.arrow[side.column].take(pa.array(rows.numpy()))
-    sizes = []
-    for row, path in zip(rows.tolist(), paths.to_pylist(), strict=True):
-        size = None
-        if path and path.strip():
-            with suppress(OSError, ValueError):
-                size = os.stat(os.path.join(folder, path)).st_size
-        sizes.append(_size(side, row) if size is None else size)  # which says why there is none
-    return sizes
-
-
-def _place(side: FilePictures, row: int) -> Any:
-    try:
-        return side.place(row)
-    except UserError as error:
-        raise UserError(f"{error}; --skip-bad leaves such rows out") from error
-
-
-def _size(side: FilePictures, row: int) -> int:
-    path: Path = _place(side, row)
-    try:
-        return path.stat().st_size
-    except FileNotFoundError as error:
-        raise UserError(f"{side.missing(row)}; --skip-bad leaves such rows out") from error
-    except OSError as error:
-        raise side.refused(row, error) from error
-
-
-def _sizes(side: FilePictures, column: Any, rows: Tensor) -> list[int]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind = column.type
-    names = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
-    if "shard" in names:
-        lengths = pc.struct_field(column, "size")
-    elif "bytes" in names:
-        content = pc.struct_field(column, "bytes")
-        lengths = [None] * len(column) if pa.types.is_null(content.type) else pc.binary_length(content)
-    elif is_bytes(kind):
-        lengths = pc.binary_length(column)
-    else:
-        raise UserError(
-            f"{side.table.source}: the column {side.column!r} must hold paths or bytes of pictures to be the image; "
-            f"got {kind}"
-        )
-    sizes = lengths if isinstance(lengths, list) else lengths.to_pylist()
-    return [sizes[row] or _size_of_place(side, row) for row in rows.tolist()]
-
-
-def _size_of_place(side: FilePictures, row: int) -> int:
-    place = _place(side, row)
-    return len(place) if isinstance(place, bytes) else place[2] if isinstance(place, tuple) else _size(side, row)
+def _sizes(side: FilePictures, rows: Tensor) -> Tensor:
+    return torch.tensor([side.size(row) for row in rows.tolist()], dtype=torch.int64)
 
 
 def _merge_equal(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tensor) -> Numbered:

@@ -14,10 +14,10 @@ from typing import Any
 
 from wholebatch.app import UserError, amount
 
-from ..cache.tables import cached, uncached
+from ..cache.tables import Batches, cached
 from ..paths import check_path, expand_shards
+from .columns import plain_schema
 from .folders import folder_batches, folder_facts, is_saved_dataset
-from .plain_types import plain_schema
 from .shards import shard_batches
 from .table import Table, need_pyarrow
 from .text_files import read_json_lines, read_separated
@@ -37,35 +37,46 @@ def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
     """
     check_path(data)
     path = Path(data)
-    try:
+    with _reading(data):
         table = _open(data, path, say)
-    except OSError as error:
-        raise UserError(f"--data: {str(error.filename or data)!r} cannot be read: {error.strerror or error}") from error
     if not len(table):
         raise UserError(f"{path} holds no rows; expected a text or a picture in each row")
     return table
 
 
+@contextmanager
+def _reading(data: str) -> Iterator[None]:
+    """Turn an error of a file of the data into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--data: {str(error.filename or data)!r} cannot be read: {error.strerror or error}") from error
+
+
 def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
     if path.is_dir() and is_saved_dataset(path):
         return _saved_dataset(path)
-    if path.suffix == ".parquet" and path.is_file():
-        arrow, said = cached([path], lambda: _parquet_batches(path), lambda folder: _say_copy(path, folder, say))
-        return Table(path, _with_class_names(arrow), path.parent, said, (path,))
-    if path.suffix in (".csv", ".tsv") and path.is_file():
-        arrow, said = cached([path], lambda: read_separated(path))
-        return Table(path, arrow, path.parent, said, (path,))
-    if path.suffix == ".jsonl" and path.is_file():
-        arrow, said = cached([path], lambda: read_json_lines(path))
-        return Table(path, arrow, path.parent, said, (path,))
+    read = {".parquet": _parquet_batches, ".csv": read_separated, ".tsv": read_separated, ".jsonl": read_json_lines}
+    if path.suffix in read and path.is_file():
+        return _cached(path, [path], lambda: read[path.suffix](path), say)
     shards = expand_shards(data)
     if shards:
-        arrow, said = cached(shards, lambda: shard_batches(shards))
-        return Table(path, arrow, path.parent, (f"{len(shards)} tar shards", *said), tuple(shards))
+        return _cached(path, shards, lambda: shard_batches(shards), say, f"{len(shards)} tar shards")
     facts = folder_facts(path)
     # The files are listed at every start: a folder does not know when a picture deep in it has changed.
-    arrow, said = uncached(lambda: folder_batches(path, facts))
-    return Table(path, arrow, path, (*facts.said, *said))
+    return Table(path, need_pyarrow().Table.from_batches([*folder_batches(path, facts)]), path, (*facts.said,))
+
+
+def _cached(path: Path, files: list[Path], batches: Batches, say: Callable[[str], None], *said: str) -> Table:
+    """Return the table of some files, from the cache if it has it."""
+
+    def read() -> Iterator[Any]:
+        with _reading(str(path)):
+            yield from batches()
+
+    is_parquet = path.suffix == ".parquet"
+    arrow, lines = cached(files, read, lambda folder: _say_copy(path, folder, say) if is_parquet else None)
+    return Table(path, _with_class_names(arrow), path.parent, (*said, *lines), tuple(files))
 
 
 def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
@@ -165,12 +176,7 @@ def _saved_dataset(path: Path) -> Table:
     arrow = dataset.data.table
     arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(dataset)})
     files = tuple(Path(each["filename"]) for each in dataset.cache_files)
-    plain = plain_schema(arrow.schema)
-    if plain != arrow.schema:
-        batches = dataset.data.table.to_batches(max_chunksize=_ROWS)
-        arrow, more = uncached(lambda: _cast(batches, plain))
-        said += more
-    return Table(path, _with_class_names(arrow), path, said, files)
+    return Table(path, _with_class_names(arrow.cast(plain_schema(arrow.schema))), path, said, files)
 
 
 def _features_of(dataset: Any) -> bytes:

@@ -12,7 +12,7 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..pictures.equal import numbers_of_texts
-from .plain_types import is_bytes, is_number, is_text
+from .columns import is_bytes, is_number, is_text
 from .table import Table
 
 USUAL = {
@@ -27,7 +27,6 @@ USUAL = {
 }  # fmt: skip
 """The names by which a role is recognized."""
 
-RECOGNIZED = {name for names in USUAL.values() for name in names}
 Roles = dict[str, list[str]]
 """The columns of each role; only `negatives` may have several."""
 

@@ -11,13 +11,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from wholebatch.app import UserError, shown
 
-from .roles import RECOGNIZED
 from .table import LINE, REASON, UNUSABLE, need_pyarrow
 
 _ROWS = 65536  # of a record batch
@@ -25,6 +24,15 @@ _EXAMPLE = '{"image": "cat.png", "text": "a cat"}'
 _UTF8 = "utf-8-sig"  # with or without the mark that Excel puts in front
 _MOST_LETTERS = 2**27  # of a value
 _BYTES = re.compile("[\udc80-\udcff]")  # as which the decoder writes bytes that are not UTF-8
+
+
+class _Row(NamedTuple):
+    """A row that was read."""
+
+    line: int
+    reason: str | None
+    """Why it has no values."""
+    values: dict[str, Any]
 
 
 def read_separated(path: Path) -> Iterator[Any]:
@@ -52,7 +60,7 @@ def read_separated(path: Path) -> Iterator[Any]:
             if said:
                 next(reader)
             rows = reader if has_quotes else ([*map(_unquote, row)] for row in reader)
-            yield from _batches(path, reader, rows, bad)
+            yield from _batches(path, _named_rows(path, reader, rows, bad))
         except csv.Error as error:
             raise UserError(f"{path}, line {reader.line_num}: not a {path.suffix[1:].upper()} file: {error}") from error
         finally:
@@ -70,37 +78,28 @@ def _note_bad_lines(lines: Iterable[str], bad: list[str]) -> Iterator[str]:
         yield line
 
 
-def _batches(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: list[str]) -> Iterator[Any]:
+def _named_rows(path: Path, reader: Any, rows_read: Iterator[list[str]], bad: list[str]) -> Iterator[_Row]:
+    """Yield the rows below the header; a value that is missing at the end of a row is null."""
     header = [name.strip() for name in next((row for row in rows_read if row), [])]
     if bad:
         raise UserError(f"{path}, line {reader.line_num}: {bad[0]}")
-    named = [place for place, name in enumerate(header) if name]
-    names = [header[place] for place in named]
-    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+    if repeated := sorted(name for name, count in Counter(filter(None, header)).items() if count > 1):
         raise UserError(f"{path}, line {reader.line_num}: the column {repeated[0]!r} appears twice; rename one of them")
-    rows: list[list[str | None]] = []
-    numbers: list[int] = []
-    reasons: list[str | None] = []
+    named = [(place, name) for place, name in enumerate(header) if name]
     line = reader.line_num
     for row in rows_read:
         line, begins = reader.line_num, line + 1  # quotes may hold line breaks
         if not any(row):
             continue
-        reasons.append(bad[0] if bad else None)
+        reason = bad[0] if bad else None
         bad.clear()
-        if reasons[-1] is not None:
-            row = []
-        if any(map(str.strip, row[len(header) :])):
+        if reason is None and any(map(str.strip, row[len(header) :])):
             raise UserError(
                 f"{path}, line {begins}: more values than columns; a text that holds a comma is "
                 'written in double quotes, "like, this"'
             )
-        rows.append([row[place] if place < len(row) else None for place in named])
-        numbers.append(begins)
-        if len(rows) == _ROWS:
-            yield _batch(names, rows, numbers, reasons)
-            rows, numbers, reasons = [], [], []
-    yield _batch(names, rows, numbers, reasons)
+        values = [] if reason else row
+        yield _Row(begins, reason, {name: values[place] if place < len(values) else None for place, name in named})
 
 
 def _unquote(value: str) -> str:
@@ -130,13 +129,6 @@ def _separator(path: Path, header: str) -> str:
     return max(",", ";", "\t", key=header.count)  # the first of those that appear equally often
 
 
-def _batch(names: list[str], rows: list[list[str | None]], numbers: list[int], reasons: list[str | None]) -> Any:
-    pa = need_pyarrow()
-    columns = [[row[place] for row in rows] for place in range(len(names))]
-    arrays = [pa.array(column, pa.string()) for column in (*columns, reasons)]
-    return pa.record_batch([*arrays, pa.array(numbers, pa.int64())], [*names, REASON, LINE])
-
-
 def read_json_lines(path: Path) -> Iterator[Any]:
     """Yield record batches of a file with one JSON object a line.
 
@@ -144,22 +136,11 @@ def read_json_lines(path: Path) -> Iterator[Any]:
     row that is not UTF-8 has null in all columns, and a reason.
     """
     with path.open(encoding=_UTF8, errors="surrogateescape") as lines:
-        objects: list[dict[str, Any]] = []
-        numbers: list[int] = []
         bad: list[str] = []
-        schema = None
-        for number, line in enumerate(_note_bad_lines(lines, bad), 1):
-            if not line.strip():
-                continue
-            objects.append({REASON: bad.pop()} if bad else _object(path, number, line))
-            numbers.append(number)
-            if len(objects) == _ROWS:
-                batch = _objects(path, objects, numbers, schema)
-                schema = batch.schema
-                yield batch
-                objects, numbers = [], []
-        if objects or schema is None:
-            yield _objects(path, objects, numbers, schema)
+        numbered = ((n, line) for n, line in enumerate(_note_bad_lines(lines, bad), 1) if line.strip())
+        yield from _batches(
+            path, (_Row(n, bad.pop(), {}) if bad else _Row(n, None, _object(path, n, line)) for n, line in numbered)
+        )
 
 
 def _refuse_number(name: str) -> NoReturn:
@@ -184,52 +165,51 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     return value
 
 
-def _objects(path: Path, objects: list[dict[str, Any]], numbers: list[int], schema: Any) -> Any:
-    """Return a record batch of objects, with the `schema` of the batches before it, if there were any."""
+def _batches(path: Path, rows: Iterator[_Row]) -> Iterator[Any]:
+    """Yield record batches of all rows; a row without one of the columns has null there."""
     pa = need_pyarrow()
-    names = list(dict.fromkeys(chain(*objects, [REASON])))
-    if schema is not None:
-        known = [name for name in schema.names if name != LINE]
-        # Another key that is late is left out.
-        if unknown := sorted(n for n in {*names} - {*known} if n.lower().rstrip("_0123456789") in RECOGNIZED):
-            where = next(n for n, value in zip(numbers, objects, strict=True) if unknown[0] in value)
-            raise UserError(
-                f"{path}, line {where}: the key {unknown[0]!r} is in none of the lines before it; give it to each line"
-            )
-        names = known
-    fields, arrays = [], []
-    for name in names:
-        values = [value.get(name) for value in objects]
-        reason = next((f"line {n} has {_describe(v)}" for n, v in zip(numbers, values, strict=True) if _is_odd(v)), "")
-        kind = pa.string()
-        if not reason and any(isinstance(value, list) for value in values):
-            kind = pa.list_(pa.string())
-            for line, value in zip(numbers, values, strict=True):
-                if value is not None and not isinstance(value, list):
-                    raise UserError(
-                        f"{path}, line {line}: {name!r} must be a list of texts, as in other lines; got {shown(value)}"
-                    )
-        else:
-            values = [value if value is None else _as_text(value) for value in values]
-        fields.append(pa.field(name, kind, metadata={UNUSABLE: reason} if reason else None))
-        arrays.append(pa.array(values, kind))
-    fields.append(pa.field(LINE, pa.int64()))
-    batch = pa.RecordBatch.from_arrays([*arrays, pa.array(numbers, pa.int64())], schema=pa.schema(fields))
-    if schema is None:
-        return batch
-    for name in names:
-        before, now = schema.field(name), batch.schema.field(name)
-        newly_odd = UNUSABLE in (now.metadata or {}) and UNUSABLE not in (before.metadata or {})
-        empty = batch.column(name).null_count == len(batch)
-        if newly_odd or (before.type != now.type and not empty):
-            raise UserError(
-                f"{path}, lines {numbers[0]} to {numbers[-1]}: {name!r} is not of the type of the lines before them; "
-                "expected a text in each line, or a list of texts in each line"
-            )
-    return pa.RecordBatch.from_arrays(
-        [pa.nulls(len(batch), f.type) if batch.column(f.name).null_count == len(batch) else batch.column(f.name)
-         for f in schema], schema=schema
-    )  # fmt: skip
+    tables: list[Any] = []
+    kinds, unusable = dict[str, Any](), dict[str, str]()
+    while (part := [*islice(rows, _ROWS)]) or not tables:
+        names = dict.fromkeys(name for row in part for name in row.values)
+        columns = {name: _column(path, name, part, unusable) for name in names}
+        for name, column in columns.items():
+            if not pa.types.is_null(column.type) and kinds.setdefault(name, column.type) != column.type:
+                raise UserError(
+                    f"{path}, lines {part[0].line} to {part[-1].line}: {name!r} is not of the type of the lines before "
+                    "them; expected a text in each line, or a list of texts in each line"
+                )
+        columns[REASON] = pa.array([row.reason for row in part], pa.string())
+        columns[LINE] = pa.array([row.line for row in part], pa.int64())
+        tables.append(pa.table(columns))
+    fields = []
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        kind = kinds.get(name, pa.int64() if name == LINE else pa.string())
+        fields.append(pa.field(name, kind, metadata={UNUSABLE: unusable[name]} if name in unusable else None))
+    empty = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in fields], schema=pa.schema(fields))
+    whole = pa.concat_tables(tables, promote_options="default").select(empty.schema.names)
+    yield from (empty, *whole.cast(empty.schema).to_batches())
+
+
+def _column(path: Path, name: str, rows: list[_Row], unusable: dict[str, str]) -> Any:
+    """Return the values of a column as texts, or as lists of texts; as JSON where some are neither."""
+    pa = need_pyarrow()
+    values = [row.values.get(name) for row in rows]
+    if all(value is None for value in values):
+        return pa.nulls(len(rows))
+    odd = next((row for row in rows if _is_odd(row.values.get(name))), None)
+    if odd is not None:
+        kind = "an object" if isinstance(odd.values[name], dict) else "a list of other things than texts"
+        unusable.setdefault(name, f"line {odd.line} has {kind}")
+    elif any(isinstance(value, list) for value in values):
+        for row, value in zip(rows, values, strict=True):
+            if value is not None and not isinstance(value, list):
+                raise UserError(
+                    f"{path}, line {row.line}: {name!r} must be a list of texts, as in other lines; got {shown(value)}"
+                )
+        return pa.array(values, pa.list_(pa.string()))
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pa.array(texts, pa.string())
 
 
 def _is_odd(value: Any) -> bool:
@@ -237,11 +217,3 @@ def _is_odd(value: Any) -> bool:
     if isinstance(value, list):
         return not all(each is None or isinstance(each, str) for each in value)
     return isinstance(value, dict)
-
-
-def _describe(value: Any) -> str:
-    return "an object" if isinstance(value, dict) else "a list of other things than texts"
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -1,23 +1,59 @@
-"""Images of classes, split: which are for training, validation and test."""
+"""Images of classes: which are for training, validation and test."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..pairs.pairs import Pairs
-from ..randomness import seeded
-from ..sides import Chosen, Side
-from .labeled import LabeledImages
+from .pairs.pairs import Pairs
+from .pictures.skip_bad import LeftOut
+from .randomness import seeded
+from .sides import Chosen, Side
 
 _HELD_OUT, _PART = 2, 10  # images of a text that are held out for the test, if it has more; or a tenth of many
 _MOST_TEST = 10_000  # images of the test, unless two of each text are more
+
+
+@dataclass(frozen=True)
+class LabeledImages:
+    """Images, the class of each, and their split."""
+
+    pictures: Side
+    labels: Tensor
+    """int64, (n,): indices of `names`."""
+    names: tuple[str, ...]
+    """Names of the classes."""
+    train: Tensor
+    """Indices of images; so are the next two."""
+    validation: Tensor
+    test: Tensor
+    novelty: str = "images never seen"
+    """How the test set differs from the training set, in words."""
+    digest: str = ""
+    """A hash of the data, equal on ranks that see the same."""
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64, (n,): equal for equal images."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The rows that `--skip-bad` has left out."""
+
+    def __len__(self) -> int:
+        """Number of classes."""
+        return len(self.names)
+
+    def picture(self, row: Tensor) -> Any:
+        """Return the picture of a row."""
+        return self.pictures.items(row[None])[0]
+
+    def example(self, label: int) -> Tensor:
+        """Return the row of a class's first image in training, ()."""
+        return self.train[self.labels[self.train] == label][0]
 
 
 def with_split(

@@ -6,22 +6,27 @@ permission or a disk that is not there, may pass without a change of any file, s
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wholebatch.app import UserError, cpus_of_a_rank
+from wholebatch.app import UserError, cpus_of_a_rank, replacing
 
-from ..cache.kept_results import kept, text_of, text_tensor
+from ..cache.kept_results import Tensors, kept, text_of, text_tensor
 from ..loader import WorkerDiedError, prepared
 from ..sides import FilePictures
-from .left_out import LeftOut, say_left_out
+from ..tables.table import Table
 
 _ROWS = 256  # that a worker reads at a time
 _MOST_WORKERS = 32
+FILE = "left_out.csv"
+_SHOWN = 5
 
 
 class _BadRow(NamedTuple):
@@ -61,18 +66,15 @@ def readable_rows(
     workers = workers if workers >= 0 else min(_MOST_WORKERS, cpus_of_a_rank(1))
     count = len(side.table)
 
-    def find() -> Bad:
+    def find() -> Tensors:
         say(f"--skip-bad: reading all {count:,} pictures, once")
-        return _find(side, torch.arange(count), workers)
+        return {"bad": text_tensor(json.dumps(_find(side, torch.arange(count), workers)))}
 
     def not_kept(error: OSError) -> None:
         say(f"--skip-bad reads all pictures at each start: the cache cannot be written ({error.strerror or error})")
 
-    bad = kept(
-        side, f"Pillow {PIL.__version__}", ".unreadable", find=find, not_kept=not_kept,
-        pack=lambda bad: {"bad": text_tensor(json.dumps(bad))},
-        unpack=lambda tensors: [_BadRow(*each) for each in json.loads(text_of(tensors["bad"]))],
-    )  # fmt: skip
+    result = kept(side, f"Pillow {PIL.__version__}", ".unreadable", find, not_kept)
+    bad = [_BadRow(*each) for each in json.loads(text_of(result["bad"]))]
     bad = _read_again(side, bad, workers)
     left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
     if len(bad) == count:
@@ -123,3 +125,49 @@ def _is_of_system(error: BaseException) -> bool:
     if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None):
         return not isinstance(cause, FileNotFoundError)  # whose coming changes the stamp of the pictures
     return cause is not None and _is_of_system(cause)
+
+
+class LeftOut(NamedTuple):
+    """A row that is left out."""
+
+    place: str
+    """The file, and the line or the member."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+def rows_with_texts(
+    table: Table, empty: Mapping[int, str], say: Callable[[str], None]
+) -> tuple[Tensor, tuple[LeftOut, ...]]:
+    """Return the rows that are not `empty`, and the others, whose number is said; UserError if all are empty."""
+    left_out = tuple(LeftOut(table.where(row), reason) for row, reason in empty.items())
+    say_left_out(left_out, len(table), "they have no text that can be read", say)
+    is_there = torch.ones(len(table), dtype=torch.bool)
+    is_there[[*empty]] = False
+    if left_out and not is_there.any():
+        raise UserError(f"none of the {len(table)} rows of --data has a text; the first: {left_out[0]}")
+    return is_there.nonzero()[:, 0], left_out
+
+
+def say_left_out(rows: Sequence[LeftOut], count: int, reason: str, say: Callable[[str], None]) -> None:
+    """Say how many of `count` rows are left out, and the first of them."""
+    if rows:
+        say(f"{len(rows):,} of {count:,} rows are left out, because {reason}:")
+        for each in rows[:_SHOWN]:
+            say(f"  {each}")
+        if len(rows) > _SHOWN:
+            say(f"  and {len(rows) - _SHOWN:,} more")
+
+
+def write_left_out(folder: Path, rows: Sequence[LeftOut]) -> None:
+    """Write the file, with the columns place and reason.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([LeftOut._fields, *rows])
+    with replacing(folder / FILE) as file:
+        file.write(text.getvalue().encode(errors="backslashreplace"))  # a path may hold any bytes

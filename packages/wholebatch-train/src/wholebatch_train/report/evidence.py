@@ -1,4 +1,4 @@
-"""The evidence of a classifier: examples, mistakes, classes that look alike, and similarities of pairs of images."""
+"""The evidence of a search and of a classifier: examples, the worst mistakes, and similarities of pairs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,122 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..data.classes.labeled import LabeledImages
+from ..data.classes import LabeledImages
+from ..data.pairs.answers import Stated
 from ..data.randomness import seeded
+from ..tasks.retrieval import are_right, first_ranks
 from .content import Candidate, Evidence, Gallery, Item, Query
-from .search import shown_rows
 
 _SHOWN, _TOP = 12, 5
-_MOST_PAIRS, _ROWS_OF_PAIRS = 100_000, 448
+_ROWS_OF_NEGATIVES = 448  # of each side: 200,000 pairs
 
 Items = Callable[[int], Item]
+_MOST_PAIRS, _ROWS_OF_PAIRS = 100_000, 448
+
+
+def search_evidence(
+    first: tuple[str, Tensor, Items],
+    second: tuple[str, Tensor, Items],
+    stated: Stated,
+    *,
+    both_ways: bool = True,
+    device: torch.device | str = "cpu",
+) -> Evidence:
+    """Return the evidence of a search among the items of two sides.
+
+    Args:
+        first: the queries: their name in the plural, unit features (n, d) on the CPU, and the item of a place.
+        second: the same of the candidates, (m, d): the items of `stated`, and behind them others that are right for no
+            query. These only are candidates: they do not ask, if `both_ways`.
+        stated: which of them belong together.
+        both_ways: search with the candidates for the queries, too.
+        device: where the similarities of all pairs are computed.
+    """
+    galleries = _galleries(first, second, stated.right, device)
+    (_, x, _), (name, y, of_second) = first, second
+    if both_ways:
+        galleries += _galleries((name, y[: len(stated.rows[1])], of_second), first, stated.back, device)
+    negatives, number = negative_similarities(x, y, stated.right)
+    i, j = stated.right
+    note = (
+        f"Cosines of {len(i):,} pairs that belong together, and of {number} pairs that do not; each set is scaled to "
+        "its own number."
+    )
+    return Evidence(galleries, (x[i] * y[j]).sum(1), negatives, note)
+
+
+def shown_rows(count: int) -> list[int]:
+    """Return a random dozen of rows, the same for each call."""
+    return torch.randperm(count, generator=seeded("shown"))[:_SHOWN].tolist()
+
+
+def search(
+    queries: Tensor, candidates: Tensor, right: Tensor, rows: Sequence[int], of_query: Items, of_candidate: Items
+) -> list[Query]:
+    """Return these rows of the queries, each with its best candidates; `right` is that of `tasks.retrieval.figures`."""
+    similarity = queries[[*rows]] @ candidates.T
+    best = similarity.topk(min(_TOP, len(candidates)), dim=1).indices.tolist()
+    mask = are_right(right, torch.tensor(rows), len(candidates))
+    first = similarity.masked_fill(~mask, float("-inf")).max(1, keepdim=True)
+    ranks = (1 + ((similarity >= first.values) & ~mask).sum(1)).tolist()  # ties count against the query
+    answers = first.indices[:, 0].tolist()
+
+    def candidate(line: int, place: int) -> Candidate:
+        return Candidate(of_candidate(place), similarity[line, place].item(), bool(mask[line, place]))
+
+    return [
+        Query(
+            of_query(row),
+            [candidate(line, other) for other in best[line]],
+            ranks[line],
+            None if mask[line, best[line]].any() else candidate(line, answers[line]),
+        )
+        for line, row in enumerate(rows)
+    ]
+
+
+def _galleries(
+    queries: tuple[str, Tensor, Items],
+    candidates: tuple[str, Tensor, Items],
+    right: Tensor,
+    device: torch.device | str,
+) -> list[Gallery]:
+    """Return a sheet of random queries, and one of those whose right answer has the lowest rank."""
+    (name, x, of_query), (among, y, of_candidate) = queries, candidates
+    rows = shown_rows(len(x))
+    sample = search(x, y, right, rows, of_query, of_candidate)
+    best = len(sample[0].candidates)
+    first, hits = (sum(query.rank is not None and query.rank <= most for query in sample) for most in (1, best))
+    sheet = Gallery(
+        f"{name.capitalize()} → {among}",
+        f"{len(rows)} of {len(x):,} held-out {name}, drawn at random, each with the {best} most similar of "
+        f"{len(y):,} {among}. "
+        f"A right one comes first for {first}, and is among them for {hits}.",
+        sample,
+    )
+    ranks = first_ranks(x, y, right, device=device)
+    missed = int((ranks >= best).sum())
+    worst = ranks.argsort(descending=True, stable=True)[: min(_SHOWN, missed)].tolist()
+    if not worst:
+        return [sheet]
+    note = f"The held-out {name} whose best right answer has the lowest rank among {len(y):,} {among}."
+    mistakes = Gallery(f"Worst mistakes, {name} → {among}", note, search(x, y, right, worst, of_query, of_candidate))
+    return [sheet, mistakes]
+
+
+def negative_similarities(x: Tensor, y: Tensor, right: Tensor) -> tuple[Tensor, str]:
+    """Return x_i . y_j of pairs that are not `right`, of random rows if there are many, and their number in words.
+
+    >>> negative_similarities(torch.eye(2), torch.eye(2), torch.tensor([[0, 1], [0, 1]]))
+    (tensor([0., 0.]), 'all 2')
+    """
+    i, j = (
+        torch.randperm(len(z), generator=seeded(side))[:_ROWS_OF_NEGATIVES] for side, z in (("rows", x), ("columns", y))
+    )
+    wrong = ~torch.isin(i[:, None] * len(y) + j, right[0] * len(y) + right[1])
+    cosines = (x[i] @ y[j].T)[wrong]
+    is_all = max(len(x), len(y)) <= _ROWS_OF_NEGATIVES
+    return cosines, f"all {len(cosines):,}" if is_all else f"{len(cosines):,} random"
 
 
 def classes_evidence(

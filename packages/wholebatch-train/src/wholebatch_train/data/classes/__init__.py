@@ -1,1 +1,0 @@
-"""Images of classes, and their split."""
