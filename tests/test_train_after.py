@@ -163,6 +163,7 @@ def test_the_names_of_pictures_in_shards_are_kept_in_a_file_of_features(run, dat
     assert re.search(r"shards/000\.tar, 4[12]\.png\n", capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("ranks_are_forks")
 def test_several_ranks_give_the_same_features(run, data, tmp_path):
     succeeds("embed", run, data, "--out", tmp_path / "one.npy", "--batch-size", "25")
     succeeds("embed", run, data, "--out", tmp_path / "two.npy", "--batch-size", "25", "--ranks", "2")
@@ -193,6 +194,7 @@ def test_a_failure_leaves_the_file_as_it_was(run, damaged, tmp_path, capsys, end
         assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.usefixtures("ranks_are_forks")
 def test_a_mistake_on_another_rank_is_one_line(run, damaged, tmp_path, capsys):
     line = mistake(capsys, "embed", run, damaged, "--out", tmp_path / "f.npy", "--batch-size", "80", "--ranks", "2")
     assert "none.png" in line
