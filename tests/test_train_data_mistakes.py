@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from data_sets import FORMS, TEXTS, add, picture, png, shard, write_pictures
 from PIL import Image
-from train_runs import TRAIN, finish
 
 from wholebatch.__main__ import main
 from wholebatch._base.bounded_json import sealed, unsealed
@@ -745,18 +744,18 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_line_and_it_resumes(capsy
     assert "resuming after step" in capsys.readouterr().out
 
 
-def test_a_picture_that_is_none_ends_two_ranks(tmp_path):
+def test_a_picture_that_is_none_ends_two_ranks(tmp_path, capfd):
     """One rank finds it in one of its steps, while the other one waits in a collective."""
     path = good(tmp_path)
     config = replace(CONFIG, data=str(path), batch_size=4, validation_texts=2, test_texts=2)
     _, (pairs, split) = load_data(config, 1)
     (tmp_path / f"images/{int(pairs.rows(split.train)[0])}.png").write_text("not a picture")
     every = ["--data", str(path), "--run-folder", str(tmp_path / "run"), "--steps", "9", "--ranks", "2", *OPTIONS]
-    done = finish([*TRAIN, *every], expect=2)
+    assert main(["train", *every]) == 2
     assert re.fullmatch(
         r"wholebatch train: error: .*pairs.csv, line \d+: '.*.png' cannot be read as an image \(.*\); --skip-bad "
         r"leaves such rows out\n",
-        done.stderr,
+        capfd.readouterr().err,
     )
 
 
