@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 # Tests run beside each other and start processes, so a second thread would wait for a core. OpenMP's threads wait
 # actively, which makes tiny tensors ten times slower. Set before the first import of torch, for started processes too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import quick_seed  # noqa: F401
 import torch
 
 torch.set_num_threads(1)
@@ -31,7 +33,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 # Other programs start these, or tests import them where Triton is.
-collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "quick_interpreter.py", "typed"]
+collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "quick_interpreter.py", "quick_seed.py", "typed"]
 if find_spec("jax") is None:
     collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
 
@@ -40,7 +42,7 @@ def pytest_configure() -> None:
     """Rank processes import test modules, and so pytest, which takes longer than most calls: import it once."""
     from wholebatch.testing import preload
 
-    preload("pytest", "tests.quick_interpreter")
+    preload("pytest", "tests.quick_interpreter", "tests.quick_seed")
     atexit.register(gc.unfreeze)  # Triton's bindings report objects that are left at the end as leaks
 
 
@@ -141,3 +143,23 @@ def calibrations_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run = check.run_processes
     monkeypatch.setattr(check, "run_processes", lambda fn, size, *z, **o: run(with_few_tiles, size, fn, *z, **o))
+
+
+@pytest.fixture
+def nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of a run is its title: its pictures take longer than the steps of a test."""
+    monkeypatch.setattr("wholebatch_train.run.run_folder.render", lambda report: report.title)
+
+
+@pytest.fixture
+def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of the application are forks of the tests' server, which has imported torch.
+
+    Tests of their start, their signals and their output start them as users do.
+    """
+    from wholebatch._launch.processes import _context
+    from wholebatch_train.ranks import local_ranks
+    from wholebatch_train.using import encode
+
+    for module in (local_ranks, encode):
+        monkeypatch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda _method: _context()))

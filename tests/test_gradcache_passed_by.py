@@ -1,6 +1,7 @@
 """Steps that bypass the engine, so that nothing reduces gradients, raise on every rank; models do not drift apart."""
 
 import copy
+import gc
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch.auditing.causes import NOT_REDUCED
+from wholebatch.gradcache.engines.bypassed import live_engines
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -334,3 +336,16 @@ def unknown_body(deferred, node):
 @pytest.mark.parametrize(("deferred", "node"), [(True, True), (True, False), (False, True)])
 def test_an_engine_that_is_not_known_raises(deferred, node):
     run_ranks(unknown_body, 2, deferred, node, timeout_s=60)
+
+
+def engines_body():
+    engine = DistributedDataParallel(nn.Linear(2, 2))
+    gc.freeze()
+    while_frozen = live_engines()
+    gc.unfreeze()
+    found = live_engines()
+    return [x is engine for x in while_frozen], [x is engine for x in found], gc.get_freeze_count()
+
+
+def test_engines_are_found_among_frozen_objects_and_others_which_are_not_frozen():
+    assert run_ranks(engines_body, 2) == [([True], [True], 0)] * 2

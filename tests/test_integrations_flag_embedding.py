@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from wholebatch.integrations import flag_embedding
+from wholebatch.integrations._command import run_command
 from wholebatch.integrations._framework import FrameworkError
 from wholebatch.testing import RankError, run_ranks
 
@@ -239,13 +240,15 @@ def test_other_frameworks_are_refused(monkeypatch):
         (["-m", "FlagEmbedding.finetune.embedder.encoder_only.base"], "FlagEmbedding cannot be imported ("),
     ],
 )
-def test_a_mistake_is_one_line(arguments, line):
-    program = f"import sys, runpy; sys.modules['FlagEmbedding'] = None; sys.argv[1:] = {arguments}; "
-    program += "runpy.run_module('wholebatch.integrations.flag_embedding', run_name='__main__')"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stderr.count("\n") == 1
-    assert f"error: {line}" in run.stderr
+def test_a_mistake_is_one_line(arguments, line, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "FlagEmbedding", None)
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_command("flag_embedding")
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert f"error: {line}" in errors
 
 
 def test_help_needs_no_framework():

@@ -4,6 +4,7 @@ With WHOLEBATCH_GRAD_CACHE=folder, a checkout of github.com/luyug/GradCache, the
 """
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -51,12 +52,12 @@ SIGNATURES = {
 }
 
 
-def run(*argv, folders=(), cwd=None):
+def run(*argv, folders=(), cwd=None, input=None):
     path = os.pathsep.join([str(HERE.parent / "src"), *map(str, folders)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-W", "error", *argv],
-        capture_output=True, text=True, timeout=120, env=environment, cwd=cwd, check=False,
+        capture_output=True, text=True, timeout=120, env=environment, cwd=cwd, input=input, check=False,
     )  # fmt: skip
 
 
@@ -164,21 +165,44 @@ def test_the_command_runs_scripts_and_modules_as_python_does(tmp_path):
     assert module.stdout == f"__main__ {[at, '--x', '1']} {tmp_path} {module_of_ours}"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "expected -m MODULE or the path of a script, got nothing"),
-        (["--x", "1"], "expected -m MODULE or the path of a script, got --x; options of the program come after it"),
-        (["-m"], "-m must be followed by the name of a module, got nothing"),
-        (["-m", "no.such.module"], "there is no module no.such.module; install it, or add its folder to PYTHONPATH"),
-        (["no_script.py"], "there is no script no_script.py in "),
-    ],
-)
-def test_mistakes_of_the_command_are_one_line(argv, message):
-    found = run("-m", "wholebatch.integrations.grad_cache", *argv)
-    assert found.returncode == 2
-    assert found.stderr.count("\n") == 1
-    assert f"python -m wholebatch.integrations.grad_cache: error: {message}" in found.stderr
+REFUSED = [
+    ([], "expected -m MODULE or the path of a script, got nothing"),
+    (["--x", "1"], "expected -m MODULE or the path of a script, got --x; options of the program come after it"),
+    (["-m"], "-m must be followed by the name of a module, got nothing"),
+    (["-m", "no.such.module"], "there is no module no.such.module; install it, or add its folder to PYTHONPATH"),
+    (["no_script.py"], "there is no script no_script.py in "),
+]
+COMMANDS = """
+import io, json, runpy, sys
+from contextlib import redirect_stderr, redirect_stdout
+for name, argv in json.load(sys.stdin):
+    sys.argv = ["", *argv]
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        try:
+            runpy.run_module(f"wholebatch.integrations.{name}", run_name="__main__")
+            code = None
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([code, output.getvalue(), errors.getvalue()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Return the exit code, output and errors of each command's call, all in one process, which imports torch once."""
+    calls = [("grad_cache", argv) for argv, _ in REFUSED] + [(name, ["--help"]) for name in ("grad_cache", "tevatron")]
+    done = run("-c", COMMANDS, input=json.dumps(calls))
+    assert (done.returncode, done.stderr) == (0, "")
+    found = map(json.loads, done.stdout.splitlines())
+    return {(name, *argv): outcome for (name, argv), outcome in zip(calls, found, strict=True)}
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED)
+def test_mistakes_of_the_command_are_one_line(argv, message, outcomes):
+    code, output, errors = outcomes[("grad_cache", *argv)]
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert f"python -m wholebatch.integrations.grad_cache: error: {message}" in errors
 
 
 def test_an_error_of_the_program_keeps_its_traceback(tmp_path):
@@ -188,11 +212,11 @@ def test_an_error_of_the_program_keeps_its_traceback(tmp_path):
     assert "Traceback" in found.stderr
 
 
-def test_help_is_printed():
+def test_help_is_printed(outcomes):
     for name in ("grad_cache", "tevatron"):
-        found = run("-m", f"wholebatch.integrations.{name}", "--help")
-        assert found.returncode == 0
-        assert found.stdout.startswith(f"usage: python -m wholebatch.integrations.{name} -m ")
+        code, output, errors = outcomes[name, "--help"]
+        assert (code, errors) == (0, "")
+        assert output.startswith(f"usage: python -m wholebatch.integrations.{name} -m ")
 
 
 def launched(tmp_path, *command, folders=()):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from data_sets import FORMS, TEXTS, add, picture, png, shard, write_pictures
 from PIL import Image
-from train_runs import TRAIN, finish
 
 from wholebatch.__main__ import main
 from wholebatch._base.bounded_json import sealed, unsealed
@@ -629,11 +628,6 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def _nothing_is_drawn(monkeypatch):
-    monkeypatch.setattr("wholebatch_train.run.run_folder.render", lambda report: report.title)
-
-
 def good(folder):
     names = write_pictures(folder, 20)
     (folder / "pairs.csv").write_text("image,text\n" + "".join(f"{name},text {i}\n" for i, name in enumerate(names)))
@@ -648,7 +642,7 @@ def one_line(capsys, code, *argv):
     return errors
 
 
-@pytest.mark.usefixtures("_nothing_is_drawn")
+@pytest.mark.usefixtures("nothing_is_drawn")
 def test_a_picture_that_is_none_ends_a_run_with_one_line_from_its_worker(capsys, tmp_path):
     path = good(tmp_path)
     shutil.rmtree(tmp_path / "images")
@@ -659,7 +653,7 @@ def test_a_picture_that_is_none_ends_a_run_with_one_line_from_its_worker(capsys,
     assert re.search(r"line \d+: '.*\.png' cannot be read as an image \(.*\); --skip-bad leaves such rows out", line)
 
 
-@pytest.mark.usefixtures("_nothing_is_drawn")
+@pytest.mark.usefixtures("nothing_is_drawn")
 @pytest.mark.parametrize("task", ["retrieve", "identify"])
 def test_the_run_folder_lists_all_rows_that_are_left_out(capsys, tmp_path, task):
     path, run = with_bad_pictures(tmp_path, range(7)), tmp_path / "run"
@@ -680,7 +674,7 @@ def test_the_run_folder_lists_all_rows_that_are_left_out(capsys, tmp_path, task)
     assert (run / "left_out.csv").stat().st_mtime_ns == before
 
 
-@pytest.mark.usefixtures("_nothing_is_drawn")
+@pytest.mark.usefixtures("nothing_is_drawn")
 def test_a_run_is_not_resumed_with_other_data(capsys, tmp_path):
     path, run = good(tmp_path), tmp_path / "run"
     assert main(["train", "--data", str(path), "--run-folder", str(run), "--steps", "3", *OPTIONS]) == 0
@@ -701,7 +695,7 @@ def test_a_run_is_not_resumed_with_other_data(capsys, tmp_path):
     assert main(["train", "--resume", str(run), "--workers", "0"]) == 0, "the time of a file does not matter"
 
 
-@pytest.mark.usefixtures("_nothing_is_drawn")
+@pytest.mark.usefixtures("nothing_is_drawn")
 def test_a_damaged_or_exchanged_hash_of_the_data_is_refused(capsys, tmp_path):
     path, run = good(tmp_path), tmp_path / "run"
     assert main(["train", "--data", str(path), "--run-folder", str(run), "--steps", "3", *OPTIONS]) == 0
@@ -724,7 +718,7 @@ def test_a_damaged_or_exchanged_hash_of_the_data_is_refused(capsys, tmp_path):
     assert "is a link; expected the file itself" in one_line(capsys, 2, "--resume", str(run))
 
 
-@pytest.mark.usefixtures("_nothing_is_drawn")
+@pytest.mark.usefixtures("nothing_is_drawn")
 def test_a_worker_that_is_killed_ends_the_run_with_one_line_and_it_resumes(capsys, tmp_path, monkeypatch):
     from wholebatch_train.tasks.batches import PairBatches
 
@@ -749,18 +743,18 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_line_and_it_resumes(capsy
     assert "resuming after step" in capsys.readouterr().out
 
 
-def test_a_picture_that_is_none_ends_two_ranks(tmp_path):
+def test_a_picture_that_is_none_ends_two_ranks(tmp_path, capfd):
     """One rank finds it in one of its steps, while the other one waits in a collective."""
     path = good(tmp_path)
     config = replace(CONFIG, data=str(path), batch_size=4, validation_texts=2, test_texts=2)
     _, (pairs, split) = load_data(config, 1)
     (tmp_path / f"images/{int(pairs.rows(split.train)[0])}.png").write_text("not a picture")
     every = ["--data", str(path), "--run-folder", str(tmp_path / "run"), "--steps", "9", "--ranks", "2", *OPTIONS]
-    done = finish([*TRAIN, *every], expect=2)
+    assert main(["train", *every]) == 2
     assert re.fullmatch(
         r"wholebatch train: error: .*pairs.csv, line \d+: '.*.png' cannot be read as an image \(.*\); --skip-bad "
         r"leaves such rows out\n",
-        done.stderr,
+        capfd.readouterr().err,
     )
 
 

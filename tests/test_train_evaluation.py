@@ -25,6 +25,7 @@ from wholebatch_train.run.run_folder import RunFolder
 from wholebatch_train.tasks.make import make_task
 from wholebatch_train.tasks.retrieve import Retrieve
 
+pytestmark = pytest.mark.usefixtures("nothing_is_drawn")  # in this process
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 
 

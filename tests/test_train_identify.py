@@ -25,6 +25,7 @@ from wholebatch_train.tasks.batches import ImageBatches, Reader
 from wholebatch_train.tasks.verification import accepted_at, best_possible, rows_to_verify
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
+pytestmark = pytest.mark.usefixtures("nothing_is_drawn")  # in this process
 QUICK = ["--no-audit", "--no-tensorboard"]
 # A margin with running averages, and a sample of classes: both continue after a resume without a difference.
 HEAD = ["--head.margin", "adaface", "--head.scale", "16", "--head.sample-rate", "0.4"]
@@ -65,6 +66,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert "158 classes: 564 images for training, 16 for validation, 210 for test (images never seen)" in output
 
 
+@pytest.mark.usefixtures("ranks_are_forks")
 def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path):
     """On two, without chunks, another test resumes."""
     more = ["--task", "identify", *HEAD, "--ranks", "3", "--chunk-size", "9", *QUICK]

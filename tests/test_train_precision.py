@@ -21,6 +21,7 @@ from wholebatch_train.tasks.make import make_task
 from wholebatch_train.tasks.precision import Precision
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("nothing_is_drawn")  # in this process
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)
 SIZES = {"batch_size": 24, "image_size": 16, "validation_texts": 2, "test_texts": 2, "workers": 0, "model": MODEL}
 FIRST, LARGEST = 2.0**24, 2.0**20  # scales: of the first try, and above which a gradient overflows

@@ -307,6 +307,7 @@ def test_no_row_with_a_text_or_none_with_both(tmp_path):
         pairs_of(path, skip_bad=True)
 
 
+@pytest.mark.usefixtures("nothing_is_drawn", "ranks_are_forks")
 def test_a_run_with_rows_without_a_text_is_searched_and_embedded(tmp_path, capsys):
     names = write_pictures(tmp_path, 12)
     texts = ["", *(f"word {number}" for number in range(1, 12))]

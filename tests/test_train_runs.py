@@ -19,6 +19,7 @@ from wholebatch_train.run.record import read_config, read_record
 from wholebatch_train.run.run_folder import RunFolder
 from wholebatch_train.tasks.retrieve import Retrieve
 
+pytestmark = pytest.mark.usefixtures("nothing_is_drawn")  # in this process
 QUICK = ["--no-audit", "--no-tensorboard"]
 
 
@@ -76,6 +77,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert "recall@1" in output
 
 
+@pytest.mark.usefixtures("ranks_are_forks")
 def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path):
     """On two, without chunks, the next test but one has torchrun start them."""
     more = ["--ranks", "3", "--chunk-size", "10", *QUICK]

@@ -35,6 +35,7 @@ from wholebatch_train.run.run_folder import RunFolder
 from wholebatch_train.tasks.retrieve import Retrieve
 
 DATA = DataFacts("pairs.csv", "20 pairs", "0" * 64)
+pytestmark = pytest.mark.usefixtures("nothing_is_drawn")  # in this process
 MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with running averages
 
 

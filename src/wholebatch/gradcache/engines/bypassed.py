@@ -13,6 +13,7 @@ reduce in a call after the step; for these `replicas` compares parameters later.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
@@ -101,14 +102,16 @@ def live_engines() -> list[nn.Module]:
         return []
     classes: tuple[type[Any], ...] = (DistributedDataParallel, *fsdp_classes())
     kinds = [kind for cls in classes for kind in _all_subclasses(cls)]
-    frozen = gc.get_freeze_count() > 0
-    if frozen:  # the collector does not search frozen objects
+    referrers = gc.get_referrers(*kinds)
+    # The collector does not search frozen objects. The module of a class is older than its instances and refers to the
+    # class: if that was searched, so were they.
+    module = vars(sys.modules[DistributedDataParallel.__module__])
+    if not any(referrer is module for referrer in referrers):
         gc.collect()  # before they are unfrozen, or it would go through them; the garbage of others would be frozen
         gc.unfreeze()
-    instances = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), classes)]
-    if frozen:
+        referrers = gc.get_referrers(*kinds)
         gc.freeze()
-    return instances
+    return [x for x in referrers if issubclass(type(x), classes)]
 
 
 def _all_subclasses(kind: type) -> list[type]:
