@@ -32,8 +32,6 @@ class Sweep:
 
     # one_pass: the forward pass computes the gradient, too, so that S is computed once and no part of it is kept
     one_pass: bool = False
-    # weights_of_rows_only: in the backward pass only rows of S have weights, and a CPU uses one tile instead of two
-    weights_of_rows_only: bool = False
 
 
 @dataclass(frozen=True)

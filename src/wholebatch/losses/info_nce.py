@@ -328,4 +328,4 @@ def _ceiling(facts: Facts, tensors: InfoNCETensors, settings: InfoNCESettings) -
     return Ceiling(largest, query_guides, key_guides)
 
 
-DECLARATION = Declaration(info_nce_loss, InfoNCELoss, Sweep(weights_of_rows_only=True))
+DECLARATION = Declaration(info_nce_loss, InfoNCELoss, Sweep())

@@ -1,6 +1,6 @@
 """The cost of a loss's step on one rank, counted in steps of few rows.
 
-The loss itself runs, forward and backward, on ranks that all hold the same rows (`equal_ranks`), in several small
+The loss itself runs, forward and backward, on ranks that all pass the same tensors (`equal_ranks`), in several small
 tiles. Each size that a tensor's number of elements depends on has a prime factor that no other one has: rows here, rows
 of all ranks, the side of a tile, numbers of a row, ... So the factors of a tensor's bytes tell what they grow with,
 
@@ -16,7 +16,7 @@ Only what is kept of exp(S) follows from `memory=` alone, and is added where a p
     PartialFC  4 units        k B             of k classes here
     MaxSim     2 units        tokens          S, and S again to find winners
 
-are not written down anywhere: they are the products that two steps differ by, for the entries that they differ by.
+are not written down anywhere: they are the products of few rows, for each entry of their S.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _covers(larger: Terms, smaller: Terms) -> bool:
 
 
 def _make(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> tuple[EqualTransport, Callable[[], None]]:
-    """Return ranks that all hold the same, and a step on one of them that has run once."""
+    """Return ranks that all pass the same, and a step on one of them."""
     comm = EqualRanks(shapes.ranks)
     step = make_step(comm, shapes, exchange, memory, torch.device("cpu"))
     return comm.transport, step
@@ -231,6 +231,12 @@ def _calls(shapes: Shapes, exchange: ExchangeUsed) -> tuple[tuple[str, Terms], .
         count = _Count(shapes.named_sizes("flat"))
         step()
     return tuple((name, count.sum(sent)) for name, sent in transport.calls)
+
+
+def forget() -> None:
+    """Count again from now on: a declared loss may have changed."""
+    _count.cache_clear()
+    _calls.cache_clear()
 
 
 def small(shapes: Shapes, ranks: int) -> Shapes:
@@ -321,7 +327,7 @@ def _ranks(shapes: Shapes) -> tuple[int, int]:
 def _peak(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, kept: Kept) -> int:
     """Return the bytes at the peak of the loss."""
     few, sizes = small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0]), shapes.named_sizes(memory)
+    of_halves = int(shapes.products.bytes_of_gradients * sizes["side"] ** 2)  # a CPU has no such products
     if kept.share == 1:
-        return int(_count(few, exchange, few.memory_for(kept.size)).peak(sizes))
-    of_halves = shapes.products.bytes_of_gradients * sizes["side"] ** 2  # a CPU has no such products
-    return int(_count(few, exchange, "flat").peak(sizes) + of_halves) + kept.bytes
+        return int(_count(few, exchange, few.memory_for(kept.size)).peak(sizes)) + of_halves
+    return int(_count(few, exchange, "flat").peak(sizes)) + of_halves + kept.bytes

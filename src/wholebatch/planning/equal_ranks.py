@@ -110,4 +110,4 @@ class EqualRanks(Communicator):
     transport: EqualTransport
 
     def __init__(self, size: int) -> None:
-        super().__init__(EqualTransport(size))
+        super().__init__(EqualTransport(size), check=True, trace=False)

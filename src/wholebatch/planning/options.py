@@ -11,7 +11,7 @@ from .._base.precision import accumulation_dtype
 from .._base.settings import shown
 from .._base.user_error import UserError
 from .._measure import free_memory
-from .counted import moved_by_an_entry, work_of
+from .counted import forget, moved_by_an_entry, work_of
 from .declared import Declared, DeclaredLoss, declared, is_declared, name_of
 from .given import given
 from .rates import Rates, check_rates
@@ -117,6 +117,7 @@ def plan(
     users = None if user is None else declared(user, accumulation_dtype(of_features))
     rates = (given(device, of_features) if rates is None else rates).with_wire(bandwidth)
     if users is not None:
+        forget()
         replace(sizes, towers=users.towers).check_encoders()
         if embedding_size < users.similarities:
             raise UserError(
