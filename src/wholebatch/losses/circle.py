@@ -109,9 +109,9 @@ def circle_loss(
         (features, labels, weights, ignore_index),
         Checks.of(_check, reads=LISTED, m=m, gamma=gamma),
     ).widened()
-    tower = Tower(data.facts.inputs["features"], None, {"label": data.local_labels})
     numbers = {"m": m, "gamma": gamma}
-    of_rows = reductions(data.facts, "cosine", _TERMS, {"features": tower}, numbers, ["features"])["features"]
+    towers = {"features": Tower(data.facts.inputs["features"], None, {"label": data.local_labels})}
+    of_rows = reductions(data.facts, "cosine", _TERMS, towers, numbers, ["features"], "circle")["features"]
     of_negatives, of_positives = of_rows["negatives"], of_rows["positives"]
     has_both = (data.positives > 0) & (data.negatives > 0)
     both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)

@@ -128,16 +128,16 @@ def multi_similarity_loss(
     facts, numbers = data.facts, {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon or 0.0}
     features, label = facts.inputs["features"], {"label": data.local_labels}
 
-    def reduced(terms: Mapping[str, Term], further: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def reduced(name: str, terms: Mapping[str, Term], further: Mapping[str, Tensor]) -> dict[str, Tensor]:
         towers = {"features": Tower(features, None, {**label, **further})}
-        return reductions(facts, "cosine", terms, towers, numbers, ["features"])["features"]
+        return reductions(facts, "cosine", terms, towers, numbers, ["features"], name)["features"]
 
     if epsilon is None:
-        of_rows = reduced(_TERMS, {})
+        of_rows = reduced("all", _TERMS, {})
     else:
         with torch.no_grad():
-            limits = {name: limit.to(facts.dtype) for name, limit in reduced(_LIMITS, {}).items()}
-        of_rows = reduced(_MINED, limits)
+            limits = {name: limit.to(facts.dtype) for name, limit in reduced("limits", _LIMITS, {}).items()}
+        of_rows = reduced("mined", _MINED, limits)
     losses = softplus(of_rows["positives"]) / alpha + softplus(of_rows["negatives"]) / beta
     return data.reduce(losses, data.rows.total)
 

@@ -45,6 +45,7 @@ def reductions(
     towers: Mapping[str, Tower],
     parameters: Mapping[str, Any],
     sides: Collection[str],
+    keep_as: str = "",
 ) -> dict[str, dict[str, Tensor]]:
     """Return all terms of one side or of both, reduced: (b,) or (n_r,) each, by the names of sides and terms.
 
@@ -56,6 +57,8 @@ def reductions(
             alone, which are the columns, too, with terms that are symmetric.
         parameters: numbers and tensors, as `facts.inputs` has them.
         sides: names of the towers whose rows are reduced.
+        keep_as: the name under which calls of one form keep what is found of these terms: all of them have the same
+            terms, and as parameters the same numbers. "": nothing is kept, and tiles of any terms compute them.
     """
     x, *columns = towers.values()
     y = columns[0] if columns else None
@@ -90,19 +93,15 @@ def reductions(
             **named,
         },
     )
-    key = "passes", tuple(terms), similarity, tuple(sides), tuple(map(id, terms.values()))
-    passes = facts.once(key, lambda: _passes(declared, call, facts))
-    affine: Affine = facts.once(("affine", *key), dict)  # these functions capture nothing that may change
+    passes = facts.once(("passes", keep_as), lambda: _passes(declared, call, facts)) if keep_as else None
+    affine: Affine = facts.once(("affine", keep_as), dict) if keep_as else {}
     of_towers = Call(declared, call, renamed, tiles=1, has_kernels=True, passes=passes, affine=affine).reduced()
     return dict(zip(towers, of_towers, strict=False))
 
 
 def _passes(declared: Declaration, call: Arguments, facts: Facts) -> tuple[Lowered, list[float]] | None:
-    """Return the terms as passes over S, with the factor of each; None if tiles of any terms compute them.
-
-    Learned factors would change from call to call of one form, so none is lowered.
-    """
-    passes = None if any(isinstance(x, Tensor) for x in call.parameters.values()) else lowered(declared, call)
+    """Return the terms as passes over S, with the factor of each; None if tiles of any terms compute them."""
+    passes = lowered(declared, call)
     if passes is None:
         return None
     numbers = [x.item() for x in factors(passes, declared, call, torch.device("cpu")).values()]
