@@ -159,7 +159,5 @@ def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from wholebatch._launch.processes import _context
     from wholebatch_train.ranks import local_ranks
-    from wholebatch_train.using import encode
 
-    for module in (local_ranks, encode):
-        monkeypatch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda _method: _context()))
+    monkeypatch.setattr(local_ranks, "multiprocessing", SimpleNamespace(get_context=lambda _method: _context()))

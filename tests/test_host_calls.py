@@ -157,11 +157,9 @@ def test_a_declared_loss_is_looked_up_like_a_built_in_one():
         x.grad = y.grad = scale.grad = None
         loss(x, y, parameters={"scale": scale}).backward()
 
-    first = counted(call)
     operations, calls = counted(call)
     assert 100 < operations <= 180
     assert 1000 < calls <= 2500
-    assert first[1] > calls
 
 
 def ranks_body(kernel, dtype):

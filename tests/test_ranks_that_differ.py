@@ -201,10 +201,14 @@ def join_without_a_batch_body(kind):
         return ddp(z)
 
     cache = wb.GradCache([encode, encode], 2, wb.CLIPLoss(group=group), group=group)
-    call = {"loss": lambda: wb.functional.clip_loss(ddp(x), ddp(y), SCALE)}.get(kind, lambda: cache(x, y))
+
+    def loss():
+        both = ddp(torch.cat([x, y]))  # Join follows one forward pass of a model in each step
+        wb.functional.clip_loss(*both.chunk(2), SCALE)
+
     with Join([ddp]):
         for _ in range(1 - rank):
-            call()
+            loss() if kind == "loss" else cache(x, y)
 
 
 @pytest.mark.parametrize("kind", ["loss", "GradCache", "alone"])

@@ -77,9 +77,9 @@ class PairLoss(nn.Module):
     >>> import torch, wholebatch as wb
     >>> others = wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s)
     >>> own = wb.terms.Partner(lambda s, x, y, p: p.scale * s)
-    >>> loss_fn = wb.PairLoss({"all": others, "own": own}, lambda r, x, p: r.all - r.own, parameters={"scale": 10.0})
+    >>> loss_fn = wb.PairLoss({"all": others, "own": own}, lambda r, x, p: r.all - r.own, parameters={"scale": 1.0})
     >>> loss_fn(torch.eye(3), torch.eye(3))
-    tensor(9.0833e-05)
+    tensor(0.5514)
     """
 
     def __init__(
