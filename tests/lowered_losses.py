@@ -13,6 +13,10 @@ def score(s, x, y, p):
     return p.scale * s
 
 
+def shifted(s, x, y, p):
+    return p.scale * s + 2 * p.scale
+
+
 def other(x, y):
     return x.index != y.index
 
@@ -48,7 +52,7 @@ def clip(relative=False, **options):
 def sup_con(symmetric=True, **options):
     terms = {
         "all": wb.terms.LogSumExp(score, other),
-        "mean": wb.terms.Mean(lambda s, x, y, p: s * p.scale, others_of_class),  # the same score in other words
+        "mean": wb.terms.Mean(score, others_of_class),
         "count": wb.terms.Count(others_of_class),
     }
 
@@ -62,9 +66,9 @@ def sup_con(symmetric=True, **options):
 def classes(**options):
     """Two towers of different lengths, with labels of both: negatives, and a sum and a mean over positives."""
     terms = {
-        "negatives": wb.terms.LogSumExp(score, different),
-        "sum": wb.terms.Sum(score, same),
-        "mean": wb.terms.Mean(lambda s, x, y, p: p.scale * s + 2 * p.scale, same),
+        "negatives": wb.terms.LogSumExp(shifted, different),
+        "sum": wb.terms.Sum(shifted, same),
+        "mean": wb.terms.Mean(shifted, same),
         "n": wb.terms.Count(same),
         "m": wb.terms.Count(different),
     }

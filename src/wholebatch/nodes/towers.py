@@ -79,7 +79,9 @@ class Towers:
                     grads[i] = sparse_rows(self.stay_rows, gradient.to(dtype), (rows, gradient.shape[1]))
                 elif needed:
                     assert gradient is not None
-                    grads[i] = gradient[first : first + rows].to(dtype)
+                    # The whole, not a view of it: autograd adds another gradient of the feature in place.
+                    part = gradient if rows == len(gradient) else gradient[first : first + rows]
+                    grads[i] = part.to(dtype)
                 first += rows
         return grads
 

@@ -74,10 +74,16 @@ def may_be_affine(term: Term, kinds: Mapping[str, str]) -> bool:
     return plain and ONE in kinds and kinds[ONE] != DISTANCE
 
 
-def is_affine(term: Term, entries: Entries) -> bool:
-    """Return whether the operations of a score, called with a few entries, leave no doubt that it is affine."""
+def is_affine(term: Term, entries: Entries, beside: str = "") -> bool:
+    """Return whether the operations of a score, called with a few entries, leave no doubt that it is affine.
+
+    Args:
+        term: the reduction.
+        entries: a few of them.
+        beside: a name of rows and columns; the score has to be affine in s and in these numbers together.
+    """
     s = entries.s[ONE].detach().clone()
-    with torch.no_grad(), _Watch(s) as watch:
+    with torch.no_grad(), _Watch(s, *(side[beside] for side in (entries.x, entries.y) if beside in side)) as watch:
         score = replace(entries, s={ONE: s}).values(term, None).value
     if score is not None and score.dtype != s.dtype:
         return False  # data of a wider type
@@ -149,11 +155,11 @@ def steers_or_writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> boo
 
 
 class _Watch(TorchFunctionMode):
-    """Follow what depends on s, and whether it is affine in s."""
+    """Follow what depends on some tensors, and whether it is affine in them."""
 
-    def __init__(self, s: Tensor) -> None:
+    def __init__(self, *variables: Tensor) -> None:
         super().__init__()
-        self.affine: dict[int, Tensor] = {id(s): s}  # they live as long as their ids are compared
+        self.affine = {id(x): x for x in variables}  # they live as long as their ids are compared
         self.other: dict[int, Tensor] = {}
         self.unsure = False  # after a write, and where a tensor becomes a number that may steer the program
 

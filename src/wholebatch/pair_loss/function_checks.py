@@ -105,7 +105,7 @@ def first_use(
     )
     assert x is not None
     assert y is not None
-    p = _doubles(parameters) if pick is _sample else fixed_parameters(parameters)
+    p = _doubles(parameters) if pick is _sample else _fixed_parameters(parameters)
     for name, term in terms.items():
         columns = y if term.over != "own" else own
         if term.over != "batch" and own is None:
@@ -157,7 +157,7 @@ def _fixed(x: Tensor, *shape: int) -> Tensor:
     return (even if x.is_floating_point() else even * 100 // 1 % 2).to(x.dtype)
 
 
-def fixed_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return numbers of the same kinds as these parameters, the same on all ranks, on a CPU."""
     fixed = {name: _fixed(x, *x.shape) if isinstance(x, Tensor) else x for name, x in parameters.items()}
     return _doubles(fixed)
@@ -180,7 +180,7 @@ def fixed_tile(
         {name: _fixed(value, count) for name, value in numbers.items()}
         for numbers, count in zip(data, (_ROWS, _COLUMNS), strict=True)
     )
-    return _tile(kinds, x, y, fixed_parameters(parameters), reads, torch.device("cpu"))
+    return _tile(kinds, x, y, _fixed_parameters(parameters), reads, torch.device("cpu"))
 
 
 def _sample(x: Tensor, rows: int) -> Tensor:

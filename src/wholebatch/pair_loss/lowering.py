@@ -1,6 +1,6 @@
 """Terms that the softmax sweep computes: sums of exponentials, and of scores, that are affine in one similarity.
 
-    f = a s + b        a: of parameters alone;  b: likewise, and for terms of rows of their partners' similarities, too
+    f = a s + b        a: of parameters alone;  b: likewise, and affine in the similarity of the row's partner
 
     LogSumExp    b + logsumexp_j a s_ij              over the candidates
     Sum, Mean    n b + sum_j a s_ij, and this / n    over the same candidates, or over positives
@@ -9,7 +9,7 @@
 So a declared loss takes the way of the built-in ones: one exponential for each entry, kept where memory allows, half of
 the tiles of rows among themselves, and kernels. Candidates are all pairs, all but the row itself, or those of another
 class, and positives are the row itself, or rows of its class (see `masks`). A pass over S serves the terms with one
-factor and one set of candidates. Without kernels, several passes take longer than tiles of any terms, which compute S
+score and one set of candidates. Without kernels, several passes take longer than tiles of any terms, which compute S
 once for all of them: these compute whatever is not lowered.
 
 The ranks agree beforehand on the passes, and on their factors a.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ from .affine import is_affine, may_be_affine
 from .arguments import Arguments
 from .declaration import Declaration
 from .failure import Failure
-from .function_checks import Reads, fixed_parameters, fixed_tile
+from .fingerprint import fingerprint
+from .function_checks import Reads, fixed_tile
 from .masks import ITSELF, OTHER, Condition, condition_of
 from .pairs import Tower, as_integers
 from .reductions import Count, LogSumExp, Mean, Sum, Term
@@ -54,7 +55,7 @@ class Pass:
     """A pass over S: the terms that it computes, and their pairs."""
 
     terms: Mapping[str, Condition]  # the names of scored terms, each with its pairs
-    score: Term  # any of them: their scores have the same factor
+    score: Term  # any of them: they have the same score
     over: Over  # as in `Selection`, with the next two
     positive: Condition | None
     excluded: Condition | None
@@ -66,12 +67,16 @@ class Lowered:
 
     passes: Sequence[Pass]
     counted: Mapping[str, Condition]
-    constants: frozenset[str]  # the names of terms whose b is not 0
 
     @property
     def facts(self) -> list[Any]:
         """The facts that all ranks must have alike."""
-        return [[sorted(each.terms), each.over, sorted(self.counted)] for each in self.passes]
+        counted = _in_words(self.counted)
+        return [[_in_words(each.terms), each.over, counted] for each in self.passes]
+
+
+def _in_words(conditions: Mapping[str, Condition]) -> list[Any]:
+    return [[name, sorted(map(list, condition))] for name, condition in sorted(conditions.items())]
 
 
 class Call(Protocol):
@@ -94,78 +99,50 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     alone = call.y is None
     numbers = call.x_data, call.x_data if alone else call.y_data
     parameters = {name: x for name, x in call.parameters.items() if not isinstance(x, Tensor) or x.numel() == 1}
-    conditions, constants = dict[str, Condition](), set[str]()
-    by_factor = dict[tuple[str, ...], list[Reduced]]()
+    conditions, by_score = dict[str, Condition](), dict[str, list[Reduced]]()
     for reduced in terms:
-        form = _form_of(reduced, declared.kinds, numbers, parameters)
-        condition = None if form is None else _among_themselves(form.pairs) if alone else form.pairs
-        if form is None or condition is None or not _is_known(condition, alone=alone):
+        condition = _pairs_of(reduced, declared.kinds, numbers, parameters)
+        condition = condition if condition is None or not alone else _among_themselves(condition)
+        if condition is None or not _is_known(condition, alone=alone):
             return None
         conditions[reduced.name] = condition
-        if reduced.term.scored:
-            by_factor.setdefault(form.factor, []).append(reduced)
-        if form.has_constant:
-            constants.add(reduced.name)
+        if reduced.term.scored:  # only the same function has the same factor, and the same gradient of it
+            by_score.setdefault(fingerprint(reduced.term.score), []).append(reduced)
     passes = list[Pass | None]()
-    for of_factor in by_factor.values():
-        candidates = dict.fromkeys(conditions[each.name] for each in of_factor if isinstance(each.term, LogSumExp))
-        rest = {each.name: conditions[each.name] for each in of_factor if not isinstance(each.term, LogSumExp)}
+    for of_score in by_score.values():
+        candidates = dict.fromkeys(conditions[each.name] for each in of_score if isinstance(each.term, LogSumExp))
+        rest = {each.name: conditions[each.name] for each in of_score if not isinstance(each.term, LogSumExp)}
         if not candidates:
             return None
         for of_pass in candidates:
-            named = {each.name: of_pass for each in of_factor if conditions[each.name] == of_pass}
-            passes.append(_pass({**rest, **named}, of_factor[0].term, of_pass))
+            named = {each.name: of_pass for each in of_score if conditions[each.name] == of_pass}
+            passes.append(_pass({**rest, **named}, of_score[0].term, of_pass))
             rest = {}
     if None in passes or not passes:
         return None
     counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
-    return Lowered([each for each in passes if each is not None], counted, frozenset(constants))
+    return Lowered([each for each in passes if each is not None], counted)
 
 
-class _Form(NamedTuple):
-    """The part of a term that is known before any call."""
-
-    pairs: Condition
-    factor: tuple[str, ...] = ()  # a at some values of the parameters: terms with the same digits have the same factor
-    has_constant: bool = False  # whether b is not 0
-
-
-def _form_of(
+def _pairs_of(
     reduced: Reduced,
     kinds: Mapping[str, str],
     numbers: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     parameters: Mapping[str, Any],
-) -> _Form | None:
-    """Return the form of a term; None if the sweep does not compute such a term."""
+) -> Condition | None:
+    """Return the pairs of a term; None if they are no condition, or if the sweep does not compute its score."""
     term, reads = reduced.term, Reads()
     if type(term) not in _KINDS or (term.scored and not may_be_affine(term, kinds)):
         return None
     try:
         pairs = condition_of(term, fixed_tile(kinds, numbers, parameters, Reads()))
-        if pairs is None or not term.scored:
-            return None if pairs is None else _Form(pairs)
-        if not is_affine(term, fixed_tile(kinds, numbers, parameters, reads)):
+        entries = fixed_tile(kinds, numbers, parameters, reads)
+        if pairs is None or (term.scored and not is_affine(term, entries, beside=PARTNER)):
             return None
-        form = _Form(pairs, *_factor_and_constant(term, parameters))
     except Exception:  # fixed numbers may be no indices of a table, and tables are left out: tiles compute such terms
         return None
     allowed = [set() if read_by_others else {PARTNER} for read_by_others in (reduced.cols, reduced.rows)]
-    return form if reads.x <= allowed[0] and reads.y <= allowed[1] else None
-
-
-@torch.no_grad()
-def _factor_and_constant(score: Term, parameters: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return digits of a at some values of the parameters, and whether b is another number than 0 there."""
-    cpu = torch.device("cpu")
-    zero, away = _similarity(0.0, cpu), {PARTNER: _similarity(0.6, cpu)}
-    fixed = fixed_parameters(parameters)
-    learned = [name for name, x in fixed.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    digits, has_constant = [], False
-    for step in (0.0, 0.3, 0.7):
-        moved = {name: fixed[name] + step * (1 + 0.37 * i) for i, name in enumerate(learned)}  # no two are equal
-        digits.append(f"{_difference(score, {**fixed, **moved}, cpu).item():.9e}")
-        has_constant = has_constant or bool(_value(score, zero, (away, away), {**fixed, **moved}).any())
-    return (*digits,), has_constant
+    return pairs if reads.x <= allowed[0] and reads.y <= allowed[1] else None
 
 
 def _among_themselves(condition: Condition) -> Condition:
@@ -192,9 +169,11 @@ def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) ->
         return Pass(terms, score, "negatives", ITSELF, None)
     if positive is None:
         return Pass(terms, score, *(("all", None, negated or None) if can_exclude else ("positives", candidates, None)))
-    if can_exclude and candidates <= positive:
+    if not can_exclude or not any(compared.equal for compared in positive):
+        return None
+    if candidates <= positive:
         return Pass(terms, score, "all", positive, negated or None)
-    if can_exclude and negated <= positive:
+    if negated <= positive:
         return Pass(terms, score, "negatives", positive, ITSELF if positive - negated else None)
     return None
 
@@ -239,8 +218,7 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
         for into, side, of_side in zip(values, sides, statistics, strict=True):
             for name, condition in each.terms.items():
                 if of_side is not None and side.reads(terms[name]):
-                    of_a = side.value(terms[name].term, of_side, condition, each)
-                    into[name] = side.shifted(terms[name].term, of_a, condition) if name in lowered.constants else of_a
+                    into[name] = side.value(terms[name].term, of_side, condition, each)
     for name, condition in lowered.counted.items():
         for into, side in zip(values, sides, strict=True):
             if side.reads(terms[name]):
@@ -306,21 +284,17 @@ class _Side:
         return same - len(others) if equal else total - same
 
     def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass) -> Tensor:
-        """Return the term of a s, (rows,)."""
+        """Return a term, (rows,), from the statistics of a s, and from b."""
+        base = self._base(term)
         if isinstance(term, LogSumExp):
-            if self._always(pairs):
-                return statistics.logsumexp
-            return torch.where(self.count(pairs) > 0, statistics.logsumexp, float("-inf"))  # a gradient of 0
+            value = statistics.logsumexp + base
+            return value if self._always(pairs) else torch.where(self.count(pairs) > 0, value, float("-inf"))
         total = statistics.target if pairs == sweep.positive else statistics.logits
         assert total is not None
-        return total if isinstance(term, Sum) else total / self.count(pairs).clamp(min=1)
-
-    def shifted(self, term: Term, value: Tensor, pairs: Condition) -> Tensor:
-        """Return the term of a s + b, given that of a s."""
-        base = self._base(term)
+        count = self.count(pairs)
         if isinstance(term, Sum):
-            return value + self.count(pairs) * base
-        return value + base if isinstance(term, LogSumExp) else torch.where(self.count(pairs) > 0, value + base, 0.0)
+            return total + count * base
+        return torch.where(count > 0, total / count.clamp(min=1) + base, 0.0)
 
     def _always(self, condition: Condition) -> bool:
         """Return whether the numbers of rows alone show that every row has such a pair."""

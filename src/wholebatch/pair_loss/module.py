@@ -40,7 +40,6 @@ _CONSTANT = "similarities without a gradient"
 _DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
 _PASSES, _FACTORS = "passes over S", "factors of similarities"
-_REMEMBERED = 256  # kinds of calls
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -130,8 +129,6 @@ class PairLoss(nn.Module):
                 self._constants[name] = value
         self._said = self._said_reason = False
         self._tiles: dict[str, int] = {}
-        # the terms as passes over S, by the functions and the kinds of arguments
-        self._lowered: dict[tuple[str, str], Lowered | None] = {}
         self._compared: FactsByRank | None = None  # those whose functions have had the same values
 
     @entry
@@ -188,7 +185,7 @@ class PairLoss(nn.Module):
             read_back=lambda: factors(passes, self.declaration, call, call.x.device) if _has_features(call) else {},
             derive=lambda numbers: {_FACTORS: [value for name, value in numbers.items() if name.startswith(FACTOR)]},
             must_match=(_FINGERPRINT, _DTYPES),
-            settings=self._settings(call, functions) if functions else None,
+            settings=self._settings(call, passes, functions) if functions else None,
             reads="its functions are compared between ranks",
         )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
@@ -262,16 +259,13 @@ class PairLoss(nn.Module):
         if not _has_features(call):  # `agree` refuses it
             return call, None, ""
         functions = fingerprint(*self.declaration.functions)
-        form = functions, repr(call.signature)
-        if form not in self._lowered:
-            if len(self._lowered) >= _REMEMBERED:
-                self._lowered.clear()
-            self._lowered[form] = lowered(self.declaration, call)
-        return call, self._lowered[form], functions
+        # Found again in each call: a fingerprint does not see all that a function reads.
+        return call, lowered(self.declaration, call), functions
 
-    def _settings(self, call: Arguments, functions: str) -> tuple[Hashable, ...]:
+    def _settings(self, call: Arguments, passes: Lowered | None, functions: str) -> tuple[Hashable, ...]:
         """Return all that this rank's facts depend on, but for the kinds of tensors."""
-        return self._number, functions, repr(call.signature), self._not_compiled, self._tiles_of(call), call.constant
+        kinds = repr(call.signature), repr(None if passes is None else passes.facts)
+        return self._number, functions, *kinds, self._not_compiled, self._tiles_of(call), call.constant
 
     def _checked_arguments(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
