@@ -12,7 +12,7 @@ from pair_losses import Batch, call, cut, gradients, part
 
 import wholebatch as wb
 from wholebatch.pair_loss import call as calls
-from wholebatch.pair_loss.function_checks import Reads, fixed_tile
+from wholebatch.pair_loss.function_checks import fixed_tile
 from wholebatch.pair_loss.lowering import lowered
 from wholebatch.pair_loss.masks import EVERY, ITSELF, OTHER, Compared, condition_of
 from wholebatch.pair_loss.module import arguments_of
@@ -69,7 +69,7 @@ def test_other_masks_are_not(mask):
 def _condition(mask):
     numbers = {"label": torch.zeros(1, dtype=torch.int64), "domain": torch.zeros(1, dtype=torch.int64)}
     numbers["weight"] = torch.zeros(1)
-    return condition_of(wb.terms.LogSumExp(where=mask), fixed_tile({"": "dot"}, (numbers, numbers), {}, Reads()))
+    return condition_of(wb.terms.LogSumExp(where=mask), fixed_tile({"": "dot"}, (numbers, numbers), {}))
 
 
 OPTIONS = [{"exchange": "gather"}, {"exchange": "ring"}, {"exchange": "gather", "sync": None, "memory": "flat"}]

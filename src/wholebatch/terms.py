@@ -40,7 +40,7 @@ def equal(name: str) -> Mask:
     >>> loss_fn(torch.zeros(4, 2), x_data={"label": torch.tensor([0, 0, 0, 1])})
     tensor(2.5000)
     """
-    return partial(_are_equal, name=_checked(name))
+    return partial(_compared, name=_checked(name), equal=True)
 
 
 def unequal(name: str) -> Mask:
@@ -54,16 +54,11 @@ def unequal(name: str) -> Mask:
     >>> loss_fn(torch.zeros(4, 2), x_data={"label": torch.tensor([0, 0, 0, 1])})
     tensor(1.5000)
     """
-    return partial(_are_unequal, name=_checked(name))
+    return partial(_compared, name=_checked(name), equal=False)
 
 
-def _are_equal(x: Any, y: Any, *, name: str) -> Tensor:  # fields
-    mask: Tensor = x[name] == y[name]
-    return mask
-
-
-def _are_unequal(x: Any, y: Any, *, name: str) -> Tensor:  # fields
-    mask: Tensor = x[name] != y[name]
+def _compared(x: Any, y: Any, *, name: str, equal: bool) -> Tensor:  # fields
+    mask: Tensor = x[name] == y[name] if equal else x[name] != y[name]
     return mask
 
 

@@ -21,6 +21,8 @@ from .._base.normalize import UNIT
 from ..contract import LEFT_OUT, Checks, Facts, Inputs, Options, agree, prepared, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
 from ..nodes.cross_entropy import how_many_equal
+from ..pair_loss.builtin_terms import Tower, reductions
+from ..pair_loss.reductions import Term
 from ..partition import Diagonal
 from ..sweep import Diagonals, EqualIds, Over, Pairs, Selection
 
@@ -179,3 +181,22 @@ class Labeled:
         )
         assert side is not None
         return side
+
+    def reductions(
+        self,
+        name: str,
+        terms: Mapping[str, Term],
+        parameters: Mapping[str, float],
+        data: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """Return terms of this rank's rows, which read cosines, `label` and further data: (b,) each, by name.
+
+        Args:
+            name: under which calls of one form keep what is found of the terms.
+            terms: by name.
+            parameters: numbers by name.
+            data: numbers of rows by name, (b,) each.
+        """
+        tower = Tower(self.facts.inputs["features"], None, {"label": self.local_labels, **data})
+        towers = {"features": tower}
+        return reductions(self.facts, "cosine", terms, towers, parameters, towers, name)["features"]

@@ -19,7 +19,6 @@ from typing_extensions import Unpack
 from .._base.checks import check_number, check_positive_number
 from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes.cross_entropy import softplus
-from ..pair_loss.builtin_terms import Tower, reductions
 from ..terms import LogSumExp, unequal
 from ._declaration import Declaration
 from ._labeled import LISTED, agree_labeled, of_the_same_class
@@ -109,9 +108,7 @@ def circle_loss(
         (features, labels, weights, ignore_index),
         Checks.of(_check, reads=LISTED, m=m, gamma=gamma),
     ).widened()
-    numbers = {"m": m, "gamma": gamma}
-    towers = {"features": Tower(data.facts.inputs["features"], None, {"label": data.local_labels})}
-    of_rows = reductions(data.facts, "cosine", _TERMS, towers, numbers, ["features"], "circle")["features"]
+    of_rows = data.reductions("circle", _TERMS, {"m": m, "gamma": gamma})
     of_negatives, of_positives = of_rows["negatives"], of_rows["positives"]
     has_both = (data.positives > 0) & (data.negatives > 0)
     both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)

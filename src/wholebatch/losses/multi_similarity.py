@@ -10,7 +10,6 @@ S instead of half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from typing_extensions import Unpack
 from .._base.checks import check_number
 from ..contract import Checks, Options, ProductOptions, Reduction, entry
 from ..nodes.cross_entropy import softplus
-from ..pair_loss.builtin_terms import Tower, reductions
-from ..pair_loss.reductions import Term
 from ..terms import LogSumExp, Max, Min, unequal
 from ._declaration import Declaration
 from ._labeled import LISTED, agree_labeled, of_the_same_class
@@ -125,19 +122,14 @@ def multi_similarity_loss(
         (features, labels, weights, ignore_index),
         Checks.of(_check, reads=LISTED, alpha=alpha, beta=beta, base=base, epsilon=epsilon),
     ).widened()
-    facts, numbers = data.facts, {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon or 0.0}
-    features, label = facts.inputs["features"], {"label": data.local_labels}
-
-    def reduced(name: str, terms: Mapping[str, Term], further: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        towers = {"features": Tower(features, None, {**label, **further})}
-        return reductions(facts, "cosine", terms, towers, numbers, ["features"], name)["features"]
-
+    numbers = {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon or 0.0}
     if epsilon is None:
-        of_rows = reduced("all", _TERMS, {})
+        of_rows = data.reductions("all", _TERMS, numbers)
     else:
         with torch.no_grad():
-            limits = {name: limit.to(facts.dtype) for name, limit in reduced("limits", _LIMITS, {}).items()}
-        of_rows = reduced("mined", _MINED, limits)
+            of_limits = data.reductions("limits", _LIMITS, numbers)
+            limits = {name: limit.to(data.facts.dtype) for name, limit in of_limits.items()}
+        of_rows = data.reductions("mined", _MINED, numbers, limits)
     losses = softplus(of_rows["positives"]) / alpha + softplus(of_rows["negatives"]) / beta
     return data.reduce(losses, data.rows.total)
 

@@ -170,17 +170,14 @@ def _doubles(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fixed_tile(
-    kinds: Mapping[str, str],
-    data: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    parameters: Mapping[str, Any],
-    reads: Reads,
+    kinds: Mapping[str, str], data: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], parameters: Mapping[str, Any]
 ) -> Entries:
-    """Return a tile of numbers that are the same on all ranks, on a CPU; `reads` gets the names that are read of it."""
+    """Return a tile of numbers that are the same on all ranks, on a CPU."""
     x, y = (
         {name: _fixed(value, count) for name, value in numbers.items()}
         for numbers, count in zip(data, (_ROWS, _COLUMNS), strict=True)
     )
-    return _tile(kinds, x, y, _fixed_parameters(parameters), reads, torch.device("cpu"))
+    return _tile(kinds, x, y, _fixed_parameters(parameters), Reads(), torch.device("cpu"))
 
 
 def _sample(x: Tensor, rows: int) -> Tensor:

@@ -18,7 +18,7 @@ The ranks agree beforehand on the passes, and on their factors a.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,7 @@ from .arguments import Arguments
 from .declaration import Declaration
 from .failure import Failure
 from .fingerprint import fingerprint
-from .function_checks import Reads, fixed_tile
+from .function_checks import fixed_tile
 from .masks import ITSELF, OTHER, Condition, condition_of
 from .pairs import Tower, as_integers
 from .reductions import Count, LogSumExp, Mean, Sum, Term
@@ -99,9 +99,10 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     alone = call.y is None
     numbers = call.x_data, call.x_data if alone else call.y_data
     parameters = {name: x for name, x in call.parameters.items() if not isinstance(x, Tensor) or x.numel() == 1}
+    entries = fixed_tile(declared.kinds, numbers, parameters)
     conditions, by_score = dict[str, Condition](), dict[str, list[Reduced]]()
     for reduced in terms:
-        condition = _pairs_of(reduced, declared.kinds, numbers, parameters)
+        condition = _pairs_of(reduced, entries)
         condition = condition if condition is None or not alone else _among_themselves(condition)
         if condition is None or not _is_known(condition, alone=alone):
             return None
@@ -124,25 +125,24 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     return Lowered([each for each in passes if each is not None], counted)
 
 
-def _pairs_of(
-    reduced: Reduced,
-    kinds: Mapping[str, str],
-    numbers: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    parameters: Mapping[str, Any],
-) -> Condition | None:
-    """Return the pairs of a term; None if they are no condition, or if the sweep does not compute its score."""
-    term, reads = reduced.term, Reads()
-    if type(term) not in _KINDS or (term.scored and not may_be_affine(term, kinds)):
+def _pairs_of(reduced: Reduced, entries: Entries) -> Condition | None:
+    """Return the pairs of a term; None if they are no condition, or if the sweep does not compute its score.
+
+    Args:
+        reduced: the term.
+        entries: a few of them, of numbers that are the same on all ranks.
+    """
+    term, reads = reduced.term, {letter: set[str]() for letter in "xyp"}
+    if type(term) not in _KINDS or (term.scored and not may_be_affine(term, entries.kinds)):
         return None
     try:
-        pairs = condition_of(term, fixed_tile(kinds, numbers, parameters, Reads()))
-        entries = fixed_tile(kinds, numbers, parameters, reads)
-        if pairs is None or (term.scored and not is_affine(term, entries, beside=PARTNER)):
+        pairs = condition_of(term, entries)
+        if pairs is None or (term.scored and not is_affine(term, replace(entries, reads=reads), beside=PARTNER)):
             return None
     except Exception:  # fixed numbers may be no indices of a table, and tables are left out: tiles compute such terms
         return None
     allowed = [set() if read_by_others else {PARTNER} for read_by_others in (reduced.cols, reduced.rows)]
-    return pairs if reads.x <= allowed[0] and reads.y <= allowed[1] else None
+    return pairs if reads["x"] <= allowed[0] and reads["y"] <= allowed[1] else None
 
 
 def _among_themselves(condition: Condition) -> Condition:
@@ -216,9 +216,10 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
     for each, number in zip(lowered.passes, factors, strict=False):
         statistics = _statistics(each, number, call, [terms[name] for name in each.terms], sides, ids)
         for into, side, of_side in zip(values, sides, statistics, strict=True):
-            for name, condition in each.terms.items():
-                if of_side is not None and side.reads(terms[name]):
-                    into[name] = side.value(terms[name].term, of_side, condition, each)
+            names = [name for name in each.terms if side.reads(terms[name])]
+            if of_side is not None and names:
+                base = side.base(each.score)
+                into |= {name: side.value(terms[name].term, of_side, each.terms[name], each, base) for name in names}
     for name, condition in lowered.counted.items():
         for into, side in zip(values, sides, strict=True):
             if side.reads(terms[name]):
@@ -256,7 +257,7 @@ class _Side:
         """Return whether this side reads a term."""
         return term.rows if self._rows else term.cols
 
-    def _base(self, score: Term) -> Tensor:
+    def base(self, score: Term) -> Tensor:
         """Return b, (rows,) or (1,), with its graph."""
         partners, zero = self._call.partners[0 if self._rows else 1], _similarity(0.0, self._call.facts.device)
         numbers = {PARTNER: partners[PARTNER].unsqueeze(int(self._rows))} if PARTNER in partners else {}
@@ -283,9 +284,8 @@ class _Side:
             same = how_many_equal(self._ids.local(self._own, name), self._ids.everywhere(self._other, name))
         return same - len(others) if equal else total - same
 
-    def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass) -> Tensor:
+    def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass, base: Tensor) -> Tensor:
         """Return a term, (rows,), from the statistics of a s, and from b."""
-        base = self._base(term)
         if isinstance(term, LogSumExp):
             value = statistics.logsumexp + base
             return value if self._always(pairs) else torch.where(self.count(pairs) > 0, value, float("-inf"))

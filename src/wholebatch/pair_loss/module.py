@@ -195,8 +195,9 @@ class PairLoss(nn.Module):
         self.declaration.reads = Reads.union(facts.of_ranks(_READS))
         self._warn_of_unread_terms()
         self._stop_compiling(facts.of_ranks(_NOT_COMPILED))
-        of_passes = facts.of_ranks(_FACTORS)[0]
-        lowers = passes is not None and may_be_lowered(facts.of_ranks(_PASSES), of_passes, in_kernels=facts.kernels)
+        of_passes, lowered_as = facts.of_ranks(_FACTORS)[0], None
+        if passes is not None and may_be_lowered(facts.of_ranks(_PASSES), of_passes, in_kernels=facts.kernels):
+            lowered_as = passes, of_passes
         loss = Call(
             self.declaration,
             call,
@@ -204,7 +205,7 @@ class PairLoss(nn.Module):
             tiles=max(facts.of_ranks(_TILES)),
             signature=facts.of_ranks(_FINGERPRINT)[0],
             constant=frozenset.intersection(*map(frozenset, facts.of_ranks(_CONSTANT))),
-            passes=(passes, of_passes) if passes is not None and lowers else None,
+            passes=lowered_as,
         ).loss()
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
             self._stop_compiling([self._not_compiled])
