@@ -31,6 +31,7 @@ from wholebatch_train.run.best import Best
 from wholebatch_train.run.pace import MEASURED, Pace
 from wholebatch_train.run.record import read_record
 from wholebatch_train.run.schedule import Extension, Schedule
+from wholebatch_train.run.trackers import TensorBoard
 from wholebatch_train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
@@ -184,6 +185,14 @@ def test_curves_in_tensorboard_hold_each_step_once_after_a_kill(data, tmp_path, 
     assert curve_of(run) == expected
     assert [step for step, _ in curve_of(run, "validation/image_to_text/recall@1")] == [6, 12]
     assert [step for step, _ in curve_of(run, "test/image_to_text/recall@1")] == [12]
+
+
+def test_curves_of_two_processes_are_read_in_their_order_even_within_a_second(tmp_path):
+    pytest.importorskip("tensorboard")
+    for done in range(3):
+        TensorBoard(tmp_path, done).flush()
+    seconds = [file.name.split(".")[3] for file in tmp_path.iterdir()]
+    assert len({*seconds}) == 3, "one second, so the lower number of a process would be read first"
 
 
 def test_without_a_purge_steps_would_come_twice(data, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
+        # Readers take files in the order of their names: whole seconds, then the process's number, which may be lower.
+        while [*folder.glob(f"events.out.tfevents.{int(time.time())}.*")]:
+            time.sleep(0.05)
         with writing(repr(str(folder))):
             self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if folder.exists() else None)
 
