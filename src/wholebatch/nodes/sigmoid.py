@@ -57,13 +57,13 @@ class _Gradients:
 
 
 class Sigmoid(torch.autograd.Function):
-    """Compute a rank's share of L, or the l_i of its rows, from X, Y and weights, if any."""
+    """Compute a rank's share of L, or the l_i of its rows, from X, Y and weights, if any; and the l_i as constants."""
 
     @staticmethod
     @no_autocast
     def forward(
         ctx: Any, plan: SigmoidPlan, scale: Any, bias: Any, weights: Tensor | None, x: Tensor, y: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         early, dtypes = plan.differentiable and not plan.per_row, (x.dtype, y.dtype)
         x, y = (plan.route.products.rounded(features) for features in (x, y))
         want_scale, want_bias, _, want_x, want_y = ctx.needs_input_grad[1:] if early else (False,) * 5
@@ -71,9 +71,10 @@ class Sigmoid(torch.autograd.Function):
         ctx.plan, ctx.gradients, ctx.dtypes = plan, gradients if early else None, dtypes
         scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
         ctx.save_for_backward(scale, bias, weights, x, y, losses)
+        ctx.mark_non_differentiable(losses)
         if plan.per_row:
-            return losses.clone()
-        return losses.sum() if weights is None else (weights * losses).sum()
+            return losses.clone(), losses
+        return losses.sum() if weights is None else (weights * losses).sum(), losses
 
     # With G = dL/dS, U = G Y and V = G^T X,
     #
@@ -84,7 +85,7 @@ class Sigmoid(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @no_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         plan: SigmoidPlan = ctx.plan
         scale, bias, weights, x, y, losses = ctx.saved_tensors
         want_scale, want_bias, want_weights, want_x, want_y = ctx.needs_input_grad[1:]

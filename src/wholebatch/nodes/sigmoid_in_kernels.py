@@ -55,25 +55,25 @@ class _Gradients:
 
 def sigmoid_losses(facts: Facts, plan: SigmoidPlan, layout: Layout, x: Tensor, y: Tensor) -> Tensor:
     """Return a rank's share of L, or the l_i of its rows. Collective. The plan is in kernels if they may compute it."""
-    inputs, products = facts.inputs, facts.products
-    plan = _choose_kernels(facts, plan, layout)
-    weights = inputs["weights"]
+    inputs, products, weights = facts.inputs, facts.products, facts.inputs["weights"]
+    bias = inputs["logit_bias"]
+    plan = choose_kernels(facts, plan, layout, bias, weighted=weights is not None)
     weights = None if plan.per_row or weights is None else weights.to(facts.device)
-    arguments = inputs["logit_scale"], inputs["logit_bias"], weights, x, y
+    arguments = inputs["logit_scale"], bias, weights, x, y
     if plan.in_kernels:
         name = "sigmoid in kernels", products.precision, products.units, facts.features_dtype
         shared = facts.once(name, lambda: _form(facts, plan, layout, x, weights))
         if shared is not None:
             return SigmoidInKernels.apply(plan, shared, facts.of_rows, *arguments)
-    return Sigmoid.apply(plan, *arguments)
+    return Sigmoid.apply(plan, *arguments)[0]
 
 
-def _choose_kernels(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:
+def choose_kernels(facts: Facts, plan: SigmoidPlan, layout: Layout, bias: Any, *, weighted: bool) -> SigmoidPlan:
     """Return the plan, in kernels if they passed their check. Collective at a form's first call."""
     if not plan.in_kernels:
         return plan
-    weighted = facts.inputs.get("weights") is not None and not plan.per_row
-    bias, in_units = facts.inputs["logit_bias"], facts.products.needs_unit(facts.features_dtype, in_kernels=True)
+    weighted = weighted and not plan.per_row
+    in_units = facts.products.needs_unit(facts.features_dtype, in_kernels=True)
     learned = isinstance(bias, Tensor) and bias.requires_grad
 
     def node(route: Route, x: Tensor, y: Tensor, in_kernels: bool) -> NodeCall:
@@ -82,7 +82,7 @@ def _choose_kernels(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidP
         leaves = [z.requires_grad_(plan.differentiable) for z in (x, y)]
         of_bias = torch.full_like(bias, _BIAS).requires_grad_() if isinstance(bias, Tensor) and learned else _BIAS
         arguments = alone, alone.scale, of_bias, weights, *leaves
-        return [*leaves, *([of_bias] if isinstance(of_bias, Tensor) else [])], lambda: [Sigmoid.apply(*arguments)]
+        return [*leaves, *([of_bias] if isinstance(of_bias, Tensor) else [])], lambda: [Sigmoid.apply(*arguments)[0]]
 
     form = (*plan.pairs.kinds, weighted or plan.per_row or in_units, learned, plan.per_row)
     if use_kernels(facts, form, layout, lambda: NodeRehearsal(facts, plan.route, layout, facts.features_dtype, node)):

@@ -15,7 +15,7 @@ the score at s = 0 and s = 1, in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -85,11 +85,19 @@ def is_affine(term: Term, entries: Entries, beside: str = "") -> bool:
     s = entries.s[ONE].detach().clone()
     with torch.no_grad(), _Watch(s, *(side[beside] for side in (entries.x, entries.y) if beside in side)) as watch:
         score = replace(entries, s={ONE: s}).values(term, None).value
-    if score is not None and score.dtype != s.dtype:
-        return False  # data of a wider type
-    written = any(x._version for x in watch.affine.values() if x is not score and not x.is_inference())
-    certain = not watch.unsure and not written
-    return score is not None and id(score) in watch.affine and id(score) not in watch.other and certain
+    # another dtype: that of data of a wider type
+    return score is not None and score.dtype == s.dtype and watch.is_affine(score)
+
+
+def losses_and_certainty(compute: Callable[[], Any], terms: Sequence[Tensor]) -> tuple[Any, bool]:
+    """Return what a row loss returns, and whether its operations leave no doubt that it is affine in these terms.
+
+    Its weights, if it returns some, do not depend on the terms then.
+    """
+    with _Watch(*terms) as watch:
+        result = compute()
+    losses, *weights = result if isinstance(result, tuple) and result else (result,)
+    return result, watch.is_affine(losses) and not any(id(x) in {*watch.affine, *watch.other} for x in weights)
 
 
 @torch.no_grad()
@@ -175,6 +183,11 @@ class _Watch(TorchFunctionMode):
                 if isinstance(x, Tensor):
                     into[id(x)] = x
         return output
+
+    def is_affine(self, x: Any) -> bool:
+        """Return whether a result is certainly affine in the tensors."""
+        written = any(y._version for y in self.affine.values() if y is not x and not y.is_inference())
+        return id(x) in self.affine and id(x) not in self.other and not self.unsure and not written
 
     def _stays(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Return whether a function of affine arguments is affine."""

@@ -16,6 +16,7 @@ from ..nodes import Layout, Route, Vectors, choose_route, choose_token_route, it
 from ..nodes.rehearsals import tokens_in_kernels_or_not
 from ..partition import Partition, Ragged
 from ..sync import total
+from .affine import losses_and_certainty
 from .arguments import Arguments
 from .candidates import OwnRows, combined
 from .declaration import Declaration
@@ -65,6 +66,7 @@ class Call:
         self.has_kernels, self.constant, self.passes = has_kernels, constant, passes
         self.affine = {} if affine is None else affine
         self.failure = Failure(facts.comm, CALLER)
+        self.share: Tensor | None = None  # see `lowering.Call`
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]
@@ -112,6 +114,33 @@ class Call:
         totals = [self._total(*side, count) for side, count in zip(sides, counts, strict=False)]
         self.failure.report()
         return finish(self.facts, sum(totals[1:], start=totals[0]))
+
+    def slopes(self, name: str, value: Tensor, known: Mapping[str, Tensor], sums: Tensor) -> Tensor:
+        """Return d (sum_i w_i F_i) / d sums, (b,), of a row loss that adds its terms up.
+
+        Args:
+            name: of the term that is computed from these sums.
+            value: the term at these sums, (b,).
+            known: counted terms by name, (b,) each.
+            sums: (b,), a leaf.
+        """
+        row_loss = self.declared.row_loss
+        assert row_loss is not None
+        zeros = {other: self._zeros(self.x) for other in self.declared.reads.rows}
+        summed = [value if other == name else x for other, x in zeros.items() if other not in known]
+
+        def added_up(*arguments: Any) -> Any:
+            result, certain = losses_and_certainty(lambda: row_loss(*arguments), summed)
+            if not certain:
+                raise ValueError(f"{CALLER}: row_loss must add its terms up in every call, as it did before")
+            return result
+
+        def compute() -> Tensor:
+            with torch.enable_grad():
+                losses, _ = self._side("row_loss", added_up, {**zeros, **known, name: value}, self.x, self.partners[0])
+                return torch.autograd.grad(losses.sum(), sums)[0]
+
+        return self.failure.guard(compute, lambda: self._zeros(self.x))
 
     def _vectors(self) -> Vectors:
         """Return the vectors that rows and columns consist of. Collective: two all-gathers of integers."""
@@ -327,7 +356,8 @@ class Call:
     def _total(self, losses: Tensor, weights: Tensor | None, count: int) -> Tensor:
         """Return the mean or the sum over all ranks. Collective: one all-reduce of two numbers."""
         weight = losses.new_zeros(()) if weights is None else weights.sum()
-        summed, weight = total(self.facts.comm, torch.stack([losses.sum(), weight])).unbind()
+        summed = losses.sum() if self.share is None else losses.sum() + (self.share - self.share.detach())
+        summed, weight = total(self.facts.comm, torch.stack([summed, weight])).unbind()
         if self.facts.options.reduction == "sum":
             return summed
         if weights is None:

@@ -12,6 +12,8 @@ class, and positives are the row itself, or rows of its class (see `masks`). A p
 score and one set of candidates. Without kernels, several passes take longer than tiles of any terms, which compute S
 once for all of them: these compute whatever is not lowered.
 
+Sums of softplus(f) take the sigmoid sweep: see `sigmoid_sums`.
+
 The ranks agree beforehand on the passes, and on their factors a.
 """
 
@@ -42,6 +44,7 @@ from .masks import ITSELF, OTHER, Condition, condition_of
 from .pairs import Tower, as_integers
 from .reductions import Count, LogSumExp, Mean, Sum, Term
 from .row_data import INDEX, PARTNER
+from .sigmoid_sums import adds_up, inside_softplus, sigmoid_sums
 from .similarity import LATE, ONE
 from .tile import Reduced
 from .tile_entries import Entries
@@ -60,6 +63,23 @@ class Pass:
     positive: Condition | None
     excluded: Condition | None
 
+    @property
+    def kind(self) -> str:
+        """The kind of sweep, in words."""
+        return self.over
+
+
+@dataclass(frozen=True)
+class SigmoidPass(Pass):
+    """A pass of the sigmoid sweep, for one term: a sum, or a mean, of softplus of its score."""
+
+    adds_up: bool  # whether the row loss adds its terms up
+
+    @property
+    def kind(self) -> str:
+        """The kind of sweep, in words."""
+        return "softplus, added up" if self.adds_up else "softplus"
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -72,7 +92,7 @@ class Lowered:
     def facts(self) -> list[Any]:
         """The facts that all ranks must have alike."""
         counted = _in_words(self.counted)
-        return [[_in_words(each.terms), each.over, counted] for each in self.passes]
+        return [[_in_words(each.terms), each.kind, counted] for each in self.passes]
 
 
 def _in_words(conditions: Mapping[str, Condition]) -> list[Any]:
@@ -89,6 +109,10 @@ class Call(Protocol):
     partners: list[dict[str, Tensor]]  # numbers of rows, and of columns
     parameters: dict[str, Any]
     failure: Failure
+    share: Tensor | None  # a number whose gradient is that of L by sums that are constants in L
+
+    def slopes(self, name: str, value: Tensor, known: Mapping[str, Tensor], sums: Tensor) -> Tensor:
+        """Return the slopes of L, but for its divisor, by the sums from which the term of this name is computed."""
 
 
 def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
@@ -100,15 +124,21 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     numbers = call.x_data, call.x_data if alone else call.y_data
     parameters = {name: x for name, x in call.parameters.items() if not isinstance(x, Tensor) or x.numel() == 1}
     entries = fixed_tile(declared.kinds, numbers, parameters)
+    softplus = inside_softplus(terms, entries, double=call.x.dtype == torch.float64)
+    if softplus is not None:
+        terms = [softplus if each.name == softplus.name else each for each in terms]
     conditions, by_score = dict[str, Condition](), dict[str, list[Reduced]]()
     for reduced in terms:
-        condition = _pairs_of(reduced, entries)
+        condition = _pairs_of(reduced, entries, partners=reduced is not softplus)
         condition = condition if condition is None or not alone else _among_themselves(condition)
         if condition is None or not _is_known(condition, alone=alone):
             return None
         conditions[reduced.name] = condition
         if reduced.term.scored:  # only the same function has the same factor, and the same gradient of it
             by_score.setdefault(fingerprint(reduced.term.score), []).append(reduced)
+    counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
+    if softplus is not None:
+        return _of_softplus(softplus, conditions[softplus.name], counted, declared, entries)
     passes = list[Pass | None]()
     for of_score in by_score.values():
         candidates = dict.fromkeys(conditions[each.name] for each in of_score if isinstance(each.term, LogSumExp))
@@ -121,16 +151,27 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
             rest = {}
     if None in passes or not passes:
         return None
-    counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
     return Lowered([each for each in passes if each is not None], counted)
 
 
-def _pairs_of(reduced: Reduced, entries: Entries) -> Condition | None:
+def _of_softplus(
+    reduced: Reduced, pairs: Condition, counted: Mapping[str, Condition], declared: Declaration, entries: Entries
+) -> Lowered | None:
+    """Return the pass of a term of softplus; None if the sweep does not compute it."""
+    if any(compared.equal for compared in pairs) or (reduced.cols and not declared.symmetric):
+        return None
+    excluded = frozenset(compared.negated for compared in pairs)
+    adding = adds_up(declared, entries)
+    return Lowered([SigmoidPass({reduced.name: pairs}, reduced.term, "all", None, excluded or None, adding)], counted)
+
+
+def _pairs_of(reduced: Reduced, entries: Entries, *, partners: bool) -> Condition | None:
     """Return the pairs of a term; None if they are no condition, or if the sweep does not compute its score.
 
     Args:
         reduced: the term.
         entries: a few of them, of numbers that are the same on all ranks.
+        partners: whether the score may read partners.
     """
     term, reads = reduced.term, {letter: set[str]() for letter in "xyp"}
     if type(term) not in _KINDS or (term.scored and not may_be_affine(term, entries.kinds)):
@@ -141,7 +182,7 @@ def _pairs_of(reduced: Reduced, entries: Entries) -> Condition | None:
             return None
     except Exception:  # fixed numbers may be no indices of a table, and tables are left out: tiles compute such terms
         return None
-    allowed = [set() if read_by_others else {PARTNER} for read_by_others in (reduced.cols, reduced.rows)]
+    allowed = [{PARTNER} if partners and not others else set() for others in (reduced.cols, reduced.rows)]
     return pairs if reads["x"] <= allowed[0] and reads["y"] <= allowed[1] else None
 
 
@@ -180,10 +221,13 @@ def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) ->
 
 @torch.no_grad()
 def factors(passes: Lowered | None, declared: Declaration, call: Arguments, device: torch.device) -> dict[str, Tensor]:
-    """Return the factor a of each pass, (), by names that are the same on all ranks; 0 where there is no pass."""
-    scores = [] if passes is None else [each.score for each in passes.passes]
-    values = [_difference(score, call.parameters, device) for score in scores]
-    values += [_similarity(0.0, device).reshape(())] * (len(declared.terms) - len(values))
+    """Return a of each pass, (), then b of a sigmoid pass, by names that are the same on all ranks; then zeros."""
+    values, zero = list[Tensor](), _similarity(0.0, device)
+    for each in () if passes is None else passes.passes:
+        values.append(_difference(each.score, call.parameters, device))
+        if isinstance(each, SigmoidPass):  # the only one
+            values.append(_value(each.score, zero, ({}, {}), call.parameters).reshape(()))
+    values += [zero.reshape(())] * (1 + len(declared.terms) - len(values))
     return {f"{FACTOR} {i}": value for i, value in enumerate(values)}
 
 
@@ -213,17 +257,20 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
     ids = _Ids(call)
     sides = _Side(call, ids, rows=True), _Side(call, ids, rows=False)
     values = dict[str, Tensor](), dict[str, Tensor]()
+    for name, condition in lowered.counted.items():
+        for into, side in zip(values, sides, strict=True):
+            if side.reads(terms[name]):
+                into[name] = side.count(condition)
     for each, number in zip(lowered.passes, factors, strict=False):
+        if isinstance(each, SigmoidPass):
+            values[0].update(_softplus_terms(each, (number, factors[1]), call, sides[0], ids, values[0]))
+            break
         statistics = _statistics(each, number, call, [terms[name] for name in each.terms], sides, ids)
         for into, side, of_side in zip(values, sides, statistics, strict=True):
             names = [name for name in each.terms if side.reads(terms[name])]
             if of_side is not None and names:
                 base = side.base(each.score)
                 into |= {name: side.value(terms[name].term, of_side, each.terms[name], each, base) for name in names}
-    for name, condition in lowered.counted.items():
-        for into, side in zip(values, sides, strict=True):
-            if side.reads(terms[name]):
-                into[name] = side.count(condition)
     return values
 
 
@@ -291,6 +338,10 @@ class _Side:
             return value if self._always(pairs) else torch.where(self.count(pairs) > 0, value, float("-inf"))
         total = statistics.target if pairs == sweep.positive else statistics.logits
         assert total is not None
+        return self.total(term, total, pairs, base)
+
+    def total(self, term: Term, total: Tensor, pairs: Condition, base: Tensor | float) -> Tensor:
+        """Return a Sum or a Mean, (rows,), from the sums of all scores but for b."""
         count = self.count(pairs)
         if isinstance(term, Sum):
             return total + count * base
@@ -299,6 +350,48 @@ class _Side:
     def _always(self, condition: Condition) -> bool:
         """Return whether the numbers of rows alone show that every row has such a pair."""
         return condition <= OTHER and self._other.rows.total > len(condition)
+
+
+def _softplus_terms(
+    sweep: SigmoidPass,
+    numbers: tuple[float, float],
+    call: Call,
+    side: _Side,
+    ids: _Ids,
+    known: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the term of a sigmoid pass, (b,), by its name. Collective: see `sigmoid_sums`.
+
+    Args:
+        sweep: the pass.
+        numbers: a and b, the same on all ranks.
+        call: the call.
+        side: its rows.
+        ids: integers of rows.
+        known: the terms of rows that are counted.
+    """
+    facts, kind = call.facts.in_range(), call.declared.kinds[ONE]
+    dtype = facts.features_dtype if kind == "dot" else facts.dtype
+    x, y = (tower.features[ONE].to(dtype) for tower in (call.x, call.y))
+    facts = facts.with_(features_dtype=dtype).in_units()
+    ((name, pairs),) = sweep.terms.items()
+    base: Any = side.base(sweep.score).reshape(())
+    early = sweep.adds_up and facts.differentiable and facts.options.reduction != "none"
+
+    def value(sums: Tensor) -> Tensor:
+        return side.total(sweep.score, sums, pairs, 0.0)
+
+    sums, share = sigmoid_sums(
+        facts,
+        Layout(call.x.rows, call.y.rows),
+        Pairs(NONE, NONE if sweep.excluded is None else _entries(sweep.excluded, call, ids)),
+        (numbers[0], _factor(sweep.score, call, numbers[0])),
+        (numbers[1], base if base.requires_grad else numbers[1]),
+        (x, y),
+        (lambda sums: call.slopes(name, value(sums), known, sums)) if early else None,
+    )
+    call.share = share
+    return {name: value(sums)}
 
 
 def _statistics(
