@@ -20,7 +20,7 @@ from .reductions import Mean, Partner, Term
 from .similarity import DISTANCE, Similarity, kinds_of
 from .tile import Reduced
 
-_REMEMBERED = 256  # kinds of calls
+REMEMBERED = 256  # kinds of calls
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Declaration:
         wrong = sorted(name for name in self.reads.cols if self.terms[name].over != "batch")
         if wrong:
             raise ValueError(f"column_loss must not read {wrong[0]!r}: own candidates belong to rows")
-        if len(self._used) >= _REMEMBERED:
+        if len(self._used) >= REMEMBERED:
             self._used.clear()
         self._used[signature] = self.reads
 

@@ -2,6 +2,8 @@
 
 It is made of bytecode, nested constants, defaults, and the plain values that a function captures or finds in its
 module. Addresses, paths and line numbers are left out: they differ between ranks that run the same program.
+
+Most functions read nothing else. Others may change while their text stays: objects, other modules, what they import.
 """
 
 from __future__ import annotations
@@ -19,22 +21,35 @@ from torch import Tensor, nn
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _DEEPEST = 8  # functions that call functions
 _LONGEST, _SOME = 1000, 100  # items of a list, and of those the first and the last
+_IN_PART = "seen in part"  # in the text of a value that may compute otherwise while the text stays
+_FIXED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_BUILTINS = {"abs", "all", "any", "bool", "dict", "enumerate", "float", "int", "isinstance", "len", "list", "map"}
+_BUILTINS |= {"max", "min", "pow", "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "zip"}
+_BUILTINS |= {"ValueError", "TypeError", "RuntimeError"}
 
 
 def fingerprint(*values: object) -> str:
     """Return a digest of functions and plain values."""
-    return sha256(repr([_text(value, _DEEPEST, frozenset()) for value in values]).encode()).hexdigest()[:16]
+    return fingerprint_and_certainty(*values)[0]
+
+
+def fingerprint_and_certainty(*values: object) -> tuple[str, bool]:
+    """Return a digest of functions and plain values, and whether these compute alike as long as it is the same."""
+    text = repr([_text(value, _DEEPEST, frozenset()) for value in values])
+    return sha256(text.encode()).hexdigest()[:16], _IN_PART not in text
 
 
 def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     """Return something whose repr stands for the value; `within` are the ids of functions that are being described."""
     if isinstance(value, _PLAIN):
         return repr(value)
-    if depth == 0 or id(value) in within:
+    if id(value) in within:
         return type(value).__qualname__
+    if depth == 0:
+        return [_IN_PART, type(value).__qualname__]
     inside = within | {id(value)}
     if isinstance(value, tuple | list) and len(value) > _LONGEST:
-        return [len(value), *(_text(item, depth - 1, inside) for item in (*value[:_SOME], *value[-_SOME:]))]
+        return [_IN_PART, len(value), *(_text(item, depth - 1, inside) for item in (*value[:_SOME], *value[-_SOME:]))]
     if isinstance(value, tuple | list):
         return [_text(item, depth - 1, inside) for item in value]
     if isinstance(value, set | frozenset):
@@ -46,29 +61,38 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, types.MethodType):
         read = _looked_up(value.__func__.__code__) if isinstance(value.__func__, types.FunctionType) else frozenset()
         of_owner = _attributes(value.__self__, read, depth - 1, inside)
-        return ["method", _text(value.__func__, depth - 1, inside), of_owner]
+        return [_IN_PART, "method", _text(value.__func__, depth - 1, inside), of_owner]
     if isinstance(value, types.FunctionType):
         return _function(value, depth - 1, inside)
     if isinstance(value, types.CodeType):
         return _code(value, depth - 1, inside)
     if isinstance(value, types.ModuleType):
-        return value.__name__
+        return value.__name__ if _is_fixed(value.__name__) else [_IN_PART, value.__name__]
     if isinstance(value, Tensor):
-        return type(value).__qualname__
+        return [_IN_PART, type(value).__qualname__]
     if isinstance(value, nn.Module):
         named = [(name, _text(x, depth - 1, inside)) for name, x in value.state_dict().items()]
         forward = type(value).forward
         read = _looked_up(forward.__code__) if isinstance(forward, types.FunctionType) else frozenset()
-        return [type(value).__qualname__, named, value.extra_repr(), _attributes(value, read, depth, within)]
+        return [_IN_PART, type(value).__qualname__, named, value.extra_repr(), _attributes(value, read, depth, within)]
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    if isinstance(value, _FIXED) or (isinstance(value, type) and _is_fixed(value.__module__)):
+        return name
     own = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
     plain = {key: x for key, x in own.items() if isinstance(x, (*_PLAIN, tuple))}
     call = None if isinstance(value, type) else vars(type(value)).get("__call__")
     code = [_text(call, depth - 1, inside)] if isinstance(call, types.FunctionType) else []
-    return [name, _text(plain, depth - 1, inside), *code]
+    return [_IN_PART, name, _text(plain, depth - 1, inside), *code]
 
 
-def _function(function: types.FunctionType, depth: int, within: frozenset[int]) -> list[Any]:
+def _is_fixed(module: str) -> bool:
+    """Return whether everything that a module holds stays as it is."""
+    return module.split(".")[0] in ("torch", "math", "builtins")
+
+
+def _function(function: types.FunctionType, depth: int, within: frozenset[int]) -> Any:
+    if _is_fixed(function.__module__ or ""):
+        return function.__qualname__
     code = function.__code__
     contents = [_content(cell) for cell in function.__closure__ or ()]
     names = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
@@ -76,7 +100,8 @@ def _function(function: types.FunctionType, depth: int, within: frozenset[int]) 
     read_globals = [(name, _text(value, depth, within)) for name, value in names.items()]
     attributes = [_attributes(value, _looked_up(code), depth, within) for value in (*contents, *names.values())]
     defaults = _text([function.__defaults__, function.__kwdefaults__], depth, within)
-    return [_code(code, depth, within), captured, read_globals, defaults, attributes]
+    elsewhere = [_IN_PART] if _imports(code) or not _names(code) <= {*names, *_BUILTINS} else []
+    return [_code(code, depth, within), captured, read_globals, defaults, attributes, *elsewhere]
 
 
 def _attributes(value: object, names: frozenset[str], depth: int, within: frozenset[int]) -> list[Any]:
@@ -114,6 +139,13 @@ def _names(code: types.CodeType) -> frozenset[str]:
         op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
     return loaded.union(*map(_names, inner))
+
+
+@functools.lru_cache(1024)
+def _imports(code: types.CodeType) -> bool:
+    """Return whether a function or one inside of it imports."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return any(op.opname == "IMPORT_NAME" for op in dis.get_instructions(code)) or any(map(_imports, inner))
 
 
 def _content(cell: types.CellType) -> object:

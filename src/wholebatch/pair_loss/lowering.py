@@ -222,12 +222,11 @@ def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) ->
 @torch.no_grad()
 def factors(passes: Lowered | None, declared: Declaration, call: Arguments, device: torch.device) -> dict[str, Tensor]:
     """Return a of each pass, (), then b of a sigmoid pass, by names that are the same on all ranks; then zeros."""
-    values, zero = list[Tensor](), _similarity(0.0, device)
+    values = list[Tensor]()
     for each in () if passes is None else passes.passes:
-        values.append(_difference(each.score, call.parameters, device))
-        if isinstance(each, SigmoidPass):  # the only one
-            values.append(_value(each.score, zero, ({}, {}), call.parameters).reshape(()))
-    values += [zero.reshape(())] * (1 + len(declared.terms) - len(values))
+        a, b = _coefficients(each.score, call.parameters, device)
+        values += [a, b] if isinstance(each, SigmoidPass) else [a]
+    values += [torch.zeros((), dtype=wide_dtype(device), device=device)] * (1 + len(declared.terms) - len(values))
     return {f"{FACTOR} {i}": value for i, value in enumerate(values)}
 
 
@@ -265,11 +264,12 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
         if isinstance(each, SigmoidPass):
             values[0].update(_softplus_terms(each, (number, factors[1]), call, sides[0], ids, values[0]))
             break
-        statistics = _statistics(each, number, call, [terms[name] for name in each.terms], sides, ids)
+        a, b = _learned(each.score, call)
+        statistics = _statistics(each, (number, a), call, [terms[name] for name in each.terms], sides, ids)
         for into, side, of_side in zip(values, sides, statistics, strict=True):
             names = [name for name in each.terms if side.reads(terms[name])]
             if of_side is not None and names:
-                base = side.base(each.score)
+                base = side.base(each.score, b)
                 into |= {name: side.value(terms[name].term, of_side, each.terms[name], each, base) for name in names}
     return values
 
@@ -304,10 +304,18 @@ class _Side:
         """Return whether this side reads a term."""
         return term.rows if self._rows else term.cols
 
-    def base(self, score: Term) -> Tensor:
-        """Return b, (rows,) or (1,), with its graph."""
-        partners, zero = self._call.partners[0 if self._rows else 1], _similarity(0.0, self._call.facts.device)
-        numbers = {PARTNER: partners[PARTNER].unsqueeze(int(self._rows))} if PARTNER in partners else {}
+    def base(self, score: Term, without_partner: Tensor) -> Tensor:
+        """Return b, (rows,) or (), with its graph.
+
+        Args:
+            score: the score.
+            without_partner: b if partners were 0, ().
+        """
+        partners = self._call.partners[0 if self._rows else 1]
+        if PARTNER not in partners:
+            return without_partner
+        numbers = {PARTNER: partners[PARTNER].unsqueeze(int(self._rows))}
+        zero = without_partner.new_zeros(1, 1)
 
         def compute() -> Tensor:
             return _value(score, zero, (numbers, {}) if self._rows else ({}, numbers), self._call.parameters)
@@ -375,7 +383,7 @@ def _softplus_terms(
     x, y = (tower.features[ONE].to(dtype) for tower in (call.x, call.y))
     facts = facts.with_(features_dtype=dtype).in_units()
     ((name, pairs),) = sweep.terms.items()
-    base: Any = side.base(sweep.score).reshape(())
+    a, b = _learned(sweep.score, call)
     early = sweep.adds_up and facts.differentiable and facts.options.reduction != "none"
 
     def value(sums: Tensor) -> Tensor:
@@ -385,8 +393,8 @@ def _softplus_terms(
         facts,
         Layout(call.x.rows, call.y.rows),
         Pairs(NONE, NONE if sweep.excluded is None else _entries(sweep.excluded, call, ids)),
-        (numbers[0], _factor(sweep.score, call, numbers[0])),
-        (numbers[1], base if base.requires_grad else numbers[1]),
+        (numbers[0], a if a.requires_grad else numbers[0]),
+        (numbers[1], b if b.requires_grad else numbers[1]),
         (x, y),
         (lambda sums: call.slopes(name, value(sums), known, sums)) if early else None,
     )
@@ -395,7 +403,12 @@ def _softplus_terms(
 
 
 def _statistics(
-    sweep: Pass, number: float, call: Call, terms: Sequence[Reduced], sides: tuple[_Side, _Side], ids: _Ids
+    sweep: Pass,
+    factor: tuple[float, Tensor],
+    call: Call,
+    terms: Sequence[Reduced],
+    sides: tuple[_Side, _Side],
+    ids: _Ids,
 ) -> tuple[RowStatistics | None, RowStatistics | None]:
     """Return the statistics of a s for this rank's rows and columns. Collective: as `row_statistics`."""
     facts, alone, kind = call.facts.in_range(), call.y is call.x, call.declared.kinds[ONE]
@@ -417,7 +430,7 @@ def _statistics(
     reads_rows, reads_cols = (any(map(side.reads, terms)) for side in sides)
     of_rows, of_cols = row_statistics(
         facts,
-        (number, _factor(sweep.score, call, number)),
+        (factor[0], factor[1] if factor[1].requires_grad else factor[0]),
         Operands(features, towers, layout, narrow=narrow),
         Selection(pairs, sweep.over),
         Bounds(bound),
@@ -439,14 +452,10 @@ def _entries(condition: Condition, call: Call, ids: _Ids) -> EntrySet:
     return EqualIds(ids.local(call.x, names[0]), columns, but=itself if len(condition) > 1 else None)
 
 
-def _similarity(value: float, device: torch.device) -> Tensor:
-    return torch.full((1, 1), value, dtype=wide_dtype(device), device=device)
-
-
 def _value(
     score: Term, s: Tensor, sides: tuple[Mapping[str, Any], Mapping[str, Any]], parameters: Mapping[str, Any]
 ) -> Tensor:
-    """Return a score at a similarity, (1, 1), or for all partners of one side, in the precision of sums."""
+    """Return a score at some similarities, (n, 1), or for all partners of one side, in the precision of sums."""
     wide = {
         name: x.to(s.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in parameters.items()
     }
@@ -455,18 +464,15 @@ def _value(
     return value
 
 
-def _difference(score: Term, parameters: Mapping[str, Any], device: torch.device) -> Tensor:
-    """Return a, (): the score at 1 minus that at 0."""
-    zero = _similarity(0.0, device)
-    numbers = {PARTNER: zero}
-    at_one, at_zero = (_value(score, s, (numbers, numbers), parameters) for s in (zero + 1, zero))
-    return (at_one - at_zero).reshape(())
+def _coefficients(score: Term, parameters: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a and b, (): the score at 1 minus that at 0, and that at 0, where partners are 0."""
+    s = torch.arange(2, dtype=wide_dtype(device), device=device).unsqueeze(1)
+    numbers = {PARTNER: s.new_zeros(1, 1)}
+    at_zero, at_one = _value(score, s, (numbers, numbers), parameters).reshape(2).unbind()
+    return at_one - at_zero, at_zero
 
 
-def _factor(score: Term, call: Call, number: float) -> Any:
-    """Return a with its graph, (), or the number itself if it has none."""
-    device = call.facts.device
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in call.parameters.values()):
-        return number
-    value = call.failure.guard(lambda: _difference(score, call.parameters, device), lambda: _similarity(0.0, device))
-    return value if value.requires_grad else number
+def _learned(score: Term, call: Call) -> tuple[Tensor, Tensor]:
+    """Return a and b with their graphs."""
+    zero = torch.zeros((), dtype=wide_dtype(call.facts.device), device=call.facts.device)
+    return call.failure.guard(lambda: _coefficients(score, call.parameters, call.facts.device), lambda: (zero, zero))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from .._base.checks import check_flag, on_host
 from .._base.warnings import warn
 from ..comm import Group
-from ..comm.facts_by_rank import FactsByRank
 from ..comm.modules import built
 from ..comm.select import check_group
-from ..contract import Checking, Checks, Options, Reduction, agree, entry, prepared
+from ..contract import Checking, Checks, Facts, Options, Reduction, agree, entry, prepared
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory, Precision
@@ -23,8 +23,8 @@ from ..sync import Sync
 from ..tokens import Tokens
 from .arguments import Arguments, check_parameters
 from .call import CALLER, Call
-from .declaration import Declaration
-from .fingerprint import fingerprint
+from .declaration import REMEMBERED, Declaration
+from .fingerprint import fingerprint_and_certainty
 from .function_checks import Reads, check_same_values
 from .lowering import FACTOR, Lowered, factors, lowered, may_be_lowered
 from .reductions import Term
@@ -41,6 +41,29 @@ _DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
 _PASSES, _FACTORS = "passes over S", "factors of similarities"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """The facts that follow from those of all ranks: `passes` and `not_compiled` of each rank."""
+
+    reads: Reads
+    passes: Sequence[list[Any]]
+    tiles: int
+    constant: frozenset[str]
+    not_compiled: Sequence[str]
+
+    @classmethod
+    def of(cls, facts: Facts) -> _Agreed:
+        """Return them, or raise ValueError, on all ranks, if the functions have other values on a rank."""
+        check_same_values(CALLER, facts.of_ranks(_VALUES))
+        return cls(
+            Reads.union(facts.of_ranks(_READS)),
+            facts.of_ranks(_PASSES),
+            max(facts.of_ranks(_TILES)),
+            frozenset.intersection(*map(frozenset, facts.of_ranks(_CONSTANT))),
+            facts.of_ranks(_NOT_COMPILED),
+        )
 
 
 class PairLoss(nn.Module):
@@ -129,7 +152,7 @@ class PairLoss(nn.Module):
                 self._constants[name] = value
         self._said = self._said_reason = False
         self._tiles: dict[str, int] = {}
-        self._compared: FactsByRank | None = None  # those whose functions have had the same values
+        self._lowered: dict[tuple[str, str], Lowered | None] = {}  # by the functions and the kind of call
 
     @entry
     def forward(
@@ -189,22 +212,20 @@ class PairLoss(nn.Module):
             reads="its functions are compared between ranks",
         )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
-        if facts.by_rank is not self._compared:
-            check_same_values(CALLER, facts.of_ranks(_VALUES))
-            self.declaration.values, self._compared = "", facts.by_rank
-        self.declaration.reads = Reads.union(facts.of_ranks(_READS))
+        agreed = facts.once("declared", lambda: _Agreed.of(facts))
+        self.declaration.values, self.declaration.reads = "", agreed.reads
         self._warn_of_unread_terms()
-        self._stop_compiling(facts.of_ranks(_NOT_COMPILED))
+        self._stop_compiling(agreed.not_compiled)
         of_passes, lowered_as = facts.of_ranks(_FACTORS)[0], None
-        if passes is not None and may_be_lowered(facts.of_ranks(_PASSES), of_passes, in_kernels=facts.kernels):
+        if passes is not None and may_be_lowered(agreed.passes, of_passes, in_kernels=facts.kernels):
             lowered_as = passes, of_passes
         loss = Call(
             self.declaration,
             call,
             facts.widened(),
-            tiles=max(facts.of_ranks(_TILES)),
-            signature=facts.of_ranks(_FINGERPRINT)[0],
-            constant=frozenset.intersection(*map(frozenset, facts.of_ranks(_CONSTANT))),
+            tiles=agreed.tiles,
+            signature=functions,
+            constant=agreed.constant,
             passes=lowered_as,
         ).loss()
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
@@ -259,9 +280,13 @@ class PairLoss(nn.Module):
         call = self._checked_arguments(x, y, data, candidates, candidate_offsets, parameters)
         if not _has_features(call):  # `agree` refuses it
             return call, None, ""
-        functions = fingerprint(*self.declaration.functions)
-        # Found again in each call: a fingerprint does not see all that a function reads.
-        return call, lowered(self.declaration, call), functions
+        functions, certain = fingerprint_and_certainty(*self.declaration.functions)
+        form = functions, repr(call.signature)
+        if form not in self._lowered or not certain:  # a fingerprint may not see all that a function reads
+            if len(self._lowered) >= REMEMBERED:
+                self._lowered.clear()
+            self._lowered[form] = lowered(self.declaration, call)
+        return call, self._lowered[form], functions
 
     def _settings(self, call: Arguments, passes: Lowered | None, functions: str) -> tuple[Hashable, ...]:
         """Return all that this rank's facts depend on, but for the kinds of tensors."""
