@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from pair_losses import Batch
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid, softplus
 
 import wholebatch as wb
 
@@ -95,6 +95,37 @@ def smoothed(**options):
     return wb.PairLoss(terms, loss, column_loss=loss, **options)
 
 
+def logit(s, x, y, p):
+    return p.scale * s - 2 * p.scale
+
+
+def siglip(**options):
+    terms = {
+        "all": wb.terms.Sum(lambda s, x, y, p: softplus(logit(s, x, y, p), threshold=40)),
+        "own": wb.terms.Partner(logit),
+    }
+    return wb.PairLoss(terms, lambda r, x, p: r.all - r.own, **options)
+
+
+def sigmoid_means(**options):
+    """Weights and slopes of rows, and another way to write softplus, of rows among themselves."""
+    terms = {
+        "mean": wb.terms.Mean(lambda s, x, y, p: -logsigmoid(-logit(s, x, y, p)), different),
+        "n": wb.terms.Count(different),
+    }
+
+    def loss(r, x, p):
+        return r.mean * (1 + r.n) / p.scale - x.label, (2.5 + x.label.double()) * p.scale
+
+    return wb.PairLoss(terms, loss, similarity="cosine", **options)
+
+
+def sigmoid_squared(symmetric=True, **options):
+    """A row loss that is no sum of terms: the gradient needs another pass."""
+    terms = {"sum": wb.terms.Sum(lambda s, x, y, p: softplus(-logit(s, x, y, p), threshold=40), other)}
+    return wb.PairLoss(terms, lambda r, x, p: r.sum * r.sum, similarity="cosine", symmetric=symmetric, **options)
+
+
 def own_candidates(**options):
     return wb.PairLoss(
         {"all": wb.terms.LogSumExp(score, over="both"), "own": wb.terms.Partner(score)},
@@ -113,7 +144,7 @@ def batch_of(name, rows):
         return {"label": torch.randint(0, 3, (n,), generator=g) - 1}
 
     parameters = {"scale": torch.tensor(1.7, dtype=torch.float64, requires_grad=True)}
-    if name.startswith(("sup_con", "multi")):
+    if name.startswith(("sup_con", "multi", "sigmoid")):
         return Batch(features(rows), x_data=labels(rows), parameters=parameters)
     if name in ("classes", "smoothed"):
         cols = rows + 2
@@ -132,6 +163,9 @@ LOSSES = {
     "classes": classes,
     "smoothed": smoothed,
     "own": own_candidates,
+    "siglip": siglip,
+    "sigmoid means": sigmoid_means,
+    "sigmoid squared": sigmoid_squared,
 }
 
 

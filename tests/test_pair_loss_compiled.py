@@ -1,6 +1,7 @@
 """Declared losses with compiled tiles equal those without, in value and every gradient, and do without a compiler."""
 
 import copy
+import re
 import shutil
 import types
 import warnings
@@ -11,8 +12,9 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from pair_grammar import drawn
-from pair_losses import DECLARATIONS, batch_for, cut, gradients, part
+from pair_losses import DECLARATIONS, Batch, batch_for, cut, gradients, part
 from test_pair_loss import distance
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import wholebatch as wb
 from wholebatch.pair_loss import compiled
@@ -117,6 +119,41 @@ def test_generated_code_serves_ragged_tiles_without_compiling_again(name, option
         assert distance([found], batch, expected, (rows,), "mean") < (1e-10 if dtype == torch.float64 else 2e-4), rows
     assert is_compiled(loss_fn) == 2
     assert counters["unique_graphs"] - graphs == 2
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("name", ["clip", "sup_con", "weighted_mean"])
+def test_a_direction_is_at_most_three_generated_functions(name):
+    loss_fn = DECLARATIONS[name](memory=40_000, compile_tiles=True)
+    with fresh_cache():  # which would hold the code of earlier tests
+        _, codes = run_and_get_code(lambda: gradients(loss_fn, batch_for(name, 70, 70, dtype=torch.float32)))
+    assert is_compiled(loss_fn) == len(codes) == 2
+    assert all(1 <= len(re.findall(r"^cpp_fused\w* = ", code, re.MULTILINE)) <= 3 for code in codes)
+
+
+def sums(score, **options):
+    return wb.PairLoss({"a": wb.terms.Sum(score)}, lambda r, x, p: r.a, **options)
+
+
+captured = types.SimpleNamespace(power=2)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "expected"),
+    [
+        (sums(lambda s, x, y, p: s**2), 2),
+        (sums(lambda s, x, y, p: s**captured.power), 0),  # which may change while the fingerprint stays
+        (sums(lambda s, x, y, p: s**2, compile_tiles=False), 0),
+        (wb.PairLoss({"a": wb.terms.Max(ties="split")}, lambda r, x, p: r.a), 0),
+        (wb.PairLoss({"a": wb.terms.LogSumExp()}, lambda r, x, p: r.a), 0),  # takes the softmax sweep
+    ],
+)
+def test_on_a_gpu_tiles_without_a_faster_way_are_compiled(quick, monkeypatch, loss_fn, expected):
+    monkeypatch.setattr("wholebatch.pair_loss.declaration._COMPILES_ON", {"cpu"})  # which stands for the GPU
+    batch = Batch(*(torch.randn(9, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)))
+    found = gradients(loss_fn, batch)
+    assert is_compiled(loss_fn) == expected
+    assert distance([found], batch, gradients(loss_fn.reference, batch), (9,), "mean") < 1e-10
 
 
 def test_modes_compile_once_each(monkeypatch):

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lowered_losses import LOSSES, batch_of, different, other, others_of_class, same, score, sup_con
+from lowered_losses import LOSSES, batch_of, different, other, others_of_class, same, score, siglip, sup_con
 from pair_losses import Batch, call, cut, gradients, part
+from torch.nn.functional import softplus
+from torch.utils.flop_counter import FlopCounterMode
 
 import wholebatch as wb
 from wholebatch.pair_loss import call as calls
@@ -136,6 +138,20 @@ def _with(name, value, declared, arguments):
     return type(found)([changed], found.counted)
 
 
+@pytest.mark.parametrize("wrong", [2.0, -1.0])
+def test_wrong_slopes_would_show(monkeypatch, wrong):
+    slopes = calls.Call.slopes
+    monkeypatch.setattr(calls.Call, "slopes", lambda *arguments: wrong * slopes(*arguments))
+    batch = batch_of("siglip", 7)
+    (value, grads), (expected, wanted) = gradients(siglip(), batch), gradients(siglip().reference, batch)
+    assert torch.allclose(value, expected, rtol=1e-12)
+    assert not torch.allclose(grads["y "], wanted["y "], rtol=0.1)
+
+
+def sigmoid(argument, **options):
+    return {"a": wb.terms.Sum(lambda *entry: softplus(argument(*entry), **options))}
+
+
 def of(score, where=None, beside=None):
     terms = {"a": wb.terms.LogSumExp(score, where)}
     return terms if beside is None else {**terms, "b": beside}
@@ -162,6 +178,14 @@ NOT_LOWERED = {
     "a detached factor": of(
         lambda s, x, y, p: p.scale.detach() * s, beside=wb.terms.Sum(lambda s, x, y, p: p.scale * s)
     ),
+    "a softplus that torch rounds": sigmoid(score),
+    "another softplus": sigmoid(score, beta=2, threshold=40),
+    "a softplus of data": sigmoid(lambda s, x, y, p: s + y.label, threshold=40),
+    "a softplus of partners": sigmoid(lambda s, x, y, p: s - x.partner, threshold=40),
+    "a softplus of a square": sigmoid(lambda s, x, y, p: s * s, threshold=40),
+    "more than a softplus": of(score) | {"a": wb.terms.Sum(lambda s, x, y, p: softplus(s, threshold=40) * s)},
+    "two of softplus": sigmoid(score, threshold=40) | {"b": wb.terms.Sum(score)},
+    "a softplus of one class": {"a": wb.terms.Sum(lambda s, x, y, p: softplus(s, threshold=40), same)},
 }
 
 
@@ -296,6 +320,39 @@ def test_large_factors_keep_their_digits(scale):
     expected, wanted = gradients(sup_con().reference, Batch(wide, x_data=label, parameters={"scale": scale}))
     assert torch.allclose(value.double(), expected, rtol=1e-5)
     assert torch.allclose(grads["x "].double(), wanted["x "], rtol=1e-3, atol=1e-4 * float(wanted["x "].abs().max()))
+
+
+def another_row_loss():
+    """Return the errors of three calls of a loss that adds its term up, but not for the five rows of rank 1."""
+    batch, rank = batch_of("siglip", 9), dist.get_rank()
+    terms, errors = sigmoid(score, threshold=40), []
+    loss = wb.PairLoss(terms, lambda r, x, p: r.a if r.a.shape[0] < 5 else r.a * r.a)
+    for counts in ((4, 5), (4, 4), (0, 5)):
+        at = cut(counts, rank)
+        try:
+            call(loss, part(batch, at, at)).backward()
+            errors.append("")
+        except Exception as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_row_loss_that_adds_up_in_some_calls_alone_is_an_error_on_all_ranks():
+    for errors in run_ranks(another_row_loss, 2, timeout_s=60):
+        assert [bool(error) for error in errors] == [True, False, True]
+        assert "row_loss must add its terms up" in errors[0]
+
+
+def test_a_sum_of_softplus_multiplies_rows_and_columns_once(monkeypatch):
+    """Tiles of any terms do so in each pass, and so does a row loss that is no sum. (dS Y and dS^T X are not counted.)"""
+    batch, products = batch_of("siglip", 40), []
+    squared = wb.PairLoss(sigmoid(score, threshold=40), lambda r, x, p: r.a * r.a)
+    for loss, lowers in ((siglip(), True), (squared, True), (siglip(memory="flat"), False)):
+        monkeypatch.setattr("wholebatch.pair_loss.module.lowered", lowered if lowers else lambda *_: None)
+        with FlopCounterMode(display=False) as flops:
+            gradients(loss, batch)
+        products.append(flops.get_total_flops() // (2 * 40 * 40 * 5))
+    assert products == [1, 2, 2]
 
 
 def raise_on_one_rank():

@@ -19,6 +19,7 @@ from ..sync import total
 from .affine import losses_and_certainty
 from .arguments import Arguments
 from .candidates import OwnRows, combined
+from .compiled import Kernels
 from .declaration import Declaration
 from .failure import Failure
 from .function_checks import losses_and_weights, weighted
@@ -43,6 +44,7 @@ class Call:
         facts: the facts of all ranks.
         tiles: how many times two tiles a step holds at a time, the same on all ranks.
         signature: the fingerprint of the declaration, by which compiled functions are kept.
+        kernels: compiled functions of tiles; None: there are none.
         has_kernels: whether the caller chooses between kernels and plain PyTorch.
         constant: the names of similarities whose features have no gradient on any rank.
         passes: the terms as passes over S, and the factor of each; None: tiles of any terms compute them.
@@ -57,13 +59,14 @@ class Call:
         *,
         tiles: int,
         signature: str = "",
+        kernels: Kernels | None = None,
         has_kernels: bool = False,
         constant: frozenset[str] = frozenset(),
         passes: tuple[Lowered, Sequence[float]] | None = None,
         affine: Affine | None = None,
     ) -> None:
         self.declared, self.call, self.facts, self.tiles, self.signature = declaration, call, facts, tiles, signature
-        self.has_kernels, self.constant, self.passes = has_kernels, constant, passes
+        self.kernels, self.has_kernels, self.constant, self.passes = kernels, has_kernels, constant, passes
         self.affine = {} if affine is None else affine
         self.failure = Failure(facts.comm, CALLER)
         self.share: Tensor | None = None  # see `lowering.Call`
@@ -277,7 +280,7 @@ class Call:
             p_learned,
             self.parameters,
             self.declared.symmetric,
-            self.declared.kernels,
+            self.kernels,
             self.signature,
             self.vectors,
             self.affine,

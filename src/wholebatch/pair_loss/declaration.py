@@ -21,6 +21,7 @@ from .similarity import DISTANCE, Similarity, kinds_of
 from .tile import Reduced
 
 REMEMBERED = 256  # kinds of calls
+_COMPILES_ON = {"cuda"}  # by default
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Declaration:
         kinds: of similarities, by name.
         symmetric: whether the user says that scores and masks of (i, j) and (j, i) are equal.
         reads: what the functions read, known after their first use.
-        kernels: compiled functions of its tiles; None: nobody asked for them.
+        compiles: whether compiled functions compute its tiles; "auto": on a GPU.
+        kernels: these functions.
         values: of the functions on fixed numbers, which are to be compared between ranks; "" if they were.
     """
 
@@ -43,7 +45,8 @@ class Declaration:
     kinds: dict[str, str]
     symmetric: bool = False
     reads: Reads = field(default_factory=Reads)
-    kernels: Kernels | None = None
+    compiles: bool | str = False
+    kernels: Kernels = field(default_factory=Kernels)
     values: str = ""
     _used: dict[str, Reads] = field(default_factory=dict)
 
@@ -56,7 +59,7 @@ class Declaration:
         similarity: Similarity,
         *,
         symmetric: bool = False,
-        compiles: bool = False,
+        compiles: bool | str = False,
     ) -> Declaration:
         """Return the declaration.
 
@@ -78,7 +81,7 @@ class Declaration:
                 raise ValueError(
                     f"terms[{name!r}] must not be a Mean with over='both'; declare a Sum and a Count of each"
                 )
-            if compiles and term.ties == "split":
+            if compiles is True and term.ties == "split":
                 raise ValueError(
                     f"terms[{name!r}] must have ties='first' with compile_tiles=True: compiled functions may round a "
                     "score differently in the backward pass, and then none equals the maximum"
@@ -90,9 +93,18 @@ class Declaration:
                 check_callable(name, function)
         if symmetric and column_loss is not None:
             raise ValueError("symmetric must be False with a column_loss: rows and columns are the same then")
-        return cls(
-            dict(terms), row_loss, column_loss, kinds_of(similarity), symmetric, kernels=Kernels() if compiles else None
-        )
+        return cls(dict(terms), row_loss, column_loss, kinds_of(similarity), symmetric, compiles=compiles)
+
+    def kernels_on(self, device: torch.device, *, certain: bool) -> Kernels | None:
+        """Return the compiled functions of tiles on this device, which exist once they were used; None for plain tiles.
+
+        Args:
+            device: of the features.
+            certain: whether the functions compute alike as long as their fingerprint is the same.
+        """
+        splits = any(term.ties == "split" for term in self.terms.values())
+        by_default = device.type in _COMPILES_ON and certain and not splits
+        return self.kernels if self.compiles is True or (self.compiles == "auto" and by_default) else None
 
     def use(self, call: Arguments) -> None:
         """Look at the functions with data and parameters of these kinds, unless they were used with such before.

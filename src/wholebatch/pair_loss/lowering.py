@@ -118,7 +118,7 @@ class Call(Protocol):
 def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     """Return the terms as passes over S, or None; ranks with the same functions and kinds of numbers get the same."""
     terms = declared.reduced()
-    if declared.kernels is not None or list(declared.kinds) != [ONE] or declared.kinds[ONE] in LATE or not terms:
+    if declared.compiles is True or list(declared.kinds) != [ONE] or declared.kinds[ONE] in LATE or not terms:
         return None
     alone = call.y is None
     numbers = call.x_data, call.x_data if alone else call.y_data

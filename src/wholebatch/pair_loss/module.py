@@ -6,11 +6,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from .._base.checks import check_flag, on_host
+from .._base.settings import shown
 from .._base.warnings import warn
 from ..comm import Group
 from ..comm.modules import built
@@ -87,8 +88,9 @@ class PairLoss(nn.Module):
         reduction: "mean", "sum" (over sum_i w_i F_i), or "none": w_i F_i of this rank's rows, (b_r,).
         parameters: numbers, tensors, or modules such as :class:`wholebatch.Scale`, by name. A torch.nn.Parameter is
             learned; other tensors are buffers. In a call, they and data are moved to the device of the features.
-        compile_tiles: whether torch.compile fuses the functions of a tile; the first step takes seconds longer, and
-            needs a compiler. Without one, a warning says so, and the loss is computed as without this option.
+        compile_tiles: whether torch.compile fuses the functions of a tile; "auto": on a GPU, for terms that have no
+            faster way. The first step takes seconds longer, and needs a compiler. Without one, a warning says so, and
+            the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
         kernel: likewise; kernels compute terms that take the softmax sweep, docs/pair_losses.md says which.
         checks: "entry"; "deferred" is refused by the call, which compares functions between ranks.
@@ -121,13 +123,14 @@ class PairLoss(nn.Module):
         kernel: Kernel = "auto",
         precision: Precision = "auto",
         checks: Checking = "entry",
-        compile_tiles: bool = False,
+        compile_tiles: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         symmetric = check_flag("symmetric", symmetric)
-        compiles = check_flag("compile_tiles", compile_tiles)
+        if not isinstance(compile_tiles, bool) and (not isinstance(compile_tiles, str) or compile_tiles != "auto"):
+            raise ValueError(f"compile_tiles must be True, False or 'auto', got {shown(compile_tiles)}")
         self.declaration = Declaration.of(
-            terms, row_loss, column_loss, similarity, symmetric=symmetric, compiles=compiles
+            terms, row_loss, column_loss, similarity, symmetric=symmetric, compiles=compile_tiles
         )
         check_group(group)
         self.options = Options(group, sync, exchange, memory, reduction, kernel, precision, checks)
@@ -198,7 +201,7 @@ class PairLoss(nn.Module):
         """
         merged = {**self._current_parameters(), **parameters} if isinstance(parameters, Mapping) else parameters
         data = (x_data, y_data, candidate_data)
-        call, passes, functions = prepared(
+        call, passes, (functions, certain) = prepared(
             CALLER,
             self.options.group,
             lambda: self._prepared(x, y, data, candidates, candidate_offsets, merged),
@@ -225,6 +228,7 @@ class PairLoss(nn.Module):
             facts.widened(),
             tiles=agreed.tiles,
             signature=functions,
+            kernels=self.declaration.kernels_on(facts.device, certain=certain),
             constant=agreed.constant,
             passes=lowered_as,
         ).loss()
@@ -275,18 +279,18 @@ class PairLoss(nn.Module):
 
     def _prepared(
         self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
-    ) -> tuple[Arguments, Lowered | None, str]:
-        """Return the arguments, the terms as passes over S, and the fingerprint of the functions."""
+    ) -> tuple[Arguments, Lowered | None, tuple[str, bool]]:
+        """Return the arguments, the terms as passes over S, and the fingerprint of the functions with its certainty."""
         call = self._checked_arguments(x, y, data, candidates, candidate_offsets, parameters)
         if not _has_features(call):  # `agree` refuses it
-            return call, None, ""
+            return call, None, ("", False)
         functions, certain = fingerprint_and_certainty(*self.declaration.functions)
         form = functions, repr(call.signature)
         if form not in self._lowered or not certain:  # a fingerprint may not see all that a function reads
             if len(self._lowered) >= REMEMBERED:
                 self._lowered.clear()
             self._lowered[form] = lowered(self.declaration, call)
-        return call, self._lowered[form], functions
+        return call, self._lowered[form], (functions, certain)
 
     def _settings(self, call: Arguments, passes: Lowered | None, functions: str) -> tuple[Hashable, ...]:
         """Return all that this rank's facts depend on, but for the kinds of tensors."""
@@ -316,12 +320,12 @@ class PairLoss(nn.Module):
 
     @property
     def _not_compiled(self) -> str:
-        return "" if self.declaration.kernels is None else self.declaration.kernels.failure
+        return self.declaration.kernels.failure
 
     def _stop_compiling(self, reasons: Sequence[str]) -> None:
         """Stop compiling on all ranks if one of them could not."""
         reason = next(filter(None, reasons), "")
-        if reason and self.declaration.kernels is not None and not self._said_reason:
+        if reason and not self._said_reason:
             self.declaration.kernels.give_up(reason)
             self._said_reason = True
             warn(f"PairLoss computes without compiled functions from now on. {reason}")
