@@ -37,7 +37,7 @@ from wholebatch.bench.records import keep  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "pair_losses.json"
 WIDTH, SCALE, SMALL = 512, 20.0, 96
-NAMES = ("clip", "info_nce", "siglip", "sup_con", "multi_similarity")
+NAMES = ("clip", "clip_partners", "info_nce", "siglip", "sup_con", "multi_similarity")
 
 
 class Batch:
@@ -58,6 +58,16 @@ class Batch:
         return value.detach()
 
 
+def _clip(**options: object) -> wb.PairLoss:
+    negatives = wb.terms.LogSumExp(declared.scaled, where=declared.other)
+
+    def loss(r: Any, x: Any, p: Any) -> Tensor:  # fields
+        return softplus(r.negatives - r.own, threshold=40) / 2
+
+    terms = {"negatives": negatives, "own": wb.terms.Partner(declared.scaled)}
+    return wb.PairLoss(terms, loss, column_loss=loss, **options)
+
+
 def _multi_similarity(**options: object) -> wb.PairLoss:
     return wb.PairLoss(
         {
@@ -72,10 +82,12 @@ def _multi_similarity(**options: object) -> wb.PairLoss:
 
 def declared_losses(**options: Any) -> dict[str, Callable[[Batch], Tensor]]:  # of PairLoss
     """Return the declared losses, by name."""
-    clip, info_nce, siglip = (of(**options) for of in (declared.clip, declared.info_nce, declared.siglip))
+    clip, clip_partners = (of(**options) for of in (_clip, declared.clip))
+    info_nce, siglip = (of(**options) for of in (declared.info_nce, declared.siglip))
     sup_con, multi_similarity = (of(symmetric=True, **options) for of in (declared.sup_con, _multi_similarity))
     return {
         "clip": lambda b: clip(b.x, b.y, parameters={"scale": b.scale}),
+        "clip_partners": lambda b: clip_partners(b.x, b.y, parameters={"scale": b.scale}),
         "info_nce": lambda b: info_nce(b.x, b.y, parameters={"scale": b.scale}),
         "siglip": lambda b: siglip(b.x, b.y, parameters={"scale": b.scale, "bias": b.bias}),
         "sup_con": lambda b: sup_con(b.x, x_data={"label": b.labels}, parameters={"scale": SCALE}),
@@ -86,7 +98,7 @@ def declared_losses(**options: Any) -> dict[str, Callable[[Batch], Tensor]]:  # 
 def losses_of(f: ModuleType) -> dict[str, Callable[[Batch], Tensor]]:
     """Return the same formulas from `wholebatch.functional`, built in, or `wholebatch.reference`, dense."""
     return {
-        "clip": lambda b: f.clip_loss(b.x, b.y, b.scale),
+        **dict.fromkeys(("clip", "clip_partners"), lambda b: f.clip_loss(b.x, b.y, b.scale)),
         "info_nce": lambda b: f.info_nce_loss(b.x, b.y, logit_scale=b.scale),
         "siglip": lambda b: f.siglip_loss(b.x, b.y, b.scale, b.bias),
         "sup_con": lambda b: f.sup_con_loss(b.x, b.labels, temperature=1 / SCALE),

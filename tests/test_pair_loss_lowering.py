@@ -344,7 +344,7 @@ def test_a_row_loss_that_adds_up_in_some_calls_alone_is_an_error_on_all_ranks():
 
 
 def test_a_sum_of_softplus_multiplies_rows_and_columns_once(monkeypatch):
-    """Tiles of any terms do so in each pass, and so does a row loss that is no sum. (dS Y and dS^T X are not counted.)"""
+    """Tiles of any terms do so in each pass, and so does a row loss that is no sum; dS Y and dS^T X are not counted."""
     batch, products = batch_of("siglip", 40), []
     squared = wb.PairLoss(sigmoid(score, threshold=40), lambda r, x, p: r.a * r.a)
     for loss, lowers in ((siglip(), True), (squared, True), (siglip(memory="flat"), False)):
