@@ -143,7 +143,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         assumption = call.assume(key, form, agreement, by_rank, columns)
     values = _Values(
         {name: max(columns[norm_of(name)]) for name in inputs.given_features},
-        {name: columns[name][0] for name in inputs.compared},
+        {name: columns[name][0] for name in (*inputs.compared, *checks.of_first)},
         min(columns.get(MIN_PAIR_PRODUCT, _UNKNOWN)),
         derived,
     )

@@ -250,6 +250,7 @@ class Checks:
     # the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it read
     # tensors, for the message of an error
     derive: Callable[[Mapping[str, float]], Mapping[str, Any]] | None = None
+    of_first: Sequence[str] = ()  # names of numbers to read back that all ranks take from rank 0, beside the scalars
     must_match: Sequence[str] = ()  # names of the facts that must be equal on all ranks
     # settings: all that `check` depends on beside the form of the inputs; None: it is called in each call
     settings: tuple[Hashable, ...] | None = None

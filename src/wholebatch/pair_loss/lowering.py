@@ -49,7 +49,7 @@ from .similarity import LATE, ONE
 from .tile import Reduced
 from .tile_entries import Entries
 
-FACTOR = "factor of pass"
+_FACTOR = "factor of pass"
 _KINDS = (LogSumExp, Sum, Mean, Count)
 
 
@@ -219,6 +219,11 @@ def _pass(terms: Mapping[str, Condition], score: Term, candidates: Condition) ->
     return None
 
 
+def names_of_factors(declared: Declaration) -> list[str]:
+    """Return the names of the numbers of `factors`."""
+    return [f"{_FACTOR} {i}" for i in range(1 + len(declared.terms))]
+
+
 @torch.no_grad()
 def factors(passes: Lowered | None, declared: Declaration, call: Arguments, device: torch.device) -> dict[str, Tensor]:
     """Return a of each pass, (), then b of a sigmoid pass, by names that are the same on all ranks; then zeros."""
@@ -226,8 +231,9 @@ def factors(passes: Lowered | None, declared: Declaration, call: Arguments, devi
     for each in () if passes is None else passes.passes:
         a, b = _coefficients(each.score, call.parameters, device)
         values += [a, b] if isinstance(each, SigmoidPass) else [a]
-    values += [torch.zeros((), dtype=wide_dtype(device), device=device)] * (1 + len(declared.terms) - len(values))
-    return {f"{FACTOR} {i}": value for i, value in enumerate(values)}
+    names = names_of_factors(declared)
+    values += [torch.zeros((), dtype=wide_dtype(device), device=device)] * (len(names) - len(values))
+    return dict(zip(names, values, strict=True))
 
 
 def may_be_lowered(passes_of_ranks: Sequence[list[Any]], of_passes: Sequence[float], *, in_kernels: bool) -> bool:

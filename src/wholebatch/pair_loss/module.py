@@ -27,7 +27,7 @@ from .call import CALLER, Call
 from .declaration import REMEMBERED, Declaration
 from .fingerprint import fingerprint_and_certainty
 from .function_checks import Reads, check_same_values
-from .lowering import FACTOR, Lowered, factors, lowered, may_be_lowered
+from .lowering import Lowered, factors, lowered, may_be_lowered, names_of_factors
 from .reductions import Term
 from .reference import Dense, OwnCandidates
 from .similarity import Similarity
@@ -40,7 +40,7 @@ _NOT_COMPILED = "why tiles are not compiled"
 _CONSTANT = "similarities without a gradient"
 _DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
-_PASSES, _FACTORS = "passes over S", "factors of similarities"
+_PASSES = "passes over S"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -209,7 +209,7 @@ class PairLoss(nn.Module):
         checks = Checks(
             check=lambda: self._facts(call, passes, functions),
             read_back=lambda: factors(passes, self.declaration, call, call.x.device) if _has_features(call) else {},
-            derive=lambda numbers: {_FACTORS: [value for name, value in numbers.items() if name.startswith(FACTOR)]},
+            of_first=names_of_factors(self.declaration) if _has_features(call) else (),
             must_match=(_FINGERPRINT, _DTYPES),
             settings=self._settings(call, passes, functions) if functions else None,
             reads="its functions are compared between ranks",
@@ -219,7 +219,7 @@ class PairLoss(nn.Module):
         self.declaration.values, self.declaration.reads = "", agreed.reads
         self._warn_of_unread_terms()
         self._stop_compiling(agreed.not_compiled)
-        of_passes, lowered_as = facts.of_ranks(_FACTORS)[0], None
+        of_passes, lowered_as = [facts.scalars[name] for name in checks.of_first], None
         if passes is not None and may_be_lowered(agreed.passes, of_passes, in_kernels=facts.kernels):
             lowered_as = passes, of_passes
         loss = Call(
