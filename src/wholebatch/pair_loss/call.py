@@ -85,7 +85,9 @@ class Call:
         # Before the sweep: the backward pass comes to the later nodes first, and one matrix at a time.
         self.pairs: list[Pairs] = []
         self.partners: list[dict[str, Tensor]] = [{}, {}]
-        if self.pairing is not None:
+        swept = {} if passes is None else passes[0].partners
+        apart = {n for n in declaration.reads.terms if isinstance(declaration.terms[n], Partner) and n not in swept}
+        if self.pairing is not None and (declaration.reads.partner or apart):
             of_rows = self._pairs(rows=True)
             # Partners in the same place are the same pairs, seen from either side.
             self.pairs = [of_rows, of_rows if self.pairing.of_cols is None else self._pairs(rows=False)]
@@ -210,7 +212,7 @@ class Call:
             (of_cols, self.declared.reads.cols, False),
         ):
             for name, term in self.declared.terms.items():  # the same order on all ranks
-                if name not in names:
+                if name not in names or (isinstance(term, Partner) and name in values):
                     continue
                 if isinstance(term, Partner) and not rows and self.pairing is not None and not self.pairing.all_cols:
                     raise ValueError(

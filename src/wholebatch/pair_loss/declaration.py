@@ -156,13 +156,12 @@ class Declaration:
     @property
     def unread(self) -> list[str]:
         """The terms that neither side reads."""
-        return sorted(set(self.terms) - self.reads.rows - self.reads.cols)
+        return sorted(set(self.terms) - self.reads.terms)
 
     @property
     def wants_partners(self) -> bool:
         """Whether anything needs partners."""
-        read = self.reads.rows | self.reads.cols
-        return self.reads.partner or any(isinstance(self.terms[name], Partner) for name in read)
+        return self.reads.partner or any(isinstance(self.terms[name], Partner) for name in self.reads.terms)
 
     @property
     def distances(self) -> list[str]:

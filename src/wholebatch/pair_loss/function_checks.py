@@ -67,6 +67,11 @@ class Reads:
         return cls(**{key: set().union(*(names[key] for names in of_ranks)) for key in of_ranks[0]})
 
     @property
+    def terms(self) -> set[str]:
+        """The terms that either side reads."""
+        return self.rows | self.cols
+
+    @property
     def partner(self) -> bool:
         """Whether a score reads partners."""
         return PARTNER in self.x or PARTNER in self.y

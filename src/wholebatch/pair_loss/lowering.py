@@ -8,9 +8,9 @@
 
 So a declared loss takes the way of the built-in ones: one exponential for each entry, kept where memory allows, half of
 the tiles of rows among themselves, and kernels. Candidates are all pairs, all but the row itself, or those of another
-class, and positives are the row itself, or rows of its class (see `masks`). A pass over S serves the terms with one
-score and one set of candidates. Without kernels, several passes take longer than tiles of any terms, which compute S
-once for all of them: these compute whatever is not lowered.
+class, and positives are the row itself, or rows of its class (see `masks`). A `Partner` with the same score is a sum
+over the row itself. A pass over S serves the terms with one score and one set of candidates. Without kernels, several
+passes take longer than tiles of any terms, which compute S once for all of them: these compute whatever is not lowered.
 
 Sums of softplus(f) take the sigmoid sweep: see `sigmoid_sums`.
 
@@ -20,7 +20,7 @@ The ranks agree beforehand on the passes, and on their factors a.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,7 @@ from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal
 from ..sweep import NONE, Diagonals, EqualIds, Over, Pairs, Selection
 from ..sweep.pairs import Entries as EntrySet
+from .accumulators import rule_of
 from .affine import is_affine, may_be_affine
 from .arguments import Arguments
 from .declaration import Declaration
@@ -41,8 +42,8 @@ from .failure import Failure
 from .fingerprint import fingerprint
 from .function_checks import fixed_tile
 from .masks import ITSELF, OTHER, Condition, condition_of
-from .pairs import Tower, as_integers
-from .reductions import Count, LogSumExp, Mean, Sum, Term
+from .pairs import PAIR, Tower, as_integers
+from .reductions import Count, LogSumExp, Mean, Partner, Sum, Term
 from .row_data import INDEX, PARTNER
 from .sigmoid_sums import adds_up, inside_softplus, sigmoid_sums
 from .similarity import LATE, ONE
@@ -83,10 +84,11 @@ class SigmoidPass(Pass):
 
 @dataclass(frozen=True)
 class Lowered:
-    """All terms of a declaration as passes over S, and the pairs that are counted."""
+    """The terms of a declaration as passes over S, and the pairs that are counted."""
 
     passes: Sequence[Pass]
     counted: Mapping[str, Condition]
+    partners: Mapping[str, Reduced] = field(default_factory=dict)  # Partner terms, as sums over the row itself
 
     @property
     def facts(self) -> list[Any]:
@@ -139,19 +141,36 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
     if softplus is not None:
         return _of_softplus(softplus, conditions[softplus.name], counted, declared, entries)
-    passes = list[Pass | None]()
-    for of_score in by_score.values():
+    passes, partners = list[Pass | None](), dict[str, Reduced]()
+    for score, of_score in by_score.items():
         candidates = dict.fromkeys(conditions[each.name] for each in of_score if isinstance(each.term, LogSumExp))
         rest = {each.name: conditions[each.name] for each in of_score if not isinstance(each.term, LogSumExp)}
         if not candidates:
             return None
         for of_pass in candidates:
             named = {each.name: of_pass for each in of_score if conditions[each.name] == of_pass}
-            passes.append(_pass({**rest, **named}, of_score[0].term, of_pass))
+            alike = [each for each in _partners(declared, call) if fingerprint(each.term.score) == score]
+            own = {each.name: each for each in alike if each.name not in partners}
+            with_own = _pass({**rest, **named, **dict.fromkeys(own, ITSELF)}, of_score[0].term, of_pass)
+            partners |= own if with_own is not None else {}
+            passes.append(with_own or _pass({**rest, **named}, of_score[0].term, of_pass))
             rest = {}
     if None in passes or not passes:
         return None
-    return Lowered([each for each in passes if each is not None], counted)
+    return Lowered([each for each in passes if each is not None], counted, partners)
+
+
+def _partners(declared: Declaration, call: Arguments) -> list[Reduced]:
+    """Return Partner terms as sums over the row itself, if partners are rows with the same index."""
+    if call.y is None or declared.reads.partner or (PAIR in call.x_data and PAIR in call.y_data):
+        return []
+    reduced = list[Reduced]()
+    for name in sorted(declared.reads.terms):
+        if isinstance(declared.terms[name], Partner):
+            term = Sum(declared.terms[name].score)
+            rows, cols = name in declared.reads.rows, name in declared.reads.cols
+            reduced.append(Reduced(name, term, rule_of(term), rows, cols))
+    return reduced
 
 
 def _of_softplus(
@@ -258,7 +277,7 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
         factors: a of each pass, the same on all ranks; further ones are not used.
         call: the call.
     """
-    terms = {each.name: each for each in call.declared.reduced()}
+    terms = {each.name: each for each in call.declared.reduced()} | {**lowered.partners}
     ids = _Ids(call)
     sides = _Side(call, ids, rows=True), _Side(call, ids, rows=False)
     values = dict[str, Tensor](), dict[str, Tensor]()
