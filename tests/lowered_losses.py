@@ -49,6 +49,15 @@ def clip(relative=False, **options):
     return wb.PairLoss(terms, losses[0], column_loss=losses[1], **options)
 
 
+def clip_over_negatives(**options):
+    terms = {"negatives": wb.terms.LogSumExp(score, other), "own": wb.terms.Partner(score)}
+
+    def loss(r, x, p):
+        return softplus(r.negatives - r.own, threshold=40)
+
+    return wb.PairLoss(terms, loss, column_loss=loss, **options)
+
+
 def sup_con(symmetric=True, **options):
     terms = {
         "all": wb.terms.LogSumExp(score, other),
@@ -157,6 +166,7 @@ def batch_of(name, rows):
 
 LOSSES = {
     "clip": clip,
+    "clip over negatives": clip_over_negatives,
     "clip relative": partial(clip, relative=True),
     "sup_con": sup_con,
     "sup_con not declared symmetric": partial(sup_con, symmetric=False),

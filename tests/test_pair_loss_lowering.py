@@ -152,6 +152,33 @@ def sigmoid(argument, **options):
     return {"a": wb.terms.Sum(lambda *entry: softplus(argument(*entry), **options))}
 
 
+def lowered_partners(loss, batch):
+    given = {name: getattr(batch, name) for name in ("x", "y", "x_data", "y_data", "parameters")}
+    return [*lowered(loss.declaration, arguments_of(loss, **given)).partners]
+
+
+@pytest.mark.parametrize(
+    ("terms", "names"),
+    [
+        ({"a": wb.terms.LogSumExp(score), "own": wb.terms.Partner(score)}, ["own"]),
+        ({"a": wb.terms.LogSumExp(score, other), "own": wb.terms.Partner(score)}, ["own"]),
+        ({"a": wb.terms.LogSumExp(score), "own": wb.terms.Partner(lambda s, x, y, p: 3 * p.scale * s)}, []),
+        ({"a": wb.terms.LogSumExp(score), "own": wb.terms.Partner(lambda s, x, y, p: p.scale * s + x.label)}, []),
+        ({"a": wb.terms.LogSumExp(score, different), "own": wb.terms.Partner(score)}, []),
+    ],
+)
+@pytest.mark.parametrize("pair", [False, True])
+def test_partners_of_the_same_score_come_with_the_sweep(terms, names, pair):
+    loss, rows = wb.PairLoss(terms, lambda r, x, p: r.a.clamp(min=-9) * 2 - r.own), batch_of("clip", 6)
+    rows.x_data, rows.y_data = {"label": torch.arange(6) % 3}, {"label": torch.arange(6) % 2}
+    if pair:  # partners are anywhere then
+        rows.x_data["pair"], rows.y_data["pair"] = torch.arange(6), torch.tensor([3, 1, 0, 5, 4, 2])
+    assert lowered_partners(loss, rows) == ([] if pair else names)
+    (value, grads), (expected, wanted) = gradients(loss, rows), gradients(loss.reference, rows)
+    assert torch.allclose(value, expected, rtol=1e-12)
+    assert all(torch.allclose(grads[key], wanted[key], rtol=1e-10, atol=1e-12) for key in wanted)
+
+
 def of(score, where=None, beside=None):
     terms = {"a": wb.terms.LogSumExp(score, where)}
     return terms if beside is None else {**terms, "b": beside}
