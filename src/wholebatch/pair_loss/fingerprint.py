@@ -65,7 +65,7 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, types.FunctionType):
         return _function(value, depth - 1, inside)
     if isinstance(value, types.CodeType):
-        return _code(value, depth - 1, inside)
+        return _code(value, depth - 1)
     if isinstance(value, types.ModuleType):
         return value.__name__ if _is_fixed(value.__name__) else [_IN_PART, value.__name__]
     if isinstance(value, Tensor):
@@ -101,7 +101,7 @@ def _function(function: types.FunctionType, depth: int, within: frozenset[int]) 
     attributes = [_attributes(value, _looked_up(code), depth, within) for value in (*contents, *names.values())]
     defaults = _text([function.__defaults__, function.__kwdefaults__], depth, within)
     elsewhere = [_IN_PART] if _imports(code) or not _names(code) <= {*names, *_BUILTINS} else []
-    return [_code(code, depth, within), captured, read_globals, defaults, attributes, *elsewhere]
+    return [_code(code, depth), captured, read_globals, defaults, attributes, *elsewhere]
 
 
 def _attributes(value: object, names: frozenset[str], depth: int, within: frozenset[int]) -> list[Any]:
@@ -126,8 +126,9 @@ def _looked_up(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_looked_up, inner))
 
 
-def _code(code: types.CodeType, depth: int, within: frozenset[int]) -> list[Any]:
-    constants = [_text(constant, depth, within) for constant in code.co_consts]
+@functools.lru_cache(1024)
+def _code(code: types.CodeType, depth: int) -> list[Any]:
+    constants = [_text(constant, depth, frozenset()) for constant in code.co_consts]
     return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
 
 
