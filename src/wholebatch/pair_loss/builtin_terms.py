@@ -18,7 +18,8 @@ from .arguments import Arguments
 from .call import Call
 from .declaration import Declaration
 from .function_checks import Reads
-from .lowering import Lowered, factors, lowered, may_be_lowered
+from .lowered_terms import factors
+from .lowering import Lowered, lowered, may_be_lowered
 from .reductions import Term
 from .similarity import ONE
 from .tile import Affine

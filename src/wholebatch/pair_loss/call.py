@@ -23,7 +23,8 @@ from .compiled import Kernels
 from .declaration import Declaration
 from .failure import Failure
 from .function_checks import losses_and_weights, weighted
-from .lowering import Lowered, reduce
+from .lowered_terms import reduce
+from .lowering import Lowered
 from .node import PairPlan, PairSums
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
@@ -69,7 +70,7 @@ class Call:
         self.kernels, self.has_kernels, self.constant, self.passes = kernels, has_kernels, constant, passes
         self.affine = {} if affine is None else affine
         self.failure = Failure(facts.comm, CALLER)
-        self.share: Tensor | None = None  # see `lowering.Call`
+        self.share: Tensor | None = None  # see `lowered_terms.Call`
         self.wide = wide_dtype(facts.device)
         self.rows = facts.rows["x"]
         self.cols = facts.rows["x" if call.y is None else "y"]

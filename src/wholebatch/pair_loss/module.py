@@ -27,7 +27,8 @@ from .call import CALLER, Call
 from .declaration import REMEMBERED, Declaration
 from .fingerprint import fingerprint_and_certainty
 from .function_checks import Reads, check_same_values
-from .lowering import Lowered, factors, lowered, may_be_lowered, names_of_factors
+from .lowered_terms import factors, names_of_factors
+from .lowering import Lowered, lowered, may_be_lowered
 from .reductions import Term
 from .reference import Dense, OwnCandidates
 from .similarity import Similarity
