@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._base.checks import has_feature_dtype, is_dense
+from .._base.checks import check_features, has_feature_dtype, is_dense
 from .._base.settings import check_number, shown
 from ..contract import Inputs
 from ..tokens import Packed, Tokens, packed
@@ -192,7 +192,8 @@ def _candidates(
     candidates: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
 ) -> tuple[Any, Tensor, dict[str, Tensor]]:
     """Return own candidates in one list, (k, d), their rows, (k,), and their data, (k,) each."""
-    rows = len(x) if is_dense(x) and x.dim() else 0
+    check_features("x", x)  # its number of rows is read below, before the ranks agree on it
+    rows = len(x)
     if isinstance(candidates, Mapping) != (ONE not in kinds) or (ONE not in kinds and set(candidates) != set(kinds)):
         raise ValueError(
             f"candidates must be a tensor, or a mapping with the names of similarity like x, got {shown(candidates)}"
