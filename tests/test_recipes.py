@@ -177,9 +177,10 @@ def test_a_call_without_missing_data_takes_none():
 @pytest.mark.parametrize(
     ("directions", "message"),
     [
-        (torch.ones(2, 3), r"directions must be a floating-point matrix \(m, 4\)"),
-        (torch.ones(4), "directions must be a floating-point matrix"),
-        (None, "directions must be a floating-point matrix"),
+        (torch.ones(2, 3), r"directions must have shape \(m, 4\), as many columns as features"),
+        (torch.ones(4), r"directions must have shape \(rows, embedding size\)"),
+        (torch.ones(0, 4), r"directions must have shape \(m, 4\)"),
+        (None, "directions must be a tensor"),
     ],
 )
 def test_directions_that_sigreg_refuses(directions, message):

@@ -44,7 +44,6 @@ class CrossBatchSupConLoss(DeclaredLoss):
     temperature: Tensor | float = 0.1
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        """Return the declaration with these options."""
         return PairLoss(
             {
                 "all": LogSumExp(_logit, where=_OTHER_EXAMPLE),

@@ -51,7 +51,6 @@ class ListwiseDistillationLoss(DeclaredLoss, check=_check):
     similarity: Similarity = "dot"
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        """Return the declaration with these options."""
         return PairLoss(
             {
                 "student": LogSumExp(_student, over="own"),
@@ -127,7 +126,6 @@ class MarginMSELoss(DeclaredLoss):
     similarity: Similarity = "dot"
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        """Return the declaration with these options."""
         return PairLoss(
             {"error": Mean(_squared_error, over="own"), "negatives": Count(over="own")},
             _error_of_each_negative,

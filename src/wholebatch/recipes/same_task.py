@@ -38,7 +38,6 @@ class SameTaskInfoNCELoss(TakesLogitScale, DeclaredLoss):
     """
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        """Return the declaration with these options."""
         return PairLoss({"negatives": LogSumExp(_relative, where=_same_task)}, _cross_entropy, **options)
 
     @entry

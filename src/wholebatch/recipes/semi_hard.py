@@ -43,7 +43,6 @@ class SemiHardTripletLoss(DeclaredLoss, check=_check):
     margin: float = 0.2
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        """Return the declaration with these options."""
         terms = {"semi_hard": Max(where=_beyond_positive), "farthest": Min(where=_NEGATIVE)}
         return PairLoss(terms, _hinge, similarity="neg_squared_distance", **options)
 

@@ -36,7 +36,6 @@ class SoftLabelCLIPLoss(TakesLogitScale, DeclaredLoss):
     """
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        """Return the declaration with these options."""
         return PairLoss(
             {
                 "all": LogSumExp(_logit),

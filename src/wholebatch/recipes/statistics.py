@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._base.checks import has_feature_dtype, is_dense
-from .._base.settings import check_integer, shown
+from .._base.checks import check_features, is_dense
+from .._base.settings import check_integer
 from ..contract import Checks, Inputs, agree, entry
 from ..losses._module import LossModule
 from ..losses._moments import of_all_ranks
@@ -123,15 +123,8 @@ class SIGRegLoss(LossModule, check=_check_knots):
 
     def _check_directions(self, features: Tensor, directions: Tensor) -> dict[str, object]:
         wide = features.shape[1] if is_dense(features) and features.dim() == 2 else "d"
-        if (
-            not is_dense(directions)
-            or not has_feature_dtype(directions)
-            or directions.dim() != 2
-            or not len(directions)
-            or directions.shape[1] != wide
-        ):
-            got = f"{tuple(directions.shape)}, {directions.dtype}" if is_dense(directions) else shown(directions)
-            raise ValueError(
-                f"directions must be a floating-point matrix (m, {wide}) with as many columns as features, got {got}"
-            )
+        check_features("directions", directions)
+        if not len(directions) or directions.shape[1] != wide:
+            got = tuple(directions.shape)
+            raise ValueError(f"directions must have shape (m, {wide}), as many columns as features, got {got}")
         return {"knots": self.knots}

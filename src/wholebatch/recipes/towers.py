@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import has_feature_dtype, is_dense
+from .._base.checks import check_features, is_dense
 from .._base.settings import check_flag, shown
 from ..contract import entry, prepared
 from ..losses._logit_scale import TakesLogitScale
@@ -61,7 +61,6 @@ class TowersLoss(TakesLogitScale, DeclaredLoss, check=_check):
     missing: bool = False
 
     def _pair_loss(self, **options: Any) -> PairLoss:
-        """Return the declaration with these options."""
         terms, has = dict[str, Term](), dict[str, tuple[str, str] | None]()
         for pair, (a, b) in self._pairs_of_towers().items():
             has[pair] = both = (f"has_{a}", f"has_{b}") if self.missing else None
@@ -95,11 +94,6 @@ class TowersLoss(TakesLogitScale, DeclaredLoss, check=_check):
             has: (b_r,) booleans by name, with `missing=True`: which examples have this tower; left out: all have it.
             logit_scale: multiplies the similarities (1 / temperature).
             weights: (b_r,), >= 0, of examples.
-
-        Collectives: those of :class:`wholebatch.PairLoss`.
-
-        Raises:
-            ValueError: on every rank, whichever rank made the mistake.
         """
         scale = self._settings_of_call(logit_scale=logit_scale)["logit_scale"]
         x, y, data = prepared("TowersLoss", self.group, lambda: self._arguments(features, has))
@@ -113,17 +107,13 @@ class TowersLoss(TakesLogitScale, DeclaredLoss, check=_check):
         if not isinstance(features, Mapping) or set(features) != set(self.towers):
             got = sorted(map(str, features)) if isinstance(features, Mapping) else shown(features)
             raise ValueError(f"features must be a mapping with the names {sorted(self.towers)}, got {got}")
-        if not isinstance(has, Mapping) or not set(has) <= set(self.towers) or (len(has) and not self.missing):
+        if not isinstance(has, Mapping) or not set(has) <= set(self.towers):
             got = sorted(map(str, has)) if isinstance(has, Mapping) else shown(has)
-            if isinstance(has, Mapping) and has and not self.missing:
-                raise ValueError(f"has must be left out, or needs TowersLoss(missing=True); got {got}")
             raise ValueError(f"has must be a mapping with names among {sorted(self.towers)}, got {got}")
+        if has and not self.missing:
+            raise ValueError(f"has must be left out, or needs TowersLoss(missing=True); got {sorted(has)}")
         for name, x in features.items():
-            if not is_dense(x) or not has_feature_dtype(x) or x.dim() != 2:
-                kind = f"{tuple(x.shape)}, {x.dtype}" if is_dense(x) else shown(x)
-                raise ValueError(
-                    f"features[{name!r}] must be a floating-point matrix (rows, embedding size), got {kind}"
-                )
+            check_features(f"features[{name!r}]", x)
         shapes = {name: tuple(x.shape) for name, x in features.items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(
