@@ -188,6 +188,14 @@ def test_directions_that_sigreg_refuses(directions, message):
         recipes.SIGRegLoss()(torch.ones(3, 4), directions)
 
 
+def test_checks_of_directions_can_be_deferred():
+    loss_fn, x = recipes.SIGRegLoss(checks="deferred"), torch.eye(3)
+    assert loss_fn(x, x).item() == pytest.approx(loss_fn.reference(x, x).item())
+    assert loss_fn(x, x * torch.nan).isnan()
+    with pytest.raises(ValueError, match="in an earlier call with checks='deferred', the norm of directions"):
+        loss_fn(x, x)
+
+
 def other_directions():
     recipes.SIGRegLoss()(torch.ones(3, 4), torch.ones(2, 4) + dist.get_rank())
 

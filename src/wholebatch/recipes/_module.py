@@ -1,6 +1,6 @@
 """Modules that hold the settings of a recipe, and compute it by a :class:`wholebatch.PairLoss` that they declare.
 
-    class SemiHardTripletLoss(DeclaredLoss):
+    class SemiHardTripletLoss(Recipe):
         margin: float = 0.2
 
         def _pair_loss(self, **options):
@@ -30,7 +30,7 @@ from ..pair_loss import PairLoss
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class DeclaredLoss(KernelLoss):
+class Recipe(KernelLoss):
     """The settings of a recipe over pairs.
 
     Attributes:
@@ -41,7 +41,7 @@ class DeclaredLoss(KernelLoss):
 
     def __init__(self, **settings: Any) -> None:  # typed by the declarations of each subclass
         super().__init__(**settings)
-        self.pairs = self._pair_loss(**{name: getattr(self, name) for name in DeclaredLoss._declared})
+        self.pairs = self._pair_loss(**{name: getattr(self, name) for name in Recipe._declared})
         self._dense = False
 
     def _pair_loss(self, **options: Any) -> PairLoss:  # those of PairLoss

@@ -20,12 +20,12 @@ from ..contract import entry, prepared
 from ..losses.key_queue import KeyQueue
 from ..pair_loss import PairLoss
 from ..terms import Count, LogSumExp, Mean, equal, unequal
-from ._module import DeclaredLoss
+from ._module import Recipe
 
 _OTHER_EXAMPLE, _EQUAL_LABELS = unequal("examples"), equal("labels")
 
 
-class CrossBatchSupConLoss(DeclaredLoss):
+class CrossBatchSupConLoss(Recipe):
     """The supervised contrastive loss of a batch against itself and the rows of earlier batches.
 
     Args:

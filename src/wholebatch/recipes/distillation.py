@@ -24,7 +24,7 @@ from ..contract import entry
 from ..pair_loss import PairLoss
 from ..pair_loss.similarity import Similarity
 from ..terms import Count, LogSumExp, Mean
-from ._module import DeclaredLoss
+from ._module import Recipe
 
 
 def _check(temperature: float, teacher_temperature: float | None) -> None:
@@ -33,7 +33,7 @@ def _check(temperature: float, teacher_temperature: float | None) -> None:
         check_divisor("teacher_temperature", teacher_temperature)
 
 
-class ListwiseDistillationLoss(DeclaredLoss, check=_check):
+class ListwiseDistillationLoss(Recipe, check=_check):
     """The divergence of the softmax of a student's scores from that of a teacher's, over each query's documents.
 
     Args:
@@ -111,7 +111,7 @@ def _divergence(r: Any, x: Any, p: Any) -> tuple[Tensor, Tensor]:  # fields
     return torch.where(some, divergence, 0.0) * p.temperature**2, some.to(divergence.dtype)
 
 
-class MarginMSELoss(DeclaredLoss):
+class MarginMSELoss(Recipe):
     """The squared difference of a student's margins from a teacher's, the mean over each query's negatives of all.
 
     Args:

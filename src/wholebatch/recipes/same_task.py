@@ -20,12 +20,12 @@ from ..losses._logit_scale import TakesLogitScale
 from ..nodes.cross_entropy import softplus
 from ..pair_loss import PairLoss
 from ..terms import LogSumExp, equal, other
-from ._module import DeclaredLoss
+from ._module import Recipe
 
 _EQUAL_TASKS = equal("tasks")
 
 
-class SameTaskInfoNCELoss(TakesLogitScale, DeclaredLoss):
+class SameTaskInfoNCELoss(TakesLogitScale, Recipe):
     """InfoNCE whose negatives have the task of the query.
 
     Args:

@@ -19,7 +19,7 @@ from .._base.settings import check_weight
 from ..contract import entry
 from ..pair_loss import PairLoss
 from ..terms import Max, Min, unequal
-from ._module import DeclaredLoss
+from ._module import Recipe
 
 _NEGATIVE = unequal("labels")
 
@@ -28,7 +28,7 @@ def _check(margin: float) -> None:
     check_weight("margin", margin, "it is a difference of squared distances")
 
 
-class SemiHardTripletLoss(DeclaredLoss, check=_check):
+class SemiHardTripletLoss(Recipe, check=_check):
     """The triplet loss of anchors and positives with the nearest negative beyond the positive.
 
     Args:

@@ -20,10 +20,10 @@ from ..contract import entry
 from ..losses._logit_scale import TakesLogitScale
 from ..pair_loss import PairLoss
 from ..terms import Count, LogSumExp, Mean
-from ._module import DeclaredLoss
+from ._module import Recipe
 
 
-class SoftLabelCLIPLoss(TakesLogitScale, DeclaredLoss):
+class SoftLabelCLIPLoss(TakesLogitScale, Recipe):
     """The cross-entropy of both directions, with targets in proportion to the labels that two examples share.
 
     Args:

@@ -44,7 +44,7 @@ class FLOPSLoss(LossModule):
 
         Collectives: forward 1 handshake and 1 all-reduce of d numbers; backward the same. Memory: O(b_r d).
         """
-        facts = agree("FLOPSLoss", self.options, Inputs(features={"activations": activations}))
+        facts = agree("FLOPSLoss", self.options, Inputs(features={"activations": activations}), Checks(settings=()))
         x = facts.inputs["activations"].to(facts.dtype)
         mean = shared_sum(facts.comm, x.abs().sum(0)) / facts.rows["activations"].total
         return of_all_ranks(facts, mean.square().sum())
@@ -91,7 +91,11 @@ class SIGRegLoss(LossModule, check=_check_knots):
             "SIGRegLoss",
             self.options,
             Inputs(features={"features": features}, parameters={"directions": directions}),
-            Checks(check=lambda: self._check_directions(features, directions), must_match=("knots",)),
+            Checks(
+                check=lambda: self._check_directions(features, directions),
+                must_match=("knots",),
+                settings=(self.knots,),
+            ),
         )
         x, count = facts.inputs["features"].to(facts.dtype), facts.rows["features"].total
         sums = self._waves(x, facts.inputs["directions"].to(facts.dtype))

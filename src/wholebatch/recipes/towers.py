@@ -27,7 +27,7 @@ from ..nodes.cross_entropy import softplus
 from ..pair_loss import PairLoss
 from ..pair_loss.reductions import Term
 from ..terms import LogSumExp, other
-from ._module import DeclaredLoss
+from ._module import Recipe
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -40,7 +40,7 @@ def _check(towers: Sequence[str], missing: bool) -> None:
     check_flag("missing", missing)
 
 
-class TowersLoss(TakesLogitScale, DeclaredLoss, check=_check):
+class TowersLoss(TakesLogitScale, Recipe, check=_check):
     """CLIP's loss of each two of several towers, over the batch of all ranks.
 
     For each two towers a and b, rows are the examples that have both; candidates of a_i are all b_j, those of b_i all
