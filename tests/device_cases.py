@@ -15,17 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernel_losses import losses as losses_of_kernels
-from loss_cases import IDS, LOSSES, WEIGHTS, gradients, options_of, rows_of, whole_batch
+from loss_cases import EVERY, IDS, WEIGHTS, gradients, options_of, rows_of, whole_batch
 from pair_losses import DECLARATIONS, Batch, batch_for, cut, part
 from pair_losses import gradients as gradients_of_batch
 from partial_fc_data import MARGINS, D
 from partial_fc_data import data as data_of_head
-from recipes_reference import RECIPES
-from recipes_reference import batch_for as batch_of_recipe
-from test_recipes import towers_batch
 
 import wholebatch as wb
-from wholebatch import recipes
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
@@ -50,7 +46,7 @@ def cases(size: int, rank: int, folder: str, *, on_card: bool) -> dict[str, Case
         }
     counts = COUNTS[size][0]
     at = cut(counts, rank)
-    for name, case in LOSSES.items():
+    for name, case in EVERY.items():
         inputs = [z[of] for z, of in zip(whole_batch(case, counts), rows_of(case, counts, rank), strict=True)]
         single = [z.float() if z.is_floating_point() else z for z in inputs]
         found[name] = partial(_loss, case, wb.functional, inputs)
@@ -62,11 +58,10 @@ def cases(size: int, rank: int, folder: str, *, on_card: bool) -> dict[str, Case
     batches = {
         f"declared {name}": (make, batch_for(name, sum(counts), sum(counts))) for name, make in DECLARATIONS.items()
     }
-    batches |= {f"recipe {name}": (of[0], batch_of_recipe(name, sum(counts), 0)) for name, of in RECIPES.items()}
     for name, (make, whole) in batches.items():
         batch = part(whole, at, at)
         found[name] = partial(_declared, make, batch)
-        if size == 1 and name.startswith("declared"):
+        if size == 1:
             found[f"{name}, small tiles"] = partial(_declared, partial(make, memory=700, exchange="ring"), batch)
         if size == 1:
             found[f"{name}, dense"] = partial(_declared, lambda make=make: make().reference, batch)
@@ -134,36 +129,6 @@ def _head(margin: Any, at: slice, sample_rate: float | None, moved: Any, context
     return {"x": x.grad, "centers": head.weight.detach()}
 
 
-def _towers(at: slice, moved: Any, context: Any) -> dict[str, Any]:
-    features, has = towers_batch(9, 3)
-    features = {name: x.detach()[at].requires_grad_() for name, x in features.items()}
-    features, has = moved([features, {name: x[at] for name, x in has.items()}])
-    loss_fn = recipes.TowersLoss([*features], missing=True, scale=3.0)
-    with context():
-        loss_fn(features, has=has).backward()
-    return {name: x.grad for name, x in features.items()}
-
-
-def _statistics_of_rows(at: slice, moved: Any, context: Any) -> dict[str, Any]:
-    x, directions = moved([torch.linspace(-1, 1, 36).view(9, 4)[at].requires_grad_(), torch.eye(4)])
-    with context():
-        found = recipes.flops_loss(x), recipes.sigreg_loss(x, directions)
-        sum(found).backward()
-    return {"flops": found[0], "sigreg": found[1], "gradient": x.grad}
-
-
-def _memory(at: slice, moved: Any, context: Any) -> dict[str, Any]:
-    loss_fn, memory = recipes.memory_sup_con(temperature=0.5), recipes.RowMemory(4)
-    x, labels = moved([torch.linspace(-1, 1, 36).view(9, 4).sin()[at].requires_grad_(), (torch.arange(9) % 3)[at]])
-    data = {"label": labels, "example": moved(torch.arange(9)[at])}
-    with context():
-        for _ in range(2):
-            columns, of_columns = memory.columns(x, data)
-            loss_fn(x, columns, x_data=data, y_data=of_columns).backward()
-            memory.append(x.detach(), {**data, "example": data["example"] + 9})
-    return {"gradient": x.grad}
-
-
 def _statistics_of_losses(at: slice, moved: Any, context: Any) -> dict[str, Any]:
     x, y = moved([torch.nn.functional.normalize(z[at], dim=1) for z in torch.linspace(-3, 5, 72).sin().view(2, 9, 4)])
     declared = DECLARATIONS["clip"]()
@@ -212,9 +177,6 @@ def _learned_scale(at: slice, moved: Any, context: Any) -> dict[str, Any]:
 
 
 MORE = {
-    "towers": _towers,
-    "statistics of rows": _statistics_of_rows,
-    "a memory of rows": _memory,
     "statistics of losses": _statistics_of_losses,
     "lengths": _lengths,
     "parameters of the CPU": _parameters_of_the_cpu,

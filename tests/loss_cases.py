@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -69,6 +70,7 @@ class Case:
     core: bool = False  # runs with all scales, budgets and steps of training; other rows are options of core rows
     choices: tuple[str, ...] = ("exchange", "memory", "reduction")  # the options that the loss has
     at_least: int = 1  # rows of the global batch
+    tile_bytes: int = 2 * 2 * 2 * 8  # of small tiles: two of 2 x 2 in float64
     smooth: bool = True  # no hinge and no choice of the hardest, whose gradients jump
 
     @property
@@ -292,6 +294,91 @@ LOSSES = {
     "circle": Case(labeled("circle_loss"), **LABELED),
     "smooth_ap": Case(labeled("smooth_ap_loss", temperature=0.1), **LABELED),
 }
+
+
+@cache
+def module_of(name: str, **settings: Any) -> Any:
+    """Return the recipe of these settings, which later calls use again."""
+    return getattr(wb.recipes, name)(**settings)
+
+
+def recipe(name: str, *, scaled: bool = False, **settings: Any) -> Callable[..., Tensor]:
+    """Return a call of a recipe; its own reference stands for `wholebatch.reference`."""
+    default = module_of(name, **settings)
+
+    def call(f: ModuleType, *arguments: Any, **keywords: Any) -> Tensor:
+        *inputs, scale, _bias = arguments
+        named = {key: keywords.pop(key) for key in ("has", "weights") if key in keywords}
+        named |= {"logit_scale": scale} if scaled else {}
+        loss_fn = module_of(name, **settings, **keywords) if keywords else default
+        loss: Tensor = (loss_fn.reference if f is wb.reference else loss_fn)(*inputs, **named)
+        return loss
+
+    return call
+
+
+def towers(*, missing: bool) -> Callable[..., Tensor]:
+    """Return a call of the loss of three towers; with `missing`, two masks say who has the first and the last."""
+    of_features = recipe("TowersLoss", scaled=True, towers=("image", "text", "audio"), missing=missing)
+
+    def call(f: ModuleType, image: Tensor, text: Tensor, audio: Tensor, *more: Any, **options: Any) -> Tensor:
+        *has, scale, bias = more
+        masks = {"has": dict(zip(("image", "audio"), has, strict=True))} if missing else {}
+        return of_features(f, {"image": image, "text": text, "audio": audio}, scale, bias, **masks, **options)
+
+    return call
+
+
+def queue_of(keys: Tensor, group: Any) -> wb.KeyQueue:
+    """Return a queue with these keys, of which each rank brings a part. Collective."""
+    comm = wb.comm.select_communicator(group)
+    with torch.device(keys.device):
+        numbers, dtypes = torch.arange(len(keys)), {"labels": torch.int64, "examples": torch.int64}
+        queue = wb.KeyQueue(*keys.shape, data=dtypes, dtype=keys.dtype, group=group)
+    part = Partition.even(len(keys), comm.size).rows(comm.rank)
+    data = {"labels": numbers % 3, "examples": numbers + 4}  # the batch holds some of the same examples
+    queue.enqueue(keys[part], {name: x[part] for name, x in data.items()})
+    return queue
+
+
+def cross_batch(
+    f: ModuleType, x: Tensor, labels: Tensor, examples: Tensor, keys: Tensor, *more: Any, **options: Any
+) -> Tensor:
+    """Call the loss with a queue of these keys."""
+    group = wb.comm.LocalCommunicator() if f is wb.reference else options.get("group")
+    inputs = (x, labels, examples, queue_of(keys, group), *more)
+    return recipe("CrossBatchSupConLoss", temperature=0.5)(f, *inputs, **options)
+
+
+DOCUMENTS, SCORES = Input(_random(3, 0)), Input(_random(3), differentiable=False)
+TAGS = Input(lambda g, n, _x, _y: torch.randint(0, 2, (n, 3), generator=g).to(torch.float64), differentiable=False)
+SOME = Input(lambda g, n, _x, _y: torch.rand(n, generator=g) < 0.7, differentiable=False)
+EXAMPLES = Input(lambda _g, n, _x, _y: torch.arange(n), differentiable=False)
+KEYS = Input(QUEUE.make, differentiable=False, replicated=True)
+DIRECTIONS = Input(lambda g, _n, x, y: _random()(g, 3, x, y), replicated=True)
+DISTILLED = {"inputs": (X, DOCUMENTS, SCORES), "has_scale": False}
+RECIPES = {
+    "same task": Case(recipe("SameTaskInfoNCELoss", scaled=True), inputs=(X, Y, IDS), at_least=3),
+    "same task, weights": Case(
+        keyword(recipe("SameTaskInfoNCELoss", scaled=True), "weights"), inputs=(X, Y, IDS, WEIGHTS), at_least=3
+    ),
+    "soft labels": Case(recipe("SoftLabelCLIPLoss", scaled=True), inputs=(X, Y, TAGS, TAGS), tile_bytes=256),
+    "semi-hard triplets": Case(
+        recipe("SemiHardTripletLoss", margin=4.0), inputs=(X, Y, IDS), has_scale=False, at_least=2, smooth=False
+    ),
+    "listwise distillation": Case(
+        recipe("ListwiseDistillationLoss", temperature=2.0, teacher_temperature=0.5), **DISTILLED
+    ),
+    "margin MSE": Case(recipe("MarginMSELoss"), inputs=(X, Y, DOCUMENTS, SCORES), has_scale=False),
+    "cross-batch memory": Case(cross_batch, inputs=(X, IDS, EXAMPLES, KEYS), has_scale=False, normalizes=True),
+    "towers": Case(towers(missing=False), inputs=(X, Y, Input(_random())), at_least=2, tile_bytes=1024),
+    "towers, some missing": Case(
+        towers(missing=True), inputs=(X, Y, Input(_random()), SOME, SOME), at_least=4, tile_bytes=1024
+    ),
+    "FLOPS": Case(recipe("FLOPSLoss"), inputs=(X,), has_scale=False, choices=(), smooth=False),
+    "SIGReg": Case(recipe("SIGRegLoss"), inputs=(X, DIRECTIONS), has_scale=False, choices=()),
+}
+EVERY = LOSSES | RECIPES  # the declared ones are called alike, and have the same options
 CORE = {name: case for name, case in LOSSES.items() if case.core}
 BIAS = -2.5
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 import torch.distributed as dist
-from loss_cases import LOSSES, options_of, rows_of, whole_batch
+from loss_cases import EVERY, options_of, rows_of, whole_batch
 from strict_transport import strict
 from torch.nn import functional as F
 
@@ -64,7 +64,7 @@ def losses_body(counts):
     with pytest.MonkeyPatch.context() as patch:
         strict(patch)
         patch.setattr("wholebatch.nodes.route.columns_of_a_chunk", lambda *_: 1)  # a transfer for each rank
-        for case in LOSSES.values():
+        for case in EVERY.values():
             whole = whole_batch(case, counts)
             given = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
             scale = torch.tensor(10.0, dtype=torch.float64)

@@ -95,6 +95,15 @@ def test_half_precision(dtype):
         assert all(got.dtype == dtype for got in ours[1:]), name
 
 
+def test_of_equal_views_uniformity_is_left():
+    z = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = torch.pdist(F.normalize(z, dim=1)).square().mul(-2).exp().mean().log()
+    (wanted,) = torch.autograd.grad(expected, z)
+    loss = wb.AlignmentUniformityLoss()(z, z)
+    assert_same(loss, expected.detach(), relative=1e-12)
+    assert_same(torch.autograd.grad(loss, z)[0], wanted, relative=1e-10)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_graph_can_be_used_twice_and_its_gradient_not_differentiated(name):
     case = LOSSES[name]

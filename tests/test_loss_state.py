@@ -60,6 +60,62 @@ def test_a_queue_is_the_same_on_all_ranks(world_size):
     run_ranks(queue_body, world_size, world_size, timeout_s=60)
 
 
+def columns_body(counts):
+    """The columns of all ranks are the batch, rank by rank, and each key of the queue once, with its data."""
+    rows = Partition(counts).rows(dist.get_rank())
+    queue = wb.KeyQueue(5, 1, data={"label": torch.int64, "weight": torch.float32})
+    numbers = torch.arange(12)
+    for batch in numbers[:8].split(4):
+        at = torch.tensor_split(batch, len(counts))[dist.get_rank()]
+        queue.enqueue(at[:, None].float(), {"label": at, "weight": at / 2})
+    again = wb.KeyQueue(5, 1, data={"label": torch.int64, "weight": torch.float32})
+    again.load_state_dict(queue.state_dict())
+    features = numbers[8:][rows, None].double().requires_grad_()
+    data = {"label": numbers[8:][rows], "weight": numbers[8:][rows] / 2}
+    columns, of_columns = again.columns(features, data)
+    (gradient,) = torch.autograd.grad(columns.sum(), features)
+    assert (gradient == 1).all()
+    return columns.detach()[:, 0], of_columns
+
+
+@pytest.mark.parametrize("counts", [(4,), (1, 3), (2, 0, 2)], ids=str)
+def test_columns_hold_each_key_of_a_queue_once(counts):
+    found = run_ranks(columns_body, len(counts), counts)
+    columns = torch.cat([features for features, _ in found])
+    assert sorted(columns.tolist()) == [*range(3, 12)]
+    assert torch.equal(torch.cat([data["label"] for _, data in found]), columns.long())
+    assert torch.equal(torch.cat([data["weight"] for _, data in found]), columns.float() / 2)
+    first = 8
+    for count, (features, _) in zip(counts, found, strict=True):
+        assert features[:count].tolist() == [*range(first, first + count)]
+        first += count
+
+
+@pytest.mark.parametrize(
+    ("features", "data", "message"),
+    [
+        (torch.ones(2, 3), {"label": torch.ones(2)}, "must have the same embedding size, got 3 and 1"),
+        (torch.ones(2), {"label": torch.ones(2)}, r"must have shape \(rows, embedding size\)"),
+        (torch.ones(2, 1), {"labels": torch.ones(2)}, r"must have the names of the queue's data, \['label'\]"),
+        (torch.ones(2, 1), {"label": torch.ones(3)}, "a number for each of 2"),
+        (torch.ones(2, 1), {"label": torch.ones(2, dtype=torch.int64)}, "must be a vector of torch.float32"),
+        (torch.ones(2, 1), None, r"must have the names of the queue's data, \['label'\]"),
+    ],
+)
+def test_rows_that_do_not_fit_a_queue(features, data, message):
+    queue = wb.KeyQueue(3, 1, data={"label": torch.float32})
+    for call in (queue.enqueue, queue.columns):
+        with pytest.raises(ValueError, match=message):
+            call(features, data)
+    assert len(queue.keys) == 0
+
+
+@pytest.mark.parametrize("data", [["label"], {"label": "int64"}, {"the label": torch.int64}, {1: torch.int64}])
+def test_data_of_a_queue_are_dtypes_by_name(data):
+    with pytest.raises(ValueError, match="data must be dtypes by name such as"):
+        wb.KeyQueue(3, 1, data=data)
+
+
 def averages_body(counts):
     """Run three steps of SogCLR with uneven rows: loss, gradient and the whole state are those of one process."""
     together = wb.GlobalContrastiveLoss(20, temperature=0.2, dtype=torch.float64)

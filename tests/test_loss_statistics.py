@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from loss_cases import LOSSES, whole_batch
+from loss_cases import LOSSES, RECIPES, rows_of, whole_batch
 from torch.nn import functional as F
 
 import wholebatch as wb
@@ -103,6 +103,27 @@ def statistics_body(counts):
 @pytest.mark.parametrize("counts", [(7,), (5, 2), (4, 0, 5)], ids=str)
 def test_statistics_are_those_of_the_whole_batch(counts):
     run_ranks(statistics_body, len(counts), counts, timeout_s=60)
+
+
+def recipes_body(counts):
+    """Return the value of each recipe over pairs, without and with statistics, and the means of its terms."""
+    found, scale = {}, torch.tensor(5.0, dtype=torch.float64)
+    for name, case in RECIPES.items():
+        rows = rows_of(case, counts, dist.get_rank())
+        local = [z[at] for z, at in zip(whole_batch(case, counts), rows, strict=True)]
+        if case.choices:
+            value, statistics = with_statistics(case.call)(wb.functional, *local, scale, None)
+            found[name] = case.call(wb.functional, *local, scale, None), value, statistics.rows
+    return found
+
+
+def test_recipes_have_statistics_of_their_terms():
+    of_ranks = run_ranks(recipes_body, 3, (4, 0, 5), timeout_s=60)
+    for name, (without, value, means) in of_ranks[0].items():
+        assert torch.equal(value, without), name
+        assert all(mean.isfinite() for mean in means.values()), name
+        assert means, name
+        assert all(found[name][2] == means for found in of_ranks), name
 
 
 @pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import QUICK, SCALES, SHARDS, SYNCS
 from compare import assert_same
-from loss_cases import BIAS, CORE, LOSSES, dense, gradients, rows_of, whole_batch
+from loss_cases import BIAS, CORE, EVERY, dense, gradients, rows_of, whole_batch
 from torch.nn import functional as F
 from torch.nn.functional import normalize
 
@@ -46,7 +46,7 @@ def same_bits_everywhere(value):
 def assert_gradients(name, counts, actual, expected, scale, sync, what):
     """Raise unless the loss and the gradients of inputs and scalars are those of the contract for this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    case = LOSSES[name]
+    case = EVERY[name]
     factor = size if sync == "mean" else 1
     scale = scale if case.has_scale else 100.0
     assert_same(actual[0], expected[0], relative=VALUE, absolute=VALUE, what=what)
@@ -69,7 +69,7 @@ def assert_gradients(name, counts, actual, expected, scale, sync, what):
 
 
 def exactness_body(counts):
-    for name, case in (CORE if QUICK else LOSSES).items():
+    for name, case in (CORE if QUICK else EVERY).items():
         if sum(counts) >= case.at_least:
             exactness_of(name, counts)
 
@@ -81,8 +81,8 @@ def exactness_of(name, counts):
     with each scale and memory. One process, and `make quick`, run all combinations on each split. A row that is an
     option of a core loss runs with one scale, and with one exchange and memory in turn.
     """
-    case, split = LOSSES[name], [*SHARDS, counts].index(counts)
-    turn = split + [*LOSSES].index(name)
+    case, split = EVERY[name], [*SHARDS, counts].index(counts)
+    turn = split + [*EVERY].index(name)
     syncs = cycle(SYNCS[turn % 3 :] + SYNCS[: turn % 3])
     whole = whole_batch(case, counts)
     local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
@@ -95,7 +95,7 @@ def exactness_of(name, counts):
         else:
             ways = [(USED_EXCHANGES[turn % 2], MEMORIES[1 + turn % 3])]
         for exchange, memory in ways:
-            sync = next(syncs)
+            sync, memory = next(syncs), case.tile_bytes if memory == TINY_TILES else memory
             scalar = torch.full(() if sync else (1,), scale, dtype=torch.float64)
             options = {"exchange": exchange, "memory": memory, "sync": sync}
             actual = gradients(case, wb.functional, local, scalar, **options)
@@ -111,7 +111,7 @@ def test_every_loss_equals_its_dense_reference(counts):
 def fallback_body(counts):
     """Use logits for which one shift underflows in float64: maxima, and sums relative to them, by both exchanges."""
     for name in [*CORE, "clip, ids, weights", "sup_con", "matryoshka", "distillation", "info_nce, all directions, ids"]:
-        case = LOSSES[name]
+        case = EVERY[name]
         whole = whole_batch(case, counts)
         local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         expected = dense(case, whole, 1e4)
@@ -162,7 +162,7 @@ def test_any_inputs_may_be_constant_on_any_ranks(counts):
 
 def constants_body(counts):
     """Without an input that needs a gradient, on any rank, a loss keeps no graph."""
-    for name, case in LOSSES.items():
+    for name, case in EVERY.items():
         whole = whole_batch(case, counts)
         leaves = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         scalars = [torch.tensor(value, dtype=torch.float64) for value in (14.3, BIAS)]
@@ -191,7 +191,7 @@ def test_inference_mode_on_one_rank_raises_on_all():
 def planted_body(counts):
     """The comparator rejects plausible wrong answers: a factor of 1/W or W, and local rows only."""
     size = dist.get_world_size()
-    for name, case in LOSSES.items():
+    for name, case in EVERY.items():
         if case.inputs[-1].replicated:
             continue  # its other operand is on every rank
         whole = whole_batch(case, counts)
@@ -219,7 +219,7 @@ def many_tiles_body(counts):
     """1000 rows: shards end inside a tile, positives cross tiles, and the budget keeps some tiles."""
     side, scale = 200, torch.tensor(30.0, dtype=torch.float64)
     for name in ("clip", "info_nce, few negatives", "nt_xent", "siglip"):
-        case = LOSSES[name]
+        case = EVERY[name]
         whole = whole_batch(case, counts, d=8)
         local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         expected = dense(case, whole, 30.0)
@@ -238,7 +238,7 @@ def test_many_tiles_are_exact(counts):
 def surplus_keys_body():
     """If keys outnumber queries, rows from b_r on are negatives, like rows that are passed as negatives."""
     counts, rank = (3, 2), dist.get_rank()
-    case = LOSSES["info_nce, few negatives"]
+    case = EVERY["info_nce, few negatives"]
     whole = whole_batch(case, counts)
     queries, keys, negatives = (z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True))
     expected = wb.reference.info_nce_loss(whole[0], whole[1], logit_scale=14.3, negatives=whole[2])
@@ -265,7 +265,7 @@ def scalar_of(case, functions, inputs, scalars, reduction, weighs, **options):
 def reduction_body(counts):
     """Test reduction="sum", and "none": each rank makes a scalar of its rows' losses; their sum has the gradient."""
     rank, weighs = dist.get_rank(), torch.arange(1.0, 1 + sum(counts), dtype=torch.float64)
-    for name, case in LOSSES.items():
+    for name, case in EVERY.items():
         if "reduction" not in case.choices or sum(counts) < case.at_least:
             continue
         whole = whole_batch(case, counts)
@@ -291,7 +291,7 @@ def test_sums_and_losses_of_rows_have_the_dense_gradient(counts):
 def learned_temperature_body():
     """A learned temperature of the loss module has the right gradient under a sum of shares and under the mean."""
     counts = (3, 2)
-    case = LOSSES["nt_xent"]
+    case = EVERY["nt_xent"]
     z0, z1 = whole_batch(case, counts)
     temperature = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     wb.reference.nt_xent_loss(z0, z1, temperature=temperature).backward()
@@ -336,7 +336,7 @@ KINDS = ["unit", "unnormalized", "duplicated", "solved", "antipodal"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_extreme_logits_are_exact(name, kind):
-    case = LOSSES[name]
+    case = EVERY[name]
     whole = list(features(kind, rows=36))
     for scale in (1.0, 14.3, 100.0, 1e4):
         expected = dense(case, whole, scale)
@@ -376,7 +376,7 @@ def test_float32(name, kind):
     on the machine. A scalar's gradient is an inner product, <X, dL/dX> / scale; its error is relative to the size of
     the factors.
     """
-    case = LOSSES[name]
+    case = EVERY[name]
     whole = [z.float() for z in features(kind, rows=512, d=64)]
     for scale in (1.0, 16.0, 100.0):
         expected = dense(case, whole, scale)
@@ -397,7 +397,7 @@ def test_float32(name, kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_half_precision_is_no_worse_than_plain_pytorch(name, dtype):
-    case = LOSSES[name]
+    case = EVERY[name]
     whole = [z.to(dtype) for z in features("unit", rows=300, d=32)]
     for scale in (1.0, 16.0, 100.0):  # exact in every dtype
         expected = dense(case, whole, scale)
@@ -412,7 +412,7 @@ def test_half_precision_is_no_worse_than_plain_pytorch(name, dtype):
 @pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])
 def test_a_budget_in_half_precision_costs_one_rounding(name):
     """The error of a kept weight is at most 2^-8, and so is the gradient's. The loss has the bits of the flat one."""
-    case = LOSSES[name]
+    case = EVERY[name]
     whole = [z.float() for z in features("unit", rows=1800, d=64)]
     scale = torch.tensor(16.0)
     expected = dense(case, whole, 16.0)
@@ -427,7 +427,7 @@ def test_a_budget_in_half_precision_costs_one_rounding(name):
 
 def test_a_full_budget_in_float32_changes_no_bit():
     """With 4 or more bytes per entry float32 is kept unrounded, and the gradient has the bits of the flat one."""
-    case = LOSSES["clip"]
+    case = EVERY["clip"]
     whole = [z.float() for z in features("unit", rows=900, d=32)]
     flat, kept = (
         gradients(case, wb.functional, whole, torch.tensor(16.0), memory=memory) for memory in ("flat", 2**26)
@@ -472,7 +472,7 @@ def test_a_loss_that_is_dropped_frees_its_features(name, dtype):
     gc.disable()
     try:
         hidden = x * 1
-        loss = LOSSES[name].call(wb.functional, hidden, y, torch.tensor(10.0), BIAS)
+        loss = EVERY[name].call(wb.functional, hidden, y, torch.tensor(10.0), BIAS)
         freed = weakref.ref(hidden)
         del hidden, loss
         assert freed() is None

@@ -61,7 +61,17 @@ def guided_data(dtype):
 
 def guided_body(counts, dtype):
     queries, texts, guides, text_guides, _ = guided_data(dtype)
-    loss_fn = wb.recipes.guided_info_nce(scale=20.0, memory=SMALL)
+    loss_fn = wb.PairLoss(
+        {
+            "negatives": wb.terms.LogSumExp(
+                lambda s, x, y, p: 20.0 * (s.features - x.partner.features),
+                where=lambda x, y, s: (s.guide <= x.partner.guide) & (x.index != y.index),
+            )
+        },
+        lambda r, x, p: torch.nn.functional.softplus(r.negatives),
+        similarity={"features": "cosine", "guide": "cosine"},
+        memory=SMALL,
+    )
     q, t, g, h = local(counts, queries, texts, guides, text_guides)
     loss = loss_fn({"features": q, "guide": g}, {"features": t, "guide": h})
     loss.backward()

@@ -193,7 +193,10 @@ VALUES: dict[str, Callable[[], Any]] = {
             "MatryoshkaLoss",
             "MaxSimLoss",
             "MoCoLoss",
+            "SameTaskInfoNCELoss",
             "SigLIPLoss",
+            "SoftLabelCLIPLoss",
+            "TowersLoss",
         )
         for name, value in (("logit_scale", 10.0), ("logit_bias", -5.0))
         if name == "logit_scale" or loss == "SigLIPLoss"
@@ -205,12 +208,14 @@ VALUES: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("equal.name", "unequal.name"), lambda: "label"),
     "row_loss": lambda: of_user(lambda r, x, p: r.mean),
     "towers": lambda: ["image", "text"],
-    **dict.fromkeys(
-        ("TowersLoss.forward.features", "TowersLoss.reference.features"),
-        lambda: {"image": torch.randn(4, 3), "text": torch.randn(4, 3)},
+    "TowersLoss.forward.features": lambda: {"image": torch.randn(4, 3), "text": torch.randn(4, 3)},
+    **dict.fromkeys(("tasks", "CrossBatchSupConLoss.forward.examples"), _labels),
+    **dict.fromkeys(("image_labels", "text_labels", "teacher_scores", "teacher_margins"), _rows(4, 2)),
+    **dict.fromkeys(("anchors", "positives"), _rows(4, 3)),
+    **dict.fromkeys(("ListwiseDistillationLoss.forward.documents", "MarginMSELoss.forward.negatives"), _rows(4, 2, 3)),
+    "CrossBatchSupConLoss.forward.queue": lambda: wb.KeyQueue(
+        5, 3, data=dict.fromkeys(("labels", "examples"), torch.int64)
     ),
-    "RowMemory.rows": lambda: 3,
-    "data": lambda: {"label": _labels()},
     "activations": _rows(4, 3),
     "directions": _rows(2, 3),
     **{
@@ -282,6 +287,7 @@ LEFT_OUT = {
     "Rates": "a record that the library returns; plan checks it",
     "Group": "a type",
     "other": "a mask, which PairLoss calls",
+    **{f"{name}.reference": "takes the arguments of forward, which has the calls" for name in wb.recipes.__all__},
     "GradCache.split_inputs": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.model_call": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.get_reps": "a step that a subclass may replace: its arguments come from the library",

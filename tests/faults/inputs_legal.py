@@ -145,23 +145,20 @@ LEGAL: dict[str, str] = {
     **{f"PairLoss.{name}.y": f"none {_FEATURES} t_5x3 t_0x3" for name in ("forward", "reference")},
     "PairLoss.reference.weights": "t_4 t_4_zero",
     # recipes
-    "scale": f"{_FINITE} {_PARAMETER}",
+    **dict.fromkeys(("tasks", "CrossBatchSupConLoss.forward.examples"), f"{_IDS} t_4_int_least"),
     "teacher_temperature": f"none {_TEMPERATURE}",
-    **dict.fromkeys(("near_duplicate_info_nce.threshold", "guided_info_nce.margin"), _FINITE),
-    "semi_hard_triplet.margin": _NOT_NEGATIVE,
-    "uniformity.t": _POSITIVE,
-    **dict.fromkeys(("mined", "missing"), _FLAG),
+    "ListwiseDistillationLoss.temperature": _TEMPERATURE,
+    **dict.fromkeys(("ListwiseDistillationLoss.forward.documents", "MarginMSELoss.forward.negatives"), "t_4x2x3"),
+    "anchors": _FEATURES,
+    "positives": _FEATURES,
+    "KeyQueue.columns.features": f"{_FEATURES} {_OTHER_FLOATS} t_4x3_nan t_4x3_inf t_0x3 t_5x3",
+    "SemiHardTripletLoss.margin": _NOT_NEGATIVE,
+    "missing": _FLAG,
     "towers": "strings",
     "has": "empty_dict",
-    "TowersLoss.reference.weights": "t_4 t_4_zero",
-    "RowMemory.rows": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",
     "data": "empty_dict",
-    **{
-        f"RowMemory.{name}.features": f"{_FEATURES} {_OTHER_FLOATS} t_4x5 t_4x0 t_4x3_nan t_4x3_inf"
-        for name in ("append", "columns")
-    },
     "activations": f"{_FEATURES} {_OTHER_FLOATS} t_5x3 t_4x5",
-    "sigreg_loss.features": f"{_FEATURES} {_OTHER_FLOATS} t_5x3",
+    "SIGRegLoss.forward.features": f"{_FEATURES} {_OTHER_FLOATS} t_5x3",
     "directions": f"{_FEATURES} {_OTHER_FLOATS} t_5x3",
     "knots": _INTEGERS.replace("one ", ""),
     # heads

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from loss_cases import LOSSES, dense, options_of, rows_of, whole_batch
+from loss_cases import EVERY, dense, options_of, rows_of, whole_batch
 
 import wholebatch as wb
 from wholebatch.exchange import USED_EXCHANGES
@@ -56,7 +56,7 @@ class Problem:
         self.name, self.exchange = name, exchange
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.counts = ((4, 3), (3, 2, 4))[self.size - 2]
-        self.case = LOSSES.get(name, LOSSES["clip"])
+        self.case = EVERY.get(name, EVERY["clip"])
         self.whole = whole_batch(self.case, self.counts, seed=seed)
         rows = rows_of(self.case, self.counts, self.rank)
         self.leaves = [z[at].clone() for z, at in zip(self.whole, rows, strict=True)]
@@ -168,7 +168,7 @@ FORBIDDEN = ("late error", "silent wrong", "group lost", "lost")
 def configurations(seed: int, count: int) -> list[tuple[int, tuple[str, str, str, int, int]]]:
     """Return (ranks, (loss, exchange, fault, culprit, seed)): every loss in turn, each fault as often as the others."""
     generator = random.Random(seed)
-    names = [*LOSSES, *WHOLE_BATCH, PARTIAL_FC]
+    names = [*EVERY, *WHOLE_BATCH, PARTIAL_FC]
     generator.shuffle(names)
     found = []
     for index in range(count):

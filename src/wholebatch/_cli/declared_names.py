@@ -7,8 +7,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 _WITHOUT_A_STANDARD_CALL = {
-    *("catalog", "distillation", "document_scores", "global_contrastive", "late_interaction", "moco", "statistics"),
-    "whole_batch",
+    *("catalog", "distillation", "document_scores", "global_contrastive", "key_queue", "late_interaction", "moco"),
+    *("statistics", "whole_batch"),
 }
 LOSS_NAMES: tuple[str, ...] = tuple(
     sorted(

@@ -14,9 +14,10 @@ from .distillation import DistillationLoss, distillation_loss
 from .document_scores import TopDocuments, max_sim
 from .global_contrastive import GlobalContrastiveLoss, LossAndAverages, global_contrastive_loss
 from .info_nce import InfoNCELoss, info_nce_loss
+from .key_queue import KeyQueue
 from .late_interaction import MaxSimLoss, max_sim_loss
 from .matryoshka import MatryoshkaLoss, matryoshka_loss
-from .moco import KeyQueue, MoCoLoss, moco_loss
+from .moco import MoCoLoss, moco_loss
 from .multi_similarity import MultiSimilarityLoss, multi_similarity_loss
 from .nt_xent import NTXentLoss, nt_xent_loss
 from .siglip import SigLIPLoss, siglip_loss

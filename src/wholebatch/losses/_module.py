@@ -120,11 +120,17 @@ class LossModule(Settings):
     sync: Sync = "mean"
     checks: Checking = "entry"
 
+    @property
+    def options(self) -> Options:
+        """The options of a call, as the settings are now; those that the loss has not keep their defaults."""
+        settings = self.settings
+        return Options(self.group, self.sync, **{name: settings[name] for name in _OPTIONS if name in settings})
+
     def check(self) -> None:
         """Raise ValueError unless the settings are valid; subclasses check their further settings."""
         check_group(self.group)
         settings = self.settings
-        Options(self.group, self.sync, **{name: settings[name] for name in _OPTIONS if name in settings}).check()
+        self.options.check()
         if settings.get("ignore_index") is not None:
             check_ignore_index(settings["ignore_index"])
         if "temperature" in settings:

@@ -3,23 +3,16 @@
     A_i = logsumexp_j scale q_i . n_j over the queue's keys n_j,    T_i = scale q_i . k_i
     L   = 1/B sum_i softplus(A_i - T_i)
 
-Every rank holds the whole queue, as in MoCo, so the loss moves only its value between ranks. The queue is a ring buffer
-of the last keys of all ranks, rank 0's first, the same on every rank and for any number of ranks.
+Every rank holds the whole queue (see `key_queue`), as in MoCo, so the loss moves only its value between ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from .._base.checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
 from .._base.precision import wide_dtype
-from ..comm import Group, select_communicator
-from ..comm.modules import built
-from ..comm.select import check_group
 from ..contract import Checks, Inputs, LossOptions, Options, Reduction, agree, entry, reduce_losses
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
@@ -145,84 +138,3 @@ class MoCoLoss(TakesLogitScale, LossModule):
     ) -> Tensor:
         """See :func:`wholebatch.functional.moco_loss`: (b_r, d), (b_r, d), (n, d), a scalar -> L."""
         return moco_loss(queries, keys, queue, weights=weights, **self._settings_of_call(logit_scale=logit_scale))
-
-
-class KeyQueue(nn.Module):
-    """A queue of the last keys of all ranks, rank 0's first: the same buffer on every rank, saved with the model.
-
-    Args:
-        size: the number of keys that it holds, at least a global batch of them.
-        embedding_size: the number of features of a key.
-        dtype: of the keys.
-        group: ranks whose keys go in, as in :func:`wholebatch.functional.clip_loss`.
-
-    Attributes:
-        keys: (n, d), the keys in the queue; n = size once it is full.
-
-    Raises:
-        ValueError: if size or embedding_size is not a positive integer.
-
-    >>> import torch, wholebatch as wb
-    >>> queue = wb.KeyQueue(3, 1)
-    >>> for key in (1.0, 2.0):
-    ...     queue.enqueue(torch.tensor([[key], [10 * key]]))
-    >>> queue.keys.flatten()
-    tensor([20., 10.,  2.])
-    """
-
-    ring: Tensor
-    enqueued: Tensor
-
-    def __init__(
-        self, size: int, embedding_size: int, *, dtype: torch.dtype = torch.float32, group: Group = None
-    ) -> None:
-        super().__init__()
-        check_count("size", size, "the number of keys that the queue holds")
-        check_count("embedding_size", embedding_size, "the number of features of a key")
-        check_floating_dtype("dtype", dtype)
-        check_group(group)
-        self.group, self._number = group, next(built)
-        self.register_buffer("ring", allocated("size and embedding_size", (size, embedding_size), dtype=dtype).zero_())
-        self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64))
-
-    @property
-    def keys(self) -> Tensor:
-        return self.ring[: min(int(self.enqueued), len(self.ring))]
-
-    @entry
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def enqueue(self, keys: Tensor) -> None:
-        """Append the keys of all ranks, (b_r, d) each, and drop the oldest. Collective: a handshake, an all-gather.
-
-        The backward pass of an earlier loss still gets the queue as it was.
-
-        Raises:
-            ValueError: on every rank: for keys of another embedding size or dtype, that are not finite, or more than
-                the queue holds; for queues that differ between ranks.
-        """
-
-        def check() -> dict[str, Any]:
-            check_features("keys", keys)
-            check_alike("keys", keys, "the queue", self.ring, rows=False)
-            check_finite("keys", keys)
-            ring = [len(self.ring), self.ring.shape[1], str(self.ring.dtype)]
-            return {"rows": len(keys), "size, embedding_size, dtype": ring, "keys enqueued": self.enqueued.item()}
-
-        comm = select_communicator(self.group)
-        everyone = comm.handshake(
-            check, caller="KeyQueue.enqueue", must_match=("size, embedding_size, dtype", "keys enqueued")
-        )
-        counts = tuple(facts["rows"] for facts in everyone)
-        if sum(counts) > len(self.ring):
-            raise ValueError(
-                f"KeyQueue.enqueue: the ranks' {sum(counts)} keys do not fit into a queue of {len(self.ring)}: some "
-                "would be lost before they were used; make the queue longer, or the global batch smaller"
-            )
-        new = comm.all_gather(keys, counts=counts, check=False)
-        slots = (int(self.enqueued) + torch.arange(len(new), device=new.device)) % len(self.ring)
-        self.ring = self.ring.index_copy(0, slots, new)
-        self.enqueued = self.enqueued + len(new)
-
-    def extra_repr(self) -> str:
-        return f"size={len(self.ring)}, embedding_size={self.ring.shape[1]}"

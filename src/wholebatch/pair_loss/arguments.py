@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._base.checks import has_feature_dtype, is_dense
+from .._base.checks import check_features, has_feature_dtype, is_dense
 from .._base.settings import check_number, shown
 from ..contract import Inputs
 from ..tokens import Packed, Tokens, packed
 from .row_data import INDEX, PARTNER, SEPARATOR
 from .similarity import LATE, ONE
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _RESERVED = {INDEX: "it is the number of the row", PARTNER: "it is the similarity with the partner"}
 
 
@@ -55,20 +57,22 @@ class Arguments:
         cls,
         kinds: Mapping[str, str],
         x: Any,
-        y: Any,
-        data: tuple[Any, Any, Any],
-        candidates: Any,
-        candidate_offsets: Any,
-        parameters: Any,
+        y: Any = None,
+        *,
+        x_data: Any = _NOTHING,
+        y_data: Any = _NOTHING,
+        candidates: Any = None,
+        candidate_data: Any = _NOTHING,
+        candidate_offsets: Any = None,
+        parameters: Any = _NOTHING,
     ) -> Arguments:
-        """Return the arguments.
+        """Return the arguments, by the names of those of a call.
 
         Raises:
             ValueError: for an argument of the wrong kind; shapes and dtypes of features and data are checked later.
         """
-        x_data, y_data, candidate_data = (
-            _vectors(name, part) for name, part in zip(("x_data", "y_data", "candidate_data"), data, strict=True)
-        )
+        x_data, y_data = _vectors("x_data", x_data), _vectors("y_data", y_data)
+        candidate_data = _vectors("candidate_data", candidate_data)
         x_lengths = y_lengths = None
         if kinds.get(ONE) in LATE:
             if candidates is not None:
@@ -192,7 +196,8 @@ def _candidates(
     candidates: Any, offsets: Any, data: dict[str, Tensor], kinds: Mapping[str, str], x: Any
 ) -> tuple[Any, Tensor, dict[str, Tensor]]:
     """Return own candidates in one list, (k, d), their rows, (k,), and their data, (k,) each."""
-    rows = len(x) if is_dense(x) and x.dim() else 0
+    check_features("x", x)  # its number of rows is read below, before the ranks agree on it
+    rows = len(x)
     if isinstance(candidates, Mapping) != (ONE not in kinds) or (ONE not in kinds and set(candidates) != set(kinds)):
         raise ValueError(
             f"candidates must be a tensor, or a mapping with the names of similarity like x, got {shown(candidates)}"

@@ -200,12 +200,10 @@ class PairLoss(nn.Module):
             ValueError: on every rank, whichever rank made the mistake.
             RuntimeError: if the gradient is differentiated again.
         """
-        merged = {**self._current_parameters(), **parameters} if isinstance(parameters, Mapping) else parameters
-        data = (x_data, y_data, candidate_data)
+        data = {"x_data": x_data, "y_data": y_data, "candidate_data": candidate_data}
+        own = {"candidates": candidates, "candidate_offsets": candidate_offsets}
         call, passes, (functions, certain) = prepared(
-            CALLER,
-            self.options.group,
-            lambda: self._prepared(x, y, data, candidates, candidate_offsets, merged),
+            CALLER, self.options.group, lambda: self._prepared(x, y, **data, **own, parameters=parameters)
         )
         checks = Checks(
             check=lambda: self._facts(call, passes, functions),
@@ -255,8 +253,9 @@ class PairLoss(nn.Module):
         Raises:
             ValueError: as in `forward`.
         """
-        merged = {**self._current_parameters(), **parameters} if isinstance(parameters, Mapping) else parameters
-        call = self._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, merged)
+        data = {"x_data": x_data, "y_data": y_data, "candidate_data": candidate_data}
+        own = {"candidates": candidates, "candidate_offsets": candidate_offsets}
+        call = arguments_of(self, x, y, **data, **own, parameters=parameters)
         inputs = call.inputs(weights)
         inputs.check_features()
         inputs.check_rest()
@@ -268,21 +267,19 @@ class PairLoss(nn.Module):
         )
         assert of_x is not None
         assert of_y is not None
-        own = None if of_own is None else OwnCandidates(of_own, call.candidate_data, call.owners)
+        of_rows = None if of_own is None else OwnCandidates(of_own, call.candidate_data, call.owners)
         y_data = call.x_data if call.y is None else call.y_data
         lengths = None if call.x_lengths is None or call.y_lengths is None else (call.x_lengths, call.y_lengths)
-        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, own, call.parameters, lengths)
+        whole = Dense(self.declaration, of_x, of_y, call.x_data, y_data, of_rows, call.parameters, lengths)
         return whole.loss(weights, self.options.reduction)
 
     def _current_parameters(self) -> dict[str, Any]:
         values = self.values
         return {**self._constants, **values._parameters, **values._buffers, **values._modules}
 
-    def _prepared(
-        self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
-    ) -> tuple[Arguments, Lowered | None, tuple[str, bool]]:
+    def _prepared(self, *features: Any, **call_arguments: Any) -> tuple[Arguments, Lowered | None, tuple[str, bool]]:
         """Return the arguments, the terms as passes over S, and the fingerprint of the functions with its certainty."""
-        call = self._checked_arguments(x, y, data, candidates, candidate_offsets, parameters)
+        call = arguments_of(self, *features, **call_arguments)
         if not _has_features(call):  # `agree` refuses it
             return call, None, ("", False)
         functions, certain = fingerprint_and_certainty(*self.declaration.functions)
@@ -297,15 +294,6 @@ class PairLoss(nn.Module):
         """Return all that this rank's facts depend on, but for the kinds of tensors."""
         kinds = repr(call.signature), repr(None if passes is None else passes.facts)
         return self._number, functions, *kinds, self._not_compiled, self._tiles_of(call), call.constant
-
-    def _checked_arguments(
-        self, x: Any, y: Any, data: Any, candidates: Any, candidate_offsets: Any, parameters: Any
-    ) -> Arguments:
-        call = Arguments.of(self.declaration.kinds, x, y, data, candidates, candidate_offsets, parameters)
-        if _has_features(call):  # else `agree` refuses it
-            self.declaration.use(call)
-            self._check_names(parameters)
-        return call
 
     def _facts(self, call: Arguments, passes: Lowered | None, functions: str) -> dict[str, Any]:
         return {
@@ -366,19 +354,12 @@ def _has_features(call: Arguments) -> bool:
     return isinstance(call.x, Tensor) and call.x.is_floating_point()
 
 
-def arguments_of(
-    loss_fn: PairLoss,
-    x: Tensor | Tokens | Mapping[str, Tensor],
-    y: Tensor | Tokens | Mapping[str, Tensor] | None = None,
-    *,
-    x_data: Mapping[str, Tensor] = _NOTHING,
-    y_data: Mapping[str, Tensor] = _NOTHING,
-    candidates: Tensor | Mapping[str, Tensor] | None = None,
-    candidate_data: Mapping[str, Tensor] = _NOTHING,
-    candidate_offsets: Tensor | None = None,
-    parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
-    weights: Tensor | None = None,
-) -> Arguments:
-    """Return the checked arguments of a call, without weights; arguments as in `forward`, without communication."""
-    merged = {**loss_fn._current_parameters(), **parameters}
-    return loss_fn._checked_arguments(x, y, (x_data, y_data, candidate_data), candidates, candidate_offsets, merged)
+def arguments_of(loss_fn: PairLoss, *features: Any, parameters: Any = _NOTHING, **rest: Any) -> Arguments:
+    """Return the checked arguments of a call, without weights; those of `forward`, without communication."""
+    if isinstance(parameters, Mapping):  # `Arguments.of` refuses others
+        parameters = {**loss_fn._current_parameters(), **parameters}
+    call = Arguments.of(loss_fn.declaration.kinds, *features, parameters=parameters, **rest)
+    if _has_features(call):  # else `agree` refuses it
+        loss_fn.declaration.use(call)
+        loss_fn._check_names(parameters)
+    return call

@@ -20,58 +20,83 @@ import torch
 from torch import Tensor
 
 from .._base.settings import check_divisor
+from ..contract import entry
 from ..pair_loss import PairLoss
 from ..pair_loss.similarity import Similarity
 from ..terms import Count, LogSumExp, Mean
+from ._module import Recipe
 
 
-def listwise_distillation(
-    *,
-    temperature: float = 1.0,
-    teacher_temperature: float | None = None,
-    similarity: Similarity = "dot",
-    **options: Any,  # of PairLoss
-) -> PairLoss:
-    """Return the divergence of the softmax of a student's scores from that of a teacher's, over each query's documents.
+def _check(temperature: float, teacher_temperature: float | None) -> None:
+    check_divisor("temperature", temperature)
+    if teacher_temperature is not None:
+        check_divisor("teacher_temperature", teacher_temperature)
+
+
+class ListwiseDistillationLoss(Recipe, check=_check):
+    """The divergence of the softmax of a student's scores from that of a teacher's, over each query's documents.
 
     Args:
         temperature: of the student's scores.
         teacher_temperature: of the teacher's; None: the same.
         similarity: "dot" or "cosine".
-        **options: group, sync, reduction of :class:`wholebatch.PairLoss`.
-
-    Returns:
-        A loss of (queries, candidates=documents, candidate_data={"teacher": scores}), documents (b, h, d) and scores
-        (b, h); or (n, d) and (n,) with `candidate_offsets`. A query without documents does not count.
-
-    Raises:
-        ValueError: for a temperature that is not positive.
 
     >>> import torch, wholebatch as wb
-    >>> loss_fn = wb.recipes.listwise_distillation()
-    >>> loss_fn(torch.eye(1), candidates=torch.ones(1, 2, 1), candidate_data={"teacher": torch.tensor([[0.0, 1.0]])})
+    >>> wb.recipes.ListwiseDistillationLoss()(torch.eye(1), torch.ones(1, 2, 1), torch.tensor([[0.0, 1.0]]))
     tensor(0.1109)
     """
-    student = check_divisor("temperature", temperature)
-    teacher = teacher_temperature if teacher_temperature is not None else student
-    teacher = check_divisor("teacher_temperature", teacher)
-    return PairLoss(
-        {
-            "student": LogSumExp(_student, over="own"),
-            "student_mean": Mean(_student, log_weight=_teacher, over="own"),
-            "teacher": LogSumExp(_teacher, over="own"),
-            "teacher_mean": Mean(_teacher, log_weight=_teacher, over="own"),
-            "documents": Count(over="own"),
-        },
-        _divergence,
-        similarity=similarity,
-        parameters={"student_temperature": student, "teacher_temperature": teacher},
-        **options,
-    )
+
+    temperature: float = 1.0
+    teacher_temperature: float | None = None
+    similarity: Similarity = "dot"
+
+    def _pair_loss(self, **options: Any) -> PairLoss:
+        return PairLoss(
+            {
+                "student": LogSumExp(_student, over="own"),
+                "student_mean": Mean(_student, log_weight=_teacher, over="own"),
+                "teacher": LogSumExp(_teacher, over="own"),
+                "teacher_mean": Mean(_teacher, log_weight=_teacher, over="own"),
+                "documents": Count(over="own"),
+            },
+            _divergence,
+            similarity=self.similarity,
+            **options,
+        )
+
+    @entry
+    def forward(
+        self,
+        queries: Tensor,
+        documents: Tensor,
+        teacher_scores: Tensor,
+        *,
+        document_offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return L, the same on all ranks.
+
+        Args:
+            queries: (b_r, d).
+            documents: (b_r, h, d), of each query; or (n_r, d) with `document_offsets`.
+            teacher_scores: (b_r, h), or (n_r,).
+            document_offsets: (b_r + 1,) integers: query i has the documents from its offset up to the next. A query
+                without documents does not count.
+            weights: (b_r,), one for each query, >= 0.
+        """
+        teacher = self.temperature if self.teacher_temperature is None else self.teacher_temperature
+        return self._compute(
+            {"queries": queries},
+            candidates=documents,
+            candidate_data={"teacher": teacher_scores},
+            candidate_offsets=document_offsets,
+            numbers={"temperature": self.temperature, "teacher_temperature": teacher},
+            weights=weights,
+        )
 
 
 def _student(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields
-    score: Tensor = s / p.student_temperature
+    score: Tensor = s / p.temperature
     return score
 
 
@@ -83,32 +108,59 @@ def _teacher(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields
 def _divergence(r: Any, x: Any, p: Any) -> tuple[Tensor, Tensor]:  # fields
     some = r.documents > 0
     divergence = (r.student - r.student_mean) - (r.teacher - r.teacher_mean)
-    return torch.where(some, divergence, 0.0) * p.student_temperature**2, some.to(divergence.dtype)
+    return torch.where(some, divergence, 0.0) * p.temperature**2, some.to(divergence.dtype)
 
 
-def margin_mse(*, similarity: Similarity = "dot", **options: Any) -> PairLoss:  # of PairLoss
-    """Return the squared difference of a student's margins from a teacher's, over each query's negatives.
+class MarginMSELoss(Recipe):
+    """The squared difference of a student's margins from a teacher's, the mean over each query's negatives of all.
 
     Args:
         similarity: "dot" or "cosine".
-        **options: group, sync, reduction of :class:`wholebatch.PairLoss`.
-
-    Returns:
-        A loss of (queries, positives, candidates=negatives, candidate_data={"margin": margins}): negatives (b, h, d),
-        and margins t_+ - t_k of the teacher, (b, h); or (n, d) and (n,) with `candidate_offsets`. The mean is over all
-        negatives.
 
     >>> import torch, wholebatch as wb
-    >>> x, margins = torch.eye(1), torch.tensor([[0.5]])
-    >>> wb.recipes.margin_mse()(x, x, candidates=torch.zeros(1, 1, 1), candidate_data={"margin": margins})
+    >>> query, margins = torch.eye(1), torch.tensor([[0.5]])
+    >>> wb.recipes.MarginMSELoss()(query, query, torch.zeros(1, 1, 1), margins)
     tensor(0.2500)
     """
-    return PairLoss(
-        {"error": Mean(_squared_error, over="own"), "negatives": Count(over="own")},
-        _error_of_each_negative,
-        similarity=similarity,
-        **options,
-    )
+
+    similarity: Similarity = "dot"
+
+    def _pair_loss(self, **options: Any) -> PairLoss:
+        return PairLoss(
+            {"error": Mean(_squared_error, over="own"), "negatives": Count(over="own")},
+            _error_of_each_negative,
+            similarity=self.similarity,
+            **options,
+        )
+
+    @entry
+    def forward(
+        self,
+        queries: Tensor,
+        positives: Tensor,
+        negatives: Tensor,
+        teacher_margins: Tensor,
+        *,
+        negative_offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return L, the same on all ranks.
+
+        Args:
+            queries: (b_r, d).
+            positives: (b_r, d).
+            negatives: (b_r, h, d), of each query; or (n_r, d) with `negative_offsets`.
+            teacher_margins: t_+ - t_k of the teacher, (b_r, h), or (n_r,).
+            negative_offsets: (b_r + 1,) integers: query i has the negatives from its offset up to the next.
+            weights: (b_r,), one for each query, >= 0; a query weighs its own times the number of its negatives.
+        """
+        return self._compute(
+            {"queries": queries, "positives": positives},
+            candidates=negatives,
+            candidate_data={"margin": teacher_margins},
+            candidate_offsets=negative_offsets,
+            weights=weights,
+        )
 
 
 def _squared_error(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarity and fields

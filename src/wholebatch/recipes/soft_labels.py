@@ -16,44 +16,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract import entry
+from ..losses._logit_scale import TakesLogitScale
 from ..pair_loss import PairLoss
 from ..terms import Count, LogSumExp, Mean
-from .retrieval import Scale
+from ._module import Recipe
 
 
-def soft_label_info_nce(*, scale: Scale = 20.0, **options: Any) -> PairLoss:  # of PairLoss
-    """Return the cross-entropy of both directions, with targets in proportion to the labels that two examples share.
+class SoftLabelCLIPLoss(TakesLogitScale, Recipe):
+    """The cross-entropy of both directions, with targets in proportion to the labels that two examples share.
 
     Args:
-        scale: as for :func:`wholebatch.recipes.same_task_info_nce`.
-        **options: likewise.
-
-    Returns:
-        A loss of ({"features": images, "labels": labels of images}, {"features": texts, "labels": labels of texts}).
-        Labels are (b, c) numbers: 0 and 1 for tags, or anything whose products say how much two examples share. They
-        get no gradient.
+        logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
 
     >>> import torch, wholebatch as wb
-    >>> x = {"features": torch.eye(2), "labels": torch.ones(2, 1)}  # both examples have the same tag
-    >>> wb.recipes.soft_label_info_nce(scale=0.0)(x, x)
+    >>> x, tags = torch.eye(2), torch.ones(2, 1)  # both examples have the same tag
+    >>> wb.recipes.SoftLabelCLIPLoss()(x, x, tags, tags, logit_scale=0.0)
     tensor(0.6931)
     """
-    return PairLoss(
-        {
-            "all": LogSumExp(_logit),
-            "target": Mean(_logit, log_weight=_log_shared),
-            "sharing": Count(where=_shares),
-        },
-        _cross_entropy,
-        column_loss=_cross_entropy,
-        similarity={"features": "dot", "labels": "dot"},
-        parameters={"scale": scale},
-        **options,
-    )
+
+    def _pair_loss(self, **options: Any) -> PairLoss:
+        return PairLoss(
+            {
+                "all": LogSumExp(_logit),
+                "target": Mean(_logit, log_weight=_log_shared),
+                "sharing": Count(where=_shares),
+            },
+            _cross_entropy,
+            column_loss=_cross_entropy,
+            similarity={"features": "dot", "labels": "dot"},
+            **options,
+        )
+
+    @entry
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        image_labels: Tensor,
+        text_labels: Tensor,
+        *,
+        logit_scale: Tensor | float | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return L, the same on all ranks.
+
+        Args:
+            image_features: (b_r, d), as they are: the caller normalizes.
+            text_features: (b_r, d).
+            image_labels: (b_r, c) numbers in the dtype of the features: 0 and 1 for tags, or anything whose products
+                say how much two examples share. They get no gradient.
+            text_labels: (b_r, c).
+            logit_scale: multiplies the similarities (1 / temperature).
+            weights: (b_r,), one for each pair, >= 0.
+        """
+        scale = self._settings_of_call(logit_scale=logit_scale)["logit_scale"]
+        images = {"features": image_features, "labels": image_labels}
+        texts = {"features": text_features, "labels": text_labels}
+        numbers = {"logit_scale": scale}
+        return self._compute({"images": images, "texts": texts}, numbers=numbers, weights=weights)
 
 
 def _logit(s: Any, x: Any, y: Any, p: Any) -> Tensor:  # similarities and fields
-    logit: Tensor = p.scale * s.features
+    logit: Tensor = p.logit_scale * s.features
     return logit
 
 

@@ -14,108 +14,121 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from .._base.checks import has_feature_dtype, is_dense
-from .._base.settings import check_integer, shown
-from ..contract import Checks, Inputs, LossOptions, Options, agree, entry
+from .._base.checks import check_features, is_dense
+from .._base.settings import check_integer
+from ..contract import Checks, Inputs, agree, entry
+from ..losses._module import LossModule
 from ..losses._moments import of_all_ranks
 from ..sync import shared_sum
 
 _LARGEST_KNOT, _MOST_KNOTS = 3.0, 10_000
 
 
-@entry
-def flops_loss(activations: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-    """Return the sum of squares of the mean activation of each feature, over the rows of all ranks.
+class FLOPSLoss(LossModule):
+    """The sum of squares of the mean activation of each feature, over the rows of all ranks.
 
     L = sum_k (1/B sum_i |a_ik|)^2
 
-    Args:
-        activations: (b_r, d), this rank's rows. b_r may differ between ranks and may be 0.
-        **options: see :class:`wholebatch.options.LossOptions`.
-
-    Returns:
-        L, the same on every rank.
-
-    Collectives: forward 1 handshake and 1 all-reduce of d numbers; backward the same. Memory: O(b_r d).
-
-    Raises:
-        ValueError: on every rank, whichever rank made the mistake.
-
     >>> import torch, wholebatch as wb
-    >>> wb.recipes.flops_loss(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    >>> wb.recipes.FLOPSLoss()(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
     tensor(4.)
     """
-    facts = agree("flops_loss", Options(**options), Inputs(features={"activations": activations}))
-    x = facts.inputs["activations"].to(facts.dtype)
-    mean = shared_sum(facts.comm, x.abs().sum(0)) / facts.rows["activations"].total
-    return of_all_ranks(facts, mean.square().sum())
+
+    @entry
+    def forward(self, activations: Tensor) -> Tensor:
+        """Return L, the same on all ranks.
+
+        Args:
+            activations: (b_r, d), this rank's rows. b_r may differ between ranks and may be 0.
+
+        Collectives: forward 1 handshake and 1 all-reduce of d numbers; backward the same. Memory: O(b_r d).
+        """
+        facts = agree("FLOPSLoss", self.options, Inputs(features={"activations": activations}), Checks(settings=()))
+        x = facts.inputs["activations"].to(facts.dtype)
+        mean = shared_sum(facts.comm, x.abs().sum(0)) / facts.rows["activations"].total
+        return of_all_ranks(facts, mean.square().sum())
+
+    def reference(self, activations: Tensor) -> Tensor:
+        """Return L of the rows given, without communication."""
+        return activations.abs().mean(0).square().sum()
 
 
-@entry
-def sigreg_loss(
-    features: Tensor,
-    directions: Tensor,
-    *,
-    knots: int = 17,
-    **options: Unpack[LossOptions],
-) -> Tensor:
-    """Return the distance of the projections of all ranks' rows from a standard normal distribution.
+def _check_knots(knots: int) -> None:
+    check_integer("knots", knots, minimum=2, maximum=_MOST_KNOTS)
+
+
+class SIGRegLoss(LossModule, check=_check_knots):
+    """The distance of the projections of all ranks' rows from a standard normal distribution.
 
     L = mean over u of B sum_k w_k |1/B sum_i exp(i t_k x_i . u) - exp(-t_k^2 / 2)|^2
 
     Args:
-        features: (b_r, d), this rank's rows. b_r may differ between ranks and may be 0.
-        directions: u, (m, d), the same on all ranks: draw others for each step, with the same seed on each rank. They
-            are divided by their norms.
         knots: number of t_k, from 2 to 10,000, evenly from 0 to 3.
-        **options: see :class:`wholebatch.options.LossOptions`.
-
-    Returns:
-        L, the same on every rank.
-
-    Collectives: forward 1 handshake and 1 all-reduce of 2 m knots numbers; backward the same. Memory: O(b_r m knots).
-
-    Raises:
-        ValueError: on every rank, whichever rank made the mistake; also for directions that differ between ranks.
 
     >>> import torch, wholebatch as wb
-    >>> made = torch.Generator().manual_seed(0)
+    >>> made, loss_fn = torch.Generator().manual_seed(0), wb.recipes.SIGRegLoss()
     >>> normal = torch.randn(500, 2, generator=made)
-    >>> [round(wb.recipes.sigreg_loss(x, torch.eye(2)).item(), 1) for x in (normal, 3 * normal)]
+    >>> [round(loss_fn(x, torch.eye(2)).item(), 1) for x in (normal, 3 * normal)]
     [0.5, 251.9]
     """
-    facts = agree(
-        "sigreg_loss",
-        Options(**options),
-        Inputs(features={"features": features}, parameters={"directions": directions}),
-        Checks(check=lambda: _check(features, directions, knots), must_match=("knots",)),
-    )
-    x, count = facts.inputs["features"].to(facts.dtype), facts.rows["features"].total
-    u = torch.nn.functional.normalize(facts.inputs["directions"].to(facts.dtype), dim=1)
-    t = torch.linspace(0, _LARGEST_KNOT, knots, dtype=x.dtype, device=x.device)
-    normal = (-t.square() / 2).exp()
-    weights = 2 * normal * _LARGEST_KNOT / (knots - 1)
-    weights[[0, -1]] /= 2
-    angles = (x @ u.T)[:, :, None] * t
-    mean = shared_sum(facts.comm, torch.stack([angles.cos().sum(0), angles.sin().sum(0)])) / count
-    distance = (mean[0] - normal).square() + mean[1].square()
-    return of_all_ranks(facts, count * (distance @ weights).mean())
 
+    knots: int = 17
 
-def _check(features: Tensor, directions: Tensor, knots: int) -> dict[str, object]:
-    check_integer("knots", knots, minimum=2, maximum=_MOST_KNOTS)
-    wide = features.shape[1] if is_dense(features) and features.dim() == 2 else "d"
-    if (
-        not is_dense(directions)
-        or not has_feature_dtype(directions)
-        or directions.dim() != 2
-        or not len(directions)
-        or directions.shape[1] != wide
-    ):
-        got = f"{tuple(directions.shape)}, {directions.dtype}" if is_dense(directions) else shown(directions)
-        raise ValueError(
-            f"directions must be a floating-point matrix (m, {wide}) with as many columns as features, got {got}"
+    @entry
+    def forward(self, features: Tensor, directions: Tensor) -> Tensor:
+        """Return L, the same on all ranks.
+
+        Args:
+            features: (b_r, d), this rank's rows. b_r may differ between ranks and may be 0.
+            directions: u, (m, d), the same on all ranks: draw others for each step, with the same seed on each rank.
+                They are divided by their norms.
+
+        Collectives: forward 1 handshake and 1 all-reduce of 2 m knots numbers; backward the same. Memory: O(b_r m
+        knots).
+        """
+        facts = agree(
+            "SIGRegLoss",
+            self.options,
+            Inputs(features={"features": features}, parameters={"directions": directions}),
+            Checks(
+                check=lambda: self._check_directions(features, directions),
+                must_match=("knots",),
+                settings=(self.knots,),
+            ),
         )
-    return {"knots": knots}
+        x, count = facts.inputs["features"].to(facts.dtype), facts.rows["features"].total
+        sums = self._waves(x, facts.inputs["directions"].to(facts.dtype))
+        return of_all_ranks(facts, self._distance(shared_sum(facts.comm, sums) / count, count))
+
+    def reference(self, features: Tensor, directions: Tensor) -> Tensor:
+        """Return L of the rows given, without communication."""
+        count = len(features)
+        return self._distance(self._waves(features, directions) / count, count)
+
+    def _points(self, like: Tensor) -> Tensor:
+        """Return t_k, (knots,)."""
+        return torch.linspace(0, _LARGEST_KNOT, self.knots, dtype=like.dtype, device=like.device)
+
+    def _waves(self, x: Tensor, directions: Tensor) -> Tensor:
+        """Return the sums over rows of the real and the imaginary part of exp(i t_k x_i . u), (2, m, knots)."""
+        projections = x @ torch.nn.functional.normalize(directions, dim=1).T
+        angles = projections[:, :, None] * self._points(x)
+        return torch.stack([angles.cos().sum(0), angles.sin().sum(0)])
+
+    def _distance(self, mean: Tensor, count: int) -> Tensor:
+        """Return L from the means over rows of the same numbers."""
+        t = self._points(mean)
+        normal = (-t.square() / 2).exp()
+        weights = 2 * normal * _LARGEST_KNOT / (self.knots - 1)
+        weights[[0, -1]] /= 2
+        distance = (mean[0] - normal).square() + mean[1].square()
+        return count * (distance @ weights).mean()
+
+    def _check_directions(self, features: Tensor, directions: Tensor) -> dict[str, object]:
+        wide = features.shape[1] if is_dense(features) and features.dim() == 2 else "d"
+        check_features("directions", directions)
+        if not len(directions) or directions.shape[1] != wide:
+            got = tuple(directions.shape)
+            raise ValueError(f"directions must have shape (m, {wide}), as many columns as features, got {got}")
+        return {"knots": self.knots}

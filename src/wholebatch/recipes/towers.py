@@ -17,21 +17,30 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._base.checks import has_feature_dtype, is_dense
+from .._base.checks import check_features, is_dense
 from .._base.settings import check_flag, shown
-from ..contract import Options, entry, prepared
+from ..contract import entry, prepared
+from ..losses._logit_scale import TakesLogitScale
 from ..nodes.cross_entropy import softplus
 from ..pair_loss import PairLoss
 from ..pair_loss.reductions import Term
 from ..terms import LogSumExp, other
-from .retrieval import Scale
+from ._module import Recipe
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
-class TowersLoss(nn.Module):
+def _check(towers: Sequence[str], missing: bool) -> None:
+    names = list(towers) if isinstance(towers, list | tuple) else []
+    good = all(isinstance(name, str) and name.isidentifier() and not name.startswith("_") for name in names)
+    if not good or len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(f"towers must be two or more different names such as 'image', got {shown(towers)}")
+    check_flag("missing", missing)
+
+
+class TowersLoss(TakesLogitScale, Recipe, check=_check):
     """CLIP's loss of each two of several towers, over the batch of all ranks.
 
     For each two towers a and b, rows are the examples that have both; candidates of a_i are all b_j, those of b_i all
@@ -40,81 +49,56 @@ class TowersLoss(nn.Module):
     Args:
         towers: their names, two or more, such as ("image", "text", "audio").
         missing: whether examples may lack towers; then each call says which.
-        scale, options: as for :func:`wholebatch.recipes.same_task_info_nce`.
-
-    Attributes:
-        pairs: the :class:`wholebatch.PairLoss` of all pairs of towers.
-
-    Raises:
-        ValueError: for names that are no identifiers, or fewer than two.
+        logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
 
     >>> import torch, wholebatch as wb
-    >>> loss_fn = wb.recipes.TowersLoss(["image", "text", "audio"], scale=1.0)
-    >>> loss_fn({name: torch.eye(2) for name in ("image", "text", "audio")})
+    >>> loss_fn = wb.recipes.TowersLoss(towers=["image", "text", "audio"])
+    >>> loss_fn({name: torch.eye(2) for name in ("image", "text", "audio")}, logit_scale=1.0)
     tensor(0.3133)
     """
 
-    def __init__(
-        self,
-        towers: Sequence[str],
-        *,
-        missing: bool = False,
-        scale: Scale = 20.0,
-        **options: Any,  # of PairLoss
-    ) -> None:
-        super().__init__()
-        names = list(towers) if isinstance(towers, list | tuple) else []
-        good = all(isinstance(name, str) and name.isidentifier() and not name.startswith("_") for name in names)
-        if not good or len(names) < 2 or len(set(names)) < len(names):
-            raise ValueError(f"towers must be two or more different names such as 'image', got {shown(towers)}")
-        self.towers, self.missing = tuple(names), check_flag("missing", missing)
-        self._of_pair = {f"pair_{n}": both for n, both in enumerate(combinations(names, 2))}
-        terms: dict[str, Term] = {}
-        has = {pair: (f"has_{a}", f"has_{b}") if missing else None for pair, (a, b) in self._of_pair.items()}
-        for pair, both in has.items():
+    towers: Sequence[str]
+    missing: bool = False
+
+    def _pair_loss(self, **options: Any) -> PairLoss:
+        terms, has = dict[str, Term](), dict[str, tuple[str, str] | None]()
+        for pair, (a, b) in self._pairs_of_towers().items():
+            has[pair] = both = (f"has_{a}", f"has_{b}") if self.missing else None
             of_rows, of_cols = (partial(where, both=both) if both else other for where in (_row_has, _col_has))
             terms[f"{pair}_rows"] = LogSumExp(partial(_over_row_partner, pair=pair), of_rows)
             terms[f"{pair}_cols"] = LogSumExp(partial(_over_col_partner, pair=pair), of_cols)
-        self.pairs = PairLoss(
+        return PairLoss(
             terms,
             partial(_mean, terms=[(f"{pair}_rows", both) for pair, both in has.items()]),
             column_loss=partial(_mean, terms=[(f"{pair}_cols", both) for pair, both in has.items()]),
-            similarity=dict.fromkeys(self._of_pair, "dot"),
-            parameters={"scale": scale},
+            similarity=dict.fromkeys(has, "dot"),
             **options,
         )
 
-    @property
-    def options(self) -> Options:
-        """The options of all losses: group, sync, exchange, memory, reduction, precision."""
-        return self.pairs.options
+    def _pairs_of_towers(self) -> dict[str, tuple[str, str]]:
+        return {f"pair_{n}": both for n, both in enumerate(combinations(self.towers, 2))}
 
     @entry
     def forward(
-        self, features: Mapping[str, Tensor], *, has: Mapping[str, Tensor] = _NOTHING, weights: Tensor | None = None
+        self,
+        features: Mapping[str, Tensor],
+        *,
+        has: Mapping[str, Tensor] = _NOTHING,
+        logit_scale: Tensor | float | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Return L, the same on all ranks.
 
         Args:
             features: (b_r, d) of each tower, by name; normalize them first. Those of a missing example are not used.
             has: (b_r,) booleans by name, with `missing=True`: which examples have this tower; left out: all have it.
+            logit_scale: multiplies the similarities (1 / temperature).
             weights: (b_r,), >= 0, of examples.
-
-        Collectives: those of :class:`wholebatch.PairLoss`.
-
-        Raises:
-            ValueError: on every rank, whichever rank made the mistake.
         """
-        x, y, data = prepared("TowersLoss", self.options.group, lambda: self._arguments(features, has))
-        loss: Tensor = self.pairs(x, y, x_data=data, y_data=data, weights=weights)
-        return loss
-
-    def reference(
-        self, features: Mapping[str, Tensor], *, has: Mapping[str, Tensor] = _NOTHING, weights: Tensor | None = None
-    ) -> Tensor:
-        """Return L of the examples given, from dense matrices, without communication; arguments as in `forward`."""
-        x, y, data = self._arguments(features, has)
-        return self.pairs.reference(x, y, x_data=data, y_data=data, weights=weights)
+        scale = self._settings_of_call(logit_scale=logit_scale)["logit_scale"]
+        x, y, data = prepared("TowersLoss", self.group, lambda: self._arguments(features, has))
+        numbers, rows = {"logit_scale": scale}, {"first towers": x, "second towers": y}
+        return self._compute(rows, x_data=data, y_data=data, numbers=numbers, weights=weights)
 
     def _arguments(
         self, features: Mapping[str, Tensor], has: Mapping[str, Tensor]
@@ -123,17 +107,13 @@ class TowersLoss(nn.Module):
         if not isinstance(features, Mapping) or set(features) != set(self.towers):
             got = sorted(map(str, features)) if isinstance(features, Mapping) else shown(features)
             raise ValueError(f"features must be a mapping with the names {sorted(self.towers)}, got {got}")
-        if not isinstance(has, Mapping) or not set(has) <= set(self.towers) or (len(has) and not self.missing):
+        if not isinstance(has, Mapping) or not set(has) <= set(self.towers):
             got = sorted(map(str, has)) if isinstance(has, Mapping) else shown(has)
-            if isinstance(has, Mapping) and has and not self.missing:
-                raise ValueError(f"has must be left out, or needs TowersLoss(missing=True); got {got}")
             raise ValueError(f"has must be a mapping with names among {sorted(self.towers)}, got {got}")
+        if has and not self.missing:
+            raise ValueError(f"has must be left out, or needs TowersLoss(missing=True); got {sorted(has)}")
         for name, x in features.items():
-            if not is_dense(x) or not has_feature_dtype(x) or x.dim() != 2:
-                kind = f"{tuple(x.shape)}, {x.dtype}" if is_dense(x) else shown(x)
-                raise ValueError(
-                    f"features[{name!r}] must be a floating-point matrix (rows, embedding size), got {kind}"
-                )
+            check_features(f"features[{name!r}]", x)
         shapes = {name: tuple(x.shape) for name, x in features.items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(
@@ -149,17 +129,19 @@ class TowersLoss(nn.Module):
                 raise ValueError(f"has[{name!r}] must be a boolean vector of {len(x)} examples, got {kind}")
             data[f"has_{name}"] = mask
             rows[name] = torch.where(mask[:, None], x, 0.0)
-        of_rows, of_cols = ({pair: rows[both[side]] for pair, both in self._of_pair.items()} for side in (0, 1))
+        of_rows, of_cols = (
+            {pair: rows[both[side]] for pair, both in self._pairs_of_towers().items()} for side in (0, 1)
+        )
         return of_rows, of_cols, data
 
 
 def _over_row_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str) -> Tensor:  # similarities and fields
-    logit: Tensor = p.scale * (s[pair] - x.partner[pair])
+    logit: Tensor = p.logit_scale * (s[pair] - x.partner[pair])
     return logit
 
 
 def _over_col_partner(s: Any, x: Any, y: Any, p: Any, *, pair: str) -> Tensor:  # similarities and fields
-    logit: Tensor = p.scale * (s[pair] - y.partner[pair])
+    logit: Tensor = p.logit_scale * (s[pair] - y.partner[pair])
     return logit
 
 

@@ -27,7 +27,7 @@ class _ScoredColumns(BatchLoss):
 
     fewest_columns = 3
     card = ("similarity_fct",)
-    loss: wb.PairLoss
+    loss: wb.recipes.ListwiseDistillationLoss | wb.recipes.MarginMSELoss
 
     def __init__(self, model: Any, similarity_fct: SimilarityFunction, group: Group) -> None:  # their model
         super().__init__(model, group=group)
@@ -60,7 +60,7 @@ class _ScoredColumns(BatchLoss):
 
 
 class DistillKLDivLoss(_ScoredColumns):
-    """Their `DistillKLDivLoss`, by :func:`wholebatch.recipes.listwise_distillation`.
+    """Their `DistillKLDivLoss`, by :class:`wholebatch.recipes.ListwiseDistillationLoss`.
 
     Args:
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
@@ -86,7 +86,7 @@ class DistillKLDivLoss(_ScoredColumns):
         self.teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
         for name in ("temperature", "student_temperature", "teacher_temperature"):
             check_divisor(name, getattr(self, name))
-        self.loss = wb.recipes.listwise_distillation(
+        self.loss = wb.recipes.ListwiseDistillationLoss(
             temperature=self.student_temperature,
             teacher_temperature=self.teacher_temperature,
             similarity=self.similarity,
@@ -101,7 +101,7 @@ class DistillKLDivLoss(_ScoredColumns):
             return own, self._labels(beside, [(own.shape[0], own.shape[1])], own)
 
         own, scores = prepared(type(self).__name__, self.group, prepare)
-        loss: Tensor = self.loss(embeddings[0], candidates=own, candidate_data={"teacher": scores})
+        loss: Tensor = self.loss(embeddings[0], own, scores)
         return loss
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
@@ -112,7 +112,7 @@ class DistillKLDivLoss(_ScoredColumns):
 
 
 class MarginMSELoss(_ScoredColumns):
-    """Their `MarginMSELoss`, by :func:`wholebatch.recipes.margin_mse`.
+    """Their `MarginMSELoss`, by :class:`wholebatch.recipes.MarginMSELoss`.
 
     Args:
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
@@ -129,7 +129,7 @@ class MarginMSELoss(_ScoredColumns):
         group: Group = None,
     ) -> None:
         super().__init__(model, similarity_fct, group)
-        self.loss = wb.recipes.margin_mse(similarity=self.similarity, group=group)
+        self.loss = wb.recipes.MarginMSELoss(similarity=self.similarity, group=group)
 
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # labels
         """See `compute_loss_from_embeddings`; labels are margins, (b,) or (b, negatives), or scores of all columns."""
@@ -141,5 +141,5 @@ class MarginMSELoss(_ScoredColumns):
             return own, labels[:, :1] - labels[:, 1:] if tuple(labels.shape) == (b, n + 1) else labels.reshape(b, n)
 
         own, margins = prepared(type(self).__name__, self.group, prepare)
-        loss: Tensor = self.loss(embeddings[0], embeddings[1], candidates=own, candidate_data={"margin": margins})
+        loss: Tensor = self.loss(embeddings[0], embeddings[1], own, margins)
         return loss
