@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "wholebatch"
@@ -29,16 +30,22 @@ def imports(root: Path) -> dict[str, set[str]]:
     return graph
 
 
+@cache
+def _statements(text: str) -> list[ast.Import | ast.ImportFrom]:
+    """Return the imports of a module; tests read copies of the package of which one module differs."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def _targets(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     package = [part for part in package if part]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _statements(path.read_text()):
         if isinstance(node, ast.Import):
             bases = [(alias.name.split(".")[1:], []) for alias in node.names if alias.name.split(".")[0] == PACKAGE]
-        elif isinstance(node, ast.ImportFrom) and node.level:
+        elif node.level:
             above = package[: len(package) - node.level + 1]
             bases = [(above + (node.module.split(".") if node.module else []), [alias.name for alias in node.names])]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+        elif node.module and node.module.split(".")[0] == PACKAGE:
             bases = [(node.module.split(".")[1:], [alias.name for alias in node.names])]
         else:
             continue
