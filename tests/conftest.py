@@ -46,6 +46,12 @@ def pytest_configure() -> None:
     atexit.register(gc.unfreeze)  # Triton's bindings report objects that are left at the end as leaks
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Cases that are a row of a table, as those of communicators, have their mark by their name."""
+    if "planted" in item.name:
+        item.add_marker("planted")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """JAX reads what earlier runs have compiled, which took two thirds of its tests' time; tests' processes do not."""
     if "jax" in sys.modules and hasattr(session.config, "cache"):

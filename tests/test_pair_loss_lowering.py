@@ -117,6 +117,7 @@ def test_values_and_gradients_are_those_of_a_dense_matrix(counts):
             assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), (name, options, key)
 
 
+@pytest.mark.planted
 def test_a_pass_with_wrong_pairs_would_show(monkeypatch):
     """Teeth: with the row itself among the candidates, or a count that is one too high, values differ."""
     batch = batch_of("sup_con", 7)

@@ -49,6 +49,7 @@ def test_its_own_dense_matrix_agrees(name):
         assert torch.allclose(grads[of], wanted[of], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_mean_of_the_ranks_own_losses_is_another(name):
     """A trainer that compares each rank's rows with each other alone computes it."""
@@ -70,6 +71,7 @@ WRONG = {
 }
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("name", WRONG)
 def test_a_plausible_mistake_is_another_loss(name):
     batch = batch_for(name, 8, 0)
