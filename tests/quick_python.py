@@ -1,4 +1,4 @@
-"""What every test does, quicker: seeds, and collections of garbage. The server of rank processes imports this, too.
+"""Seeds and collections of garbage, quicker, as every test has them. The server of rank processes imports this, too.
 
 torch.manual_seed formats the caller's stack for each kind of device that may come later, which takes milliseconds.
 The garbage collector would run every 700 objects, of which tracing makes millions, for a tenth of all time.
