@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels gpu gpu-profile strict mpi deferred jax ecosystem vision embedders late peers docs lint format clean
+.PHONY: train test suite quick faults kernels gpu gpu-profile strict mpi deferred jax ecosystem vision embedders late peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -15,6 +15,14 @@ SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen/
 test: export PYTHONDONTWRITEBYTECODE =# hundreds of processes import the package: compile it once
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)
+
+# One of the suites of tests/suites.py, which are jobs of their own in continuous integration: make suite SUITE=train
+SUITE ?= core
+ON_MPI = $(filter core mpi,$(SUITE))
+suite: export PYTHONDONTWRITEBYTECODE =
+suite: .venv/dev-installed $(if $(ON_MPI),.venv-mpich/installed .venv-openmpi/installed)
+	$(if $(ON_MPI),WHOLEBATCH_TEST_MPI=required) $(BIN)/python -W error -m pytest $(SHARED) \
+	  $$($(BIN)/python tests/suites.py arguments $(SUITE)) $(ARGS)
 
 # The core of every suite, in two minutes: formatting, the directions of imports, and the tests in tests/quick.txt.
 quick: .venv/dev-installed

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import quick_seed  # noqa: F401
+import quick_python  # noqa: F401
 import torch
 
 torch.set_num_threads(1)
@@ -33,7 +33,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 # Other programs start these, or tests import them where Triton is.
-collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "quick_interpreter.py", "quick_seed.py", "typed"]
+collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]
+collect_ignore += ["quick_interpreter.py", "quick_python.py", "quick_forks.py"]
 if find_spec("jax") is None:
     collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
 
@@ -42,8 +43,15 @@ def pytest_configure() -> None:
     """Rank processes import test modules, and so pytest, which takes longer than most calls: import it once."""
     from wholebatch.testing import preload
 
-    preload("pytest", "tests.quick_interpreter", "tests.quick_seed")
+    preload("pytest", "hypothesis.strategies", "tests.quick_interpreter", "tests.quick_python")
+    preload("wholebatch.kernels.tiles.common", "triton.experimental.gluon", "tests.quick_forks")
     atexit.register(gc.unfreeze)  # Triton's bindings report objects that are left at the end as leaks
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Cases that are a row of a table, as those of communicators, have their mark by their name."""
+    if "planted" in item.name:
+        item.add_marker("planted")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,12 +1,47 @@
-"""The imports of the package, read from its source, with those for type checkers and inside functions."""
+"""The layers of the package, and its imports, read from its source, with those for type checkers and in functions."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "wholebatch"
+
+# From the bottom up. A module imports from its own package and from lower layers; siblings do not import each other.
+FOUNDATION = "foundation"  # the modules that belong to no other layer: partition, logsumexp, tokens, scale
+BASE = ("_base", "_cli", "_launch")
+LAYERS = (
+    *((name,) for name in BASE),
+    (FOUNDATION,),
+    ("kernels", "jax"),
+    ("sweep", "comm"),
+    ("exchange", "sync", "_measure"),
+    ("contract",),
+    ("nodes",),
+    ("pair_loss",),
+    ("terms",),
+    ("losses", "heads", "gradcache"),
+    ("functional", "options", "reference", "recipes"),
+    ("integrations",),
+    ("auditing",),
+    ("testing",),
+    ("planning",),
+    ("bench", "doctor", "app"),
+    ("_torch_names",),
+    ("",),
+)
+# Two modules refer to others by a string, which this check does not see. Importing them runs no code of upper layers.
+# `losses/catalog.py` imports each loss by its name: a loss is declared in its file only, and the catalog lists none.
+# `__main__` imports the module of a command when it is called: the others' dependencies may be missing.
+KNOWN = {name for layer in LAYERS for name in layer}
+
+
+def layer_of(module: str) -> str:
+    """Return the layer's name of a module, which is that of its package."""
+    unit = module.split(".")[0]
+    return unit if unit in KNOWN else FOUNDATION
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -29,16 +64,22 @@ def imports(root: Path) -> dict[str, set[str]]:
     return graph
 
 
+@cache
+def _statements(text: str) -> list[ast.Import | ast.ImportFrom]:
+    """Return the imports of a module; tests read copies of the package of which one module differs."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def _targets(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     package = [part for part in package if part]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _statements(path.read_text()):
         if isinstance(node, ast.Import):
             bases = [(alias.name.split(".")[1:], []) for alias in node.names if alias.name.split(".")[0] == PACKAGE]
-        elif isinstance(node, ast.ImportFrom) and node.level:
+        elif node.level:
             above = package[: len(package) - node.level + 1]
             bases = [(above + (node.module.split(".") if node.module else []), [alias.name for alias in node.names])]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+        elif node.module and node.module.split(".")[0] == PACKAGE:
             bases = [(node.module.split(".")[1:], [alias.name for alias in node.names])]
         else:
             continue

@@ -123,6 +123,7 @@ def test_each_planted_mistake_is_named(name, cause):
     assert finding.evidence
 
 
+@pytest.mark.planted
 def test_the_assertion_knows_declared_losses():
     """A declared loss with the sum's gradient under an engine that averages is found; as declared it is exact."""
     setting = "PairLoss, x and y, a learned scale"
@@ -168,6 +169,7 @@ def test_a_summary_says_nothing_of_gradients_that_several_ranks_do_not_have():
 
 
 # Figures from algebra.
+@pytest.mark.planted
 def test_ratios_match_algebra():
     report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))
     for size in (2, 4):
@@ -183,6 +185,7 @@ def test_ratios_match_algebra():
     assert wrong.verdict == "wrong direction"
 
 
+@pytest.mark.planted
 def test_the_figures_of_a_wrong_recipe_match_those_computed_by_hand():
     """Compute key-side-missing by hand: each rank's local rows against constant features of others."""
     torch.manual_seed(0)
@@ -205,6 +208,7 @@ def test_the_figures_of_a_wrong_recipe_match_those_computed_by_hand():
     assert math.isclose(row.comparison.error, ((g - t).norm() / t.norm()).item(), rel_tol=1e-9)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("rank_count", [2, 3])
 def test_recipes_have_their_known_causes(rank_count):
     found = {
@@ -400,6 +404,7 @@ def test_output_of_a_c_library_does_not_reach_json(tmp_path):
     assert json.loads(completed.stdout)["exact"] is True
 
 
+@pytest.mark.planted
 def test_assert_exact_fails_with_the_report():
     assert_exact(audit_problems.right_local, (1, 2))
     with pytest.raises(AssertionError, match=r"scale-times-w: .*\n.*seen on 2 ranks .6 \+ 6., log_scale"):

@@ -133,6 +133,7 @@ class ReadsASetting(torch.autograd.Function):
         return grad * _SETTING.get()
 
 
+@pytest.mark.planted
 def test_a_setting_that_is_lost_on_the_way_is_noticed():
     x = torch.ones(3)
     token = _SETTING.set(2.0)

@@ -21,6 +21,7 @@ from wholebatch.contract import latest_call, reduction
 from wholebatch.testing import RankError, run_ranks
 
 
+@pytest.mark.planted
 def test_faults_raise_on_all_ranks_or_have_no_effect():
     records = order.campaign(seed=1, count=12)
     assert {record["fault"] for record in records} == set(order.FAULTS)
@@ -34,6 +35,7 @@ def uncompared_body(configurations):
     return order.one_of(configurations)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("fault", ["another gradient", "another order of one loss"])
 def test_without_the_comparison_gradients_are_silently_wrong(fault):
     configuration = ("clip", "gather", fault, 0, 0)
@@ -41,6 +43,7 @@ def test_without_the_comparison_gradients_are_silently_wrong(fault):
     assert order.classified(ranks, "clip") in order.FORBIDDEN
 
 
+@pytest.mark.planted
 def test_without_the_comparison_a_skipped_backward_leaves_a_rank_waiting():
     configuration = ("clip", "gather", "skipped backward", 0, 0)
     with pytest.raises(RankError):

@@ -62,6 +62,7 @@ def wrong_loss_body():
         check(TorchCommunicator())
 
 
+@pytest.mark.planted
 def test_gather_rejects_a_wrong_gradient():
     with pytest.raises(RankError, match="AssertionError"):
         run_ranks(wrong_loss_body, 2)
@@ -132,6 +133,7 @@ def test_missing_peers_are_skipped_with_a_message(tmp_path, capsys):
     assert installed != ("open_clip_torch is not installed: skipped" in capsys.readouterr().out)
 
 
+@pytest.mark.planted
 def test_wrong_losses_and_peers_are_rejected():
     """A loss whose gradient is wrong by a factor, and a peer that computes another loss, are not timed."""
     comm = LocalCommunicator()
@@ -166,6 +168,7 @@ def test_late_interaction_is_timed_beside_its_dense_formula(tmp_path, capsys):
     assert "max_sim, 3 x 5 tokens, batch size 60, embedding size 8, 2 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("keep", [0.0, 1.0])
 def test_wrong_late_interaction_is_rejected(keep):
     """A value or a gradient that is wrong by a factor, and a dense formula of other documents, are not timed."""

@@ -39,6 +39,7 @@ def test_every_line_of_quick_names_a_test_that_exists():
         assert not missing(file, name), line
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     ("file", "name"), [("tests/test_nothing.py", ""), ("tests/test_claims.py", "test_no_such_claim")]
 )

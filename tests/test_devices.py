@@ -4,13 +4,13 @@ Every public entry point runs, forward and backward, in two stand-ins for a GPU,
 
     meta    features on the CPU, and "meta" as the default device: a tensor made without `device=` has no data
     card    features on the device of `card.py`, which refuses tensors of the CPU, however they were made
+
+The card stays registered in a process, so even one rank has a process of its own.
 """
 
 import traceback
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -53,16 +53,10 @@ def compare(case, actual, expected, *, exactly):
         torch.testing.assert_close(actual[key].cpu(), value, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def in_new_processes(body, size, *args):
-    """Return what each rank returns; the process of one rank is a new one, too, because the card stays registered."""
-    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
-        return pool.submit(run_processes, body, size, *args, timeout_s=300).result()
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", ["meta", "card"])
 def test_no_tensor_is_on_another_device(name, size, tmp_path):
-    for found in in_new_processes(failures_of_rank, size, name, str(tmp_path)):
+    for found in run_processes(failures_of_rank, size, name, str(tmp_path), timeout_s=300):
         assert not found, "\n".join(f"{case}: {text}" for case, text in found.items())
 
 
@@ -93,7 +87,7 @@ PLANTED = {
     ],
 )
 def test_planted_mistakes_are_found(name, found):
-    assert in_new_processes(failures_of_planted, 1, name)[0].keys() == found
+    assert run_processes(failures_of_planted, 1, name)[0].keys() == found
 
 
 def failures_of_planted(name):

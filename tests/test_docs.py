@@ -117,6 +117,7 @@ def test_the_catalog_quotes_messages_of_the_source(message):
     assert in_source(message), "no string of src/ holds this; was the message reworded?"
 
 
+@pytest.mark.planted
 def test_a_changed_wording_is_not_found_in_the_source():
     assert len(quoted()) > 40
     assert not in_source("must be the same on every rank, obtained ...")

@@ -57,6 +57,7 @@ def test_each_loss_is_checked_in_each_precision(capsys):
     }  # fmt: skip
 
 
+@pytest.mark.planted
 def test_a_fault_is_in_the_report_and_in_the_exit_code(capsys, monkeypatch):
     pytest.importorskip("triton")
     run_kernel = kernels.launch.run

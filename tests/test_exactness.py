@@ -158,6 +158,7 @@ def wrong_answers_body():
         rejected(wrong_direction)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_plausible_wrong_answers_are_rejected(world_size):
     run_ranks(wrong_answers_body, world_size)

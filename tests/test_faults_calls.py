@@ -38,6 +38,7 @@ def test_faults_in_calls():
     assert len({one.outcome for one in outcomes}) >= 2, "errors, and calls that are right"
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     ("name", "fault", "outcome", "timeout_s", "hang_s"),
     [

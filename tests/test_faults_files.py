@@ -62,6 +62,7 @@ def flip_a_number(spot):
     return file.name
 
 
+@pytest.mark.planted
 def test_a_number_that_is_read_without_its_digest_is_counted(base, tmp_path, monkeypatch):
     def read(self, name):
         entry = self.entries[name]
@@ -76,6 +77,7 @@ def test_a_number_that_is_read_without_its_digest_is_counted(base, tmp_path, mon
     assert outcome() == files.DIFFERENT
 
 
+@pytest.mark.planted
 def test_a_pickle_that_is_executed_is_counted(base, tmp_path, monkeypatch):
     class Loaded(insightface.TorchFile):
         def __init__(self, path):
@@ -92,6 +94,7 @@ def test_a_pickle_that_is_executed_is_counted(base, tmp_path, monkeypatch):
     assert outcome() == files.EXECUTED
 
 
+@pytest.mark.planted
 def test_a_change_before_a_refusal_is_counted(base, tmp_path, monkeypatch):
     def changes(folder, head, optimizer):
         head.weight.data += 1

@@ -89,6 +89,7 @@ def test_planted_defects_are_detected():
     assert inputs.report([], 0) == 0
 
 
+@pytest.mark.planted
 @pytest.mark.usefixtures("group")
 def test_a_removed_check_is_detected(monkeypatch):
     """The defect is planted in the library: flags count by their truth value."""

@@ -18,6 +18,7 @@ def test_no_case_has_a_forbidden_outcome():
     assert sum(verdict.outcome == "right" for _, verdict in done) > 0.8 * len(done)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     ("defect", "outcome"),
     [

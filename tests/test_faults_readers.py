@@ -102,6 +102,7 @@ def test_planted_defects_are_counted(monkeypatch, defect, outcome):
     assert outcome not in readers.ALLOWED
 
 
+@pytest.mark.planted
 def test_a_file_that_a_refused_command_leaves_is_counted(monkeypatch, tmp_path):
     def writes(*_, **__):
         (tmp_path / "out.npy").touch()
@@ -111,6 +112,7 @@ def test_a_file_that_a_refused_command_leaves_is_counted(monkeypatch, tmp_path):
     assert readers.outcome_of(["embed"], tmp_path)[0] == "writes"
 
 
+@pytest.mark.planted
 def test_a_file_that_a_refused_resume_changes_is_counted(monkeypatch, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

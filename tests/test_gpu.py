@@ -100,6 +100,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.planted
 def test_results_that_are_wrong_or_missing_say_so_and_lose_no_other(one_size):
     rows = [*peers.peers("planted", plenty, methods=PLANTED)]
     why = [row.get("error", row.get("skipped")) for row in rows]

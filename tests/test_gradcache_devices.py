@@ -93,6 +93,7 @@ def test_graphs_fill_the_memory_of_their_own_device(memory):
     assert kept_by(keeper, memory, [1] * 4, COSTS) == [True] * 2 + [False] * 2
 
 
+@pytest.mark.planted
 def test_counting_on_one_device_would_keep_too_many(memory):
     """Both models as if they were on the first device, where the second's graphs take nothing: all would be kept."""
     keeper = kept_graphs.Keeper("auto", 20, None, [[FIRST], [FIRST]])

@@ -95,6 +95,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     ("change", "steps"), [*((change, 2) for change in CHANGES), ("a bit", 0), ("a bit", 1), ("a bit", 97)]
 )
@@ -134,6 +135,7 @@ def test_micro_steps_do_not_use_up_the_comparisons():
     run_ranks(accumulated_body, 2, timeout_s=90)
 
 
+@pytest.mark.planted
 def test_without_the_comparison_ranks_drift_apart_silently():
     """With the comparison switched off, ranks drift apart silently."""
     assert run_ranks(silent_drift_body, 2, timeout_s=60) == [True, True]

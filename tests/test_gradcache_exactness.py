@@ -256,6 +256,7 @@ def away(found, true):
     return max(((z - t).norm() / t.norm()).item() for z, t in zip(found, true, strict=True))
 
 
+@pytest.mark.planted
 def test_two_passes_without_replay_are_wrong():
     """Naive steps are wrong with dropout, move buffers twice, and are right only if nothing must be replayed.
 

@@ -121,6 +121,7 @@ def test_the_gradient_is_that_of_the_whole_batch(size, side, keep):
         assert any(patches is None for *_, patches in model.seen), "chunks without an image get no pixels"
 
 
+@pytest.mark.planted
 def test_images_of_another_row_would_be_wrong():
     """A naive chunk with the first pixels that fit would have another gradient."""
     model, other, whole, (y, _) = Reader(), mlp(1), inputs((1,) * 6), batch(6)

@@ -167,6 +167,7 @@ def not_reached_body():
     return cosine
 
 
+@pytest.mark.planted
 def test_without_the_zeros_the_first_step_is_wrong():
     assert min(run_ranks(not_reached_body, 2, timeout_s=60)) < 0.95
 

@@ -178,6 +178,7 @@ def test_a_model_whose_positions_count_padding_needs_cut_left_off():
         assert (abs(found - expected) < 1e-12) is right
 
 
+@pytest.mark.planted
 def test_in_the_order_of_the_chunks_the_loss_would_be_another(monkeypatch):
     """The rows come back in the input's order: without that, they are paired with other rows."""
     model, other, features, (y, _) = Sentences(), mlp(1), sentences(9), batch(9)
@@ -198,6 +199,7 @@ def test_in_the_order_of_the_chunks_the_loss_would_be_another(monkeypatch):
     assert max(((a - b).norm() / b.norm()).item() for a, b in zip(wrong, true, strict=True)) > 0.01
 
 
+@pytest.mark.planted
 def test_gradients_of_other_rows_would_be_wrong():
     """A loss that weighs rows differently shows the order of gradients, apart from that of values."""
     model, features, weights = Sentences(), sentences(9), torch.arange(1.0, 10, dtype=torch.float64)[:, None]

@@ -177,6 +177,7 @@ def test_help_imports_no_torch(argv, text, outcomes):
     assert text in output
 
 
+@pytest.mark.planted
 def test_the_check_above_can_fail():
     assert run("--help", extra="import numpy")[3] == ["numpy"]
 

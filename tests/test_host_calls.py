@@ -65,6 +65,7 @@ def test_python_makes_as_many_calls_on_2_ranks_as_on_512(entry_calls):
     assert no_texts == still_none == 0
 
 
+@pytest.mark.planted
 def test_a_loop_over_ranks_would_be_seen(entry_calls, monkeypatch):
     agree = import_module("wholebatch.contract.agree")  # the package has a function of this name
     (good, _), accepted = entry_calls(512), agree._values_of_all

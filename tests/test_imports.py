@@ -28,6 +28,7 @@ def test_core_imports_no_extra_and_raises_no_warning():
     assert loaded() == "[]"
 
 
+@pytest.mark.planted
 def test_the_check_above_can_fail():
     assert loaded("import rich") == "['rich']"
 
@@ -58,8 +59,15 @@ print("torch._dynamo" in sys.modules)
 
 @pytest.mark.parametrize(
     ("extra", "there"),
-    [("", False), ("torch.compile(wb.CLIPLoss(), backend='eager')(x.detach(), y.detach(), 1.0)", True)],
-    ids=["eager", "the check can fail"],
+    [
+        pytest.param("", False, id="eager"),
+        pytest.param(
+            "torch.compile(wb.CLIPLoss(), backend='eager')(x.detach(), y.detach(), 1.0)",
+            True,
+            id="the check can fail",
+            marks=pytest.mark.planted,
+        ),
+    ],
 )
 def test_common_work_does_not_import_dynamo(extra, there):
     program = WORK.format(extra=extra)

@@ -166,6 +166,7 @@ def test_gradients_taken_inside_and_outside_of_shard_map(exchange):
         assert_close([np.asarray(z) for z in (value, *gradients)], by_reference(case, inputs, SCALE, BIAS))
 
 
+@pytest.mark.planted
 def test_without_vma_checks_gradients_are_off_by_the_number_of_devices():
     """Gradients of sums over devices are W times too large inside; custom derivatives are too small by W outside.
 
@@ -429,6 +430,7 @@ def test_the_float16_gradient_of_a_mean_does_not_overflow():
 # Plausible wrong answers are rejected.
 
 
+@pytest.mark.planted
 def test_wrong_recipes_are_rejected():
     case, mesh = CASES["clip"], mesh_of(4, "auto")
     inputs = shards(case, 12, 4)

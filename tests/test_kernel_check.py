@@ -144,6 +144,7 @@ def assert_exact(found, expected):
         assert (got - true).norm() < 1e-5 * true.norm()
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fresh, monkeypatch, fault):
     """kernel="auto" goes on in plain PyTorch, with one warning; kernel="triton" raises."""
@@ -239,6 +240,7 @@ FAULTY_PRODUCTS = {
 }
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip", "matryoshka", "partial_fc", "max_sim"])
 @pytest.mark.parametrize(("fault", "products"), [(f, p) for f, (_, of) in FAULTY_PRODUCTS.items() for p in of])
 def test_faults_of_products_are_noticed(fresh, monkeypatch, name, fault, products):
@@ -313,6 +315,7 @@ FAULTY_ARGUMENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     ("fault", "products"),
     [
@@ -489,6 +492,7 @@ def one_rank_otherwise(fault, kernel):
         return error, ours, [str(made.in_kernels) for made in choice.choices()]
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded", "no Triton", "an older GPU"])
 def test_one_rank_with_a_fault(size, fault):
@@ -500,6 +504,7 @@ def test_one_rank_with_a_fault(size, fault):
     assert all("True" not in made for _, _, made in found)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded"])
 def test_one_rank_with_a_fault_where_kernels_are_named(fault):
     """All ranks raise the same error."""
@@ -529,6 +534,7 @@ def test_ranks_with_other_choices_make_them_again():
     assert run_ranks(other_choices_body, 2, timeout_s=30) == [["clip_loss"]] * 2
 
 
+@pytest.mark.planted
 def test_canaries_notice_faults_after_the_check(fresh, monkeypatch):
     """A fault that begins later is an error of the next call, and kernels are off from then on."""
     automatic(monkeypatch)
@@ -550,6 +556,7 @@ def test_canaries_notice_faults_after_the_check(fresh, monkeypatch):
         value_and_gradients("clip", kernel="triton")
 
 
+@pytest.mark.planted
 def test_canaries_notice_a_product_that_misses_a_tile(fresh, monkeypatch):
     """<X, U> is not <Y, V> then."""
     automatic(monkeypatch)

@@ -227,6 +227,7 @@ def test_ranks_of_which_some_have_a_verdict(tmp_path):
     assert run_ranks(ranks_together, 2, str(tmp_path), [KERNELS] * 2) == [([], 0, 0, [(False, True)])] * 2
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("fault", ["no compiler", "Triton cannot be imported", "a folder that cannot be written"])
 def test_ranks_of_which_one_has_a_fault(tmp_path, fault, earlier):

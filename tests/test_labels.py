@@ -59,6 +59,7 @@ def test_rows_of_the_ignored_label_are_not_in_the_batch(counts, views, reduction
             assert not each[~kept].any()
 
 
+@pytest.mark.planted
 def test_rows_of_no_class_would_be_one():
     """The wrong answers: as a class of their own, and as negatives, which zero weights would make of them."""
     features, _ = rows_of(0)

@@ -6,48 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from layers import circles, imports
+from layers import BASE, FOUNDATION, LAYERS, circles, imports, layer_of
 
 import wholebatch
 from wholebatch import app
 from wholebatch.app import tensors
 
 ROOT = Path(__file__).parent.parent / "src" / "wholebatch"
-
-# From the bottom up. A module imports from its own package and from lower layers; siblings do not import each other.
-FOUNDATION = (
-    "foundation"  # the modules of the package that belong to no other layer: partition, logsumexp, tokens, scale
-)
-BASE = ("_base", "_cli", "_launch")
-LAYERS = (
-    *((name,) for name in BASE),
-    (FOUNDATION,),
-    ("kernels", "jax"),
-    ("sweep", "comm"),
-    ("exchange", "sync", "_measure"),
-    ("contract",),
-    ("nodes",),
-    ("pair_loss",),
-    ("terms",),
-    ("losses", "heads", "gradcache"),
-    ("functional", "options", "reference", "recipes"),
-    ("integrations",),
-    ("auditing",),
-    ("testing",),
-    ("planning",),
-    ("bench", "doctor", "app"),
-    ("_torch_names",),
-    ("",),
-)
-# Two modules refer to others by a string, which this check does not see. Importing them runs no code of upper layers.
-# `losses/catalog.py` imports each loss by its name: a loss is declared in its file only, and the catalog lists none.
-# `__main__` imports the module of a command when it is called: the others' dependencies may be missing.
-KNOWN = {name for layer in LAYERS for name in layer}
-
-
-def layer_of(module: str) -> str:
-    unit = module.split(".")[0]
-    return unit if unit in KNOWN else FOUNDATION
 
 
 def upward(graph: dict[str, set[str]]) -> list[str]:

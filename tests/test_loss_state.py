@@ -162,6 +162,7 @@ def test_averages_are_those_of_one_process(counts):
     run_ranks(averages_body, len(counts), counts, timeout_s=60)
 
 
+@pytest.mark.planted
 def test_a_gradient_through_the_average_is_rejected():
     """Plain differentiation of u has gamma in the gradient, which is then 0.9 times the reference's."""
     case = LOSSES["global contrastive"]

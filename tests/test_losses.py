@@ -211,6 +211,7 @@ def planted_body(counts):
             assert_gradients(name, counts, [right[0], *own_rows_only[1:]], expected, 14.3, "mean", "planted")
 
 
+@pytest.mark.planted
 def test_plausible_wrong_answers_are_rejected():
     run_ranks(planted_body, 2, (4, 3))
 

@@ -55,6 +55,7 @@ def test_maxima_and_their_first_places_are_those_of_torch(kind, shapes, dtype, i
     assert torch.equal(where.long(), places)
 
 
+@pytest.mark.planted
 def test_comparing_bits_alone_would_take_the_least_of_negative_scores():
     scores = torch.tensor([[-1.0, -2.0]])
     assert scores.view(torch.int32).amax() == scores.view(torch.int32)[0, 1]

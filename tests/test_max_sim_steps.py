@@ -53,6 +53,7 @@ def test_masks_and_offsets_are_the_same():
         assert not of_padded[~mask].any()
 
 
+@pytest.mark.planted
 def test_wrong_formulas_are_rejected():
     """Padding that competes, and a mean over the padded length, have other values."""
     q, d, q_mask, d_mask = texts(5, 6), texts(5, 9, seed=1), masks(5, 6), masks(5, 9, seed=1)
@@ -81,6 +82,7 @@ def on_two(q, d):
     return right, leaf.grad / 2
 
 
+@pytest.mark.planted
 def test_documents_gathered_without_a_gradient_are_rejected():
     q, d = texts(6, 4), texts(6, 5, seed=1)
     whole = d.clone().requires_grad_()

@@ -124,6 +124,7 @@ def test_padding_is_at_most_half_of_many_tokens(monkeypatch):
     assert len(parts) == 3
 
 
+@pytest.mark.planted
 def test_the_last_of_equal_tokens_is_another_answer():
     """The tests of winners see which of equal tokens has won."""
     lengths = (2, 3, 40)

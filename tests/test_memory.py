@@ -43,6 +43,7 @@ def test_transient_memory_is_tiles_and_gradients(name, rows):
     assert held("functional", name, rows, 256) <= 23e6
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("name", ["clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss"])
 def test_the_count_sees_a_stored_matrix(name):
     """The dense references at 4096 rows and columns store at least two matrices of 64 MiB, and the count shows it."""

@@ -208,6 +208,7 @@ def twice_the_gradient(counts, **options):
     return {**part, "x": 2 * part["x"]}
 
 
+@pytest.mark.planted
 def test_a_wrong_gradient_is_noticed():
     right, *_ = CASES["losses"]
     _, *others = right

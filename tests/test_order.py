@@ -23,6 +23,7 @@ def branching_body(ordered, check):
         loss.backward()
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_branching_graphs_without_the_order_hang(size):
     run_ranks(branching_body, size, True, False)
@@ -30,6 +31,7 @@ def test_branching_graphs_without_the_order_hang(size):
         run_ranks(branching_body, size, False, False, timeout_s=3)
 
 
+@pytest.mark.planted
 def test_branching_graphs_without_the_order_are_an_error_with_checking():
     with pytest.raises(Exception, match=r"the same calls in the same order.*adjoint of"):
         run_ranks(branching_body, 2, False, True, timeout_s=5)

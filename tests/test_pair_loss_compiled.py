@@ -210,6 +210,7 @@ class Schedule:
         return (self.numbers["margin"][0] - s).relu()
 
 
+@pytest.mark.planted
 def test_a_stale_function_is_found_by_a_few_entries(quick):
     score = Schedule()
     loss_fn = wb.PairLoss({"all": wb.terms.Sum(score)}, lambda r, x, p: r.all, compile_tiles=True)

@@ -271,6 +271,7 @@ def test_a_slope_replaces_autograd(options):
     assert found[1][2] == 0
 
 
+@pytest.mark.planted
 def test_a_wrong_slope_is_refused():
     loss_fn = wb.PairLoss({"t": wb.terms.Sum(lambda s, x, y, p: s**2, slope=lambda s, x, y, p: s)}, lambda r, x, p: r.t)
     with pytest.raises(ValueError, match="slope must be the derivative of the score by s"):

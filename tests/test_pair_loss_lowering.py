@@ -119,6 +119,7 @@ def test_values_and_gradients_are_those_of_a_dense_matrix(counts):
             assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), (name, options, key)
 
 
+@pytest.mark.planted
 def test_a_pass_with_wrong_pairs_would_show(monkeypatch):
     """Teeth: with the row itself among the candidates, or a count that is one too high, values differ."""
     batch = batch_of("sup_con", 7)
@@ -138,6 +139,7 @@ def _with(name, value, declared, arguments):
     return type(found)([changed], found.counted)
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("wrong", [2.0, -1.0])
 def test_wrong_slopes_would_show(monkeypatch, wrong):
     slopes = calls.Call.slopes

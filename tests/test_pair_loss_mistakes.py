@@ -313,6 +313,7 @@ def errors_of_hidden_numbers(away):
     return found
 
 
+@pytest.mark.planted
 def test_functions_that_differ_where_no_fingerprint_sees_it():
     for found in run_ranks(errors_of_hidden_numbers, 3, 1.0):
         assert {*found} == {*hidden_numbers(0.0)}

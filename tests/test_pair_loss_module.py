@@ -176,6 +176,7 @@ def wrong_ranks(wrong):
     return value, grads
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     "wrong",
     ["a mask that forgets itself", "a parameter without its gradient", "a factor W", "a soft choice"],

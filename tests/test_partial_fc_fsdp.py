@@ -121,6 +121,7 @@ def test_parts_of_a_gradient_add_up_over_their_mesh(mesh_shape):
     run_ranks(norms_body, math.prod(mesh_shape), mesh_shape, timeout_s=60)
 
 
+@pytest.mark.planted
 def test_a_factor_of_the_number_of_processes_ends_elsewhere():
     true, _ = true_weights()
     weights, _ = run_ranks(sharded_body, 2, False, 1.0, None, 2.0, timeout_s=120)[0]

@@ -99,6 +99,7 @@ def test_the_planned_memory_of_two_ranks(name, exchange):
         assert planned == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.planted
 def test_the_count_sees_a_tensor_more():
     """A score that holds two further tensors of the size of a tile has a larger count."""
 
@@ -266,6 +267,7 @@ def test_a_declared_loss_is_timed_beside_its_reference_and_a_built_in_loss(tmp_p
     assert all(row["step_ms"] > 0 for row in rows)
 
 
+@pytest.mark.planted
 def test_wrong_declared_losses_are_not_timed():
     """A gradient that is wrong by a factor, and a loss of another formula than the one beside it."""
     comm, job = LocalCommunicator(), Job(of("rows_and_columns"), [Configuration()], 8, 16, 1, 1, {}, "clip")

@@ -40,6 +40,7 @@ def test_every_recipe_has_a_formula():
     assert {name.removesuffix(", weights") for name in RECIPES} == {*FORMULAS}
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("name", WRONG)
 def test_a_plausible_mistake_is_another_loss(name):
     inputs = whole_batch(RECIPES[name], (8,))

@@ -78,6 +78,7 @@ def read_all_of(path):
         return {name: file.read(name) for name in file.entries}
 
 
+@pytest.mark.planted
 def test_every_flipped_bit_is_detected(tmp_path):
     """Flip every bit of a file, and cut the file to every length."""
     path = tmp_path / "a"

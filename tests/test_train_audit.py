@@ -104,6 +104,7 @@ def plant(monkeypatch, change):
     monkeypatch.setattr(retrieve, "make_objective", wrong)
 
 
+@pytest.mark.planted
 def test_a_wrong_gradient_is_refused(data, monkeypatch):
     """The planted gradient is twice as large, as with an additional sum over two ranks."""
     plant(monkeypatch, lambda found, x, scale: 2 * found)
@@ -124,6 +125,7 @@ def test_a_gradient_that_is_0_up_to_rounding_is_accepted(unknown, on_two_ranks, 
         assert any(outcome.is_rounding for outcome in found), "the data show nothing"
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_small_mistake_passes_for_rounding(data, monkeypatch, loss):
     """Where nothing cancels, 3% too much is a mistake, whatever rounding could do."""
@@ -132,6 +134,7 @@ def test_no_small_mistake_passes_for_rounding(data, monkeypatch, loss):
         audited(replace(CONFIG, data=data, loss=loss))
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     "change",
     [

@@ -166,6 +166,7 @@ def test_a_start_does_not_read_the_pictures(tmp_path):
         assert (file.read_bytes() == whole) == is_noticed
 
 
+@pytest.mark.planted
 def test_any_changed_byte_that_is_not_of_a_picture_is_noticed(tmp_path):
     """Before Arrow interprets it: of these files some would end the process."""
     open_table(str(FORMS["parquet of bytes"](tmp_path)))

@@ -195,6 +195,7 @@ def test_curves_of_two_processes_are_read_in_their_order_even_within_a_second(tm
     assert len({*seconds}) == 3, "one second, so the lower number of a process would be read first"
 
 
+@pytest.mark.planted
 def test_without_a_purge_steps_would_come_twice(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"

@@ -12,6 +12,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PROSE = [
     "README.md",
@@ -156,6 +158,7 @@ def test_the_globs_find_files() -> None:
     assert all(files([pattern]) for pattern in PROSE + SOURCES + STRINGS)
 
 
+@pytest.mark.planted
 def test_the_check_rejects() -> None:
     planted = "A mistake ends at the door.\nThe dense Twin is normalised anew, without a word."
     assert [(line, word) for line, word, _ in sorted(violations(planted))] == [
