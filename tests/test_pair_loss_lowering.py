@@ -1,7 +1,9 @@
 """Declared losses that take the softmax sweep: which do, and that values and gradients stay those of a dense matrix."""
 
+import functools
 import os
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -382,6 +384,167 @@ def test_a_sum_of_softplus_multiplies_rows_and_columns_once(monkeypatch):
             gradients(loss, batch)
         products.append(flops.get_total_flops() // (2 * 40 * 40 * 5))
     assert products == [1, 2, 2]
+
+
+def is_exact(loss, batch, taken=True):
+    """Assert that a loss is its own reference, and whether a sweep of the built-in losses computes it."""
+    (value, grads), (expected, wanted) = gradients(loss, batch), gradients(loss.reference, batch)
+    assert torch.allclose(value, expected, rtol=1e-12)
+    assert all(torch.allclose(grads[key], wanted[key], rtol=1e-10, atol=1e-12) for key in wanted)
+    assert loss.computed_by.endswith("sweep") == taken
+
+
+def test_a_row_without_candidates_and_without_weight_has_no_slope():
+    terms = {"a": wb.terms.Sum(lambda s, x, y, p: softplus(s, threshold=40), different), "n": wb.terms.Count(different)}
+    batch = batch_of("sup_con", 6)
+    x, y = batch.x.detach().requires_grad_(), batch.x.detach().flip(0).requires_grad_()
+    rows, cols = ({"label": torch.tensor(labels)} for labels in ([0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]))
+    loss = wb.PairLoss(terms, lambda r, x, p: (r.a / r.n, (r.n > 0).double()))
+    value = loss(x, y, x_data=rows, y_data=cols)
+    assert torch.allclose(value, loss.reference(x, y, x_data=rows, y_data=cols), rtol=1e-12)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(value, (x, y)))
+
+
+@pytest.mark.parametrize("over", ["own", "both"])
+@pytest.mark.parametrize("summed", ["batch", "both"])
+def test_counts_of_own_candidates_are_known_after_the_sweep(over, summed):
+    terms = {
+        "a": wb.terms.Sum(lambda s, x, y, p: softplus(s, threshold=40), over=summed),
+        "n": wb.terms.Count(over=over),
+    }
+    is_exact(wb.PairLoss(terms, lambda r, x, p: r.a / (1 + r.n)), batch_of("own", 6))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 5.0])
+def test_in_float32_a_softplus_with_a_small_threshold_is_another_function(threshold):
+    loss = wb.PairLoss(sigmoid(score, threshold=threshold), lambda r, x, p: r.a)
+    x = torch.randn(6, 3)
+    assert torch.allclose(loss(x, parameters={"scale": 2.0}), loss.reference(x, parameters={"scale": 2.0}), rtol=1e-5)
+    assert loss.computed_by == "tiles"
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+def without_gradient(s, x, y, p):
+    with torch.no_grad():
+        part = 0.5 * s
+    return 2 * s - part
+
+
+@pytest.mark.parametrize("scored", [without_gradient, lambda s, x, y, p: 2 * Reversed.apply(s)])
+@pytest.mark.parametrize("kind", ["softplus", "LogSumExp"])
+def test_gradients_that_differ_from_the_operations_are_seen(scored, kind):
+    terms = sigmoid(scored, threshold=40) if kind == "softplus" else {"a": wb.terms.LogSumExp(scored)}
+    is_exact(wb.PairLoss(terms, lambda r, x, p: r.a), batch_of("clip", 6), taken=False)
+
+
+@pytest.mark.parametrize(
+    "row_loss", [lambda r, x, p: r.own + Reversed.apply(r.a), lambda r, x, p: r.own + r.a.detach()]
+)
+def test_row_losses_with_gradients_of_their_own(row_loss):
+    terms = sigmoid(score, threshold=40) | {"own": wb.terms.Partner(score)}
+    is_exact(wb.PairLoss(terms, row_loss), batch_of("clip", 6))
+
+
+class Power(int):
+    """A subclass, whose text is that of a number."""
+
+    read: ClassVar = {"power": 1}
+
+    def of(self, s):
+        return power_of(s, self.read["power"])
+
+
+def power_of(s, power):
+    return 2 * s if power == 1 else 2 * s * s
+
+
+def powered_by(s, x, y, p):
+    return power_of(s, powered_by.power)
+
+
+table, number = {"power": 1}, Power(3)
+look_up = table.get
+CHANGES = {
+    "an attribute of the function": (powered_by, lambda power: setattr(powered_by, "power", power)),
+    "a method of a dict": (lambda s, x, y, p: power_of(s, look_up("power")), lambda power: table.update(power=power)),
+    "a subclass of int": (lambda s, x, y, p: number.of(s), lambda power: Power.read.update(power=power)),
+    "a wrapped function of torch": (
+        functools.wraps(torch.nn.functional.relu)(lambda s, x, y, p: power_of(s, table["power"])),
+        lambda power: table.update(power=power),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_functions_that_may_change_unseen_are_looked_at_in_each_call(name):
+    scored, change = CHANGES[name]
+    batch, loss = batch_of("clip", 6), wb.PairLoss({"a": wb.terms.LogSumExp(scored)}, lambda r, x, p: r.a)
+    for power in (1, 2, 1):
+        change(power)
+        is_exact(loss, batch, taken=power == 1)
+
+
+def test_functions_of_one_text_that_compute_differently_stay_apart():
+    two, three = (functools.partial(lambda a, s, x, y, p: a[0] * s, np.array([number])) for number in (2.0, 3.0))
+    terms = {"a": wb.terms.LogSumExp(two), "own": wb.terms.Partner(three)}
+    is_exact(wb.PairLoss(terms, lambda r, x, p: r.a - r.own), batch_of("clip", 6))
+
+
+def test_a_score_that_begins_to_read_partners():
+    captured = {"partner": False}
+
+    def relative(s, x, y, p):
+        return 2 * (s - x.partner) if captured["partner"] else 2 * s
+
+    loss, batch = wb.PairLoss({"a": wb.terms.LogSumExp(relative)}, lambda r, x, p: r.a), batch_of("clip", 6)
+    for partner in (False, True, False):
+        captured["partner"] = partner
+        is_exact(loss, batch)
+
+
+def partner_read_on_one_rank():
+    """Return the value of a loss whose column loss reads a Partner where this rank's data say so."""
+    terms = {"a": wb.terms.LogSumExp(score), "own": wb.terms.Partner(score)}
+    loss = wb.PairLoss(
+        terms,
+        lambda r, x, p: r.a - r.own,
+        column_loss=lambda r, y, p: r.a - (r.own if bool((y.label > 0).any()) else 0),
+    )
+    batch, rank = batch_of("clip", 6), dist.get_rank()
+    label = {"label": torch.full((3,), rank)}
+    local = Batch(
+        batch.x.detach()[3 * rank :][:3], batch.y.detach()[3 * rank :][:3], label, label, parameters=batch.parameters
+    )
+    return call(loss, local).item()
+
+
+def test_a_partner_that_one_rank_reads_is_no_reason_to_wait():
+    one, other_rank = run_ranks(partner_read_on_one_rank, 2, timeout_s=60)
+    assert one == other_rank
+
+
+def values_of_another_call():
+    """Return whether calls of one kind agree after another kind was looked at, and not compared, on this rank."""
+    loss, batch = siglip(), batch_of("siglip", 4)
+    call(loss, batch)
+    loss.reference(batch.x, batch.y, parameters={"scale": 2.0 + dist.get_rank()})
+    return call(loss, Batch(batch.x.detach(), batch.y.detach(), parameters=batch.parameters)).item()
+
+
+def test_values_of_one_kind_of_call_are_not_compared_with_those_of_another():
+    one, other_rank = run_ranks(values_of_another_call, 2, timeout_s=60)
+    assert one == other_rank
 
 
 def raise_on_one_rank():

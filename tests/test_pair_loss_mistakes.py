@@ -173,8 +173,8 @@ def test_wrong_options(options, message):
     ("call", "message"),
     [
         ({"x_data": {"label": LABELS[:3]}}, r"x_data\['label'\] must have shape \(5,\)"),
-        ({"x_data": {"label": LABELS[:, None]}}, r"x_data\['label'\] must be a vector"),
-        ({"x_data": {"label": [1, 2]}}, r"x_data\['label'\] must be a vector"),
+        ({"x_data": {"label": LABELS[:, None]}}, r"x_data\['label'\] must be a tensor"),
+        ({"x_data": {"label": [1, 2]}}, r"x_data\['label'\] must be a tensor"),
         ({"x_data": [LABELS]}, "x_data must be a mapping"),
         ({"x_data": {"index": LABELS}}, "must not have the name 'index'"),
         ({"x_data": {"partner": LABELS}}, "must not have the name 'partner'"),

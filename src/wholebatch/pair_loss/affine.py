@@ -83,7 +83,7 @@ def is_affine(term: Term, entries: Entries, beside: str = "") -> bool:
         beside: a name of rows and columns; the score has to be affine in s and in these numbers together.
     """
     s = entries.s[ONE].detach().clone()
-    with torch.no_grad(), _Watch(s, *(side[beside] for side in (entries.x, entries.y) if beside in side)) as watch:
+    with torch.enable_grad(), _Watch(s, *(side[beside] for side in (entries.x, entries.y) if beside in side)) as watch:
         score = replace(entries, s={ONE: s}).values(term, None).value
     # another dtype: that of data of a wider type
     return score is not None and score.dtype == s.dtype and watch.is_affine(score)
@@ -169,11 +169,12 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.affine = {id(x): x for x in variables}  # they live as long as their ids are compared
         self.other: dict[int, Tensor] = {}
-        self.unsure = False  # after a write, and where a tensor becomes a number that may steer the program
+        # unsure: after a write, where a tensor becomes a number that may steer the program, and under torch.no_grad
+        self.unsure, self._has_grad = False, torch.is_grad_enabled()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.unsure |= steers_or_writes(func, kwargs)
+        self.unsure |= steers_or_writes(func, kwargs) or torch.is_grad_enabled() != self._has_grad
         output = func(*args, **kwargs)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         affine, other = (any(id(x) in known for x in inputs) for known in (self.affine, self.other))

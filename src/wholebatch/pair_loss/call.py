@@ -29,6 +29,7 @@ from .node import PairPlan, PairSums
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
 from .row_data import INDEX, ROUNDING, SEPARATOR, SQUARES, fields, nested
+from .sigmoid_sums import is_known
 from .similarity import LATE, ONE, multiplied, squares
 from .statistics import TermStatistics
 from .tile import Affine
@@ -132,8 +133,9 @@ class Call:
         """
         row_loss = self.declared.row_loss
         assert row_loss is not None
-        zeros = {other: self._zeros(self.x) for other in self.declared.reads.rows}
-        summed = [value if other == name else x for other, x in zeros.items() if other not in known]
+        terms = {other: self._zeros(self.x) for other in self.declared.reads.rows} | {name: value}
+        terms |= {other: x for other, x in known.items() if is_known(self.declared.terms[other])}
+        summed = [x for other, x in terms.items() if not is_known(self.declared.terms[other])]
 
         def added_up(*arguments: Any) -> Any:
             result, certain = losses_and_certainty(lambda: row_loss(*arguments), summed)
@@ -143,8 +145,13 @@ class Call:
 
         def compute() -> Tensor:
             with torch.enable_grad():
-                losses, _ = self._side("row_loss", added_up, {**zeros, **known, name: value}, self.x, self.partners[0])
-                return torch.autograd.grad(losses.sum(), sums)[0]
+                losses, weights = self._side("row_loss", added_up, terms, self.x, self.partners[0])
+                none = self._zeros(self.x)
+                if not losses.requires_grad:
+                    return none
+                (slopes,) = torch.autograd.grad(losses.sum(), sums, allow_unused=True)
+                slopes = none if slopes is None else slopes
+                return slopes if weights is None else torch.where(weights == 0, none, slopes)
 
         return self.failure.guard(compute, lambda: self._zeros(self.x))
 
@@ -362,7 +369,7 @@ class Call:
     def _total(self, losses: Tensor, weights: Tensor | None, count: int) -> Tensor:
         """Return the mean or the sum over all ranks. Collective: one all-reduce of two numbers."""
         weight = losses.new_zeros(()) if weights is None else weights.sum()
-        summed = losses.sum() if self.share is None else losses.sum() + (self.share - self.share.detach())
+        summed = losses.sum() if self.share is None else losses.sum() + self.share
         summed, weight = total(self.facts.comm, torch.stack([summed, weight])).unbind()
         if self.facts.options.reduction == "sum":
             return summed

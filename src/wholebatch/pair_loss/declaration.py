@@ -15,6 +15,7 @@ from .._base.settings import shown
 from .accumulators import rule_of
 from .arguments import Arguments
 from .compiled import Kernels
+from .fingerprint import fingerprint_and_certainty
 from .function_checks import Reads, first_use
 from .reductions import Mean, Partner, Term
 from .similarity import DISTANCE, Similarity, kinds_of
@@ -36,7 +37,8 @@ class Declaration:
         reads: what the functions read, known after their first use.
         compiles: whether compiled functions compute its tiles; "auto": on a GPU.
         kernels: these functions.
-        values: of the functions on fixed numbers, which are to be compared between ranks; "" if they were.
+        fingerprint: of the functions at the latest call, and whether it shows all that they read.
+        pending: by the kind of call, values of the functions on fixed numbers, to be compared between ranks.
     """
 
     terms: dict[str, Term]
@@ -47,8 +49,10 @@ class Declaration:
     reads: Reads = field(default_factory=Reads)
     compiles: bool | str = False
     kernels: Kernels = field(default_factory=Kernels)
-    values: str = ""
+    fingerprint: tuple[str, bool] = ("", False)
+    pending: dict[str, str] = field(default_factory=dict)
     _used: dict[str, Reads] = field(default_factory=dict)
+    _latest: str = ""  # kind of call
 
     @classmethod
     def of(
@@ -112,7 +116,8 @@ class Declaration:
         Raises:
             ValueError: if a function cannot be computed in tiles, see `function_checks`.
         """
-        signature = repr(call.signature)
+        self.fingerprint = fingerprint_and_certainty(*self.functions)
+        self._latest = signature = repr((self.fingerprint, call.signature))
         if signature in self._used:
             self.reads = self._used[signature]
             return
@@ -125,7 +130,7 @@ class Declaration:
         values = dict[str, list[float]]()
         with suppress(ValueError):  # a fixed number may be no index of a table; the functions before it are compared
             first_use(*declared, numbers, call.parameters, device=torch.device("cpu"), values=values)
-        self.values = json.dumps(values)
+        self.pending[signature] = json.dumps(values)
         if call.candidates is not None and all(term.over == "batch" for term in self.terms.values()):
             raise ValueError(
                 "candidates must be left out: no term has over='own' or over='both', so nothing would read them"
@@ -135,7 +140,18 @@ class Declaration:
             raise ValueError(f"column_loss must not read {wrong[0]!r}: own candidates belong to rows")
         if len(self._used) >= REMEMBERED:
             self._used.clear()
+            self.pending = {signature: self.pending[signature]}
         self._used[signature] = self.reads
+
+    @property
+    def values(self) -> str:
+        """Values of the functions that ranks have not compared for the latest kind of call; "" if they have."""
+        return self.pending.get(self._latest, "")
+
+    def agreed(self, reads: Reads) -> None:
+        """Keep what all ranks' functions read, after their values were compared."""
+        self.pending.pop(self._latest, None)
+        self.reads = reads
 
     def reduced(self) -> list[Reduced]:
         """Return the terms that tiles compute, with the sides that read them."""

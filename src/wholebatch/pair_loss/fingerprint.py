@@ -42,7 +42,7 @@ def fingerprint_and_certainty(*values: object) -> tuple[str, bool]:
 def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     """Return something whose repr stands for the value; `within` are the ids of functions that are being described."""
     if isinstance(value, _PLAIN):
-        return repr(value)
+        return _exactly(value, _PLAIN, repr(value))
     if id(value) in within:
         return type(value).__qualname__
     if depth == 0:
@@ -51,11 +51,12 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     if isinstance(value, tuple | list) and len(value) > _LONGEST:
         return [_IN_PART, len(value), *(_text(item, depth - 1, inside) for item in (*value[:_SOME], *value[-_SOME:]))]
     if isinstance(value, tuple | list):
-        return [_text(item, depth - 1, inside) for item in value]
+        return _exactly(value, (tuple, list), [_text(item, depth - 1, inside) for item in value])
     if isinstance(value, set | frozenset):
-        return sorted(repr(_text(item, depth - 1, inside)) for item in value)
+        return _exactly(value, (set, frozenset), sorted(repr(_text(item, depth - 1, inside)) for item in value))
     if isinstance(value, Mapping):
-        return [(repr(key), _text(item, depth - 1, inside)) for key, item in value.items()]
+        items = [(repr(key), _text(item, depth - 1, inside)) for key, item in value.items()]
+        return _exactly(value, (dict,), items)
     if isinstance(value, functools.partial):
         return ["partial", *(_text(part, depth - 1, inside) for part in (value.func, value.args, value.keywords))]
     if isinstance(value, types.MethodType):
@@ -76,7 +77,10 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
         read = _looked_up(forward.__code__) if isinstance(forward, types.FunctionType) else frozenset()
         return [_IN_PART, type(value).__qualname__, named, value.extra_repr(), _attributes(value, read, depth, within)]
     name = getattr(value, "__qualname__", None) or type(value).__qualname__
-    if isinstance(value, _FIXED) or (isinstance(value, type) and _is_fixed(value.__module__)):
+    bound = getattr(value, "__self__", None)  # of a builtin; of torch's functions, a class
+    if isinstance(value, _FIXED) and isinstance(bound, types.ModuleType | type | None):
+        return name
+    if isinstance(value, type) and _is_fixed(value.__module__):
         return name
     own = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
     plain = {key: x for key, x in own.items() if isinstance(x, (*_PLAIN, tuple))}
@@ -85,13 +89,18 @@ def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     return [_IN_PART, name, _text(plain, depth - 1, inside), *code]
 
 
+def _exactly(value: object, kinds: tuple[type, ...], text: Any) -> Any:
+    """Return the text of a value, marked unless its type is one of these: a subclass may have methods of its own."""
+    return text if type(value) in kinds else [_IN_PART, text]
+
+
 def _is_fixed(module: str) -> bool:
     """Return whether everything that a module holds stays as it is."""
     return module.split(".")[0] in ("torch", "math", "builtins")
 
 
 def _function(function: types.FunctionType, depth: int, within: frozenset[int]) -> Any:
-    if _is_fixed(function.__module__ or ""):
+    if _is_fixed(function.__globals__.get("__name__", "")):
         return function.__qualname__
     code = function.__code__
     contents = [_content(cell) for cell in function.__closure__ or ()]
@@ -100,13 +109,16 @@ def _function(function: types.FunctionType, depth: int, within: frozenset[int]) 
     read_globals = [(name, _text(value, depth, within)) for name, value in names.items()]
     attributes = [_attributes(value, _looked_up(code), depth, within) for value in (*contents, *names.values())]
     defaults = _text([function.__defaults__, function.__kwdefaults__], depth, within)
-    elsewhere = [_IN_PART] if _imports(code) or not _names(code) <= {*names, *_BUILTINS} else []
+    read_elsewhere = _imports(code) or not _names(code) <= {*names, *_BUILTINS} or vars(function)
+    elsewhere = [_IN_PART] if read_elsewhere else []
     return [_code(code, depth), captured, read_globals, defaults, attributes, *elsewhere]
 
 
 def _attributes(value: object, names: frozenset[str], depth: int, within: frozenset[int]) -> list[Any]:
     """Return the attributes that a function may read of an object which it has captured: those of these names."""
-    if depth == 0 or id(value) in within or isinstance(value, types.ModuleType | types.FunctionType | type | Tensor):
+    if isinstance(value, types.ModuleType):
+        return [(name, repr(x)) for name in sorted(names) if isinstance(x := vars(value).get(name), _PLAIN)]
+    if depth == 0 or id(value) in within or isinstance(value, types.FunctionType | type | Tensor):
         return []
     inside, described = within | {id(value)}, list[Any]()
     own = {**getattr(value, "__dict__", {}), **getattr(value, "_modules", {})}

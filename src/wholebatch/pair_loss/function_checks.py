@@ -319,7 +319,8 @@ def _values(name: str, term: Term, entries: Entries) -> Values:
 
 def _check_shape(label: str, x: object, shape: tuple[int, ...]) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{label} must return a tensor, got {shown(x)}")
+        fix = "leave it out if all pairs are candidates" if label.startswith("where") else "torch.full_like(s, number)"
+        raise ValueError(f"{label} must return a tensor, got {shown(x)}; {fix}")
     # torch.broadcast_shapes takes a tenth of the first call
     if x.dim() > len(shape) or any(n not in (1, size) for n, size in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(

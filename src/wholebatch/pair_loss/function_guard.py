@@ -23,6 +23,13 @@ _SIGNATURES = (
     "a score is called as f(s, x, y, p), a mask as where(x, y), where(x, y, s) or where(x, y, s, p), a row loss as "
     "F(r, x, p), a column loss as F(r, y, p)"
 )
+_FIXES = {  # by a part of Python's or torch's message
+    "Boolean value of Tensor": "use (a) & (b), | and ~ instead of `and`, `or`, `not` and chained comparisons, and "
+    "torch.where or x.clamp(min=0) instead of `if` and max(0, x)",
+    "only one element tensors": "use functions of torch, s.exp() instead of math.exp(s)",
+    "'float' object has no attribute": "a number in parameters stays one: pass torch.tensor(...) for its methods",
+    "'Tensor' object has no attribute": _SIGNATURES,
+}
 
 
 def watched(
@@ -36,13 +43,19 @@ def watched(
         except (ValueError, AttributeError) as error:
             if isinstance(error, ValueError):
                 raise
-            raise ValueError(f"{name} failed: {error}") from error
+            raise ValueError(f"{name} failed: {error}{_fix(error)}") from error
         except Exception as error:
-            fix = f"; {_SIGNATURES}" if isinstance(error, TypeError) else ""
-            raise ValueError(f"{name} failed on {on}: {type(error).__name__}: {error}{fix}") from error
+            raise ValueError(f"{name} failed on {on}: {type(error).__name__}: {error}{_fix(error)}") from error
     if versions != [_version(x) for x in known]:
         raise ValueError(f"{name} must not write into its arguments: use s * 2 instead of s.mul_(2), or s.clone()")
     return result
+
+
+def _fix(error: Exception) -> str:
+    """Return what to change, where the message alone does not tell."""
+    known = next((fix for part, fix in _FIXES.items() if part in str(error)), "")
+    fix = known or (_SIGNATURES if isinstance(error, TypeError) else "")
+    return f"; {fix}" if fix else ""
 
 
 def _version(x: Tensor) -> int:

@@ -42,7 +42,7 @@ class Call(Protocol):
     partners: list[dict[str, Tensor]]  # numbers of rows, and of columns
     parameters: dict[str, Any]
     failure: Failure
-    share: Tensor | None  # a number whose gradient is that of L by sums that are constants in L
+    share: Tensor | None  # 0 with the gradient of L by sums that are constants in L
 
     def slopes(self, name: str, value: Tensor, known: Mapping[str, Tensor], sums: Tensor) -> Tensor:
         """Return the slopes of L, but for its divisor, by the sums from which the term of this name is computed."""

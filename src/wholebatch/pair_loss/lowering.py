@@ -31,7 +31,7 @@ from .accumulators import rule_of
 from .affine import is_affine, may_be_affine
 from .arguments import Arguments
 from .declaration import Declaration
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint_and_certainty
 from .function_checks import fixed_tile
 from .masks import ITSELF, OTHER, Condition, condition_of
 from .pairs import PAIR
@@ -82,10 +82,15 @@ class Lowered:
     partners: Mapping[str, Reduced] = field(default_factory=dict)  # Partner terms, as sums over the row itself
 
     @property
+    def sweep(self) -> str:
+        """The sweep that computes them, in words."""
+        return "sigmoid sweep" if isinstance(self.passes[0], SigmoidPass) else "softmax sweep"
+
+    @property
     def facts(self) -> list[Any]:
         """The facts that all ranks must have alike."""
-        counted = _in_words(self.counted)
-        return [[_in_words(each.terms), each.kind, counted] for each in self.passes]
+        counted, partners = _in_words(self.counted), [[x.name, x.rows, x.cols] for x in self.partners.values()]
+        return [[_in_words(each.terms), each.kind, counted, partners] for each in self.passes]
 
 
 def _in_words(conditions: Mapping[str, Condition]) -> list[Any]:
@@ -112,7 +117,7 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
             return None
         conditions[reduced.name] = condition
         if reduced.term.scored:  # only the same function has the same factor, and the same gradient of it
-            by_score.setdefault(fingerprint(reduced.term.score), []).append(reduced)
+            by_score.setdefault(_key(reduced.term), []).append(reduced)
     counted = {each.name: conditions[each.name] for each in terms if not each.term.scored}
     if softplus is not None:
         return _of_softplus(softplus, conditions[softplus.name], counted, declared, entries)
@@ -124,7 +129,7 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
             return None
         for of_pass in candidates:
             named = {each.name: of_pass for each in of_score if conditions[each.name] == of_pass}
-            alike = [each for each in _partners(declared, call) if fingerprint(each.term.score) == score]
+            alike = [each for each in _partners(declared, call) if _key(each.term) == score]
             own = {each.name: each for each in alike if each.name not in partners}
             with_own = _pass({**rest, **named, **dict.fromkeys(own, ITSELF)}, of_score[0].term, of_pass)
             partners |= own if with_own is not None else {}
@@ -133,6 +138,12 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     if None in passes or not passes:
         return None
     return Lowered([each for each in passes if each is not None], counted, partners)
+
+
+def _key(term: Term) -> str:
+    """Return a text that terms share only if their scores compute alike."""
+    text, certain = fingerprint_and_certainty(term.score)
+    return text if certain else f"{text} {id(term.score)}"
 
 
 def _partners(declared: Declaration, call: Arguments) -> list[Reduced]:

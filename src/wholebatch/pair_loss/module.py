@@ -25,7 +25,6 @@ from ..tokens import Tokens
 from .arguments import Arguments, check_parameters
 from .call import CALLER, Call
 from .declaration import REMEMBERED, Declaration
-from .fingerprint import fingerprint_and_certainty
 from .function_checks import Reads, check_same_values
 from .lowered_terms import factors, names_of_factors
 from .lowering import Lowered, lowered, may_be_lowered
@@ -96,6 +95,10 @@ class PairLoss(nn.Module):
         kernel: likewise; kernels compute terms that take the softmax sweep, docs/pair_losses.md says which.
         checks: "entry"; "deferred" is refused by the call, which compares functions between ranks.
 
+    Attributes:
+        computed_by: after a call, what has computed its terms: "softmax sweep", "sigmoid sweep", "compiled tiles" or
+            "tiles". docs/pair_losses.md says which terms take which.
+
     Raises:
         ValueError: for an argument that is no such thing.
 
@@ -105,6 +108,8 @@ class PairLoss(nn.Module):
     >>> loss_fn = wb.PairLoss({"all": others, "own": own}, lambda r, x, p: r.all - r.own, parameters={"scale": 1.0})
     >>> loss_fn(torch.eye(3), torch.eye(3))
     tensor(0.5514)
+    >>> loss_fn.computed_by
+    'softmax sweep'
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class PairLoss(nn.Module):
                 self.values.add_module(name, value)
             else:
                 self._constants[name] = value
-        self._said = self._said_reason = False
+        self._said, self._said_reason, self.computed_by = False, False, ""
         self._tiles: dict[str, int] = {}
         self._lowered: dict[tuple[str, str], Lowered | None] = {}  # by the functions and the kind of call
 
@@ -215,22 +220,27 @@ class PairLoss(nn.Module):
         )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
         agreed = facts.once("declared", lambda: _Agreed.of(facts))
-        self.declaration.values, self.declaration.reads = "", agreed.reads
+        self.declaration.agreed(agreed.reads)
         self._warn_of_unread_terms()
         self._stop_compiling(agreed.not_compiled)
         of_passes, lowered_as = [facts.scalars[name] for name in checks.of_first], None
         if passes is not None and may_be_lowered(agreed.passes, of_passes, in_kernels=facts.kernels):
             lowered_as = passes, of_passes
+        kernels = self.declaration.kernels_on(facts.device, certain=certain)
         loss = Call(
             self.declaration,
             call,
             facts.widened(),
             tiles=agreed.tiles,
             signature=functions,
-            kernels=self.declaration.kernels_on(facts.device, certain=certain),
+            kernels=kernels,
             constant=agreed.constant,
             passes=lowered_as,
         ).loss()
+        compiled = kernels is not None and not kernels.failure
+        self.computed_by = "compiled tiles" if compiled else "tiles"
+        if lowered_as is not None:
+            self.computed_by = lowered_as[0].sweep
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
             self._stop_compiling([self._not_compiled])
         return loss
@@ -282,7 +292,7 @@ class PairLoss(nn.Module):
         call = arguments_of(self, *features, **call_arguments)
         if not _has_features(call):  # `agree` refuses it
             return call, None, ("", False)
-        functions, certain = fingerprint_and_certainty(*self.declaration.functions)
+        functions, certain = self.declaration.fingerprint
         form = functions, repr(call.signature)
         if form not in self._lowered or not certain:  # a fingerprint may not see all that a function reads
             if len(self._lowered) >= REMEMBERED:

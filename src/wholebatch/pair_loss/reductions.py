@@ -223,7 +223,8 @@ class Min(_Extreme):
 class Partner(Term):
     """R_i = f of row i and its partner: the row of y with the same index, or with the same integer `pair`.
 
-    It is computed from the two rows in the precision of sums, whatever the precision of tiles.
+    It is computed from the two rows in the precision of sums, whatever the precision of tiles; or with the sweep of a
+    LogSumExp that has the same score, in its precision.
 
     Args:
         score: f(s, x, y, p); None: the similarity itself.

@@ -38,12 +38,10 @@ class Fields:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if self._read is not None:
-            self._read.add(name)
-        try:
+        if name in self._values:
+            if self._read is not None:
+                self._read.add(name)
             return self._values[name]
-        except KeyError:
-            pass
         if name.startswith("__"):
             raise AttributeError(name)
         similar = get_close_matches(name, self._values, n=1)

@@ -26,12 +26,12 @@ from ..nodes.sigmoid_in_kernels import choose_kernels
 from ..sweep import Pairs
 from .affine import losses_and_certainty
 from .declaration import Declaration
-from .reductions import Count, Mean, Sum
+from .reductions import Count, Mean, Sum, Term
 from .row_data import fields
 from .tile import Reduced
 from .tile_entries import Entries
 
-_EXACT = 36.0  # from here on, softplus(x) rounds to x in float64
+_EXACT, _EXACT_IN_FLOAT32 = 36.0, 17.0  # from here on, softplus(x) rounds to x
 
 
 class Argument:
@@ -43,7 +43,7 @@ class Argument:
     """
 
     def __init__(self, score: Callable[..., Tensor], *, double: bool) -> None:
-        self._score, self._threshold = score, _EXACT if double else 0.0
+        self._score, self._threshold = score, _EXACT if double else _EXACT_IN_FLOAT32
 
     def __call__(self, *arguments: Any) -> Tensor:
         with _Softplus(self._threshold) as watch:
@@ -99,17 +99,22 @@ def inside_softplus(terms: Sequence[Reduced], entries: Entries, *, double: bool)
     return None if inside_value is None else replace(scored[0], term=inside)
 
 
+def is_known(term: Term) -> bool:
+    """Return whether a term is a constant for the row loss, which is known before the sweep."""
+    return isinstance(term, Count) and term.over == "batch"
+
+
 def adds_up(declared: Declaration, entries: Entries) -> bool:
-    """Return whether the row loss is affine in all terms but counts, and the only loss."""
+    """Return whether the row loss is affine in all terms but counts over the batch, and the only loss."""
     if declared.row_loss is None or declared.column_loss is not None:
         return False
     even = torch.linspace(0.5, 1.5, len(next(iter(entries.x.values()))), dtype=torch.float64, device="cpu")
     r = {name: even.roll(number) for number, name in enumerate(declared.terms)}
     x = {name: number.squeeze(1) for name, number in entries.x.items()}
-    summed = [value for name, value in r.items() if not isinstance(declared.terms[name], Count)]
+    summed = [value for name, value in r.items() if not is_known(declared.terms[name])]
     row_loss = declared.row_loss
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             return losses_and_certainty(
                 lambda: row_loss(fields("r", r), fields("x", x), fields("p", entries.p)), summed
             )[1]
@@ -126,7 +131,7 @@ def sigmoid_sums(
     features: tuple[Tensor, Tensor],
     slopes: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return R of this rank's rows, (b,); with slopes as constants, beside them a number whose gradient is L's by them.
+    """Return R of this rank's rows, (b,); with slopes as constants, beside them 0 with the gradient of L by them.
 
     Collective: as :func:`wholebatch.functional.siglip_loss`, without the sum over ranks.
 
@@ -148,4 +153,16 @@ def sigmoid_sums(
     if slopes is not None:
         by_row = slopes(features[0].new_zeros(len(features[0]), dtype=wide_dtype(facts.device)).requires_grad_())
     output, sums = Sigmoid.apply(plan, scale[1], bias[1], by_row, *features)
-    return (output, None) if slopes is None else (sums, output)
+    return (output, None) if slopes is None else (sums, _GradientOf.apply(output))
+
+
+class _GradientOf(torch.autograd.Function):
+    """0 with the gradient of a number."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor) -> Tensor:
+        return torch.zeros_like(number)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
