@@ -91,8 +91,10 @@ EMBEDDERS = tests/ecosystem/test_flag_embedding.py tests/ecosystem/test_ms_swift
 embedders: .venv-embedders/ready
 	.venv-embedders/bin/python -m pytest $(EMBEDDERS) $(ARGS)
 
-# Tests with libraries of late interaction that need an older sentence-transformers: PyLate and colpali-engine.
-LATE = tests/ecosystem/test_pylate.py tests/ecosystem/test_colpali.py tests/ecosystem/test_late_interaction_kernels.py
+# Tests with libraries of late interaction that need an older sentence-transformers, PyLate and colpali-engine, and with
+# the older transformers that these need.
+LATE = tests/ecosystem/test_pylate.py tests/ecosystem/test_colpali.py tests/ecosystem/test_late_interaction_kernels.py \
+  tests/ecosystem/test_transformers.py
 late: .venv-late/ready
 	.venv-late/bin/python -m pytest $(LATE) $(ARGS)
 

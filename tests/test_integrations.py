@@ -1,7 +1,9 @@
 """Adapters to other trainers: what they do without the framework. `make ecosystem` runs them inside it."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.integrations import open_clip
+from wholebatch.integrations import _framework, open_clip
 from wholebatch.integrations._framework import Framework, FrameworkError
 from wholebatch.testing import run_ranks
 
@@ -282,6 +284,13 @@ def test_a_newer_framework_is_used_while_it_has_the_name_that_is_replaced(monkey
     assert isinstance(open_clip.create_loss(SimpleNamespace()), open_clip.ClipLoss)
     with pytest.raises(FrameworkError, match=r"open_clip of open_clip 9\.0 has no create_task, where this adapter"):
         open_clip.create_task(SimpleNamespace(), None)
+
+
+def test_the_page_has_the_versions_of_all_frameworks():
+    page = (Path(__file__).parent.parent / "docs" / "integrations" / "index.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([^|]+) \| ([^|]+) \|$", page, flags=re.MULTILINE)
+    known = [x for x in vars(_framework).values() if isinstance(x, Framework)]
+    assert rows[1:] == [(x.module, x.versions[0], ", ".join(x.versions)) for x in known]
 
 
 def test_a_version_without_numbers_counts_as_new(monkeypatch):

@@ -27,14 +27,11 @@ import wholebatch as wb
 
 from .._base.user_error import UserError
 from ._command import program_of, run_command
-from ._framework import Framework, Switch
+from ._framework import FLAG_EMBEDDING, Switch
 from ._passages import passages_loss
 
 __all__ = ["cross_device_loss", "disable", "enable", "main"]
 
-FLAG_EMBEDDING = Framework(
-    "FlagEmbedding", ("1.4.2",), "pip install 'FlagEmbedding[finetune]>=1.4.2' 'transformers<5.20'"
-)
 USAGE = """\
 usage: python -m wholebatch.integrations.flag_embedding -m MODULE OPTIONS OF FLAGEMBEDDING
 

@@ -35,11 +35,10 @@ from ..comm import Group, select_communicator
 from ..losses._directions import Direction
 from ..sync import Sync
 from ._command import run_command
-from ._framework import Framework, FrameworkError, Switch
+from ._framework import MS_SWIFT, FrameworkError, Switch
 
 __all__ = ["InfonceLoss", "disable", "enable", "plugin_path"]
 
-MS_SWIFT = Framework("swift", ("4.6.0",), "pip install 'ms-swift>=4.6.0'")
 USAGE = """\
 usage: python -m wholebatch.integrations.ms_swift
 

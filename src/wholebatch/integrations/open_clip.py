@@ -39,13 +39,12 @@ from .._base.warnings import warn
 from ..comm import Group
 from ..contract import BatchOptions
 from ._command import run_command
-from ._framework import Framework, replaced
+from ._framework import OPEN_CLIP, replaced
 from ._options import with_options
 from ._passages import refuse
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"]
 
-OPEN_CLIP = Framework("open_clip", ("3.3.0", "4.2.0.dev0"), "pip install 'open_clip_torch[training]>=3.3'")
 _USAGE = """\
 usage: python -m wholebatch.integrations.open_clip [--wholebatch-chunk-size N] OPTIONS OF OPEN_CLIP
 

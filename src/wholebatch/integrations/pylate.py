@@ -22,13 +22,11 @@ import wholebatch as wb
 
 from .._base.settings import check_count, check_divisor
 from ..contract import BatchOptions
-from ._framework import Framework
+from ._framework import PYLATE
 from ._options import check_no_progress_bar, group_of_batch, with_arguments, with_options
 from ._passages import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
-
-PYLATE = Framework("pylate", ("1.6.0",), "pip install 'pylate>=1.6'")
 
 
 class Contrastive(nn.Module):
@@ -57,6 +55,7 @@ class Contrastive(nn.Module):
         **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__()
+        PYLATE.check()
         if score_metric is not None and type(score_metric).__name__ != "ColBERTScores":
             raise ValueError(
                 f"score_metric must be None or PyLate's ColBERTScores, got {score_metric!r}; for others use PyLate's "

@@ -27,7 +27,7 @@ import wholebatch as wb
 from .._base.warnings import warn
 from ..comm import Group
 from ..contract import BatchOptions
-from ._framework import Framework
+from ._framework import METRIC_LEARNING
 from ._options import with_options
 from ._passages import refuse
 
@@ -42,7 +42,6 @@ __all__ = [
     "SupConLoss",
 ]
 
-METRIC_LEARNING = Framework("pytorch_metric_learning", ("2.9.0",), "pip install 'pytorch-metric-learning>=2.9'")
 _FEWEST = 4  # rows that make labels 0, 1, 2, ... suspicious
 
 

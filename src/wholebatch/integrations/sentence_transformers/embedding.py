@@ -19,12 +19,9 @@ import wholebatch as wb
 
 from ..._base.settings import check_count, check_positive_number
 from ...contract import BatchOptions
-from .._framework import Framework
+from .._framework import SENTENCE_TRANSFORMERS
 from .._options import check_no_progress_bar, group_of_batch, with_arguments
-
-SENTENCE_TRANSFORMERS = Framework(
-    "sentence_transformers", ("6.2.0",), "pip install 'sentence-transformers[train]>=6.2'"
-)
+from .checkpoints import keep_parameters
 
 Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
 SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
@@ -139,6 +136,7 @@ class BatchLoss(nn.Module):
         **options: Unpack[BatchOptions],
     ) -> None:
         super().__init__()
+        SENTENCE_TRANSFORMERS.check()
         self.model, self.options, self.gather_across_devices = model, options, gather_across_devices
         self._group = group_of_batch("gather_across_devices", gather_across_devices, options.get("group"))
 
@@ -270,7 +268,9 @@ def in_chunks(loss: Any, order: str) -> Any:
 
 def checked_scale(scale: Any) -> Any:
     """Return a positive number or a `wb.Scale`, or raise ValueError."""
-    if not isinstance(scale, wb.Scale):
+    if isinstance(scale, wb.Scale):
+        keep_parameters()
+    else:
         check_positive_number("scale", scale, "to train it pass wb.Scale(20.0)", or_=", or a wb.Scale to train it")
     return scale
 

@@ -31,10 +31,10 @@ import wholebatch as wb
 from ..._base.settings import check_choice, check_divisor, check_number, check_weight
 from ...comm import Group
 from ...contract import BatchOptions
+from .._framework import SENTENCE_TRANSFORMERS
 from .._options import with_arguments, with_options
 from .citations import GIST, GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
 from .embedding import (
-    SENTENCE_TRANSFORMERS,
     BatchLoss,
     CachedBatchLoss,
     Features,

@@ -22,6 +22,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 
 from ...comm import Group
+from .checkpoints import keep_parameters
 from .citations import MATRYOSHKA
 from .embedding import BatchLoss, Chunks, Features, columns_of
 from .ranking import MultipleNegativesRankingLoss
@@ -160,6 +161,8 @@ class WholeBatchLoss(BatchLoss):
             raise ValueError(
                 f"loss must have compute_loss_from_embeddings(embeddings, labels), got {name}; it runs the model itself"
             )
+        if {*loss.parameters()} - {*model.parameters()}:
+            keep_parameters()
         self.loss, self.group = loss, group
         if mini_batch_size is not None or mini_batch_num_tokens is not None:
             self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
