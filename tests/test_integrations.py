@@ -244,7 +244,7 @@ def test_a_task_has_its_model_in_chunks_during_an_epoch_alone():
             raise RuntimeError(outcome)
         return outcome
 
-    in_chunks = open_clip._train_in_chunks(train, 4, of_task=True)
+    in_chunks = open_clip._train_in_chunks(train, 4, has_task=True)
     assert in_chunks(step, "loss") == "loss"
     assert step.task.trainable_module is model
     with pytest.raises(RuntimeError, match="error"):

@@ -145,4 +145,4 @@ def test_a_trained_scale_and_the_card(folder):
         "gather_across_devices": True,
     }
     assert "Scaling Deep" in loss.citation
-    assert "ColBERT" in ours.MultiVectorMultipleNegativesRankingLoss(model).citation
+    assert "Efficient Natural Language" in ours.MultiVectorMultipleNegativesRankingLoss(model).citation  # as theirs

@@ -37,8 +37,10 @@ def with_options(**others: Any) -> Callable[[_F], _F]:
     return lambda function: _bind(naming(inspect.signature(function), defaults), function)
 
 
-def with_arguments(constructor: Callable[..., Any], order: str, **added: Any) -> Callable[[_F], _F]:
+def with_arguments(constructor: Callable[..., Any], order: str, **added: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a constructor that gets by keyword all arguments of another one, and added ones with these defaults.
+
+    To type checkers the result takes any arguments.
 
     Args:
         constructor: the other constructor; those of its keywords that are not in the order come last.

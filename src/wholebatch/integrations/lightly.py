@@ -109,8 +109,8 @@ class _MemoryBank(nn.Module):
     def enqueue(self, keys: Tensor) -> None:
         """Write the keys of all processes over the oldest rows; those that do not fit before the end are dropped."""
         comm = wb.comm.select_communicator(self.group)
-        facts = comm.handshake(lambda: {"rows": len(keys)}, caller="NTXentLoss's memory bank")
-        keys = comm.all_gather(keys, counts=[of_rank["rows"] for of_rank in facts], check=False)
+        everyone = comm.handshake(lambda: {"rows": len(keys)}, caller="NTXentLoss's memory bank")
+        keys = comm.all_gather(keys, counts=[facts["rows"] for facts in everyone], check=False)
         first, size = int(self.bank_ptr), len(self.bank)
         last = min(first + len(keys), size)
         bank = self.bank.clone()  # the backward pass needs the bank as it was

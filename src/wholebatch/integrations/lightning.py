@@ -85,7 +85,7 @@ class ShardedHeads:
         everyone = select_communicator(None).handshake(state, caller="load_state_dict")
         if failed is not None:
             raise failed
-        if any(of_rank["failed"] for of_rank in everyone):
+        if any(facts["failed"] for facts in everyone):
             raise ValueError("another rank cannot load the state of the module; read that rank's error")
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:

@@ -155,8 +155,8 @@ class InfonceLoss:
         ((options, batch),) = parsed
         if not options.use_batch:
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
-        of_queries: tuple[Direction, ...] = ("query_to_query",) if options.include_qq else ()
-        limited: tuple[Direction, ...] = ("query_to_key", *of_queries)
+        with_queries: tuple[Direction, ...] = ("query_to_query",) if options.include_qq else ()
+        limited: tuple[Direction, ...] = ("query_to_key", *with_queries)
         return wb.functional.info_nce_loss(
             batch.queries,
             batch.positives,
@@ -234,8 +234,8 @@ def _losses_of_own_negatives(batch: _Batch, options: _Options) -> Tensor:
     count = len(batch.queries)
     matched = (batch.queries * batch.positives).sum(1, keepdim=True)
     own = (batch.queries[batch.owners] * batch.negatives).sum(1)
-    of_query = torch.arange(count, device=own.device)[:, None] == batch.owners  # (b, n)
-    others = torch.where(of_query, own, float("-inf"))
+    is_own = torch.arange(count, device=own.device)[:, None] == batch.owners  # (b, n)
+    others = torch.where(is_own, own, float("-inf"))
     logits = torch.cat([matched, others], 1) / options.temperature
     return cross_entropy(logits, torch.zeros(count, dtype=torch.long, device=own.device), reduction="none")
 

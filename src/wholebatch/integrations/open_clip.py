@@ -219,9 +219,9 @@ class CoCaLoss(ClipLoss):
 
     def _mean_over_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over all ranks' tokens; each rank's gradient is W times its share, for the averaging."""
-        of_rank = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id, reduction="sum")
-        tokens = (labels != self.pad_id).sum().to(of_rank)
-        total = wb.comm.select_communicator(self.group).all_reduce(torch.stack([of_rank, tokens]))
+        local_sum = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id, reduction="sum")
+        tokens = (labels != self.pad_id).sum().to(local_sum)
+        total = wb.comm.select_communicator(self.group).all_reduce(torch.stack([local_sum, tokens]))
         return total[0] / total[1]
 
 
@@ -406,7 +406,7 @@ def main(argv: Sequence[str]) -> int:
     }
     if ours.chunk_size is not None:
         train = getattr(module, OPEN_CLIP.seam(module, "train_one_epoch"))
-        replacements["train_one_epoch"] = _train_in_chunks(train, ours.chunk_size, of_task=factory == "create_task")
+        replacements["train_one_epoch"] = _train_in_chunks(train, ours.chunk_size, has_task=factory == "create_task")
     with replaced(module, replacements):
         return 1 if module.main(theirs) else 0
 
@@ -428,11 +428,11 @@ def _checked(parse: Callable[..., Any], chunk_size: int | None) -> Callable[...,
     return checked
 
 
-def _train_in_chunks(train: Callable[..., Any], chunk_size: int, *, of_task: bool) -> Callable[..., Any]:
+def _train_in_chunks(train: Callable[..., Any], chunk_size: int, *, has_task: bool) -> Callable[..., Any]:
     """Return `train_one_epoch`, whose first argument is the model, or in open_clip 4 holds a task that has it."""
 
     def train_one_epoch(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if not of_task:
+        if not has_task:
             return train(ChunkedModel(first, chunk_size), *args, **kwargs)
         model = ChunkedModel(first.task.trainable_module, chunk_size)
         with replaced(first.task, {"trainable_module": model}):  # evaluation and checkpoints use the model itself

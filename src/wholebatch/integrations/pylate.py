@@ -88,13 +88,13 @@ class Contrastive(nn.Module):
         Columns are anchors, positives, negatives. `every_query_token`: queries are scored without their mask, as with
         query expansion.
         """
-        of_documents = [*zip(embeddings[1:], masks[1:], strict=True)]
+        documents = [*zip(embeddings[1:], masks[1:], strict=True)]
         loss: Tensor = wb.functional.max_sim_loss(
             embeddings[0],
-            joined([x * mask[..., None] for x, mask in of_documents]),
+            joined([x * mask[..., None] for x, mask in documents]),
             logit_scale=1 / self.temperature,
             query_mask=None if every_query_token else masks[0].bool(),
-            document_mask=joined([_keep_one_zero(mask) for _, mask in of_documents]),
+            document_mask=joined([_keep_one_zero(mask) for _, mask in documents]),
             reduction="mean" if self.size_average else "sum",
             **self.options,
         )

@@ -100,14 +100,14 @@ def _apply_to_batch(
         del rows["ref_labels"]
     options = {} if indices_tuple is None else {"indices_tuple": indices_tuple}
 
-    def of_all(*full: Tensor) -> Tensor:
+    def whole_loss(*full: Tensor) -> Tensor:
         named = dict(zip(rows, full, strict=True))
         if shared:
             named["ref_labels"] = named["labels"]
         value: Tensor = loss(**named, **options)
         return value
 
-    return wb.WholeBatch(of_all, group=group)(*rows.values())
+    return wb.WholeBatch(whole_loss, group=group)(*rows.values())
 
 
 def _move(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
@@ -115,13 +115,14 @@ def _move(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
     return labels.to(embeddings.device) if isinstance(labels, Tensor) else labels
 
 
-def _warn_of_local_labels(labels: Tensor | None, group: Group, caller: str) -> None:
-    """Warn on a rank but the first if its labels are 0, 1, 2, ..., once or twice: equal labels on ranks are one class.
+def _warn_of_local_labels(loss: BatchLoss | DistributedLossWrapper, labels: Tensor | None) -> None:
+    """Warn in the first call on a rank but the first if its labels are 0, 1, 2, ..., once or twice.
 
-    Their SelfSupervisedLoss makes such labels on each process.
+    Equal labels on two ranks are one class. Their SelfSupervisedLoss makes such labels on each process.
     """
-    comm = wb.comm.select_communicator(group)
-    if comm.rank == 0 or not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < _FEWEST:
+    first, loss.called = not loss.called, True
+    comm, caller = wb.comm.select_communicator(loss.group), type(loss).__name__
+    if not first or comm.rank == 0 or not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < _FEWEST:
         return
     numbers = torch.arange(len(labels), device=labels.device)
     if any(torch.equal(labels, numbers % n) for n in (len(labels), len(labels) // 2)):
@@ -174,7 +175,7 @@ class BatchLoss(nn.Module):
         self._own, self._arguments = tuple(own), tuple(arguments)
         self.options: Any = {name: value for name, value in settings.items() if name not in theirs}
         self.group = self.options["group"]
-        self._called = False
+        self.called = False
 
     @property
     def settings(self) -> dict[str, Any]:  # of any type
@@ -201,20 +202,7 @@ class BatchLoss(nn.Module):
         Raises:
             ValueError: on every process, whichever made the mistake.
         """
-        if not self._called:
-            _warn_of_local_labels(labels, self.group, type(self).__name__)
-            self._called = True
-        return self.of_batch(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-
-    def of_batch(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: tuple[Tensor, ...] | None = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss of the whole batch, whatever the labels look like."""
+        _warn_of_local_labels(self, labels)
         if labels is not None and not isinstance(labels, Tensor):
             self._refuse(f"labels must be a tensor of integers, got {type(labels).__name__}; pass torch.tensor(labels)")
         labels = _move(labels, embeddings)
@@ -287,8 +275,8 @@ class NTXentLoss(BatchLoss):
         super().__init__({"temperature": temperature}, settings)
 
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
-        counts_of_rows = [of_rank["rows"] for of_rank in self._facts(labels, ("dtype",))]
-        everyone = wb.comm.select_communicator(self.group).all_gather(labels, counts=counts_of_rows, check=False)
+        row_counts = [facts["rows"] for facts in self._facts(labels, ("dtype",))]
+        everyone = wb.comm.select_communicator(self.group).all_gather(labels, counts=row_counts, check=False)
         counts = everyone.unique(return_counts=True)[1]
         return not len(counts) or int(counts.max()) <= 2  # pairs of views
 
@@ -309,8 +297,8 @@ class SupConLoss(BatchLoss):
         super().__init__({"temperature": temperature}, settings)
 
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
-        facts = self._facts(labels)
-        ends = {of_rank[name] for of_rank in facts if of_rank["rows"] for name in ("smallest", "largest")}
+        everyone = [facts for facts in self._facts(labels) if facts["rows"]]
+        ends = {facts[name] for facts in everyone for name in ("smallest", "largest")}
         return len(ends) > 1  # two labels at least: rows have negatives
 
 
@@ -415,7 +403,7 @@ class DistributedLossWrapper(nn.Module):
                     hint = f"use SelfSupervisedLoss of {__name__}, which needs no wrapper"
                 raise TypeError(f"loss must be one of pytorch-metric-learning's losses, got {name}; {hint}")
         self.loss, self.efficient, self.group = loss, efficient, group
-        self._called = False
+        self.called = False
 
     def forward(
         self,
@@ -434,9 +422,7 @@ class DistributedLossWrapper(nn.Module):
         if isinstance(self.loss, BatchLoss):
             value: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
             return value
-        if not self._called:
-            _warn_of_local_labels(labels, self.group, "DistributedLossWrapper")
-            self._called = True
+        _warn_of_local_labels(self, labels)
         rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels, "enqueue_mask": enqueue_mask}
         return _apply_to_batch(self.loss, self.group, "DistributedLossWrapper", embeddings, indices_tuple, **rows)
 
@@ -478,11 +464,12 @@ class SelfSupervisedLoss(nn.Module):
                 )
             return {"rows": len(embeddings)}
 
-        counts = [of_rank["rows"] for of_rank in comm.handshake(state, caller="SelfSupervisedLoss")]
+        counts = [facts["rows"] for facts in comm.handshake(state, caller="SelfSupervisedLoss")]
         if isinstance(self.loss, BatchLoss) and self.symmetric:
             first = sum(counts[: comm.rank])
             numbers = torch.arange(first, first + len(embeddings), device=embeddings.device).repeat(2)
-            value: Tensor = self.loss.of_batch(torch.cat([embeddings, ref_emb]), numbers)
+            self.loss.called = True  # these labels are those of the whole batch
+            value: Tensor = self.loss(torch.cat([embeddings, ref_emb]), numbers)
             return value
         loss = self.loss.theirs() if isinstance(self.loss, BatchLoss) else self.loss
         theirs = _their_class("losses", "SelfSupervisedLoss")(loss, self.symmetric)

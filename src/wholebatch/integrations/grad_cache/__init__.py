@@ -197,11 +197,11 @@ class SimpleContrastiveLoss:
             options: Any = {"reduction": reduction, "group": self.group}
             return passages_loss(x, y, self.target_per_qry, caller=caller, **options)
 
-        def of_all(x: Tensor, y: Tensor) -> Tensor:
+        def whole_loss(x: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(x @ y.T, target, reduction=reduction)
 
         local = isinstance(self.group, wb.comm.LocalCommunicator)
-        return of_all(x, y) if local else wb.WholeBatch(of_all, group=self.group)(x, y)
+        return whole_loss(x, y) if local else wb.WholeBatch(whole_loss, group=self.group)(x, y)
 
 
 class DistributedContrastiveLoss(SimpleContrastiveLoss):

@@ -18,7 +18,6 @@ from ..._base.precision import accumulation_dtype
 from ..._base.settings import check_divisor
 from ...comm import Group
 from ...contract import prepared
-from .citations import MARGIN_MSE, TIGHTLY_COUPLED
 from .embedding import BatchLoss, SimilarityFunction, name_of_similarity, pairwise_dot_score
 
 
@@ -26,7 +25,6 @@ class _ScoredColumns(BatchLoss):
     """A loss of queries and their columns, with a teacher's numbers for these as labels."""
 
     fewest_columns = 3
-    card = ("similarity_fct",)
     loss: wb.PairLoss
 
     def __init__(self, model: Any, similarity_fct: SimilarityFunction, group: Group) -> None:  # their model
@@ -36,10 +34,6 @@ class _ScoredColumns(BatchLoss):
         self.similarity_fct = name_of_similarity(similarity_fct, names, fix)
         self.similarity = "cosine" if self.similarity_fct == names[0] else "dot"
         self.group = group
-
-    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """Return the loss of embeddings, (b, d) for each column, and a teacher's numbers, of all processes."""
-        return self.compare(embeddings, labels)
 
     def _columns(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
         """Return the columns that belong to each query, (b, columns, d), or raise ValueError if their shapes differ."""
@@ -68,8 +62,6 @@ class DistillKLDivLoss(_ScoredColumns):
         group: processes that share the batch. Default: all.
     """
 
-    citation = TIGHTLY_COUPLED
-
     def __init__(
         self,
         model: Any,  # their model
@@ -93,22 +85,16 @@ class DistillKLDivLoss(_ScoredColumns):
             group=group,
         )
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # labels
-        """See `compute_loss_from_embeddings`; labels are the teacher's scores of all columns, (b, columns)."""
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return the loss of all processes' embeddings, (b, d) for each column, and scores of the columns, (b, n)."""
 
         def prepare() -> tuple[Tensor, Tensor]:
             own = self._columns(embeddings[1:], embeddings)
-            return own, self._labels(beside, [(own.shape[0], own.shape[1])], own)
+            return own, self._labels(labels, [(own.shape[0], own.shape[1])], own)
 
         own, scores = prepared(type(self).__name__, self.group, prepare)
         loss: Tensor = self.loss(embeddings[0], candidates=own, candidate_data={"teacher": scores})
         return loss
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        names = ("temperature", "student_temperature", "teacher_temperature")
-        config = super().get_config_dict() | {"temperature": self.temperature}
-        return config | {name: value for name in names[1:] if (value := getattr(self, name)) != self.temperature}
 
 
 class MarginMSELoss(_ScoredColumns):
@@ -118,8 +104,6 @@ class MarginMSELoss(_ScoredColumns):
         similarity_fct: pairwise_dot_score or pairwise_cos_sim of sentence_transformers.util.
         group: processes that share the batch. Default: all.
     """
-
-    citation = MARGIN_MSE
 
     def __init__(
         self,
@@ -131,14 +115,19 @@ class MarginMSELoss(_ScoredColumns):
         super().__init__(model, similarity_fct, group)
         self.loss = wb.recipes.margin_mse(similarity=self.similarity, group=group)
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # labels
-        """See `compute_loss_from_embeddings`; labels are margins, (b,) or (b, negatives), or scores of all columns."""
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return the loss of all processes' embeddings, (b, d) for each column.
+
+        Args:
+            embeddings: queries, positives and negatives.
+            labels: margins, (b,) or (b, negatives), or scores of all columns but the first.
+        """
 
         def prepare() -> tuple[Tensor, Tensor]:
             own = self._columns(embeddings[2:], embeddings)
             b, n = own.shape[:2]
-            labels = self._labels(beside, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
-            return own, labels[:, :1] - labels[:, 1:] if tuple(labels.shape) == (b, n + 1) else labels.reshape(b, n)
+            scores = self._labels(labels, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
+            return own, scores[:, :1] - scores[:, 1:] if tuple(scores.shape) == (b, n + 1) else scores.reshape(b, n)
 
         own, margins = prepared(type(self).__name__, self.group, prepare)
         loss: Tensor = self.loss(embeddings[0], embeddings[1], candidates=own, candidate_data={"margin": margins})

@@ -57,20 +57,20 @@ def name_of_similarity(
     )
 
 
-def of_losses(module: str, name: str) -> Any:
+def loss_function(module: str, name: str) -> Any:
     """Return a function of their losses, such as those that join columns of documents in one forward pass."""
     return SENTENCE_TRANSFORMERS.find(f"sentence_transformers.base.losses.{module}", name)
 
 
 def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
     """Return the embeddings of each column."""
-    embeddings: list[Tensor] = of_losses("merged_forward", "embed_columns")(model, columns)
+    embeddings: list[Tensor] = loss_function("merged_forward", "embed_columns")(model, columns)
     return embeddings
 
 
 def has_static_embedding(model: Any) -> bool:
     """Return whether the model's first module is a table of tokens, whose input has no rows."""
-    return bool(of_losses("gradcache", "has_static_embedding_input")(model))
+    return bool(loss_function("gradcache", "has_static_embedding_input")(model))
 
 
 def columns_of(sentence_features: Iterable[Features], fewest: int = 2) -> list[Features]:
@@ -108,26 +108,58 @@ class Chunks:
             )
 
     def __call__(self, model: Any, columns: Sequence[Features]) -> list[Tensor]:
-        return [self.of(model, features, lambda outputs: outputs["sentence_embedding"]) for features in columns]
+        return [self.encode(model, features, lambda outputs: outputs["sentence_embedding"]) for features in columns]
 
-    def of(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
+    def encode(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
         """Return what `get_rep_fn` makes of the model's output for a column; the model also takes the keywords."""
         model_input = ([features], keywords) if keywords else [features]
         embeddings: Tensor = wb.gradcache.encode(model, model_input, self._size, get_rep_fn=get_rep_fn)
         return embeddings
 
 
-class BatchLoss(nn.Module):
+class Described(nn.Module):
+    """A loss that their model cards describe as their class of the same name; its attributes have their names."""
+
+    their_losses = "sentence_transformers.sentence_transformer.losses"
+    similarity_fct: str  # of some losses
+    scale: float | wb.Scale  # of some losses
+
+    @property
+    def citation(self) -> str:
+        """The BibTeX entry of their class, for the model card."""
+        entry: str = self._theirs().citation.fget(self)
+        return entry
+
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
+        """Return the arguments, for the model card."""
+        config = self._theirs().get_config_dict(self)
+        if "similarity_fct" in config:
+            config["similarity_fct"] = self.similarity_fct
+        if "scale" in config:
+            config["scale"] = self.scale_number()
+        return config
+
+    def scale_number(self) -> float:
+        """Return the present value of the scale."""
+        return float(self.scale().detach()) if isinstance(self.scale, wb.Scale) else float(self.scale)
+
+    def _theirs(self) -> Any:
+        """Return their class of the name that a class of this package has."""
+        ours = next(x for x in type(self).__mro__ if x.__module__.startswith(f"{__package__}."))
+        return SENTENCE_TRANSFORMERS.find(self.their_losses, ours.__name__)
+
+
+class BatchLoss(Described):
     """A loss of the columns of a batch: embed them, then compare them.
 
-    Subclasses set `chunks` in cached forms, and compute the loss in `compare`.
+    Subclasses set `chunks` in cached forms. They compute the loss in `compute_loss_from_embeddings`, which their
+    library calls as well, or in `compare`, if it needs more than embeddings and labels.
     """
 
-    citation = ""  # a BibTeX entry, for the model card
-    card: tuple[str, ...] = ()  # arguments for the model card, in its order
+    compute_loss_from_embeddings: Callable[..., Tensor]
+
     chunks: Chunks | None = None
     fewest_columns = 2
-    scale: float | wb.Scale  # of some losses
 
     def __init__(
         self,
@@ -156,10 +188,6 @@ class BatchLoss(nn.Module):
         """Return the present value of the scale, with a graph if it is trained."""
         return self.scale() if isinstance(self.scale, wb.Scale) else self.scale
 
-    def scale_number(self) -> float:
-        """Return the present value of the scale."""
-        return float(self.scale().detach()) if isinstance(self.scale, wb.Scale) else float(self.scale)
-
     @property
     def uses_gradient_cache(self) -> bool:
         """Whether the model runs again in the backward pass: their MatryoshkaLoss asks for it."""
@@ -173,13 +201,9 @@ class BatchLoss(nn.Module):
         """Return the argument of `compare` that needs no gradient; by default the labels."""
         return labels
 
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        return {name: self.scale_number() if name == "scale" else getattr(self, name) for name in self.card}
-
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, (b, d) for each column."""
-        raise NotImplementedError
+        return self.compute_loss_from_embeddings(embeddings, beside)
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes."""
@@ -210,8 +234,8 @@ class BatchLoss(nn.Module):
         loss = self.compare([torch.cat([*chunks]) for chunks in reps], beside)
         if not with_backward:
             return loss
-        of_loss = [child for name, child in self.named_children() if name not in ("model", "guide")]
-        if any(x.requires_grad for child in of_loss for x in child.parameters()):
+        children = [child for name, child in self.named_children() if name not in ("model", "guide")]
+        if any(x.requires_grad for child in children for x in child.parameters()):
             raise ValueError(
                 "sentence-transformers' MatryoshkaLoss goes backward inside of a cached loss, before the trainer has "
                 "scaled it, so scale must be a number there; for a wb.Scale use MatryoshkaLoss of "
@@ -248,11 +272,6 @@ class CachedBatchLoss(BatchLoss):
         check_no_progress_bar(show_progress_bar)
         self.chunks = Chunks(type(self).__name__, self.model, mini_batch_size, mini_batch_num_tokens)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
-        return super().get_config_dict() | sizes
 
 
 def in_chunks(loss: Any, order: str) -> Any:

@@ -20,7 +20,6 @@ from ..._base.settings import check_count
 from ...contract import BatchOptions
 from .._options import with_options
 from .._passages import joined
-from .citations import COLBERT, GRADIENT_CACHING
 from .embedding import (
     BatchLoss,
     CachedBatchLoss,
@@ -29,8 +28,8 @@ from .embedding import (
     checked_scale,
     columns_of,
     in_chunks,
+    loss_function,
     name_of_similarity,
-    of_losses,
 )
 
 TokensAndMask = tuple[Tensor, Tensor]  # embeddings (b, t, d), and where there is one, (b, t)
@@ -47,8 +46,7 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         score_mini_batch_size: without effect: scores are computed in tiles.
     """
 
-    citation = COLBERT
-    card = ("scale", "similarity_fct", "mini_batch_size", "score_mini_batch_size", "gather_across_devices")
+    their_losses = "sentence_transformers.multi_vector_encoder.losses"
 
     @with_options()
     def __init__(
@@ -85,7 +83,7 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
 
     def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored."""
-        embed = of_losses("merged_forward", "embed_columns_padded")
+        embed = loss_function("merged_forward", "embed_columns_padded")
         queries = embed(self.model, columns[:1], None, "query")
         documents = embed(self.model, columns[1:], self.mini_batch_size, "document")
         return [*zip(*queries, strict=True), *zip(*documents, strict=True)]
@@ -115,7 +113,6 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
     :class:`CachedMultipleNegativesRankingLoss`.
     """
 
-    citation = GRADIENT_CACHING
     __init__ = in_chunks(
         MultiVectorMultipleNegativesRankingLoss,
         "model * scale similarity_fct mini_batch_size mini_batch_num_tokens score_mini_batch_size "
@@ -128,7 +125,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
         tokens = []
         for features in columns:
             width = features["attention_mask"].shape[1]
-            chunks = self.chunks.of(self.model, features, partial(_append_mask, width), task=features["task"])
+            chunks = self.chunks.encode(self.model, features, partial(_append_mask, width), task=features["task"])
             tokens.append((chunks[..., :-1], chunks[..., -1].detach() > 0.5))
         return tokens
 

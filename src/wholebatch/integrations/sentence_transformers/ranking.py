@@ -33,7 +33,6 @@ from ...comm import Group
 from ...contract import BatchOptions
 from .._framework import SENTENCE_TRANSFORMERS
 from .._options import with_arguments, with_options
-from .citations import GIST, GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
 from .embedding import (
     BatchLoss,
     CachedBatchLoss,
@@ -70,11 +69,6 @@ class MultipleNegativesRankingLoss(BatchLoss):
         directions, partition_mode, hardness_mode, hardness_strength: as theirs.
     """
 
-    card = (
-        *("scale", "similarity_fct", "gather_across_devices"),
-        *("directions", "partition_mode", "hardness_mode", "hardness_strength"),
-    )
-
     @with_options()
     def __init__(
         self,
@@ -101,14 +95,6 @@ class MultipleNegativesRankingLoss(BatchLoss):
         if hardness_mode is not None:
             check_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
         check_weight("hardness_strength", hardness_strength, "0 turns it off")
-        if not isinstance(self, CachedBatchLoss):
-            of_all = set(self.directions) == set(_DIRECTIONS) and partition_mode == "joint"
-            both_ways = set(self.directions) == set(_SYMMETRIC) and partition_mode == "per_direction"
-            self.citation = GTE if of_all else SYMMETRIC if both_ways else INFO_NCE
-
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
-        """See `compute_loss_from_embeddings`."""
-        return self.compute_loss_from_embeddings(embeddings)
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch for this process's embeddings.
@@ -148,8 +134,8 @@ class MultipleNegativesRankingLoss(BatchLoss):
 
         An id for each row of the whole batch excludes an anchor's own negatives from the pool, in all directions.
         """
-        of_own, of_others = self._hardness("hard_negatives"), self._hardness("in_batch_negatives")
-        if "doc_to_doc" not in self.directions and of_own == of_others:
+        own_hardness, pool_hardness = self._hardness("hard_negatives"), self._hardness("in_batch_negatives")
+        if "doc_to_doc" not in self.directions and own_hardness == pool_hardness:
             return {}
         comm, b = wb.comm.select_communicator(group), len(queries)
         ids = comm.rank * 2**40 + torch.arange(b, device=queries.device)
@@ -158,7 +144,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
             "key_ids": ids,
             "negative_ids": ids.repeat(len(negatives)),
             "hard_negatives": torch.stack([queries, *negatives], dim=1)[:, 1:],
-            "hard_negative_hardness": of_own,
+            "hard_negative_hardness": own_hardness,
         }
 
     @property
@@ -186,7 +172,6 @@ class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRanki
     :class:`wholebatch.gradcache.TokenBudget`: padding counts, and rows are grouped by length.
     """
 
-    citation = GRADIENT_CACHING
     __init__ = in_chunks(
         MultipleNegativesRankingLoss,
         "model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices directions "
@@ -235,12 +220,6 @@ class GISTEmbedLoss(BatchLoss):
         gather_across_devices: whether negatives come from all processes. Theirs is False by default, and with True
             compares anchors among themselves on each process alone; here True compares all with all.
     """
-
-    citation = GIST
-    card = (
-        *("guide", "temperature", "margin_strategy", "margin"),
-        *("contrast_anchors", "contrast_positives", "gather_across_devices"),
-    )
 
     @with_options()
     def __init__(
@@ -296,7 +275,7 @@ class GISTEmbedLoss(BatchLoss):
         queries, keys, *negatives = [normalize(x, dim=-1) for x in embeddings]
         directions = ["query_to_key"]
         directions += ["query_to_query"] * self.contrast_anchors + ["key_to_key"] * self.contrast_positives
-        of_queries, of_keys, *of_negatives = beside
+        query_guides, key_guides, *negative_guides = beside
         beyond = (4 + 2 * abs(self.margin)) / _TINY
         return wb.functional.info_nce_loss(
             queries,
@@ -306,9 +285,9 @@ class GISTEmbedLoss(BatchLoss):
             directions=directions,  # type: ignore[arg-type]
             exclude_above=-float(self.margin),
             exclude_relative=self.margin_strategy == "relative",
-            query_guides=pad(of_queries, (0, 1)),
+            query_guides=pad(query_guides, (0, 1)),
             key_guides=torch.cat(
-                [pad(of_keys, (0, 1), value=_TINY), *(pad(x, (0, 1), value=beyond) for x in of_negatives)]
+                [pad(key_guides, (0, 1), value=_TINY), *(pad(x, (0, 1), value=beyond) for x in negative_guides)]
             ),
             **self.options_of_call,
         )

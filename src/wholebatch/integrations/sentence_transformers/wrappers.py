@@ -23,12 +23,11 @@ import wholebatch as wb
 
 from ...comm import Group
 from .checkpoints import keep_parameters
-from .citations import MATRYOSHKA
-from .embedding import BatchLoss, Chunks, Features, columns_of
+from .embedding import BatchLoss, Chunks, Described, Features, columns_of
 from .ranking import MultipleNegativesRankingLoss
 
 
-class MatryoshkaLoss(nn.Module):
+class MatryoshkaLoss(Described):
     """Their `MatryoshkaLoss`, of a loss of this module.
 
     Args:
@@ -37,8 +36,6 @@ class MatryoshkaLoss(nn.Module):
         matryoshka_weights: one for each size, >= 0; default 1.
         n_dims_per_step: number of sizes that a step draws, or -1 for all. All processes draw the same ones.
     """
-
-    citation = MATRYOSHKA
 
     def __init__(
         self,
@@ -88,11 +85,11 @@ class MatryoshkaLoss(nn.Module):
                 symmetric=loss.symmetric,
                 **loss.options_of_call,
             )
-        of_parts = [
+        losses = [
             weight * loss.compare([normalize(x[..., :dim], dim=-1) for x in embeddings], beside)
             for dim, weight in parts
         ]
-        return sum(of_parts[1:], of_parts[0])
+        return sum(losses[1:], losses[0])
 
     def _draw_sizes(self) -> list[tuple[int, float]]:
         """Return the sizes of this step, with their weights; the number of the call is the seed."""
@@ -110,11 +107,6 @@ class MatryoshkaLoss(nn.Module):
     def matryoshka_weights(self) -> tuple[float, ...]:
         """Their weights, in the same order."""
         return tuple(weight for _, weight in reversed(self.parts))
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        names = ("matryoshka_dims", "matryoshka_weights", "n_dims_per_step")
-        return {"loss": type(self.loss).__name__, **{name: getattr(self, name) for name in names}}
 
 
 class WholeBatchLoss(BatchLoss):
@@ -168,10 +160,6 @@ class WholeBatchLoss(BatchLoss):
             self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
-        """See `compute_loss_from_embeddings`."""
-        return self.compute_loss_from_embeddings(embeddings, beside)
-
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
     ) -> Tensor:
@@ -184,7 +172,7 @@ class WholeBatchLoss(BatchLoss):
         theirs: Any = self.loss
         columns = [embeddings] if isinstance(embeddings, Tensor) else [*embeddings]
 
-        def of_all(*rows: Tensor) -> Tensor:
+        def whole_loss(*rows: Tensor) -> Tensor:
             targets = None if labels is None else rows[len(columns)].view(-1, *labels.shape[1:])
             if isinstance(embeddings, Tensor):
                 loss: Tensor = theirs.compute_loss_from_embeddings(rows[0], *([] if targets is None else [targets]))
@@ -193,7 +181,12 @@ class WholeBatchLoss(BatchLoss):
             return loss
 
         beside = [] if labels is None else [labels.reshape(len(labels), -1)]
-        return wb.WholeBatch(of_all, group=self.group)(*columns, *beside)
+        return wb.WholeBatch(whole_loss, group=self.group)(*columns, *beside)
+
+    @property
+    def citation(self) -> str:
+        """The BibTeX entry of their loss, for the model card."""
+        return getattr(self.loss, "citation", "")
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
