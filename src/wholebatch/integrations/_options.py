@@ -1,85 +1,118 @@
-"""Constructors with other libraries' arguments: their order, the options of this library beside them, common checks."""
+"""Losses with other libraries' arguments, declared once, in their order; options of this library come after them."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from inspect import Parameter
-from typing import Any, TypeVar
+from typing import Any, ClassVar
+
+from torch import nn
+from typing_extensions import dataclass_transform
 
 import wholebatch as wb
 
 from .._base.checks import check_flag
 from ..comm import Group
-from ..contract.options import BatchOptions, defaults_of, naming
+from ..contract.options import BatchOptions, defaults_of
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+OPTIONS = defaults_of(BatchOptions)
 
 
-def with_options(**others: Any) -> Callable[[_F], _F]:
-    """Decorate a constructor whose last parameter is `**options: Unpack[BatchOptions]`, or of a type derived from it.
+@dataclass_transform(eq_default=False)
+class AdaptedLoss(nn.Module):
+    """A module whose annotated class attributes are the arguments of its constructor, and then its attributes.
 
-    Its signature then names every option, it gets them all, and an unknown keyword raises TypeError.
+        class ScaledLoss(AdaptedLoss):
+            model: nn.Module
+            scale: float = 20.0
 
-    Args:
-        others: the defaults of the options that the derived type adds.
+    has the constructor `ScaledLoss(model, scale=20.0, *, group=None, exchange="auto", memory="auto", precision="auto")`
+    with the options of this library, which become the dictionary `options`. Then `prepare` is called, which checks the
+    arguments, and makes what the loss needs. An annotation with ClassVar declares no argument.
 
-    >>> @with_options()
-    ... def options_of(loss, **options):
-    ...     return options
-    >>> inspect.signature(options_of)
-    <Signature (loss, *, group=None, exchange='auto', memory='auto', precision='auto')>
-    >>> options_of("a loss", memory="flat")
-    {'group': None, 'exchange': 'auto', 'memory': 'flat', 'precision': 'auto'}
+    Keywords of a class statement:
+        positional: the arguments that may be positional, in their order; others are then taken by keyword alone.
+            Default: all, in the order of their declaration, those of base classes first.
+        fixed: arguments of a base class that this one does not take, with their values.
+        options: the names of the options; default: as in the base class, all four in this one.
     """
-    defaults = {**others, **defaults_of(BatchOptions)}
-    return lambda function: _bind(naming(inspect.signature(function), defaults), function)
+
+    _declared: ClassVar[Mapping[str, Any]] = {}
+    _fixed: ClassVar[Mapping[str, Any]] = {}
+    _options: ClassVar[Mapping[str, Any]] = OPTIONS
+
+    def __init_subclass__(
+        cls,
+        positional: str | None = None,
+        fixed: Mapping[str, Any] | None = None,
+        options: tuple[str, ...] | None = None,
+    ) -> None:
+        super().__init_subclass__()
+        cls._declared = _declared_by(cls)
+        cls._fixed = {**_merged(cls, "_fixed"), **(fixed or {})}
+        cls._options = cls._options if options is None else {name: OPTIONS[name] for name in options}
+        open_names = [name for name in cls._declared if name not in cls._fixed]
+        ordered = open_names if positional is None else positional.split()
+        keywords = [name for name in open_names if name not in ordered]
+        parameters = [
+            Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+            *(Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, default=cls._declared[x]) for x in ordered),
+            *(Parameter(x, Parameter.KEYWORD_ONLY, default=cls._declared[x]) for x in keywords),
+            *(Parameter(x, Parameter.KEYWORD_ONLY, default=default) for x, default in cls._options.items()),
+        ]
+        cls.__init__ = _constructor(cls, inspect.Signature(parameters))  # type: ignore[method-assign]
+
+    def prepare(self) -> None:
+        """Check the arguments, which are attributes, and make what the loss needs."""
+
+    def _take(self, arguments: dict[str, Any]) -> None:
+        """Make arguments attributes, and options a dictionary."""
+        super().__init__()
+        options: Any = {name: arguments.pop(name) for name in self._options}
+        self.options: BatchOptions = options
+        for name, value in (arguments | dict(self._fixed)).items():
+            setattr(self, name, value)
+        self.prepare()
 
 
-def with_arguments(constructor: Callable[..., Any], order: str, **added: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a constructor that gets by keyword all arguments of another one, and added ones with these defaults.
-
-    To type checkers the result takes any arguments.
-
-    Args:
-        constructor: the other constructor; those of its keywords that are not in the order come last.
-        order: the names, "*" before the first that must be a keyword. Others that may be positional are left out.
-        added: defaults.
-
-    >>> @with_arguments(lambda self, a, b=2, *, c=3: None, "a d", d=4)
-    ... def arguments_of(self, **arguments):
-    ...     return arguments
-    >>> inspect.signature(arguments_of), arguments_of("self", 1, 5)
-    (<Signature (self, a, d=4, *, c=3)>, {'a': 1, 'd': 5, 'c': 3})
-    """
-    known = {**inspect.signature(constructor).parameters}
-    known |= {name: Parameter(name, Parameter.KEYWORD_ONLY, default=default) for name, default in added.items()}
-    positional, _, keywords = (f"self {order}").partition("*")
-    parameters = [known.pop(name).replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in positional.split()]
-    parameters += [known.pop(name) for name in keywords.split()]
-    parameters += [x for x in known.values() if x.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)]
-    return lambda function: _bind(inspect.Signature(parameters), function)
+def _declared_by(cls: type[AdaptedLoss]) -> dict[str, Any]:
+    """Return the arguments of a class and of its base classes, and their defaults, which are no class attributes."""
+    declared = _merged(cls, "_declared")
+    for name, annotation in inspect.get_annotations(cls).items():
+        if "ClassVar" not in str(annotation):
+            declared[name] = vars(cls).get(name, Parameter.empty)
+            if name in vars(cls):  # a class attribute would hide a module or a parameter of this name
+                delattr(cls, name)
+    return declared
 
 
-def _bind(signature: inspect.Signature, function: Any) -> Any:
-    """Return a function with this signature that passes each argument by its name, with defaults."""
-    takes_any = any(x.kind is Parameter.VAR_KEYWORD for x in signature.parameters.values())
+def _merged(cls: type, name: str) -> dict[str, Any]:
+    """Return the entries of the base classes' dictionaries of this name."""
+    merged: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        merged |= vars(base).get(name, {})
+    return merged
 
-    @functools.wraps(function)
-    def complete(*args: Any, **kwargs: Any) -> Any:
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        if unknown and not takes_any:
-            known = ", ".join(name for name in signature.parameters if name != "self")
+
+def _constructor(cls: type[AdaptedLoss], signature: inspect.Signature) -> Any:
+    """Return a constructor with this signature."""
+
+    def __init__(self: AdaptedLoss, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        known = [*signature.parameters][1:]
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
             raise TypeError(
-                f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}; it takes {known}"
+                f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; it takes "
+                f"{', '.join(known)}"
             )
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        return function(**dict(zip(signature.parameters, bound.args, strict=False)), **bound.kwargs)
+        self._take({name: bound.arguments[name] for name in known})
 
-    complete.__signature__ = signature  # type: ignore[attr-defined]
-    return complete
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
 
 
 def check_no_progress_bar(value: bool) -> None:

@@ -29,18 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from .._base.third_party import declare_torchvision_operators
 from .._base.user_error import UserError
 from .._base.warnings import warn
-from ..comm import Group
-from ..contract import BatchOptions
 from ._command import run_command
 from ._framework import OPEN_CLIP, replaced
-from ._options import with_options
+from ._options import AdaptedLoss
 from ._passages import refuse
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"]
@@ -51,6 +48,7 @@ usage: python -m wholebatch.integrations.open_clip [--wholebatch-chunk-size N] O
 Runs open_clip's trainer with the loss of the whole batch. With --wholebatch-chunk-size N, the trainer encodes N rows at
 a time, and holds the activations of these only. The help of open_clip's trainer follows.
 """
+_CLIP_ARGUMENTS = "local_loss gather_with_grad cache_labels rank world_size use_horovod"
 _SCALARS = ("logit_scale", "logit_bias")
 _DIST_IMPLS = (None, "bidir", "shift", "reduce", "gather")
 
@@ -60,21 +58,15 @@ Losses = Tensor | dict[str, Tensor]
 LossPair = tuple[Tensor, Tensor] | dict[str, Tensor]
 
 
-class _LossOfFeatures(nn.Module):
+class _LossOfFeatures(AdaptedLoss):
     """A loss of the features of all ranks, with open_clip's arguments, of which only some are used."""
 
-    def __init__(self, rank: int, world_size: int, use_horovod: bool, group: Group) -> None:
-        super().__init__()
-        if use_horovod:
-            raise ValueError(
-                "use_horovod must be False, got True: there is no exchange over Horovod; start the processes with "
-                "torchrun and call torch.distributed.init_process_group()"
-            )
-        self.rank, self.world_size, self.group = rank, world_size, group
+    rank: int = 0
+    world_size: int = 1
 
     def _check_ranks(self) -> None:
         """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
-        ranks, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.group)
+        ranks, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.options["group"])
         if ranks not in ((0, 1), (comm.rank, comm.size)):
             message = (
                 f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {self.rank} "
@@ -83,7 +75,7 @@ class _LossOfFeatures(nn.Module):
             refuse(message, f"{type(self).__name__}.forward", comm)
 
 
-class ClipLoss(_LossOfFeatures):
+class ClipLoss(_LossOfFeatures, positional=_CLIP_ARGUMENTS):
     """open_clip's `ClipLoss`, by :class:`wholebatch.CLIPLoss`.
 
     Args:
@@ -96,23 +88,19 @@ class ClipLoss(_LossOfFeatures):
         ValueError: in a call, if `rank` and `world_size` are not those of the group.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(rank, world_size, use_horovod, options["group"])
-        self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
-        self._make_losses(options)
+    local_loss: bool = False
+    gather_with_grad: bool = False
+    cache_labels: bool = False
+    use_horovod: bool = False
 
-    def _make_losses(self, options: BatchOptions) -> None:
-        self.contrastive = wb.CLIPLoss(**options)
+    def prepare(self) -> None:
+        """Make the loss of this library; raise ValueError for Horovod."""
+        if self.use_horovod:
+            raise ValueError(
+                "use_horovod must be False, got True: there is no exchange over Horovod; start the processes with "
+                "torchrun and call torch.distributed.init_process_group()"
+            )
+        self.contrastive = wb.CLIPLoss(**self.options)
 
     def forward(
         self,
@@ -128,7 +116,7 @@ class ClipLoss(_LossOfFeatures):
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class SigLipLoss(_LossOfFeatures):
+class SigLipLoss(_LossOfFeatures, positional="cache_labels rank world_size dist_impl chunk_size"):
     """open_clip's `SigLipLoss`, by :class:`wholebatch.SigLIPLoss`.
 
     Args:
@@ -137,21 +125,15 @@ class SigLipLoss(_LossOfFeatures):
         options: as in :class:`ClipLoss`.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        dist_impl: str | None = None,
-        chunk_size: int = 0,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(rank, world_size, False, options["group"])
-        if dist_impl not in _DIST_IMPLS:
-            raise ValueError(f"dist_impl must be one of {_DIST_IMPLS}, got {dist_impl!r}; it has no effect here")
-        self.cache_labels, self.dist_impl, self.chunk_size = cache_labels, dist_impl, chunk_size
-        self.contrastive = wb.SigLIPLoss(**options)
+    cache_labels: bool = False
+    dist_impl: str | None = None
+    chunk_size: int = 0
+
+    def prepare(self) -> None:
+        """Make the loss of this library; raise ValueError for a method that open_clip does not have."""
+        if self.dist_impl not in _DIST_IMPLS:
+            raise ValueError(f"dist_impl must be one of {_DIST_IMPLS}, got {self.dist_impl!r}; it has no effect here")
+        self.contrastive = wb.SigLIPLoss(**self.options)
 
     def forward(
         self,
@@ -168,7 +150,7 @@ class SigLipLoss(_LossOfFeatures):
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class CoCaLoss(ClipLoss):
+class CoCaLoss(ClipLoss, positional=f"caption_loss_weight clip_loss_weight pad_id {_CLIP_ARGUMENTS}"):
     """open_clip's `CoCaLoss`: CLIP's loss, and the cross-entropy of captions, a mean over the tokens of all ranks.
 
     open_clip takes the mean over each rank's tokens. With captions of different lengths, the mean of these means is not
@@ -180,23 +162,9 @@ class CoCaLoss(ClipLoss):
         local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as in :class:`ClipLoss`.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        caption_loss_weight: float,
-        clip_loss_weight: float,
-        pad_id: int = 0,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        theirs = (local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod)
-        super().__init__(*theirs, **options)
-        self.caption_loss_weight, self.clip_loss_weight, self.pad_id = caption_loss_weight, clip_loss_weight, pad_id
+    caption_loss_weight: float  # type: ignore[misc]  # no default, behind the defaults of the base class
+    clip_loss_weight: float  # type: ignore[misc]
+    pad_id: int = 0
 
     def forward(  # type: ignore[override]  # open_clip's has other arguments than its base class's, too
         self,
@@ -221,7 +189,7 @@ class CoCaLoss(ClipLoss):
         """Return the mean over all ranks' tokens; each rank's gradient is W times its share, for the averaging."""
         local_sum = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id, reduction="sum")
         tokens = (labels != self.pad_id).sum().to(local_sum)
-        total = wb.comm.select_communicator(self.group).all_reduce(torch.stack([local_sum, tokens]))
+        total = wb.comm.select_communicator(self.options["group"]).all_reduce(torch.stack([local_sum, tokens]))
         return total[0] / total[1]
 
 
@@ -231,9 +199,10 @@ class DistillClipLoss(ClipLoss):
     Its arguments are those of :class:`ClipLoss`.
     """
 
-    def _make_losses(self, options: BatchOptions) -> None:
-        super()._make_losses(options)
-        self.distillation = wb.DistillationLoss(**options)
+    def prepare(self) -> None:
+        """Make both losses of this library."""
+        super().prepare()
+        self.distillation = wb.DistillationLoss(**self.options)
 
     def forward(  # type: ignore[override]  # open_clip's has other arguments than its base class's, too
         self,

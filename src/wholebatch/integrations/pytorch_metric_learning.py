@@ -16,19 +16,17 @@ memory and precision are options of this library.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from .._base.warnings import warn
 from ..comm import Group
-from ..contract import BatchOptions
 from ._framework import METRIC_LEARNING
-from ._options import with_options
+from ._options import AdaptedLoss
 from ._passages import refuse
 
 __all__ = [
@@ -133,54 +131,33 @@ def _warn_of_local_labels(loss: BatchLoss | DistributedLossWrapper, labels: Tens
         )
 
 
-class Settings(BatchOptions, total=False):
-    """The arguments of all their losses, and the options of this library."""
-
-    distance: Any
-    reducer: Any
-    embedding_regularizer: Any
-    embedding_reg_weight: float
-    collect_stats: bool | None
-
-
-_with_settings = with_options(
-    distance=None, reducer=None, embedding_regularizer=None, embedding_reg_weight=1, collect_stats=None
-)
-
-
-class BatchLoss(nn.Module):
+class BatchLoss(AdaptedLoss, positional=""):
     """A loss of the rows of all processes: in tiles where these compute what theirs does, else by their class.
 
-    Args:
-        own: the arguments that only this loss has; its formula has their meaning.
-        settings: the others, as the module describes them.
+    The arguments of all their losses, by keyword, are as the module describes them. Those of a subclass come first.
     """
 
-    distance: Any  # theirs
-    reducer: Any  # theirs
-    _in_tiles: str  # the name of the function in wholebatch.functional
-    _reducer = "MeanReducer"
+    distance: Any = None  # theirs
+    reducer: Any = None  # theirs
+    embedding_regularizer: Any = None  # theirs
+    embedding_reg_weight: float = 1
+    collect_stats: bool | None = None
+    _in_tiles: ClassVar[str]  # the name of the function in wholebatch.functional
+    _reducer: ClassVar[str] = "MeanReducer"
 
-    def __init__(self, own: dict[str, Any], settings: Settings) -> None:  # of any type
-        super().__init__()
-        theirs = Settings.__annotations__.keys() - BatchOptions.__annotations__.keys()
-        arguments: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
-        if arguments.pop("collect_stats"):
+    def prepare(self) -> None:
+        """Refuse statistics."""
+        if self.collect_stats:
             raise ValueError(
                 "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "
                 f"their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
             )
-        for name, value in (own | arguments).items():
-            setattr(self, name, value)
-        self._own, self._arguments = tuple(own), tuple(arguments)
-        self.options: Any = {name: value for name, value in settings.items() if name not in theirs}
-        self.group = self.options["group"]
-        self.called = False
+        self.group, self.called = self.options["group"], False
 
     @property
     def settings(self) -> dict[str, Any]:  # of any type
         """The arguments that only this loss has."""
-        return {name: getattr(self, name) for name in self._own}
+        return {name: getattr(self, name) for name in self._declared if name not in BatchLoss._declared}
 
     def forward(
         self,
@@ -218,7 +195,8 @@ class BatchLoss(nn.Module):
 
     def theirs(self) -> nn.Module:
         """Return their loss with the same arguments."""
-        arguments = {name: value for name in self._arguments if (value := getattr(self, name)) is not None}
+        shared = [name for name in BatchLoss._declared if name != "collect_stats"]
+        arguments = {name: value for name in shared if (value := getattr(self, name)) is not None}
         loss: nn.Module = _their_class("losses", type(self).__name__)(**self.settings, **arguments)
         return loss
 
@@ -259,7 +237,7 @@ class BatchLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items() if not isinstance(value, Tensor))
 
 
-class NTXentLoss(BatchLoss):
+class NTXentLoss(BatchLoss, positional="temperature"):
     """pytorch-metric-learning's `NTXentLoss`, the mean over all positive pairs of the whole batch.
 
     L_ap = -log( exp S_ap / (exp S_ap + sum_{n in N(a)} exp S_an) ),    S = cosines / temperature
@@ -268,11 +246,8 @@ class NTXentLoss(BatchLoss):
     :func:`wholebatch.functional.sup_con_loss`, in tiles. With more positives of a row their class computes it.
     """
 
+    temperature: Tensor | float = 0.07
     _in_tiles = "sup_con_loss"
-
-    @_with_settings
-    def __init__(self, temperature: Tensor | float = 0.07, **settings: Unpack[Settings]) -> None:
-        super().__init__({"temperature": temperature}, settings)
 
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
         row_counts = [facts["rows"] for facts in self._facts(labels, ("dtype",))]
@@ -281,7 +256,7 @@ class NTXentLoss(BatchLoss):
         return not len(counts) or int(counts.max()) <= 2  # pairs of views
 
 
-class SupConLoss(BatchLoss):
+class SupConLoss(BatchLoss, positional="temperature"):
     """pytorch-metric-learning's `SupConLoss`, the mean over the rows of the whole batch that have a positive.
 
     L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    S = cosines / temperature
@@ -289,12 +264,9 @@ class SupConLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.sup_con_loss`. As theirs, it is 0 if all rows have one label.
     """
 
+    temperature: Tensor | float = 0.1
     _in_tiles = "sup_con_loss"
     _reducer = "AvgNonZeroReducer"
-
-    @_with_settings
-    def __init__(self, temperature: Tensor | float = 0.1, **settings: Unpack[Settings]) -> None:
-        super().__init__({"temperature": temperature}, settings)
 
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
         everyone = [facts for facts in self._facts(labels) if facts["rows"]]
@@ -302,7 +274,7 @@ class SupConLoss(BatchLoss):
         return len(ends) > 1  # two labels at least: rows have negatives
 
 
-class MultiSimilarityLoss(BatchLoss):
+class MultiSimilarityLoss(BatchLoss, positional="alpha beta base"):
     """pytorch-metric-learning's `MultiSimilarityLoss`, the mean over the rows of the whole batch.
 
     L_i = log(1 + sum_{p in P(i)} exp(-alpha (c_ip - base))) / alpha
@@ -311,14 +283,13 @@ class MultiSimilarityLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.multi_similarity_loss`.
     """
 
+    alpha: float = 2
+    beta: float = 50
+    base: float = 0.5
     _in_tiles = "multi_similarity_loss"
 
-    @_with_settings
-    def __init__(self, alpha: float = 2, beta: float = 50, base: float = 0.5, **settings: Unpack[Settings]) -> None:
-        super().__init__({"alpha": alpha, "beta": beta, "base": base}, settings)
 
-
-class CircleLoss(BatchLoss):
+class CircleLoss(BatchLoss, positional="m gamma"):
     """pytorch-metric-learning's `CircleLoss`, the mean over the rows of the whole batch with both kinds of pairs.
 
     L_i = log(1 + sum_{n in N(i)} exp f(c_in)  sum_{p in P(i)} exp g(c_ip)),    c: cosines
@@ -327,12 +298,10 @@ class CircleLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.circle_loss`.
     """
 
+    m: float = 0.4
+    gamma: float = 80
     _in_tiles = "circle_loss"
     _reducer = "AvgNonZeroReducer"
-
-    @_with_settings
-    def __init__(self, m: float = 0.4, gamma: float = 80, **settings: Unpack[Settings]) -> None:
-        super().__init__({"m": m, "gamma": gamma}, settings)
 
 
 class DistributedMinerWrapper(nn.Module):

@@ -33,7 +33,6 @@ from ...gradcache.grad_cache import ChunkSize
 from ...gradcache.immediate import Scaler
 from ...gradcache.replay import Replay
 from .._command import program_of
-from .._options import with_arguments
 from .._passages import passages_loss, refuse
 
 __all__ = [
@@ -109,20 +108,20 @@ class PLGradCache(GradCache):
         options: those of :class:`wholebatch.GradCache` except `deferred`, by keyword.
     """
 
-    @with_arguments(
-        GradCache.__init__,
-        "models chunk_sizes loss_fn split_input_fn get_rep_fn fp16 scaler backward_fn",
-        backward_fn=None,
-    )
     def __init__(
         self,
-        *,
-        backward_fn: Callable[[Tensor], object] | None,
-        scaler: Scaler | None,
-        **arguments: Any,  # of GradCache
+        models: Sequence[Callable[..., object]] | nn.ModuleList,
+        chunk_sizes: ChunkSize | Sequence[ChunkSize],
+        loss_fn: Callable[..., Tensor],
+        split_input_fn: Callable[[Any, Any], Sequence[object]] | None = None,  # takes whatever the models take
+        get_rep_fn: Callable[[Any], object] | None = None,  # takes whatever the models return
+        fp16: bool = False,
+        scaler: Scaler | None = None,
+        backward_fn: Callable[[Tensor], object] | None = None,
+        **options: Any,  # of wb.GradCache
     ) -> None:
         self.backward_fn = check_callable("backward_fn", backward_fn)
-        super().__init__(**arguments, deferred=True)
+        super().__init__(models, chunk_sizes, loss_fn, split_input_fn, get_rep_fn, fp16, None, deferred=True, **options)
 
     def cache_step(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         loss = super().cache_step(*model_inputs, no_sync_except_last=no_sync_except_last, **loss_kwargs)

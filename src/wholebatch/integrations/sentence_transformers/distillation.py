@@ -7,7 +7,7 @@ also are with uneven batches, such as the last one of a data set.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,24 +16,28 @@ import wholebatch as wb
 
 from ..._base.precision import accumulation_dtype
 from ..._base.settings import check_divisor
-from ...comm import Group
 from ...contract import prepared
 from .embedding import BatchLoss, SimilarityFunction, name_of_similarity, pairwise_dot_score
 
 
-class _ScoredColumns(BatchLoss):
+class _ScoredColumns(BatchLoss, options=("group",)):
     """A loss of queries and their columns, with a teacher's numbers for these as labels."""
 
-    fewest_columns = 3
-    loss: wb.PairLoss
+    fewest_columns: ClassVar[int] = 3
 
-    def __init__(self, model: Any, similarity_fct: SimilarityFunction, group: Group) -> None:  # their model
-        super().__init__(model, group=group)
+    similarity_fct: SimilarityFunction = pairwise_dot_score
+
+    def prepare(self) -> None:
+        """Check the arguments, and make the loss of this library."""
+        super().prepare()
         names = ("pairwise_cos_sim", "pairwise_dot_score")
         fix = "; for another function use WholeBatchLoss(model, their loss)"
-        self.similarity_fct = name_of_similarity(similarity_fct, names, fix)
-        self.similarity = "cosine" if self.similarity_fct == names[0] else "dot"
-        self.group = group
+        self.similarity = name_of_similarity(self.similarity_fct, names, fix)
+        self.loss = self.make_loss("cosine" if self.similarity == names[0] else "dot")
+
+    def make_loss(self, similarity: str) -> wb.PairLoss:
+        """Return the loss of this library."""
+        raise NotImplementedError
 
     def _columns(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
         """Return the columns that belong to each query, (b, columns, d), or raise ValueError if their shapes differ."""
@@ -62,27 +66,23 @@ class DistillKLDivLoss(_ScoredColumns):
         group: processes that share the batch. Default: all.
     """
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        similarity_fct: SimilarityFunction = pairwise_dot_score,
-        temperature: float = 1.0,
-        student_temperature: float | None = None,
-        teacher_temperature: float | None = None,
-        *,
-        group: Group = None,
-    ) -> None:
-        super().__init__(model, similarity_fct, group)
-        self.temperature = temperature
-        self.student_temperature = temperature if student_temperature is None else student_temperature
-        self.teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
+    temperature: float = 1.0
+    student_temperature: float | None = None
+    teacher_temperature: float | None = None
+
+    def make_loss(self, similarity: str) -> wb.PairLoss:
+        """Return the loss of this library."""
+        if self.student_temperature is None:
+            self.student_temperature = self.temperature
+        if self.teacher_temperature is None:
+            self.teacher_temperature = self.temperature
         for name in ("temperature", "student_temperature", "teacher_temperature"):
             check_divisor(name, getattr(self, name))
-        self.loss = wb.recipes.listwise_distillation(
+        return wb.recipes.listwise_distillation(
             temperature=self.student_temperature,
             teacher_temperature=self.teacher_temperature,
-            similarity=self.similarity,
-            group=group,
+            similarity=similarity,
+            group=self.group,
         )
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
@@ -105,15 +105,9 @@ class MarginMSELoss(_ScoredColumns):
         group: processes that share the batch. Default: all.
     """
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        similarity_fct: SimilarityFunction = pairwise_dot_score,
-        *,
-        group: Group = None,
-    ) -> None:
-        super().__init__(model, similarity_fct, group)
-        self.loss = wb.recipes.margin_mse(similarity=self.similarity, group=group)
+    def make_loss(self, similarity: str) -> wb.PairLoss:
+        """Return the loss of this library."""
+        return wb.recipes.margin_mse(similarity=similarity, group=self.group)
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Return the loss of all processes' embeddings, (b, d) for each column.

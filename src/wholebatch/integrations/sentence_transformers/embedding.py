@@ -8,19 +8,18 @@ gradients on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ..._base.settings import check_count, check_positive_number
 from ...contract import BatchOptions
 from .._framework import SENTENCE_TRANSFORMERS
-from .._options import check_no_progress_bar, group_of_batch, with_arguments
+from .._options import AdaptedLoss, check_no_progress_bar, group_of_batch
 from .checkpoints import keep_parameters
 
 Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
@@ -117,11 +116,11 @@ class Chunks:
         return embeddings
 
 
-class Described(nn.Module):
+class Described:
     """A loss that their model cards describe as their class of the same name; its attributes have their names."""
 
-    their_losses = "sentence_transformers.sentence_transformer.losses"
-    similarity_fct: str  # of some losses
+    their_losses: ClassVar[str] = "sentence_transformers.sentence_transformer.losses"
+    similarity: str  # of some losses: the name of similarity_fct
     scale: float | wb.Scale  # of some losses
 
     @property
@@ -134,7 +133,7 @@ class Described(nn.Module):
         """Return the arguments, for the model card."""
         config = self._theirs().get_config_dict(self)
         if "similarity_fct" in config:
-            config["similarity_fct"] = self.similarity_fct
+            config["similarity_fct"] = self.similarity
         if "scale" in config:
             config["scale"] = self.scale_number()
         return config
@@ -149,40 +148,36 @@ class Described(nn.Module):
         return SENTENCE_TRANSFORMERS.find(self.their_losses, ours.__name__)
 
 
-class BatchLoss(Described):
+class BatchLoss(Described, AdaptedLoss):
     """A loss of the columns of a batch: embed them, then compare them.
 
     Subclasses set `chunks` in cached forms. They compute the loss in `compute_loss_from_embeddings`, which their
     library calls as well, or in `compare`, if it needs more than embeddings and labels.
     """
 
-    compute_loss_from_embeddings: Callable[..., Tensor]
+    compute_loss_from_embeddings: ClassVar[Callable[..., Tensor]]
+    fewest_columns: ClassVar[int] = 2
 
-    chunks: Chunks | None = None
-    fewest_columns = 2
+    model: Any  # their model, which the trainer replaces by the wrapped one
 
-    def __init__(
-        self,
-        model: Any,  # their model, which the trainer replaces by the wrapped one
-        gather_across_devices: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__()
+    def prepare(self) -> None:
+        """Check the version of their library, and choose the processes."""
         SENTENCE_TRANSFORMERS.check()
-        self.model, self.options, self.gather_across_devices = model, options, gather_across_devices
-        self._group = group_of_batch("gather_across_devices", gather_across_devices, options.get("group"))
+        gathers = getattr(self, "gather_across_devices", True)
+        self.group = group_of_batch("gather_across_devices", gathers, self.options["group"])
+        self.chunks: Chunks | None = None
 
     @property
     def options_of_call(self) -> BatchOptions:
         """Return the options of a call; raise ValueError for a trained scale that the processes would train apart."""
-        apart = not self.gather_across_devices and wb.comm.select_communicator(None).size > 1
+        apart = not getattr(self, "gather_across_devices", True) and wb.comm.select_communicator(None).size > 1
         if apart and isinstance(getattr(self, "scale", None), wb.Scale):
             raise ValueError(
                 "scale must be a number with gather_across_devices=False on several processes, got a wb.Scale: it "
                 "belongs to the loss, which no engine synchronizes, so each process would train another one; leave "
                 "gather_across_devices at True"
             )
-        return {**self.options, "group": self._group}
+        return {**self.options, "group": self.group}
 
     def scale_value(self) -> Tensor | float:
         """Return the present value of the scale, with a graph if it is trained."""
@@ -248,7 +243,7 @@ class BatchLoss(Described):
 class CachedBatchLoss(BatchLoss):
     """A loss of columns that are embedded in chunks: the first base class, the loss being the second.
 
-    Its arguments are those of the loss, and three more, in the order of their class of the same name; see `in_chunks`.
+    Its arguments are those of the loss, and three more, in the order of their class of the same name.
 
     Args:
         mini_batch_size: rows that the model takes at once.
@@ -258,40 +253,23 @@ class CachedBatchLoss(BatchLoss):
         show_progress_bar: must be False.
     """
 
-    mini_batch_size: int | None
+    mini_batch_size: int | None = 32
+    mini_batch_num_tokens: int | None = None
+    show_progress_bar: bool = False
 
-    def __init__(
-        self,
-        *,
-        mini_batch_size: int | None,
-        mini_batch_num_tokens: int | None,
-        show_progress_bar: bool,
-        **arguments: Any,  # of the loss
-    ) -> None:
-        super().__init__(**arguments)
-        check_no_progress_bar(show_progress_bar)
-        self.chunks = Chunks(type(self).__name__, self.model, mini_batch_size, mini_batch_num_tokens)
-        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+    def prepare(self) -> None:
+        """Check the arguments, and make the chunks."""
+        super().prepare()
+        check_no_progress_bar(self.show_progress_bar)
+        self.chunks = Chunks(type(self).__name__, self.model, self.mini_batch_size, self.mini_batch_num_tokens)
 
 
-def in_chunks(loss: Any, order: str) -> Any:
-    """Return the constructor of a CachedBatchLoss with the arguments of a loss, and those of chunks, in this order."""
-
-    def constructor(self: CachedBatchLoss, **arguments: Any) -> None:
-        CachedBatchLoss.__init__(self, **arguments)
-
-    constructor.__qualname__ = f"Cached{loss.__name__}.__init__"  # in messages
-    sizes = {"mini_batch_size": 32, "mini_batch_num_tokens": None}
-    return with_arguments(loss.__init__, order, **sizes, show_progress_bar=False)(constructor)
-
-
-def checked_scale(scale: Any) -> Any:
-    """Return a positive number or a `wb.Scale`, or raise ValueError."""
+def check_scale(scale: object) -> None:
+    """Raise ValueError unless this is a positive number or a `wb.Scale`, which is then kept in checkpoints."""
     if isinstance(scale, wb.Scale):
         keep_parameters()
     else:
         check_positive_number("scale", scale, "to train it pass wb.Scale(20.0)", or_=", or a wb.Scale to train it")
-    return scale
 
 
 def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor], beside: Any) -> Tensor:

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
 
-from ...comm import Group
 from .checkpoints import keep_parameters
 from .embedding import BatchLoss, Chunks, Described, Features, columns_of
 from .ranking import MultipleNegativesRankingLoss
 
 
-class MatryoshkaLoss(Described):
+class MatryoshkaLoss(Described, nn.Module):
     """Their `MatryoshkaLoss`, of a loss of this module.
 
     Args:
@@ -109,7 +108,7 @@ class MatryoshkaLoss(Described):
         return tuple(weight for _, weight in reversed(self.parts))
 
 
-class WholeBatchLoss(BatchLoss):
+class WholeBatchLoss(BatchLoss, options=("group",)):
     """A loss of sentence-transformers, of the embeddings and labels of all processes.
 
     Args:
@@ -119,23 +118,20 @@ class WholeBatchLoss(BatchLoss):
         group: processes that share the batch. Default: all.
     """
 
-    fewest_columns = 1  # their triplet losses compare the rows of one column by their labels
+    fewest_columns: ClassVar[int] = 1  # their triplet losses compare the rows of one column by their labels
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        loss: nn.Module,
-        mini_batch_size: int | None = None,
-        mini_batch_num_tokens: int | None = None,
-        *,
-        group: Group = None,
-    ) -> None:
-        super().__init__(model, group=group)
+    loss: nn.Module
+    mini_batch_size: int | None = None
+    mini_batch_num_tokens: int | None = None
+
+    def prepare(self) -> None:
+        """Check the arguments, and make chunks if there is a size."""
+        super().prepare()
+        loss, name = self.loss, type(self.loss).__name__
         if isinstance(loss, type):
             raise ValueError(
                 f"loss must be an instance of a loss, got the class {loss.__name__}; pass {loss.__name__}(model)"
             )
-        name = type(loss).__name__
         if isinstance(loss, BatchLoss):
             raise ValueError(
                 f"loss must be one of sentence-transformers, got wholebatch's {name}; use it without this one"
@@ -153,12 +149,10 @@ class WholeBatchLoss(BatchLoss):
             raise ValueError(
                 f"loss must have compute_loss_from_embeddings(embeddings, labels), got {name}; it runs the model itself"
             )
-        if {*loss.parameters()} - {*model.parameters()}:
+        if {*loss.parameters()} - {*self.model.parameters()}:
             keep_parameters()
-        self.loss, self.group = loss, group
-        if mini_batch_size is not None or mini_batch_num_tokens is not None:
-            self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
-        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+        if self.mini_batch_size is not None or self.mini_batch_num_tokens is not None:
+            self.chunks = Chunks("their loss", self.model, self.mini_batch_size or 1, self.mini_batch_num_tokens)
 
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
