@@ -1,10 +1,12 @@
 """Adapters to other trainers: what they do without the framework. `make ecosystem` runs them inside it."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 from wholebatch.integrations import _framework, open_clip
 from wholebatch.integrations._framework import Framework, FrameworkError
+from wholebatch.integrations._options import AdaptedLoss
 from wholebatch.testing import run_ranks
 
 WIDTH, LENGTH, VOCABULARY = 4, 6, 9
@@ -250,6 +253,71 @@ def test_a_task_has_its_model_in_chunks_during_an_epoch_alone():
     with pytest.raises(RuntimeError, match="error"):
         in_chunks(step, "error")
     assert step.task.trainable_module is model
+
+
+# Declared arguments.
+
+
+class Base(AdaptedLoss):
+    """Takes a and b, and the options."""
+
+    a: int
+    b: int = 2
+    kind: ClassVar[str] = "no argument"
+
+    def prepare(self):
+        self.total = self.a + self.b
+
+
+class Reordered(Base, positional="a c", options=("group",)):
+    """Takes a and c by position, and b by keyword alone."""
+
+    c: int = 3
+
+
+class Same(Reordered):
+    """Takes what its base class takes."""
+
+
+class WithoutB(Reordered, fixed={"b": 5}):
+    """Takes no b."""
+
+    d: int = 4
+
+
+OPTIONS = "group=None, exchange='auto', memory='auto', precision='auto'"
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (Base, f"(a, b=2, *, {OPTIONS})"),
+        (Reordered, "(a, c=3, *, b=2, group=None)"),
+        (Same, "(a, c=3, *, b=2, group=None)"),
+        (WithoutB, "(a, c=3, d=4, *, group=None)"),
+    ],
+)
+def test_a_class_takes_the_arguments_that_it_declares(cls, arguments):
+    assert str(inspect.signature(cls)) == arguments
+    assert cls.kind == "no argument"
+    with pytest.raises(TypeError, match=f"{cls.__name__}.* got an unexpected keyword argument 'e'; it takes a, "):
+        cls(1, e=2)
+    with pytest.raises(TypeError, match="missing a required argument: 'a'"):
+        cls()
+
+
+def test_arguments_become_attributes_before_they_are_prepared():
+    loss = Base(1, memory="flat")
+    assert (loss.a, loss.b, loss.total) == (1, 2, 3)
+    assert loss.options == {"group": None, "exchange": "auto", "memory": "flat", "precision": "auto"}
+    fixed = WithoutB(1)
+    assert (fixed.b, fixed.total, fixed.options) == (5, 6, {"group": None})
+
+
+def test_a_derived_loss_of_open_clip_has_the_order_of_its_base_class():
+    clip, distill = (inspect.signature(x).parameters for x in (open_clip.ClipLoss, open_clip.DistillClipLoss))
+    assert [*clip][:6] == [*distill][:6]
+    assert next(iter(clip)) == "local_loss"
 
 
 # Frameworks.

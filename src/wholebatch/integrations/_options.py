@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from typing import Any, ClassVar
 
@@ -33,12 +33,13 @@ class AdaptedLoss(nn.Module):
 
     Keywords of a class statement:
         positional: the arguments that may be positional, in their order; others are then taken by keyword alone.
-            Default: all, in the order of their declaration, those of base classes first.
+            Default: those of the base class, and then those that this class declares.
         fixed: arguments of a base class that this one does not take, with their values.
         options: the names of the options; default: as in the base class, all four in this one.
     """
 
     _declared: ClassVar[Mapping[str, Any]] = {}
+    _positional: ClassVar[Sequence[str]] = ()
     _fixed: ClassVar[Mapping[str, Any]] = {}
     _options: ClassVar[Mapping[str, Any]] = OPTIONS
 
@@ -49,12 +50,13 @@ class AdaptedLoss(nn.Module):
         options: tuple[str, ...] | None = None,
     ) -> None:
         super().__init_subclass__()
-        cls._declared = _declared_by(cls)
+        own = _take_own(cls)
+        cls._declared = _merged(cls, "_declared") | own
+        cls._positional = [*cls._positional, *own] if positional is None else positional.split()
         cls._fixed = {**_merged(cls, "_fixed"), **(fixed or {})}
         cls._options = cls._options if options is None else {name: OPTIONS[name] for name in options}
-        open_names = [name for name in cls._declared if name not in cls._fixed]
-        ordered = open_names if positional is None else positional.split()
-        keywords = [name for name in open_names if name not in ordered]
+        ordered = [name for name in cls._positional if name not in cls._fixed]
+        keywords = [name for name in cls._declared if name not in cls._fixed and name not in ordered]
         parameters = [
             Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
             *(Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, default=cls._declared[x]) for x in ordered),
@@ -76,9 +78,9 @@ class AdaptedLoss(nn.Module):
         self.prepare()
 
 
-def _declared_by(cls: type[AdaptedLoss]) -> dict[str, Any]:
-    """Return the arguments of a class and of its base classes, and their defaults, which are no class attributes."""
-    declared = _merged(cls, "_declared")
+def _take_own(cls: type[AdaptedLoss]) -> dict[str, Any]:
+    """Return the arguments that a class declares and their defaults, which no longer are class attributes."""
+    declared: dict[str, Any] = {}
     for name, annotation in inspect.get_annotations(cls).items():
         if "ClassVar" not in str(annotation):
             declared[name] = vars(cls).get(name, Parameter.empty)

@@ -48,7 +48,6 @@ usage: python -m wholebatch.integrations.open_clip [--wholebatch-chunk-size N] O
 Runs open_clip's trainer with the loss of the whole batch. With --wholebatch-chunk-size N, the trainer encodes N rows at
 a time, and holds the activations of these only. The help of open_clip's trainer follows.
 """
-_CLIP_ARGUMENTS = "local_loss gather_with_grad cache_labels rank world_size use_horovod"
 _SCALARS = ("logit_scale", "logit_bias")
 _DIST_IMPLS = (None, "bidir", "shift", "reduce", "gather")
 
@@ -75,7 +74,7 @@ class _LossOfFeatures(AdaptedLoss):
             refuse(message, f"{type(self).__name__}.forward", comm)
 
 
-class ClipLoss(_LossOfFeatures, positional=_CLIP_ARGUMENTS):
+class ClipLoss(_LossOfFeatures, positional="local_loss gather_with_grad cache_labels rank world_size use_horovod"):
     """open_clip's `ClipLoss`, by :class:`wholebatch.CLIPLoss`.
 
     Args:
@@ -150,7 +149,11 @@ class SigLipLoss(_LossOfFeatures, positional="cache_labels rank world_size dist_
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class CoCaLoss(ClipLoss, positional=f"caption_loss_weight clip_loss_weight pad_id {_CLIP_ARGUMENTS}"):
+class CoCaLoss(
+    ClipLoss,
+    positional="caption_loss_weight clip_loss_weight pad_id local_loss gather_with_grad cache_labels rank world_size "
+    "use_horovod",
+):
     """open_clip's `CoCaLoss`: CLIP's loss, and the cross-entropy of captions, a mean over the tokens of all ranks.
 
     open_clip takes the mean over each rank's tokens. With captions of different lengths, the mean of these means is not
