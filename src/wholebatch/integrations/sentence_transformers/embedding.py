@@ -126,12 +126,12 @@ class Described:
     @property
     def citation(self) -> str:
         """The BibTeX entry of their class, for the model card."""
-        entry: str = self._theirs().citation.fget(self)
+        entry: str = next(x.citation for x in self._theirs() if hasattr(x, "citation")).fget(self)
         return entry
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
-        config = self._theirs().get_config_dict(self)
+        config = self._theirs()[0].get_config_dict(self)
         if "similarity_fct" in config:
             config["similarity_fct"] = self.similarity
         if "scale" in config:
@@ -142,10 +142,11 @@ class Described:
         """Return the present value of the scale."""
         return float(self.scale().detach()) if isinstance(self.scale, wb.Scale) else float(self.scale)
 
-    def _theirs(self) -> Any:
-        """Return their class of the name that a class of this package has."""
-        ours = next(x for x in type(self).__mro__ if x.__module__.startswith(f"{__package__}."))
-        return SENTENCE_TRANSFORMERS.find(self.their_losses, ours.__name__)
+    def _theirs(self) -> list[Any]:
+        """Return their classes of the same name: of this object's class, and of its base classes."""
+        losses = SENTENCE_TRANSFORMERS.load(self.their_losses)
+        names = [x.__name__ for x in type(self).__mro__ if x.__module__.startswith(f"{__package__}.")]
+        return [getattr(losses, name) for name in names if hasattr(losses, name)]
 
 
 class BatchLoss(Described, AdaptedLoss):
