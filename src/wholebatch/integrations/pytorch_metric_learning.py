@@ -304,7 +304,7 @@ class CircleLoss(BatchLoss, positional="m gamma"):
     _reducer = "AvgNonZeroReducer"
 
 
-class DistributedMinerWrapper(nn.Module):
+class DistributedMinerWrapper(AdaptedLoss, options=("group",)):
     """pytorch-metric-learning's `DistributedMinerWrapper`: a miner on the rows of all processes.
 
     Rank 0 runs the miner, and all processes get its tuples. Pass them to a loss of this module.
@@ -315,11 +315,14 @@ class DistributedMinerWrapper(nn.Module):
         group: processes that share the batch. Default: all.
     """
 
-    def __init__(self, miner: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
-        super().__init__()
-        if not isinstance(miner, _their_class("miners", "BaseMiner")):
-            raise TypeError(f"miner must be a miner of pytorch-metric-learning, got {type(miner).__name__}")
-        self.miner, self.efficient, self.group = miner, efficient, group
+    miner: nn.Module
+    efficient: bool = False
+
+    def prepare(self) -> None:
+        """Check the miner."""
+        if not isinstance(self.miner, _their_class("miners", "BaseMiner")):
+            raise TypeError(f"miner must be a miner of pytorch-metric-learning, got {type(self.miner).__name__}")
+        self.group = self.options["group"]
 
     @torch.no_grad()
     def forward(
@@ -346,7 +349,7 @@ class DistributedMinerWrapper(nn.Module):
         return MinedIndices(comm.broadcast(flat, check=False).split(lengths))
 
 
-class DistributedLossWrapper(nn.Module):
+class DistributedLossWrapper(AdaptedLoss, options=("group",)):
     """pytorch-metric-learning's `DistributedLossWrapper`: one of their losses, on the rows of all processes.
 
     L = loss(embeddings of all ranks, labels of all ranks, ...)
@@ -361,8 +364,12 @@ class DistributedLossWrapper(nn.Module):
         group: processes that share the batch. Default: all.
     """
 
-    def __init__(self, loss: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
-        super().__init__()
+    loss: nn.Module
+    efficient: bool = False
+
+    def prepare(self) -> None:
+        """Check the kind of loss."""
+        loss = self.loss
         if not isinstance(loss, BatchLoss):
             kinds = ("BaseMetricLossFunction", "CrossBatchMemory", "MultipleLosses")
             if not isinstance(loss, tuple(_their_class("losses", name) for name in kinds)):
@@ -371,8 +378,7 @@ class DistributedLossWrapper(nn.Module):
                 if name == "SelfSupervisedLoss":
                     hint = f"use SelfSupervisedLoss of {__name__}, which needs no wrapper"
                 raise TypeError(f"loss must be one of pytorch-metric-learning's losses, got {name}; {hint}")
-        self.loss, self.efficient, self.group = loss, efficient, group
-        self.called = False
+        self.group, self.called = self.options["group"], False
 
     def forward(
         self,

@@ -21,12 +21,13 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 
+from .._options import AdaptedLoss
 from .checkpoints import keep_parameters
 from .embedding import BatchLoss, Chunks, Described, Features, columns_of
 from .ranking import MultipleNegativesRankingLoss
 
 
-class MatryoshkaLoss(Described, nn.Module):
+class MatryoshkaLoss(Described, AdaptedLoss, options=()):
     """Their `MatryoshkaLoss`, of a loss of this module.
 
     Args:
@@ -36,22 +37,21 @@ class MatryoshkaLoss(Described, nn.Module):
         n_dims_per_step: number of sizes that a step draws, or -1 for all. All processes draw the same ones.
     """
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        loss: nn.Module,
-        matryoshka_dims: Sequence[int],
-        matryoshka_weights: Sequence[float] | Sequence[int] | None = None,
-        n_dims_per_step: int = -1,
-    ) -> None:
-        super().__init__()
+    model: Any  # their model
+    loss: nn.Module
+    matryoshka_dims: Sequence[int]
+    matryoshka_weights: Sequence[float] | Sequence[int] | None = None
+    n_dims_per_step: int = -1
+
+    def prepare(self) -> None:
+        """Check the arguments, and sort the sizes, the largest first."""
+        loss, dims, drawn = self.loss, [*self.matryoshka_dims], self.n_dims_per_step
         if not isinstance(loss, BatchLoss):
             raise ValueError(
                 "loss must be one of wholebatch.integrations.sentence_transformers, got "
                 f"{type(loss).__module__}.{type(loss).__name__}; for it use MatryoshkaLoss of sentence_transformers"
             )
-        dims = [*matryoshka_dims]
-        weights = [1.0] * len(dims) if matryoshka_weights is None else [float(x) for x in matryoshka_weights]
+        weights = [1.0] * len(dims) if self.matryoshka_weights is None else [float(x) for x in self.matryoshka_weights]
         if not dims or len(set(dims)) < len(dims) or any(dim < 1 for dim in dims):
             raise ValueError(f"matryoshka_dims must be positive, and each of them once, got {dims}")
         if len(weights) != len(dims) or min(weights) < 0:
@@ -59,14 +59,13 @@ class MatryoshkaLoss(Described, nn.Module):
                 f"matryoshka_weights must be {len(dims)} numbers, one for each of matryoshka_dims, none negative, got "
                 f"{weights}"
             )
-        largest = model.get_embedding_dimension()
+        largest = self.model.get_embedding_dimension()
         if largest is not None and max(dims) > largest:
             raise ValueError(f"matryoshka_dims must not exceed the model's embedding size {largest}, got {dims}")
-        if n_dims_per_step < -1 or n_dims_per_step == 0:
-            raise ValueError(f"n_dims_per_step must be -1 for all sizes, or at least 1, got {n_dims_per_step}")
-        self.model, self.loss = model, loss
+        if drawn < -1 or drawn == 0:
+            raise ValueError(f"n_dims_per_step must be -1 for all sizes, or at least 1, got {drawn}")
         self.parts = sorted(zip(dims, weights, strict=True))
-        self.n_dims_per_step = n_dims_per_step
+        self.matryoshka_dims, self.matryoshka_weights = zip(*reversed(self.parts), strict=True)
         self._calls = 0
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
@@ -96,16 +95,6 @@ class MatryoshkaLoss(Described, nn.Module):
         if not 0 < self.n_dims_per_step < len(self.parts):
             return self.parts
         return sorted(random.Random(self._calls).sample(self.parts, self.n_dims_per_step))
-
-    @property
-    def matryoshka_dims(self) -> tuple[int, ...]:
-        """The sizes, the largest first."""
-        return tuple(dim for dim, _ in reversed(self.parts))
-
-    @property
-    def matryoshka_weights(self) -> tuple[float, ...]:
-        """Their weights, in the same order."""
-        return tuple(weight for _, weight in reversed(self.parts))
 
 
 class WholeBatchLoss(BatchLoss, options=("group",)):
