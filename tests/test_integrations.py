@@ -285,6 +285,19 @@ class WithoutB(Reordered, fixed={"b": 5}):
     d: int = 4
 
 
+class Own(Base):
+    """Has a constructor of its own."""
+
+    factor: int = 10
+
+    def __init__(self, c):
+        super().__init__(c * self.factor)
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    assert (Own(3).a, Own(3).total, str(inspect.signature(Own))) == (30, 32, "(c)")
+
+
 OPTIONS = "group=None, exchange='auto', memory='auto', precision='auto'"
 
 

@@ -29,7 +29,8 @@ class AdaptedLoss(nn.Module):
 
     has the constructor `ScaledLoss(model, scale=20.0, *, group=None, exchange="auto", memory="auto", precision="auto")`
     with the options of this library, which become the dictionary `options`. Then `prepare` is called, which checks the
-    arguments, and makes what the loss needs. An annotation with ClassVar declares no argument.
+    arguments, and makes what the loss needs. An annotation with ClassVar declares no argument; a class with a
+    constructor of its own declares none.
 
     Keywords of a class statement:
         positional: the arguments that may be positional, in their order; others are then taken by keyword alone.
@@ -50,7 +51,7 @@ class AdaptedLoss(nn.Module):
         options: tuple[str, ...] | None = None,
     ) -> None:
         super().__init_subclass__()
-        own = _take_own(cls)
+        own = {} if "__init__" in vars(cls) else _take_own(cls)
         cls._declared = _merged(cls, "_declared") | own
         cls._positional = [*cls._positional, *own] if positional is None else positional.split()
         cls._fixed = {**_merged(cls, "_fixed"), **(fixed or {})}
@@ -63,7 +64,8 @@ class AdaptedLoss(nn.Module):
             *(Parameter(x, Parameter.KEYWORD_ONLY, default=cls._declared[x]) for x in keywords),
             *(Parameter(x, Parameter.KEYWORD_ONLY, default=default) for x, default in cls._options.items()),
         ]
-        cls.__init__ = _constructor(cls, inspect.Signature(parameters))  # type: ignore[method-assign]
+        if "__init__" not in vars(cls):
+            cls.__init__ = _constructor(cls, inspect.Signature(parameters))  # type: ignore[method-assign]
 
     def prepare(self) -> None:
         """Check the arguments, which are attributes, and make what the loss needs."""
