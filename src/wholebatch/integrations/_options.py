@@ -39,6 +39,8 @@ class AdaptedLoss(nn.Module):
         options: the names of the options; default: as in the base class, all four in this one.
     """
 
+    options: BatchOptions
+
     _declared: ClassVar[Mapping[str, Any]] = {}
     _positional: ClassVar[Sequence[str]] = ()
     _fixed: ClassVar[Mapping[str, Any]] = {}
@@ -70,11 +72,26 @@ class AdaptedLoss(nn.Module):
     def prepare(self) -> None:
         """Check the arguments, which are attributes, and make what the loss needs."""
 
+    @property
+    def group(self) -> Group:
+        """The processes whose rows are compared."""
+        return self.options.get("group")
+
+    def choose_group(self, gathers: str) -> None:
+        """Compare the rows of each process alone if the argument of this name is False, which no group goes with."""
+        if check_flag(gathers, getattr(self, gathers)):
+            return
+        if self.group is not None:
+            raise ValueError(
+                f"{gathers}=False compares the rows of one process, so it does not go with group=; leave one of them "
+                "out"
+            )
+        self.options = {**self.options, "group": wb.comm.LocalCommunicator()}
+
     def _take(self, arguments: dict[str, Any]) -> None:
         """Make arguments attributes, and options a dictionary."""
         super().__init__()
-        options: Any = {name: arguments.pop(name) for name in self._options}
-        self.options: BatchOptions = options
+        self.options = {name: arguments.pop(name) for name in self._options}  # type: ignore[assignment]
         for name, value in (arguments | dict(self._fixed)).items():
             setattr(self, name, value)
         self.prepare()
@@ -125,15 +142,3 @@ def check_no_progress_bar(value: bool) -> None:
         raise ValueError(
             "show_progress_bar must be False, got True: chunks have no progress bar; the trainer's own shows steps"
         )
-
-
-def group_of_batch(name: str, gathers: bool, group: Group) -> Group:
-    """Return the processes whose rows are compared, in frameworks that compare those of one process by default.
-
-    `name` is the framework's name of the argument `gathers`; False beside a group raises ValueError.
-    """
-    if not check_flag(name, gathers) and group is not None:
-        raise ValueError(
-            f"{name}=False compares the rows of one process, so it does not go with group=; leave one of them out"
-        )
-    return group if gathers else wb.comm.LocalCommunicator()

@@ -27,7 +27,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 
 from ..comm import Group
-from ._options import AdaptedLoss, group_of_batch
+from ._options import AdaptedLoss
 
 __all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
 
@@ -41,8 +41,7 @@ class _LossOfRows(AdaptedLoss):
 
     def prepare(self) -> None:
         """Choose the processes."""
-        self.group = group_of_batch("gather_distributed", self.gather_distributed, self.options["group"])
-        self.options = {**self.options, "group": self.group}
+        self.choose_group("gather_distributed")
 
 
 class NTXentLoss(_LossOfRows, positional="temperature memory_bank_size gather_distributed"):

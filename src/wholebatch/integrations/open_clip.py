@@ -65,7 +65,7 @@ class _LossOfFeatures(AdaptedLoss):
 
     def _check_ranks(self) -> None:
         """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
-        ranks, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.options["group"])
+        ranks, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.group)
         if ranks not in ((0, 1), (comm.rank, comm.size)):
             message = (
                 f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {self.rank} "
@@ -192,7 +192,7 @@ class CoCaLoss(
         """Return the mean over all ranks' tokens; each rank's gradient is W times its share, for the averaging."""
         local_sum = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id, reduction="sum")
         tokens = (labels != self.pad_id).sum().to(local_sum)
-        total = wb.comm.select_communicator(self.options["group"]).all_reduce(torch.stack([local_sum, tokens]))
+        total = wb.comm.select_communicator(self.group).all_reduce(torch.stack([local_sum, tokens]))
         return total[0] / total[1]
 
 

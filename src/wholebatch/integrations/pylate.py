@@ -21,7 +21,7 @@ import wholebatch as wb
 
 from .._base.settings import check_count, check_divisor
 from ._framework import PYLATE
-from ._options import AdaptedLoss, check_no_progress_bar, group_of_batch
+from ._options import AdaptedLoss, check_no_progress_bar
 from ._passages import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
@@ -57,8 +57,7 @@ class Contrastive(AdaptedLoss):
                 "PyLate's loss"
             )
         check_divisor("temperature", self.temperature)
-        group = group_of_batch("gather_across_devices", self.gather_across_devices, self.options["group"])
-        self.options = {**self.options, "group": group}
+        self.choose_group("gather_across_devices")
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""

@@ -152,7 +152,7 @@ class BatchLoss(AdaptedLoss, positional=""):
                 "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "
                 f"their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
             )
-        self.group, self.called = self.options["group"], False
+        self.called = False
 
     @property
     def settings(self) -> dict[str, Any]:  # of any type
@@ -322,7 +322,6 @@ class DistributedMinerWrapper(AdaptedLoss, options=("group",)):
         """Check the miner."""
         if not isinstance(self.miner, _their_class("miners", "BaseMiner")):
             raise TypeError(f"miner must be a miner of pytorch-metric-learning, got {type(self.miner).__name__}")
-        self.group = self.options["group"]
 
     @torch.no_grad()
     def forward(
@@ -378,7 +377,7 @@ class DistributedLossWrapper(AdaptedLoss, options=("group",)):
                 if name == "SelfSupervisedLoss":
                     hint = f"use SelfSupervisedLoss of {__name__}, which needs no wrapper"
                 raise TypeError(f"loss must be one of pytorch-metric-learning's losses, got {name}; {hint}")
-        self.group, self.called = self.options["group"], False
+        self.called = False
 
     def forward(
         self,

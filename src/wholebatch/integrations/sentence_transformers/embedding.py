@@ -19,7 +19,7 @@ import wholebatch as wb
 from ..._base.settings import check_count, check_positive_number
 from ...contract import BatchOptions
 from .._framework import SENTENCE_TRANSFORMERS
-from .._options import AdaptedLoss, check_no_progress_bar, group_of_batch
+from .._options import AdaptedLoss, check_no_progress_bar
 from .checkpoints import keep_parameters
 
 Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
@@ -164,8 +164,8 @@ class BatchLoss(Described, AdaptedLoss):
     def prepare(self) -> None:
         """Check the version of their library, and choose the processes."""
         SENTENCE_TRANSFORMERS.check()
-        gathers = getattr(self, "gather_across_devices", True)
-        self.group = group_of_batch("gather_across_devices", gathers, self.options["group"])
+        if "gather_across_devices" in self._declared:
+            self.choose_group("gather_across_devices")
         self.chunks: Chunks | None = None
 
     @property
@@ -178,7 +178,7 @@ class BatchLoss(Described, AdaptedLoss):
                 "belongs to the loss, which no engine synchronizes, so each process would train another one; leave "
                 "gather_across_devices at True"
             )
-        return {**self.options, "group": self.group}
+        return self.options
 
     def scale_value(self) -> Tensor | float:
         """Return the present value of the scale, with a graph if it is trained."""
