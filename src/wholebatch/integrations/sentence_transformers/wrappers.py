@@ -138,7 +138,7 @@ class WholeBatchLoss(BatchLoss, options=("group",)):
             raise ValueError(
                 f"loss must have compute_loss_from_embeddings(embeddings, labels), got {name}; it runs the model itself"
             )
-        if {*loss.parameters()} - {*self.model.parameters()}:
+        if {*loss.parameters()} - {*(self.model.parameters() if isinstance(self.model, nn.Module) else ())}:
             keep_parameters()
         if self.mini_batch_size is not None or self.mini_batch_num_tokens is not None:
             self.chunks = Chunks("their loss", self.model, self.mini_batch_size or 1, self.mini_batch_num_tokens)
