@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import wholebatch as wb
 from wholebatch.integrations import _framework, open_clip
 from wholebatch.integrations._framework import Framework, FrameworkError
 from wholebatch.integrations._options import AdaptedLoss
+from wholebatch.integrations.transformers import own_leaves
 from wholebatch.testing import run_ranks
 
 WIDTH, LENGTH, VOCABULARY = 4, 6, 9
@@ -331,6 +333,39 @@ def test_a_derived_loss_of_open_clip_has_the_order_of_its_base_class():
     clip, distill = (inspect.signature(x).parameters for x in (open_clip.ClipLoss, open_clip.DistillClipLoss))
     assert [*clip][:6] == [*distill][:6]
     assert next(iter(clip)) == "local_loss"
+
+
+# A loss's own parameters.
+
+
+def leaves_beside_features(call, inputs):
+    """Return the leaves of a loss's graph beside its inputs, which are computed, as a model's features are."""
+    features = [x.requires_grad_() * 1.0 if x.is_floating_point() else x for x in inputs]
+    return own_leaves(call(*features), features)
+
+
+@pytest.mark.parametrize("name", loss_cases.LOSSES)
+def test_no_loss_of_the_library_has_leaves_of_its_own(name):
+    """A Trainer's adapter would refuse it."""
+    case = loss_cases.LOSSES[name]
+    inputs = [*loss_cases.whole_batch(case, (6,)), torch.tensor(5.0), torch.tensor(-2.5)]
+    differentiable = [x.differentiable for x in case.inputs] + [True, True]
+
+    def call(*features):
+        kept = [x if learned else x.detach() for x, learned in zip(features, differentiable, strict=True)]
+        result = case.call(wb.functional, *kept)
+        return result[0] if isinstance(result, tuple) else result
+
+    assert leaves_beside_features(call, inputs) == []
+
+
+def test_a_loss_of_ones_own_has_no_leaves_but_its_parameters():
+    scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    inputs = list(torch.randn(2, 5, 4, dtype=torch.float64))
+    for strategy in ("gather", "replicate", "root"):
+        whole = wb.WholeBatch(lambda x, y: dense_clip(x, y, 3.0), strategy=strategy)
+        assert leaves_beside_features(whole, inputs) == []
+    assert leaves_beside_features(wb.CLIPLoss(logit_scale=scale), inputs) == [scale]
 
 
 # Frameworks.

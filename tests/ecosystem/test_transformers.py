@@ -227,6 +227,11 @@ def test_a_loss_may_use_a_parameter_of_the_model(form):
     assert distance(train("without scale", form, 1, 1, model, loss), by_hand("dual", 1)) < ROUNDING
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_of_ones_own_in_whole_batch(form):
+    assert distance(train("dual", form, 1, 1, batch_loss=wb.WholeBatch(dense)), by_hand("dual", 1)) < ROUNDING
+
+
 def test_the_model_of_a_function_is_named_where_a_loss_uses_its_parameters():
     from wholebatch.integrations.transformers import ComputeLoss
 

@@ -60,15 +60,22 @@ def _loss_of(batch_loss: BatchLoss, features: Features, model: Any) -> Tensor:  
     loss: Tensor = batch_loss(*features)
     if torch.is_grad_enabled():
         TRANSFORMERS.find("accelerate.state", "GradientState")().plugin_kwargs["num_steps"] = 1  # accelerate's divisor
-        _refuse_own_parameters(batch_loss, leaves_of([loss], [x for x in features if isinstance(x, Tensor)]), model)
+        _refuse_own_parameters(batch_loss, own_leaves(loss, features), model)
     return loss
+
+
+def own_leaves(loss: Tensor, features: Sequence[object]) -> list[Tensor]:
+    """Return the tensors that get a gradient from a loss beside its features.
+
+    Empty ones, which keep nodes of this library in a graph, are none of them.
+    """
+    return [x for x in leaves_of([loss], [x for x in features if isinstance(x, Tensor)]) if x.numel()]
 
 
 def _refuse_own_parameters(batch_loss: BatchLoss, leaves: Sequence[Tensor], model: Any) -> None:  # their model
     """Raise ValueError if a loss trains leaves, beside the features, that are no parameters of the model."""
-    parameters = model.parameters() if leaves and isinstance(model, nn.Module) else ()
     own = {id(x): f"a tensor of shape {tuple(x.shape)}" for x in leaves}
-    for x in parameters:
+    for x in model.parameters() if leaves and isinstance(model, nn.Module) else ():
         own.pop(id(x), None)
     if not own:
         return
