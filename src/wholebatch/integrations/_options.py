@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from inspect import Parameter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from typing_extensions import dataclass_transform
@@ -15,12 +15,23 @@ import wholebatch as wb
 from .._base.checks import check_flag
 from ..comm import Group
 from ..contract.options import BatchOptions, defaults_of
+from ..exchange import ExchangeName
+from ..sweep import Memory, Precision
 
 OPTIONS = defaults_of(BatchOptions)
 
 
-@dataclass_transform(eq_default=False)
-class AdaptedLoss(nn.Module):
+def _option(*, default: Any, kw_only: bool) -> Any:
+    """Declare an argument with this default to type checkers."""
+    return default
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(_option,))
+class _Declared(nn.Module):
+    """A module whose constructor takes the annotated attributes of its subclasses, as type checkers see it."""
+
+
+class AdaptedLoss(_Declared):
     """A module whose annotated class attributes are the arguments of its constructor, and then its attributes.
 
         class ScaledLoss(AdaptedLoss):
@@ -28,8 +39,8 @@ class AdaptedLoss(nn.Module):
             scale: float = 20.0
 
     has the constructor `ScaledLoss(model, scale=20.0, *, group=None, exchange="auto", memory="auto", precision="auto")`
-    with the options of this library, which become the dictionary `options`. Then `prepare` is called, which checks the
-    arguments, and makes what the loss needs. An annotation with ClassVar declares no argument; a class with a
+    with the options of this library, which `options` returns as a dictionary. Then `prepare` is called, which checks
+    the arguments, and makes what the loss needs. An annotation with ClassVar declares no argument; a class with a
     constructor of its own declares none.
 
     Keywords of a class statement:
@@ -39,7 +50,11 @@ class AdaptedLoss(nn.Module):
         options: the names of the options; default: as in the base class, all four in this one.
     """
 
-    options: BatchOptions
+    if TYPE_CHECKING:
+        group: Group = _option(default=None, kw_only=True)
+        exchange: ExchangeName = _option(default="auto", kw_only=True)
+        memory: Memory = _option(default="auto", kw_only=True)
+        precision: Precision = _option(default="auto", kw_only=True)
 
     _declared: ClassVar[Mapping[str, Any]] = {}
     _positional: ClassVar[Sequence[str]] = ()
@@ -73,9 +88,10 @@ class AdaptedLoss(nn.Module):
         """Check the arguments, which are attributes, and make what the loss needs."""
 
     @property
-    def group(self) -> Group:
-        """The processes whose rows are compared."""
-        return self.options.get("group")
+    def options(self) -> BatchOptions:
+        """The options of this library that the loss takes."""
+        options: Any = {name: getattr(self, name) for name in self._options}
+        return options
 
     def choose_group(self, gathers: str) -> None:
         """Compare the rows of each process alone if the argument of this name is False, which no group goes with."""
@@ -86,12 +102,11 @@ class AdaptedLoss(nn.Module):
                 f"{gathers}=False compares the rows of one process, so it does not go with group=; leave one of them "
                 "out"
             )
-        self.options = {**self.options, "group": wb.comm.LocalCommunicator()}
+        self.group = wb.comm.LocalCommunicator()
 
     def _take(self, arguments: dict[str, Any]) -> None:
-        """Make arguments attributes, and options a dictionary."""
+        """Make arguments attributes."""
         super().__init__()
-        self.options = {name: arguments.pop(name) for name in self._options}  # type: ignore[assignment]
         for name, value in (arguments | dict(self._fixed)).items():
             setattr(self, name, value)
         self.prepare()

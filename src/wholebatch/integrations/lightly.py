@@ -37,14 +37,12 @@ _SMALLEST = 1e-8  # lightly refuses a temperature below
 class _LossOfRows(AdaptedLoss):
     """A loss of two views, with the choice of the processes that share the batch."""
 
-    gather_distributed: bool = True
-
     def prepare(self) -> None:
         """Choose the processes."""
         self.choose_group("gather_distributed")
 
 
-class NTXentLoss(_LossOfRows, positional="temperature memory_bank_size gather_distributed"):
+class NTXentLoss(_LossOfRows):
     """lightly's `NTXentLoss`: SimCLR's loss, or MoCo's with a memory bank.
 
     Without a bank, :class:`wholebatch.NTXentLoss`. With one, :func:`wholebatch.functional.moco_loss` of the normalized
@@ -59,6 +57,7 @@ class NTXentLoss(_LossOfRows, positional="temperature memory_bank_size gather_di
 
     temperature: float = 0.5
     memory_bank_size: int | Sequence[int] = 0
+    gather_distributed: bool = True
 
     def prepare(self) -> None:
         """Check the arguments, and make the bank."""
@@ -125,7 +124,7 @@ def _bank_size(size: Any) -> tuple[int, int] | None:
     return None if numbers[0] == 0 else (numbers[0], numbers[1])
 
 
-class DCLLoss(_LossOfRows, positional="temperature weight_fn gather_distributed"):
+class DCLLoss(_LossOfRows):
     """lightly's `DCLLoss`, by :class:`wholebatch.DCLLoss`.
 
     Args:
@@ -135,6 +134,7 @@ class DCLLoss(_LossOfRows, positional="temperature weight_fn gather_distributed"
 
     temperature: float = 0.1
     weight_fn: Callable[[Tensor, Tensor], Tensor] | None = None
+    gather_distributed: bool = True
 
     def prepare(self) -> None:
         """Check the arguments."""
@@ -190,7 +190,7 @@ class _LossOfFeatures(_LossOfRows, options=("group",)):
         return loss
 
 
-class BarlowTwinsLoss(_LossOfFeatures, positional="lambda_param gather_distributed"):
+class BarlowTwinsLoss(_LossOfFeatures):
     """lightly's `BarlowTwinsLoss`, by :class:`wholebatch.BarlowTwinsLoss`.
 
     Features are standardized over the rows of all processes. lightly standardizes those of each process alone.
@@ -200,13 +200,14 @@ class BarlowTwinsLoss(_LossOfFeatures, positional="lambda_param gather_distribut
     """
 
     lambda_param: float = 5e-3
+    gather_distributed: bool = True
 
     def make_loss(self) -> nn.Module:
         """Return the loss with these arguments."""
         return wb.BarlowTwinsLoss(redundancy=self.lambda_param, group=self.group)
 
 
-class VICRegLoss(_LossOfFeatures, positional="lambda_param mu_param nu_param gather_distributed eps"):
+class VICRegLoss(_LossOfFeatures):
     """lightly's `VICRegLoss`, by :class:`wholebatch.VICRegLoss`.
 
     Args:
@@ -217,6 +218,7 @@ class VICRegLoss(_LossOfFeatures, positional="lambda_param mu_param nu_param gat
     lambda_param: float = 25.0
     mu_param: float = 25.0
     nu_param: float = 1.0
+    gather_distributed: bool = True
     eps: float = 0.0001
 
     def make_loss(self) -> nn.Module:

@@ -57,24 +57,18 @@ Losses = Tensor | dict[str, Tensor]
 LossPair = tuple[Tensor, Tensor] | dict[str, Tensor]
 
 
-class _LossOfFeatures(AdaptedLoss):
-    """A loss of the features of all ranks, with open_clip's arguments, of which only some are used."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def _check_ranks(self) -> None:
-        """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
-        ranks, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.group)
-        if ranks not in ((0, 1), (comm.rank, comm.size)):
-            message = (
-                f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {self.rank} "
-                f"and {self.world_size}; leave them out, or call torch.distributed.init_process_group() first"
-            )
-            refuse(message, f"{type(self).__name__}.forward", comm)
+def _check_ranks(loss: ClipLoss | SigLipLoss) -> None:
+    """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
+    ranks, comm = (loss.rank, loss.world_size), wb.comm.select_communicator(loss.group)
+    if ranks not in ((0, 1), (comm.rank, comm.size)):
+        message = (
+            f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {loss.rank} "
+            f"and {loss.world_size}; leave them out, or call torch.distributed.init_process_group() first"
+        )
+        refuse(message, f"{type(loss).__name__}.forward", comm)
 
 
-class ClipLoss(_LossOfFeatures, positional="local_loss gather_with_grad cache_labels rank world_size use_horovod"):
+class ClipLoss(AdaptedLoss):
     """open_clip's `ClipLoss`, by :class:`wholebatch.CLIPLoss`.
 
     Args:
@@ -90,6 +84,8 @@ class ClipLoss(_LossOfFeatures, positional="local_loss gather_with_grad cache_la
     local_loss: bool = False
     gather_with_grad: bool = False
     cache_labels: bool = False
+    rank: int = 0
+    world_size: int = 1
     use_horovod: bool = False
 
     def prepare(self) -> None:
@@ -110,12 +106,12 @@ class ClipLoss(_LossOfFeatures, positional="local_loss gather_with_grad cache_la
         output_dict: bool = False,
     ) -> Losses:
         """Return the loss of the global batch, or `{"contrastive_loss": loss}`."""
-        self._check_ranks()
+        _check_ranks(self)
         loss = self.contrastive(image_features, text_features, logit_scale, logit_bias=logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class SigLipLoss(_LossOfFeatures, positional="cache_labels rank world_size dist_impl chunk_size"):
+class SigLipLoss(AdaptedLoss):
     """open_clip's `SigLipLoss`, by :class:`wholebatch.SigLIPLoss`.
 
     Args:
@@ -125,6 +121,8 @@ class SigLipLoss(_LossOfFeatures, positional="cache_labels rank world_size dist_
     """
 
     cache_labels: bool = False
+    rank: int = 0
+    world_size: int = 1
     dist_impl: str | None = None
     chunk_size: int = 0
 
@@ -143,7 +141,7 @@ class SigLipLoss(_LossOfFeatures, positional="cache_labels rank world_size dist_
         output_dict: bool = False,
     ) -> Losses:
         """Return the loss of the global batch, or `{"contrastive_loss": loss}`."""
-        self._check_ranks()
+        _check_ranks(self)
         bias = 0.0 if logit_bias is None else logit_bias
         loss = self.contrastive(image_features, text_features, logit_scale, bias)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -179,7 +177,7 @@ class CoCaLoss(
         output_dict: bool = False,
     ) -> LossPair:
         """Return both weighted losses of the global batch: a pair, or a dictionary with names as open_clip's."""
-        self._check_ranks()
+        _check_ranks(self)
         clip_loss = torch.zeros((), device=logits.device)
         if self.clip_loss_weight:
             clip_loss = self.clip_loss_weight * self.contrastive(image_features, text_features, logit_scale)
@@ -218,7 +216,7 @@ class DistillClipLoss(ClipLoss):
         output_dict: bool = False,
     ) -> LossPair:
         """Return both losses of the global batch: a pair, or a dictionary with names as open_clip's."""
-        self._check_ranks()
+        _check_ranks(self)
         contrastive_loss = self.contrastive(image_features, text_features, logit_scale)
         distill_loss = self.distillation(
             image_features, text_features, logit_scale, dist_image_features, dist_text_features, dist_logit_scale
