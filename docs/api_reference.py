@@ -117,7 +117,8 @@ def declare_arguments(package: griffe.Module) -> None:
         bases = [base for base in (*reversed(cls.mro()), cls) if adapted in base.mro()]
         if cls not in bases:
             continue
-        fields = {name: x for base in bases for name, x in base.members.items() if "instance-attribute" in x.labels}
+        members = {name: x for base in bases for name, x in base.members.items() if not name.startswith("_")}
+        fields = {name: x for name, x in members.items() if "instance-attribute" in x.labels}
         fixed = " ".join(str(base.keywords.get("fixed", "")) for base in bases)
         names = [name for name in fields if f"'{name}'" not in fixed]
         ordered: list[str] = []
