@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test suite quick faults kernels gpu gpu-profile strict mpi deferred jax ecosystem vision embedders late peers docs lint format clean
+.PHONY: train test suite quick faults kernels gpu gpu-profile strict mpi deferred jax ecosystem vision embedders late sentence peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -99,10 +99,22 @@ EMBEDDERS = tests/ecosystem/test_flag_embedding.py tests/ecosystem/test_ms_swift
 embedders: .venv-embedders/ready
 	.venv-embedders/bin/python -m pytest $(EMBEDDERS) $(ARGS)
 
-# Tests with libraries of late interaction that need an older sentence-transformers: PyLate and colpali-engine.
-LATE = tests/ecosystem/test_pylate.py tests/ecosystem/test_colpali.py tests/ecosystem/test_late_interaction_kernels.py
+# Tests with libraries of late interaction that need an older sentence-transformers, PyLate and colpali-engine, and with
+# the older transformers that these need.
+LATE = tests/ecosystem/test_pylate.py tests/ecosystem/test_colpali.py tests/ecosystem/test_late_interaction_kernels.py \
+  tests/ecosystem/test_transformers.py
 late: .venv-late/ready
 	.venv-late/bin/python -m pytest $(LATE) $(ARGS)
+
+# Tests inside sentence-transformers' trainer with older releases that the adapter takes, each beside .venv-ecosystem.
+SENTENCE ?= 6.0.0 6.1.0
+sentence: $(SENTENCE:%=.venv-sentence-%/ready)
+	@failed=; for release in $(SENTENCE); do \
+	  echo "== sentence-transformers $$release"; \
+	  PYTHONPATH="$(CURDIR)/.venv-sentence-$$release" .venv-ecosystem/bin/python -m pytest \
+	    tests/ecosystem/test_sentence_transformers.py tests/ecosystem/test_sentence_transformers_trainer.py \
+	    tests/ecosystem/test_multi_vector.py $(ARGS) || failed="$$failed $$release"; \
+	done; test -z "$$failed" || { echo "sentence: these failed:$$failed"; exit 1; }
 
 # The libraries that benchmarks/losses.py compares with, in a separate environment.
 peers: .venv-peers/ready
@@ -122,7 +134,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-vision .venv-embedders .venv-late .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-vision .venv-embedders .venv-late .venv-peers .venv-docs .venv-triton-* .venv-sentence-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -159,6 +171,13 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 .venv-triton-%/ready: .venv/dev-installed
 	@echo "installing Triton $* into $(@D)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	touch $@
+
+# One release of sentence-transformers alone, beside the packages of .venv-ecosystem.
+.venv-sentence-%/ready: .venv-ecosystem/ready
+	@echo "installing sentence-transformers $* into $(@D)"
+	.venv-ecosystem/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+	  sentence-transformers==$*
 	touch $@
 
 .venv-peers/ready: .venv-peers/bin/python pyproject.toml packages/wholebatch-train/pyproject.toml constraints.txt

@@ -108,6 +108,36 @@ def declare_settings(package: griffe.Module) -> None:
         cls.set_member("__init__", init)
 
 
+def declare_arguments(package: griffe.Module) -> None:
+    """Give adapters' losses, which declare their arguments as attributes, the constructor that AdaptedLoss makes."""
+    adapted, kinds = package["integrations._options.AdaptedLoss"], griffe.ParameterKind
+    options = package["contract.options.BatchOptions"].attributes
+    defaults = package["contract.options.Options"].attributes
+    for cls in [cls for module in _modules(package) for cls in module.classes.values() if not cls.is_alias]:
+        bases = [base for base in (*reversed(cls.mro()), cls) if adapted in base.mro()]
+        if cls not in bases:
+            continue
+        members = {name: x for base in bases for name, x in base.members.items() if not name.startswith("_")}
+        fields = {name: x for name, x in members.items() if "instance-attribute" in x.labels}
+        fixed = " ".join(str(base.keywords.get("fixed", "")) for base in bases)
+        names = [name for name in fields if f"'{name}'" not in fixed]
+        ordered: list[str] = []
+        for base in bases:
+            own, positional = [name for name in base.members if name in names], base.keywords.get("positional")
+            ordered = [*ordered, *own] if positional is None else ast.literal_eval(str(positional)).split()
+        ordered = [name for name in ordered if name in names]
+        parameters = [griffe.Parameter("self", kind=kinds.positional_or_keyword)]
+        for name in [*ordered, *(name for name in names if name not in ordered)]:
+            kind, field = kinds.positional_or_keyword if name in ordered else kinds.keyword_only, fields[name]
+            parameters.append(griffe.Parameter(name, annotation=field.annotation, kind=kind, default=field.value))
+        taken = [str(base.keywords["options"]) for base in bases if "options" in base.keywords]
+        for name in [name for name in options if not taken or f"'{name}'" in taken[-1]]:
+            kind, annotation, default = kinds.keyword_only, options[name].annotation, defaults[name].value
+            parameters.append(griffe.Parameter(name, annotation=annotation, kind=kind, default=default))
+        init = griffe.Function("__init__", parameters=griffe.Parameters(*parameters), lineno=cls.lineno)
+        cls.set_member("__init__", init)
+
+
 def name_options(package: griffe.Module) -> None:
     """Give functions with `**options: Unpack[SomeOptions]` the parameters that this TypedDict declares."""
     defaults = package["contract.options.Options"].attributes
@@ -187,6 +217,7 @@ class Docstrings(griffe.Extension):
             for name in _exports(pkg["functional"]):
                 assert name in pkg["functional"].members, name
             declare_settings(pkg)
+            declare_arguments(pkg)
             name_options(pkg)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:

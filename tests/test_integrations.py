@@ -1,17 +1,24 @@
 """Adapters to other trainers: what they do without the framework. `make ecosystem` runs them inside it."""
 
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.integrations import open_clip
+from wholebatch.integrations import _framework, open_clip
 from wholebatch.integrations._framework import Framework, FrameworkError
+from wholebatch.integrations._options import AdaptedLoss
+from wholebatch.integrations.transformers import own_leaves
 from wholebatch.testing import run_ranks
 
 WIDTH, LENGTH, VOCABULARY = 4, 6, 9
@@ -242,12 +249,123 @@ def test_a_task_has_its_model_in_chunks_during_an_epoch_alone():
             raise RuntimeError(outcome)
         return outcome
 
-    in_chunks = open_clip._train_in_chunks(train, 4, of_task=True)
+    in_chunks = open_clip._train_in_chunks(train, 4, has_task=True)
     assert in_chunks(step, "loss") == "loss"
     assert step.task.trainable_module is model
     with pytest.raises(RuntimeError, match="error"):
         in_chunks(step, "error")
     assert step.task.trainable_module is model
+
+
+# Declared arguments.
+
+
+class Base(AdaptedLoss):
+    """Takes a and b, and the options."""
+
+    a: int
+    b: int = 2
+    kind: ClassVar[str] = "no argument"
+
+    def prepare(self):
+        self.total = self.a + self.b
+
+
+class Reordered(Base, positional="a c", options=("group",)):
+    """Takes a and c by position, and b by keyword alone."""
+
+    c: int = 3
+
+
+class Same(Reordered):
+    """Takes what its base class takes."""
+
+
+class WithoutB(Reordered, fixed={"b": 5}):
+    """Takes no b."""
+
+    d: int = 4
+
+
+class Own(Base):
+    """Has a constructor of its own."""
+
+    factor: int = 10
+
+    def __init__(self, c):
+        super().__init__(c * self.factor)
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    assert (Own(3).a, Own(3).total, str(inspect.signature(Own))) == (30, 32, "(c)")
+
+
+OPTIONS = "group=None, exchange='auto', memory='auto', precision='auto'"
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (Base, f"(a, b=2, *, {OPTIONS})"),
+        (Reordered, "(a, c=3, *, b=2, group=None)"),
+        (Same, "(a, c=3, *, b=2, group=None)"),
+        (WithoutB, "(a, c=3, d=4, *, group=None)"),
+    ],
+)
+def test_a_class_takes_the_arguments_that_it_declares(cls, arguments):
+    assert str(inspect.signature(cls)) == arguments
+    assert cls.kind == "no argument"
+    with pytest.raises(TypeError, match=f"{cls.__name__}.* got an unexpected keyword argument 'e'; it takes a, "):
+        cls(1, e=2)
+    with pytest.raises(TypeError, match="missing a required argument: 'a'"):
+        cls()
+
+
+def test_arguments_become_attributes_before_they_are_prepared():
+    loss = Base(1, memory="flat")
+    assert (loss.a, loss.b, loss.total) == (1, 2, 3)
+    assert loss.options == {"group": None, "exchange": "auto", "memory": "flat", "precision": "auto"}
+    fixed = WithoutB(1)
+    assert (fixed.b, fixed.total, fixed.options) == (5, 6, {"group": None})
+
+
+def test_a_derived_loss_of_open_clip_has_the_order_of_its_base_class():
+    clip, distill = (inspect.signature(x).parameters for x in (open_clip.ClipLoss, open_clip.DistillClipLoss))
+    assert [*clip][:6] == [*distill][:6]
+    assert next(iter(clip)) == "local_loss"
+
+
+# A loss's own parameters.
+
+
+def leaves_beside_features(call, inputs):
+    """Return the leaves of a loss's graph beside its inputs, which are computed, as a model's features are."""
+    features = [x.requires_grad_() * 1.0 if x.is_floating_point() else x for x in inputs]
+    return own_leaves(call(*features), features)
+
+
+@pytest.mark.parametrize("name", loss_cases.LOSSES)
+def test_no_loss_of_the_library_has_leaves_of_its_own(name):
+    """A Trainer's adapter would refuse it."""
+    case = loss_cases.LOSSES[name]
+    inputs = [*loss_cases.whole_batch(case, (6,)), torch.tensor(5.0), torch.tensor(-2.5)]
+    differentiable = [x.differentiable for x in case.inputs] + [True, True]
+
+    def call(*features):
+        kept = [x if learned else x.detach() for x, learned in zip(features, differentiable, strict=True)]
+        result = case.call(wb.functional, *kept)
+        return result[0] if isinstance(result, tuple) else result
+
+    assert leaves_beside_features(call, inputs) == []
+
+
+def test_a_loss_of_ones_own_has_no_leaves_but_its_parameters():
+    scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    inputs = list(torch.randn(2, 5, 4, dtype=torch.float64))
+    for strategy in ("gather", "replicate", "root"):
+        whole = wb.WholeBatch(lambda x, y: dense_clip(x, y, 3.0), strategy=strategy)
+        assert leaves_beside_features(whole, inputs) == []
+    assert leaves_beside_features(wb.CLIPLoss(logit_scale=scale), inputs) == [scale]
 
 
 # Frameworks.
@@ -282,6 +400,13 @@ def test_a_newer_framework_is_used_while_it_has_the_name_that_is_replaced(monkey
     assert isinstance(open_clip.create_loss(SimpleNamespace()), open_clip.ClipLoss)
     with pytest.raises(FrameworkError, match=r"open_clip of open_clip 9\.0 has no create_task, where this adapter"):
         open_clip.create_task(SimpleNamespace(), None)
+
+
+def test_the_page_has_the_versions_of_all_frameworks():
+    page = (Path(__file__).parent.parent / "docs" / "integrations" / "index.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([^|]+) \| ([^|]+) \|$", page, flags=re.MULTILINE)
+    known = [x for x in vars(_framework).values() if isinstance(x, Framework)]
+    assert rows[1:] == [(x.module, x.versions[0], ", ".join(x.versions)) for x in known]
 
 
 def test_a_version_without_numbers_counts_as_new(monkeypatch):

@@ -127,7 +127,7 @@ def test_mistakes_are_refused(loss, settings, message):
 def test_a_missing_framework_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     monkeypatch.setitem(sys.modules, "pylate", None)
-    with pytest.raises(FrameworkError, match=r"tested with sentence_transformers 6\.2\.0: pip install"):
+    with pytest.raises(FrameworkError, match=r"tested with sentence_transformers 6\.0\.0, .*: pip install"):
         ours.MultiVectorMultipleNegativesRankingLoss(None, similarity_fct=len)
     with pytest.raises(FrameworkError, match=r"tested with pylate 1\.6\.0: pip install"):
         pylate.Contrastive(None)([])

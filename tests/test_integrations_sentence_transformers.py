@@ -5,6 +5,7 @@
 
 import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,9 +79,23 @@ def test_each_setting_is_another_loss():
 
 def test_a_missing_framework_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(FrameworkError, match=r"tested with sentence_transformers 6\.2\.0: pip install 'sentence-tr"):
+    with pytest.raises(FrameworkError, match=r"tested with sentence_transformers 6\.0\.0, .* and 6\.2\.0: pip ins"):
         ours.CachedMultipleNegativesRankingLoss(None)
     assert ours.MultipleNegativesRankingLoss(None, scale=wb.Scale(20.0)).temperature == pytest.approx(0.05)
+
+
+def test_a_framework_that_is_too_old_is_refused_by_constructors(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(__version__="5.3.0"))
+    for loss in (ours.MultipleNegativesRankingLoss, ours.MarginMSELoss):
+        with pytest.raises(FrameworkError, match=r"sentence_transformers 5\.3\.0 is too old; this adapter was tested"):
+            loss(None)
+
+
+def test_a_trained_scale_needs_a_trainer_that_clears_its_gradient(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(__version__="6.1.0"))
+    ours.MultipleNegativesRankingLoss(None, scale=20.0)
+    with pytest.raises(FrameworkError, match=r"before 6\.2 never clears the gradient .* pass a number as scale"):
+        ours.MultipleNegativesRankingLoss(None, scale=wb.Scale(20.0))
 
 
 def test_cached_losses_have_the_arguments_of_their_loss_and_of_chunks_in_their_order():

@@ -9,14 +9,13 @@ relative to the distance that training has moved the weights.
 import pytest
 import torch
 from dual import distance
-from sentence_runs import Case, encoder, on_two, run_cases
+from sentence_runs import BEFORE_6_2, ROUNDING, Case, encoder, on_two, run_cases
 
 pytest.importorskip("sentence_transformers")
 from sentence_transformers.util import dot_score, pairwise_cos_sim
 
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
 
-ROUNDING = 1e-11  # of the distance moved: 20 steps in float64, summed in another order
 OF_LABELS = 1e-6  # they compute a teacher's softmax, and its margins from scores, in the labels' float32
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 RANKING, CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
@@ -133,6 +132,8 @@ def assert_trained_alike(runs, true, most=ROUNDING):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_end_with_the_weights_of_one(found, true, name):
+    if BEFORE_6_2 and isinstance(true[name], str):
+        pytest.skip(f"their loss fails on one process: {true[name]}")
     most = OF_LABELS if "softmax" in name or "scores" in name else ROUNDING
     assert_trained_alike([of_rank["ours"][name] for of_rank in found], true[name], most)
 

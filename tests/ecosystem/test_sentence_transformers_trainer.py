@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dual import Run, as_launched, distance, free_port, weights
-from sentence_runs import ROWS, WORDS, arguments, encoder, texts, trained
+from sentence_runs import ROUNDING, ROWS, WORDS, arguments, encoder, texts, trained, with_scale
 
 pytest.importorskip("sentence_transformers")
 import sentence_transformers
@@ -26,12 +26,12 @@ from sentence_transformers.util import dot_score
 import wholebatch as wb
 from wholebatch.auditing import presets
 from wholebatch.integrations import sentence_transformers as ours
-from wholebatch.integrations.sentence_transformers.embedding import SENTENCE_TRANSFORMERS, cos_sim, pairwise_dot_score
+from wholebatch.integrations._framework import SENTENCE_TRANSFORMERS
+from wholebatch.integrations.sentence_transformers.embedding import cos_sim, pairwise_dot_score
 from wholebatch.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
 
-ROUNDING = 1e-11
 SPLIT = {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": ROWS}
 
 
@@ -174,6 +174,47 @@ def learned_scale_in_matryoshka(folder, ranks):
     return run, scale().item()
 
 
+def resumed(folder, ranks, *, name, losses):
+    """Train 8 steps; then 4, and 4 more in a fresh trainer. Return the weights and the scales of the losses of each."""
+    from sentence_transformers import SentenceTransformerTrainer
+
+    found = []
+    for part, steps, checkpoint in (("straight", 8, None), ("halves", 4, None), ("halves", 8, "checkpoint-4")):
+        out, model = Path(folder) / f"{name}-{ranks}-{part}", encoder(folder)
+        loss, scales = losses(model)
+        settings = {"max_steps": steps, "learning_rate": 0.2, "save_strategy": "steps", "save_steps": 4}
+        args = arguments(str(out), ranks, **settings)
+        trainer = SentenceTransformerTrainer(model, args, train_dataset=texts(8 * ROWS, 2), loss=loss)
+        trainer.train(resume_from_checkpoint=checkpoint and str(out / checkpoint))
+        found.append((weights(model), [scale().item() for scale in scales]))
+    return found
+
+
+def one_scale(model):
+    scale = wb.Scale(20.0).double()
+    loss = ours.CachedMultipleNegativesRankingLoss(model, scale, mini_batch_size=3)
+    return ours.MatryoshkaLoss(model, loss, [4, 16]), [scale]
+
+
+class ScaledLoss(torch.nn.Module):
+    """A loss in the form of theirs, with a parameter."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.scale = model, wb.Scale(20.0).double()
+
+    def compute_loss_from_embeddings(self, embeddings, labels):
+        return wb.reference.clip_loss(*[torch.nn.functional.normalize(x, dim=1) for x in embeddings], self.scale())
+
+
+def scale_of_theirs(model):
+    loss = ScaledLoss(model)
+    return ours.WholeBatchLoss(model, loss), [loss.scale]
+
+
+SCALES = {"one": one_scale, "theirs": scale_of_theirs}
+
+
 def sizes_drawn(folder, ranks):
     model = encoder(folder)
     loss = ours.MatryoshkaLoss(model, ours.MultipleNegativesRankingLoss(model), [4, 8, 16], n_dims_per_step=2)
@@ -213,11 +254,12 @@ def body(port, folder):
         "evaluated first, theirs": evaluated_first(theirs, folder, 2),
         "prompts": prompts(ours, folder, 2),
         "bfloat16": bfloat16(ours, folder, 2),
-        "scale": learned_scale(folder, 2),
-        "scale, local": tried(learned_scale, folder, 2, gather=False),
-        "scale, matryoshka": learned_scale_in_matryoshka(folder, 2),
         "drawn": sizes_drawn(folder, 2),
         "columns": columns_differ(),
+        "scale": tried(learned_scale, folder, 2),
+        "scale, local": tried(learned_scale, folder, 2, gather=False),
+        "scale, matryoshka": tried(learned_scale_in_matryoshka, folder, 2),
+        **{f"resumed, {name}": tried(resumed, folder, 2, name=name, losses=of) for name, of in SCALES.items()},
     }
 
 
@@ -298,6 +340,7 @@ def test_bfloat16(found, folder):
     assert_trained_alike([of_rank["bfloat16"] for of_rank in found], bfloat16(theirs, folder, 1), tolerance=0.05)
 
 
+@with_scale
 @pytest.mark.parametrize(
     ("name", "run"), [("scale", learned_scale), ("scale, matryoshka", learned_scale_in_matryoshka)]
 )
@@ -308,6 +351,29 @@ def test_a_learned_scale_is_trained_by_the_trainer(found, folder, name, run):
     assert [of_rank[name][1] for of_rank in found] == pytest.approx([scale] * 2, rel=1e-6)
 
 
+@with_scale
+@pytest.mark.parametrize("name", SCALES)
+def test_a_learned_scale_continues_after_a_checkpoint(found, folder, name):
+    runs = [resumed(folder, 1, name=name, losses=SCALES[name]), *(of_rank[f"resumed, {name}"] for of_rank in found)]
+    straight, straight_scales = runs[0][0]
+    for _, (_, halfway_scales), (end, end_scales) in runs:
+        assert (end - straight).norm() < 1e-7 * straight.norm()  # their checkpoint of the model is in float32
+        assert end_scales == pytest.approx(straight_scales, rel=1e-7)
+        assert abs(halfway_scales[0] - 20) > 0.05  # a scale that restarted would show
+
+
+@with_scale
+def test_a_checkpoint_without_the_parameters_of_the_loss_is_refused(folder):
+    resumed(folder, 1, name="lost", losses=one_scale)
+    checkpoint, model = Path(folder) / "lost-1-halves" / "checkpoint-4", encoder(folder)
+    (checkpoint / "loss.safetensors").unlink()
+    args, (loss, _) = arguments(str(checkpoint.parent), 1), one_scale(model)
+    trainer = sentence_transformers.SentenceTransformerTrainer(model, args, train_dataset=texts(80, 2), loss=loss)
+    with pytest.raises(ValueError, match=r"must have the parameters of the loss, loss\.loss\.scale.* got none: they"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+@with_scale
 def test_a_learned_scale_without_gathering_is_refused(found):
     assert "scale must be a number with gather_across_devices=False" in found[0]["scale, local"]
 
@@ -522,6 +588,7 @@ def test_static_embeddings_are_refused_by_cached_losses_alone(folder):
     assert found.item() == pytest.approx(theirs.MultipleNegativesRankingLoss(model)(columns, None).item(), abs=1e-6)
 
 
+@with_scale
 def test_their_matryoshka_loss_of_a_cached_loss_refuses_a_learned_scale(folder):
     model = encoder(folder)
     loss = theirs.MatryoshkaLoss(model, cached(model, scale=wb.Scale(20.0)), [4, 16])

@@ -1,8 +1,9 @@
 """Hugging Face's Trainer on two processes: the mixin and the loss function give the weights of one process.
 
-    make ecosystem
+    make ecosystem; make late, with the oldest transformers that the adapter takes
 
-One process trains with a dense loss of the whole batch, in float64, with the same number of micro-steps.
+One process trains in a loop of its own, without a Trainer, with a dense loss of the whole batch, in float64, with the
+same number of micro-steps.
 """
 
 import tempfile
@@ -15,10 +16,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch._base.third_party import declare_torchvision_operators
 from wholebatch.auditing import presets
 from wholebatch.testing import run_ranks
 
 pytest.importorskip("transformers")
+declare_torchvision_operators()
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
 
 ROUNDING = 1e-10  # of the distance moved: 20 steps in float64, summed in another order
@@ -70,24 +73,46 @@ def dense(image, text, scale):
     return (F.cross_entropy(logits, at) + F.cross_entropy(logits.T, at)) / 2
 
 
-def setting(kind, ranks, micro_steps):
+def setting(kind, micro_steps):
     """Return a model and its data."""
     rows = 2 * BATCH * STEPS * micro_steps
+    if kind == "without scale":
+        return WithoutScale(), Pairs(rows)
     if kind == "clip":
         return clip_model(), PicturesAndTexts(rows)
     return TakesAnyKeyword() if kind != "dual" else Dual(), (Labeled if kind == "labels" else Pairs)(rows)
 
 
-def train(kind, form, ranks, micro_steps):
-    """Train in this process; return the weights before and after, and the loss of an evaluation."""
+def by_hand(kind, micro_steps):
+    """Train with a dense loss; return the weights before and after, and the loss of an evaluation."""
+    from wholebatch.integrations.transformers import features_of
+
+    model, data = setting(kind, micro_steps)
+    start, optimizer = weights(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(torch.utils.data.DataLoader(data, 2 * BATCH)):
+        (dense(*features_of(model, model(**batch))) / micro_steps).backward()
+        if (number + 1) % micro_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    batch = next(iter(torch.utils.data.DataLoader(data, 2 * BATCH)))
+    return start, weights(model), dense(*features_of(model, model(**batch))).item()
+
+
+def train(kind, form, ranks, micro_steps, model=None, batch_loss=None):
+    """Train in this process by a Trainer; return the weights before and after, and the loss of an evaluation."""
     from transformers import Trainer, TrainingArguments
 
     from wholebatch.integrations.transformers import ComputeLoss, WholeBatchTrainerMixin, features_of
 
-    class ContrastiveTrainer(WholeBatchTrainerMixin, Trainer):
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    class ContrastiveTrainer(WholeBatchTrainerMixin, InOrder):
         pass
 
-    model, data = setting(kind, ranks, micro_steps)
+    usual, data = setting(kind, micro_steps)
+    model = model or usual
     start = weights(model)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -107,18 +132,18 @@ def train(kind, form, ranks, micro_steps):
             remove_unused_columns=False,
         )
         if form == "function":
-            loss = ComputeLoss(wb.CLIPLoss(), args, model)
-            trainer = Trainer(model, args, train_dataset=data, compute_loss_func=loss)
+            loss = ComputeLoss(batch_loss or wb.CLIPLoss(), args, model)
+            trainer = InOrder(model, args, train_dataset=data, compute_loss_func=loss)
         elif form == "plain function":
 
             def loss(outputs, labels, num_items_in_batch=None):
                 return wb.CLIPLoss()(*features_of(model, outputs))
 
-            trainer = Trainer(model, args, train_dataset=data, compute_loss_func=loss)
+            trainer = InOrder(model, args, train_dataset=data, compute_loss_func=loss)
         else:
             chunks = 3 if form == "mixin, chunks" else None
-            batch_loss = dense if form == "dense" else None
-            trainer = ContrastiveTrainer(model, args, train_dataset=data, batch_loss=batch_loss, chunk_size=chunks)
+            settings = {"batch_loss": batch_loss, "chunk_size": chunks}
+            trainer = ContrastiveTrainer(model, args, train_dataset=data, **settings)
         trainer.train()
         part = torch.utils.data.Subset(data, range(2 * BATCH))
         evaluated = None if "function" in form else trainer.evaluate(part)["eval_loss"]
@@ -142,7 +167,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def true():
-    return {(kind, n): train(kind, "dense", 1, n) for kind in ("dual", "labels", "clip") for n in (1, MICRO_STEPS)}
+    return {(kind, n): by_hand(kind, n) for kind in ("dual", "labels", "clip") for n in (1, MICRO_STEPS)}
 
 
 def distance(run, true):
@@ -168,6 +193,51 @@ def test_a_plain_loss_function_ends_elsewhere(found, true):
 def test_the_audit_finds_the_gradients_exact(name, exact):
     report = wb.audit(presets.settings("transformers")[name], ranks=(1, 2))
     assert report.exact is exact, report
+
+
+class WithoutScale(Dual):
+    """A model that leaves the scale to the loss."""
+
+    def forward(self, x, y):
+        return super().forward(x, y)[:2]
+
+
+def losses_with_a_scale():
+    """Return losses that train a scale which is no part of the model: in a module, and in a function."""
+    scale = wb.Scale(5.0).double()
+    return {
+        "logit_scale.log_scale": wb.CLIPLoss(logit_scale=scale),
+        r"a tensor of shape \(1,\)": lambda x, y: wb.functional.clip_loss(x, y, scale()),
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", losses_with_a_scale())
+def test_a_loss_with_a_parameter_of_its_own_is_refused(name, form):
+    """The Trainer would neither train it nor save it."""
+    with pytest.raises(ValueError, match=f"must train no parameters but the model's, got {name}: .* wb.Scale"):
+        train("without scale", form, 1, 1, batch_loss=losses_with_a_scale()[name])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_may_use_a_parameter_of_the_model(form):
+    """The loss alone uses the scale, which is trained as where the model returns its value."""
+    model = WithoutScale()
+    loss = wb.CLIPLoss(logit_scale=model.scale)
+    assert distance(train("without scale", form, 1, 1, model, loss), by_hand("dual", 1)) < ROUNDING
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_of_ones_own_in_whole_batch(form):
+    assert distance(train("dual", form, 1, 1, batch_loss=wb.WholeBatch(dense)), by_hand("dual", 1)) < ROUNDING
+
+
+def test_the_model_of_a_function_is_named_where_a_loss_uses_its_parameters():
+    from wholebatch.integrations.transformers import ComputeLoss
+
+    scale = wb.Scale(5.0)
+    with pytest.raises(ValueError, match="If it is the model's, pass the model to ComputeLoss as well"):
+        ComputeLoss(wb.CLIPLoss(logit_scale=scale), None)((torch.eye(3), torch.eye(3)))
 
 
 def test_mistakes_are_refused():

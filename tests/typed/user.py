@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import wholebatch as wb
+from wholebatch.integrations import lightly, open_clip, pytorch_metric_learning, sentence_transformers
 
 x, y, scale = torch.eye(3), torch.eye(3), torch.tensor(10.0)
 labels = torch.tensor([0, 0, 1])
@@ -48,3 +49,13 @@ wb.with_statistics(wb.functional.clip_loss)(x, y, scle=scale)  # error
 
 assert_type(wb.functional.global_contrastive_loss(x, y, scale, scale, temperature=0.1).loss, Tensor)
 assert_type(wb.reference.clip_loss(x, y, scale), Tensor)
+
+open_clip.ClipLoss(True, memory="flat")
+open_clip.ClipLoss(memory="flatt")  # error
+open_clip.ClipLoss(locl_loss=True)  # error
+sentence_transformers.MultipleNegativesRankingLoss(torch.nn.Identity(), 20.0, exchange="ring")
+sentence_transformers.MultipleNegativesRankingLoss(torch.nn.Identity(), scal=20.0)  # error
+sentence_transformers.CachedGISTEmbedLoss(torch.nn.Identity(), torch.nn.Identity(), mini_batch_size="3")  # error
+lightly.NTXentLoss(0.1, gather_distributed=False)
+lightly.NTXentLoss(group="world")  # error
+pytorch_metric_learning.CircleLoss(m=0.3, reducer=None)

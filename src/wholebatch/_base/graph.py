@@ -41,11 +41,14 @@ def finite_value(loss: Tensor) -> float:
     return value
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves of these tensors' graphs that require a gradient; some may be outputs themselves."""
-    tensors = list(outputs)
+def leaves_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Return the leaves of these tensors' graphs that require a gradient; some may be outputs themselves.
+
+    Where inputs are given, they and the graphs behind them are left out.
+    """
+    tensors, inputs = list(outputs), list(inputs)
     leaves = {id(x): x for x in tensors if x.is_leaf and x.requires_grad}
-    visited: set[Any] = set()
+    visited: set[Any] = {x.grad_fn for x in inputs}
     todo = [x.grad_fn for x in tensors]
     while todo:  # without a call of Python for a node: a graph has thousands
         node = todo.pop()
@@ -57,4 +60,4 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
             leaves[id(leaf)] = leaf
         for parent, _ in node.next_functions:
             todo.append(parent)
-    return [*leaves.values()]
+    return [x for name, x in leaves.items() if name not in {id(x) for x in inputs}]

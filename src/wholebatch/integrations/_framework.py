@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -30,14 +31,28 @@ class Framework(NamedTuple):
     @property
     def tested(self) -> str:
         """Return the tested versions in words."""
-        return " and ".join(self.versions)
+        *others, last = self.versions
+        return f"{', '.join(others)} and {last}" if others else last
+
+    def is_imported(self) -> bool:
+        """Return whether the framework has been imported."""
+        return sys.modules.get(self.module) is not None
+
+    def is_older(self, release: str) -> bool:
+        """Return whether the installed version is older than this one; a version without numbers is not."""
+        return _numbers(self._release()) < _numbers(release)
+
+    def check(self) -> None:
+        """Raise FrameworkError if the framework has been imported, and is too old; for constructors."""
+        if self.is_imported():
+            self.load(self.module)
 
     def load(self, name: str) -> ModuleType:
         """Import one of the framework's modules; raise FrameworkError if it is missing, or the framework too old."""
-        installed = self._release()
-        if _numbers(installed) < _numbers(self.versions[0]):
+        if self.is_older(self.versions[0]):
             raise FrameworkError(
-                f"{self.module} {installed} is too old; this adapter was tested with {self.tested}: {self.install}"
+                f"{self.module} {self._release()} is too old; this adapter was tested with {self.tested}: "
+                f"{self.install}"
             )
         return self._import(name)
 
@@ -71,6 +86,22 @@ class Framework(NamedTuple):
             with suppress(PackageNotFoundError):
                 release = version(self.module)
         return release or "of an unknown version"
+
+
+# The versions of each framework, the oldest that is taken first; docs/integrations/index.md has them as a table.
+OPEN_CLIP = Framework("open_clip", ("3.3.0", "4.2.0.dev0"), "pip install 'open_clip_torch[training]>=3.3'")
+FLAG_EMBEDDING = Framework(
+    "FlagEmbedding", ("1.4.2",), "pip install 'FlagEmbedding[finetune]>=1.4.2' 'transformers<5.20'"
+)
+LIGHTNING = Framework("lightning", ("2.6.6",), "pip install 'lightning>=2.6.6'")
+MS_SWIFT = Framework("swift", ("4.6.0",), "pip install 'ms-swift>=4.6.0'")
+METRIC_LEARNING = Framework("pytorch_metric_learning", ("2.9.0",), "pip install 'pytorch-metric-learning>=2.9'")
+PYLATE = Framework("pylate", ("1.6.0",), "pip install 'pylate>=1.6'")
+SENTENCE_TRANSFORMERS = Framework(
+    "sentence_transformers", ("6.0.0", "6.1.0", "6.2.0"), "pip install 'sentence-transformers[train]>=6.0'"
+)
+TEVATRON = Framework("tevatron", ("0.0.1 of July 2026",), "pip install . in a checkout of github.com/texttron/tevatron")
+TRANSFORMERS = Framework("transformers", ("5.3.0", "5.24.0"), "pip install 'transformers[torch]>=5.3'")
 
 
 class Switch:

@@ -27,14 +27,11 @@ import wholebatch as wb
 
 from .._base.user_error import UserError
 from ._command import program_of, run_command
-from ._framework import Framework, Switch
+from ._framework import FLAG_EMBEDDING, Switch
 from ._passages import passages_loss
 
 __all__ = ["cross_device_loss", "disable", "enable", "main"]
 
-FLAG_EMBEDDING = Framework(
-    "FlagEmbedding", ("1.4.2",), "pip install 'FlagEmbedding[finetune]>=1.4.2' 'transformers<5.20'"
-)
 USAGE = """\
 usage: python -m wholebatch.integrations.flag_embedding -m MODULE OPTIONS OF FLAGEMBEDDING
 
@@ -93,12 +90,14 @@ def cross_device_loss(
     passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
     if not _is_dot_product(model, compute_score_func) or (distilled and model.kd_loss_type == "m3_kd_loss"):
 
-        def of_all(queries: Tensor, passages: Tensor, targets: Tensor | None = None) -> Tensor:
+        def whole_loss(queries: Tensor, passages: Tensor, targets: Tensor | None = None) -> Tensor:
             keywords = {"teacher_targets": targets, "compute_score_func": compute_score_func}
             _, loss = model._compute_in_batch_neg_loss(queries, passages.flatten(0, 1), **keywords)
             return loss
 
-        return None, wb.WholeBatch(of_all)(q_reps, passages, *([] if teacher_targets is None else [teacher_targets]))
+        return None, wb.WholeBatch(whole_loss)(
+            q_reps, passages, *([] if teacher_targets is None else [teacher_targets])
+        )
     temperature = model.temperature
     loss = passages_loss(q_reps, p_reps, passages.shape[1], caller="FlagEmbedding", temperature=temperature)
     if distilled:

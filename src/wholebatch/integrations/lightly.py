@@ -23,27 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ..comm import Group
-from ..contract import BatchOptions
-from ._options import group_of_batch, with_options
+from ._options import AdaptedLoss
 
 __all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
 
 _SMALLEST = 1e-8  # lightly refuses a temperature below
 
 
-class _LossOfRows(nn.Module):
+class _LossOfRows(AdaptedLoss):
     """A loss of two views, with the choice of the processes that share the batch."""
 
-    def __init__(self, gather_distributed: bool, **options: Unpack[BatchOptions]) -> None:
-        super().__init__()
-        self.gather_distributed = gather_distributed
-        self.group = group_of_batch("gather_distributed", gather_distributed, options["group"])
-        self.options: BatchOptions = {**options, "group": self.group}
+    def prepare(self) -> None:
+        """Choose the processes."""
+        self.choose_group("gather_distributed")
 
 
 class NTXentLoss(_LossOfRows):
@@ -59,18 +55,15 @@ class NTXentLoss(_LossOfRows):
             all processes, and is no part of the state dict, as there.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        temperature: float = 0.5,
-        memory_bank_size: int | Sequence[int] = 0,
-        gather_distributed: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(gather_distributed, **options)
-        _check_temperature("temperature", temperature)
-        self.temperature = temperature
-        size = _bank_size(memory_bank_size)
+    temperature: float = 0.5
+    memory_bank_size: int | Sequence[int] = 0
+    gather_distributed: bool = True
+
+    def prepare(self) -> None:
+        """Check the arguments, and make the bank."""
+        super().prepare()
+        _check_temperature("temperature", self.temperature)
+        size = _bank_size(self.memory_bank_size)
         self.memory_bank = None if size is None else _MemoryBank(*size, self.group)
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
@@ -109,8 +102,8 @@ class _MemoryBank(nn.Module):
     def enqueue(self, keys: Tensor) -> None:
         """Write the keys of all processes over the oldest rows; those that do not fit before the end are dropped."""
         comm = wb.comm.select_communicator(self.group)
-        facts = comm.handshake(lambda: {"rows": len(keys)}, caller="NTXentLoss's memory bank")
-        keys = comm.all_gather(keys, counts=[of_rank["rows"] for of_rank in facts], check=False)
+        everyone = comm.handshake(lambda: {"rows": len(keys)}, caller="NTXentLoss's memory bank")
+        keys = comm.all_gather(keys, counts=[facts["rows"] for facts in everyone], check=False)
         first, size = int(self.bank_ptr), len(self.bank)
         last = min(first + len(keys), size)
         bank = self.bank.clone()  # the backward pass needs the bank as it was
@@ -139,32 +132,27 @@ class DCLLoss(_LossOfRows):
         weight_fn: must be None.
     """
 
-    _sigma: float | None = None
+    temperature: float = 0.1
+    weight_fn: Callable[[Tensor, Tensor], Tensor] | None = None
+    gather_distributed: bool = True
 
-    @with_options()
-    def __init__(
-        self,
-        temperature: float = 0.1,
-        weight_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
-        gather_distributed: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(gather_distributed, **options)
-        _check_temperature("temperature", temperature)
-        if weight_fn is not None:
+    def prepare(self) -> None:
+        """Check the arguments."""
+        super().prepare()
+        _check_temperature("temperature", self.temperature)
+        if self.weight_fn is not None:
             raise ValueError(
-                f"weight_fn must be None, got {getattr(weight_fn, '__name__', weight_fn)!r}: similarities are computed "
-                "in tiles; for negative_mises_fisher_weights use DCLWLoss(sigma=...), for another one "
+                f"weight_fn must be None, got {getattr(self.weight_fn, '__name__', self.weight_fn)!r}: similarities "
+                "are computed in tiles; for negative_mises_fisher_weights use DCLWLoss(sigma=...), for another one "
                 "wholebatch.WholeBatch(lightly.loss.DCLLoss(weight_fn=...))"
             )
-        self.temperature = temperature
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         """Return the loss of the whole batch."""
-        return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, sigma=self._sigma, **self.options)
+        return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, **self.options)
 
 
-class DCLWLoss(DCLLoss):
+class DCLWLoss(DCLLoss, positional="temperature sigma gather_distributed", fixed={"weight_fn": None}):
     """lightly's `DCLWLoss`: positives are weighted by a softmax of their similarity over the whole batch.
 
     Args:
@@ -172,23 +160,29 @@ class DCLWLoss(DCLLoss):
         sigma: divides them in the weights; positive.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        temperature: float = 0.1,
-        sigma: float = 0.5,
-        gather_distributed: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(temperature, None, gather_distributed, **options)
-        _check_temperature("sigma", sigma)
-        self._sigma = sigma
+    sigma: float = 0.5
+
+    def prepare(self) -> None:
+        """Check the arguments."""
+        super().prepare()
+        _check_temperature("sigma", self.sigma)
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        """Return the loss of the whole batch."""
+        return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, sigma=self.sigma, **self.options)
 
 
-class _LossOfFeatures(_LossOfRows):
+class _LossOfFeatures(_LossOfRows, options=("group",)):
     """A loss that compares features, of this library."""
 
-    loss: Callable[..., Tensor]
+    def prepare(self) -> None:
+        """Make the loss."""
+        super().prepare()
+        self.loss = self.make_loss()
+
+    def make_loss(self) -> nn.Module:
+        """Return the loss with these arguments."""
+        raise NotImplementedError
 
     def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
         """Return the loss of the whole batch."""
@@ -205,10 +199,12 @@ class BarlowTwinsLoss(_LossOfFeatures):
         lambda_param: weight of the redundancy term.
     """
 
-    def __init__(self, lambda_param: float = 5e-3, gather_distributed: bool = True, *, group: Group = None) -> None:
-        super().__init__(gather_distributed, group=group)
-        self.lambda_param = lambda_param
-        self.loss = wb.BarlowTwinsLoss(redundancy=lambda_param, group=self.group)
+    lambda_param: float = 5e-3
+    gather_distributed: bool = True
+
+    def make_loss(self) -> nn.Module:
+        """Return the loss with these arguments."""
+        return wb.BarlowTwinsLoss(redundancy=self.lambda_param, group=self.group)
 
 
 class VICRegLoss(_LossOfFeatures):
@@ -219,20 +215,20 @@ class VICRegLoss(_LossOfFeatures):
         eps: added to variances.
     """
 
-    def __init__(
-        self,
-        lambda_param: float = 25.0,
-        mu_param: float = 25.0,
-        nu_param: float = 1.0,
-        gather_distributed: bool = True,
-        eps: float = 0.0001,
-        *,
-        group: Group = None,
-    ) -> None:
-        super().__init__(gather_distributed, group=group)
-        self.lambda_param, self.mu_param, self.nu_param, self.eps = lambda_param, mu_param, nu_param, eps
-        self.loss = wb.VICRegLoss(
-            invariance=lambda_param, variance=mu_param, covariance=nu_param, epsilon=eps, group=self.group
+    lambda_param: float = 25.0
+    mu_param: float = 25.0
+    nu_param: float = 1.0
+    gather_distributed: bool = True
+    eps: float = 0.0001
+
+    def make_loss(self) -> nn.Module:
+        """Return the loss with these arguments."""
+        return wb.VICRegLoss(
+            invariance=self.lambda_param,
+            variance=self.mu_param,
+            covariance=self.nu_param,
+            epsilon=self.eps,
+            group=self.group,
         )
 
 

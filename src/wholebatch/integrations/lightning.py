@@ -27,11 +27,10 @@ import wholebatch as wb
 from .._base.sparse_rows import coalesced
 from ..comm import select_communicator
 from ..heads import all_classes
-from ._framework import Framework
+from ._framework import LIGHTNING
 
 __all__ = ["ddp_strategy", "fabric_ddp_strategy"]
 
-LIGHTNING = Framework("lightning", ("2.6.6",), "pip install 'lightning>=2.6.6'")
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}  # they write rank 0's copy into the checkpoint
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # read by DistributedDataParallel, and by Lightning
 
@@ -86,7 +85,7 @@ class ShardedHeads:
         everyone = select_communicator(None).handshake(state, caller="load_state_dict")
         if failed is not None:
             raise failed
-        if any(of_rank["failed"] for of_rank in everyone):
+        if any(facts["failed"] for facts in everyone):
             raise ValueError("another rank cannot load the state of the module; read that rank's error")
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:

@@ -35,11 +35,10 @@ from ..comm import Group, select_communicator
 from ..losses._directions import Direction
 from ..sync import Sync
 from ._command import run_command
-from ._framework import Framework, FrameworkError, Switch
+from ._framework import MS_SWIFT, FrameworkError, Switch
 
 __all__ = ["InfonceLoss", "disable", "enable", "plugin_path"]
 
-MS_SWIFT = Framework("swift", ("4.6.0",), "pip install 'ms-swift>=4.6.0'")
 USAGE = """\
 usage: python -m wholebatch.integrations.ms_swift
 
@@ -156,8 +155,8 @@ class InfonceLoss:
         ((options, batch),) = parsed
         if not options.use_batch:
             return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
-        of_queries: tuple[Direction, ...] = ("query_to_query",) if options.include_qq else ()
-        limited: tuple[Direction, ...] = ("query_to_key", *of_queries)
+        with_queries: tuple[Direction, ...] = ("query_to_query",) if options.include_qq else ()
+        limited: tuple[Direction, ...] = ("query_to_key", *with_queries)
         return wb.functional.info_nce_loss(
             batch.queries,
             batch.positives,
@@ -235,8 +234,8 @@ def _losses_of_own_negatives(batch: _Batch, options: _Options) -> Tensor:
     count = len(batch.queries)
     matched = (batch.queries * batch.positives).sum(1, keepdim=True)
     own = (batch.queries[batch.owners] * batch.negatives).sum(1)
-    of_query = torch.arange(count, device=own.device)[:, None] == batch.owners  # (b, n)
-    others = torch.where(of_query, own, float("-inf"))
+    is_own = torch.arange(count, device=own.device)[:, None] == batch.owners  # (b, n)
+    others = torch.where(is_own, own, float("-inf"))
     logits = torch.cat([matched, others], 1) / options.temperature
     return cross_entropy(logits, torch.zeros(count, dtype=torch.long, device=own.device), reduction="none")
 

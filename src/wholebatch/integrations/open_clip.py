@@ -29,23 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from .._base.third_party import declare_torchvision_operators
 from .._base.user_error import UserError
 from .._base.warnings import warn
-from ..comm import Group
-from ..contract import BatchOptions
 from ._command import run_command
-from ._framework import Framework, replaced
-from ._options import with_options
+from ._framework import OPEN_CLIP, replaced
+from ._options import AdaptedLoss
 from ._passages import refuse
 
 __all__ = ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"]
 
-OPEN_CLIP = Framework("open_clip", ("3.3.0", "4.2.0.dev0"), "pip install 'open_clip_torch[training]>=3.3'")
 _USAGE = """\
 usage: python -m wholebatch.integrations.open_clip [--wholebatch-chunk-size N] OPTIONS OF OPEN_CLIP
 
@@ -61,30 +57,18 @@ Losses = Tensor | dict[str, Tensor]
 LossPair = tuple[Tensor, Tensor] | dict[str, Tensor]
 
 
-class _LossOfFeatures(nn.Module):
-    """A loss of the features of all ranks, with open_clip's arguments, of which only some are used."""
-
-    def __init__(self, rank: int, world_size: int, use_horovod: bool, group: Group) -> None:
-        super().__init__()
-        if use_horovod:
-            raise ValueError(
-                "use_horovod must be False, got True: there is no exchange over Horovod; start the processes with "
-                "torchrun and call torch.distributed.init_process_group()"
-            )
-        self.rank, self.world_size, self.group = rank, world_size, group
-
-    def _check_ranks(self) -> None:
-        """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
-        ranks, comm = (self.rank, self.world_size), wb.comm.select_communicator(self.group)
-        if ranks not in ((0, 1), (comm.rank, comm.size)):
-            message = (
-                f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {self.rank} "
-                f"and {self.world_size}; leave them out, or call torch.distributed.init_process_group() first"
-            )
-            refuse(message, f"{type(self).__name__}.forward", comm)
+def _check_ranks(loss: ClipLoss | SigLipLoss) -> None:
+    """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
+    ranks, comm = (loss.rank, loss.world_size), wb.comm.select_communicator(loss.group)
+    if ranks not in ((0, 1), (comm.rank, comm.size)):
+        message = (
+            f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {loss.rank} "
+            f"and {loss.world_size}; leave them out, or call torch.distributed.init_process_group() first"
+        )
+        refuse(message, f"{type(loss).__name__}.forward", comm)
 
 
-class ClipLoss(_LossOfFeatures):
+class ClipLoss(AdaptedLoss):
     """open_clip's `ClipLoss`, by :class:`wholebatch.CLIPLoss`.
 
     Args:
@@ -97,23 +81,21 @@ class ClipLoss(_LossOfFeatures):
         ValueError: in a call, if `rank` and `world_size` are not those of the group.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(rank, world_size, use_horovod, options["group"])
-        self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
-        self._make_losses(options)
+    local_loss: bool = False
+    gather_with_grad: bool = False
+    cache_labels: bool = False
+    rank: int = 0
+    world_size: int = 1
+    use_horovod: bool = False
 
-    def _make_losses(self, options: BatchOptions) -> None:
-        self.contrastive = wb.CLIPLoss(**options)
+    def prepare(self) -> None:
+        """Make the loss of this library; raise ValueError for Horovod."""
+        if self.use_horovod:
+            raise ValueError(
+                "use_horovod must be False, got True: there is no exchange over Horovod; start the processes with "
+                "torchrun and call torch.distributed.init_process_group()"
+            )
+        self.contrastive = wb.CLIPLoss(**self.options)
 
     def forward(
         self,
@@ -124,12 +106,12 @@ class ClipLoss(_LossOfFeatures):
         output_dict: bool = False,
     ) -> Losses:
         """Return the loss of the global batch, or `{"contrastive_loss": loss}`."""
-        self._check_ranks()
+        _check_ranks(self)
         loss = self.contrastive(image_features, text_features, logit_scale, logit_bias=logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class SigLipLoss(_LossOfFeatures):
+class SigLipLoss(AdaptedLoss):
     """open_clip's `SigLipLoss`, by :class:`wholebatch.SigLIPLoss`.
 
     Args:
@@ -138,21 +120,17 @@ class SigLipLoss(_LossOfFeatures):
         options: as in :class:`ClipLoss`.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        dist_impl: str | None = None,
-        chunk_size: int = 0,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(rank, world_size, False, options["group"])
-        if dist_impl not in _DIST_IMPLS:
-            raise ValueError(f"dist_impl must be one of {_DIST_IMPLS}, got {dist_impl!r}; it has no effect here")
-        self.cache_labels, self.dist_impl, self.chunk_size = cache_labels, dist_impl, chunk_size
-        self.contrastive = wb.SigLIPLoss(**options)
+    cache_labels: bool = False
+    rank: int = 0
+    world_size: int = 1
+    dist_impl: str | None = None
+    chunk_size: int = 0
+
+    def prepare(self) -> None:
+        """Make the loss of this library; raise ValueError for a method that open_clip does not have."""
+        if self.dist_impl not in _DIST_IMPLS:
+            raise ValueError(f"dist_impl must be one of {_DIST_IMPLS}, got {self.dist_impl!r}; it has no effect here")
+        self.contrastive = wb.SigLIPLoss(**self.options)
 
     def forward(
         self,
@@ -163,13 +141,17 @@ class SigLipLoss(_LossOfFeatures):
         output_dict: bool = False,
     ) -> Losses:
         """Return the loss of the global batch, or `{"contrastive_loss": loss}`."""
-        self._check_ranks()
+        _check_ranks(self)
         bias = 0.0 if logit_bias is None else logit_bias
         loss = self.contrastive(image_features, text_features, logit_scale, bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
-class CoCaLoss(ClipLoss):
+class CoCaLoss(
+    ClipLoss,
+    positional="caption_loss_weight clip_loss_weight pad_id local_loss gather_with_grad cache_labels rank world_size "
+    "use_horovod",
+):
     """open_clip's `CoCaLoss`: CLIP's loss, and the cross-entropy of captions, a mean over the tokens of all ranks.
 
     open_clip takes the mean over each rank's tokens. With captions of different lengths, the mean of these means is not
@@ -181,23 +163,9 @@ class CoCaLoss(ClipLoss):
         local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as in :class:`ClipLoss`.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        caption_loss_weight: float,
-        clip_loss_weight: float,
-        pad_id: int = 0,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        theirs = (local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod)
-        super().__init__(*theirs, **options)
-        self.caption_loss_weight, self.clip_loss_weight, self.pad_id = caption_loss_weight, clip_loss_weight, pad_id
+    caption_loss_weight: float  # type: ignore[misc]  # no default, behind the defaults of the base class
+    clip_loss_weight: float  # type: ignore[misc]
+    pad_id: int = 0
 
     def forward(  # type: ignore[override]  # open_clip's has other arguments than its base class's, too
         self,
@@ -209,7 +177,7 @@ class CoCaLoss(ClipLoss):
         output_dict: bool = False,
     ) -> LossPair:
         """Return both weighted losses of the global batch: a pair, or a dictionary with names as open_clip's."""
-        self._check_ranks()
+        _check_ranks(self)
         clip_loss = torch.zeros((), device=logits.device)
         if self.clip_loss_weight:
             clip_loss = self.clip_loss_weight * self.contrastive(image_features, text_features, logit_scale)
@@ -220,9 +188,9 @@ class CoCaLoss(ClipLoss):
 
     def _mean_over_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over all ranks' tokens; each rank's gradient is W times its share, for the averaging."""
-        of_rank = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id, reduction="sum")
-        tokens = (labels != self.pad_id).sum().to(of_rank)
-        total = wb.comm.select_communicator(self.group).all_reduce(torch.stack([of_rank, tokens]))
+        local_sum = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.pad_id, reduction="sum")
+        tokens = (labels != self.pad_id).sum().to(local_sum)
+        total = wb.comm.select_communicator(self.group).all_reduce(torch.stack([local_sum, tokens]))
         return total[0] / total[1]
 
 
@@ -232,9 +200,10 @@ class DistillClipLoss(ClipLoss):
     Its arguments are those of :class:`ClipLoss`.
     """
 
-    def _make_losses(self, options: BatchOptions) -> None:
-        super()._make_losses(options)
-        self.distillation = wb.DistillationLoss(**options)
+    def prepare(self) -> None:
+        """Make both losses of this library."""
+        super().prepare()
+        self.distillation = wb.DistillationLoss(**self.options)
 
     def forward(  # type: ignore[override]  # open_clip's has other arguments than its base class's, too
         self,
@@ -247,7 +216,7 @@ class DistillClipLoss(ClipLoss):
         output_dict: bool = False,
     ) -> LossPair:
         """Return both losses of the global batch: a pair, or a dictionary with names as open_clip's."""
-        self._check_ranks()
+        _check_ranks(self)
         contrastive_loss = self.contrastive(image_features, text_features, logit_scale)
         distill_loss = self.distillation(
             image_features, text_features, logit_scale, dist_image_features, dist_text_features, dist_logit_scale
@@ -407,7 +376,7 @@ def main(argv: Sequence[str]) -> int:
     }
     if ours.chunk_size is not None:
         train = getattr(module, OPEN_CLIP.seam(module, "train_one_epoch"))
-        replacements["train_one_epoch"] = _train_in_chunks(train, ours.chunk_size, of_task=factory == "create_task")
+        replacements["train_one_epoch"] = _train_in_chunks(train, ours.chunk_size, has_task=factory == "create_task")
     with replaced(module, replacements):
         return 1 if module.main(theirs) else 0
 
@@ -429,11 +398,11 @@ def _checked(parse: Callable[..., Any], chunk_size: int | None) -> Callable[...,
     return checked
 
 
-def _train_in_chunks(train: Callable[..., Any], chunk_size: int, *, of_task: bool) -> Callable[..., Any]:
+def _train_in_chunks(train: Callable[..., Any], chunk_size: int, *, has_task: bool) -> Callable[..., Any]:
     """Return `train_one_epoch`, whose first argument is the model, or in open_clip 4 holds a task that has it."""
 
     def train_one_epoch(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if not of_task:
+        if not has_task:
             return train(ChunkedModel(first, chunk_size), *args, **kwargs)
         model = ChunkedModel(first.task.trainable_module, chunk_size)
         with replaced(first.task, {"trainable_module": model}):  # evaluation and checkpoints use the model itself

@@ -14,24 +14,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from .._base.settings import check_count, check_divisor
-from ..contract import BatchOptions
-from ._framework import Framework
-from ._options import check_no_progress_bar, group_of_batch, with_arguments, with_options
+from ._framework import PYLATE
+from ._options import AdaptedLoss, check_no_progress_bar
 from ._passages import joined
 
 __all__ = ["CachedContrastive", "Contrastive"]
 
-PYLATE = Framework("pylate", ("1.6.0",), "pip install 'pylate>=1.6'")
 
-
-class Contrastive(nn.Module):
+class Contrastive(AdaptedLoss):
     """PyLate's `Contrastive`, by :func:`wholebatch.functional.max_sim_loss`.
 
     Args:
@@ -45,28 +41,23 @@ class Contrastive(nn.Module):
         options: group, exchange, memory, precision, as in :func:`wholebatch.functional.max_sim_loss`.
     """
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # a ColBERT model, or what an engine makes of it
-        score_metric: Any = None,  # PyLate's
-        score_mini_batch_size: int | None = None,
-        size_average: bool = True,
-        gather_across_devices: bool = True,
-        temperature: float = 1.0,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__()
-        if score_metric is not None and type(score_metric).__name__ != "ColBERTScores":
+    model: Any  # a ColBERT model, or what an engine makes of it
+    score_metric: Any = None  # PyLate's
+    score_mini_batch_size: int | None = None
+    size_average: bool = True
+    gather_across_devices: bool = True
+    temperature: float = 1.0
+
+    def prepare(self) -> None:
+        """Check the arguments."""
+        PYLATE.check()
+        if self.score_metric is not None and type(self.score_metric).__name__ != "ColBERTScores":
             raise ValueError(
-                f"score_metric must be None or PyLate's ColBERTScores, got {score_metric!r}; for others use PyLate's "
-                "loss"
+                f"score_metric must be None or PyLate's ColBERTScores, got {self.score_metric!r}; for others use "
+                "PyLate's loss"
             )
-        check_divisor("temperature", temperature)
-        self.model, self.temperature, self.size_average = model, temperature, size_average
-        self.score_mini_batch_size, self.gather_across_devices = score_mini_batch_size, gather_across_devices
-        group = group_of_batch("gather_across_devices", gather_across_devices, options["group"])
-        self.options: BatchOptions = {**options, "group": group}
+        check_divisor("temperature", self.temperature)
+        self.choose_group("gather_across_devices")
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""
@@ -89,36 +80,37 @@ class Contrastive(nn.Module):
         Columns are anchors, positives, negatives. `every_query_token`: queries are scored without their mask, as with
         query expansion.
         """
-        of_documents = [*zip(embeddings[1:], masks[1:], strict=True)]
+        documents = [*zip(embeddings[1:], masks[1:], strict=True)]
         loss: Tensor = wb.functional.max_sim_loss(
             embeddings[0],
-            joined([x * mask[..., None] for x, mask in of_documents]),
+            joined([x * mask[..., None] for x, mask in documents]),
             logit_scale=1 / self.temperature,
             query_mask=None if every_query_token else masks[0].bool(),
-            document_mask=joined([_keep_one_zero(mask) for _, mask in of_documents]),
+            document_mask=joined([_keep_one_zero(mask) for _, mask in documents]),
             reduction="mean" if self.size_average else "sum",
             **self.options,
         )
         return loss
 
 
-class CachedContrastive(Contrastive):
+class CachedContrastive(
+    Contrastive,
+    positional="model score_metric mini_batch_size score_mini_batch_size size_average gather_across_devices "
+    "show_progress_bar temperature",
+):
     """PyLate's `CachedContrastive`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
     Beside the arguments of :class:`Contrastive` it takes `mini_batch_size`, rows that the model takes at once.
     """
 
-    @with_arguments(
-        Contrastive.__init__,
-        "model score_metric mini_batch_size score_mini_batch_size size_average gather_across_devices "
-        "show_progress_bar temperature",
-        mini_batch_size=32,
-        show_progress_bar=False,
-    )
-    def __init__(self, *, mini_batch_size: int, show_progress_bar: bool, **arguments: Any) -> None:  # Contrastive's
-        super().__init__(**arguments)
-        check_no_progress_bar(show_progress_bar)
-        self.mini_batch_size = check_count("mini_batch_size", mini_batch_size, "rows that the model takes at once")
+    mini_batch_size: int = 32
+    show_progress_bar: bool = False
+
+    def prepare(self) -> None:
+        """Check the arguments."""
+        super().prepare()
+        check_no_progress_bar(self.show_progress_bar)
+        check_count("mini_batch_size", self.mini_batch_size, "rows that the model takes at once")
 
     def embed(self, features: dict[str, Tensor]) -> Tensor:
         """Return the embeddings of a column's tokens, of norm 1, chunk by chunk."""

@@ -16,19 +16,17 @@ memory and precision are options of this library.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from .._base.warnings import warn
 from ..comm import Group
-from ..contract import BatchOptions
-from ._framework import Framework
-from ._options import with_options
+from ._framework import METRIC_LEARNING
+from ._options import AdaptedLoss
 from ._passages import refuse
 
 __all__ = [
@@ -42,7 +40,6 @@ __all__ = [
     "SupConLoss",
 ]
 
-METRIC_LEARNING = Framework("pytorch_metric_learning", ("2.9.0",), "pip install 'pytorch-metric-learning>=2.9'")
 _FEWEST = 4  # rows that make labels 0, 1, 2, ... suspicious
 
 
@@ -101,14 +98,14 @@ def _apply_to_batch(
         del rows["ref_labels"]
     options = {} if indices_tuple is None else {"indices_tuple": indices_tuple}
 
-    def of_all(*full: Tensor) -> Tensor:
+    def whole_loss(*full: Tensor) -> Tensor:
         named = dict(zip(rows, full, strict=True))
         if shared:
             named["ref_labels"] = named["labels"]
         value: Tensor = loss(**named, **options)
         return value
 
-    return wb.WholeBatch(of_all, group=group)(*rows.values())
+    return wb.WholeBatch(whole_loss, group=group)(*rows.values())
 
 
 def _move(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
@@ -116,13 +113,14 @@ def _move(labels: Tensor | None, embeddings: Tensor) -> Tensor | None:
     return labels.to(embeddings.device) if isinstance(labels, Tensor) else labels
 
 
-def _warn_of_local_labels(labels: Tensor | None, group: Group, caller: str) -> None:
-    """Warn on a rank but the first if its labels are 0, 1, 2, ..., once or twice: equal labels on ranks are one class.
+def _warn_of_local_labels(loss: BatchLoss | DistributedLossWrapper, labels: Tensor | None) -> None:
+    """Warn in the first call on a rank but the first if its labels are 0, 1, 2, ..., once or twice.
 
-    Their SelfSupervisedLoss makes such labels on each process.
+    Equal labels on two ranks are one class. Their SelfSupervisedLoss makes such labels on each process.
     """
-    comm = wb.comm.select_communicator(group)
-    if comm.rank == 0 or not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < _FEWEST:
+    first, loss.called = not loss.called, True
+    comm, caller = wb.comm.select_communicator(loss.group), type(loss).__name__
+    if not first or comm.rank == 0 or not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < _FEWEST:
         return
     numbers = torch.arange(len(labels), device=labels.device)
     if any(torch.equal(labels, numbers % n) for n in (len(labels), len(labels) // 2)):
@@ -133,54 +131,33 @@ def _warn_of_local_labels(labels: Tensor | None, group: Group, caller: str) -> N
         )
 
 
-class Settings(BatchOptions, total=False):
-    """The arguments of all their losses, and the options of this library."""
-
-    distance: Any
-    reducer: Any
-    embedding_regularizer: Any
-    embedding_reg_weight: float
-    collect_stats: bool | None
-
-
-_with_settings = with_options(
-    distance=None, reducer=None, embedding_regularizer=None, embedding_reg_weight=1, collect_stats=None
-)
-
-
-class BatchLoss(nn.Module):
+class BatchLoss(AdaptedLoss, positional=""):
     """A loss of the rows of all processes: in tiles where these compute what theirs does, else by their class.
 
-    Args:
-        own: the arguments that only this loss has; its formula has their meaning.
-        settings: the others, as the module describes them.
+    The arguments of all their losses, by keyword, are as the module describes them. Those of a subclass come first.
     """
 
-    distance: Any  # theirs
-    reducer: Any  # theirs
-    _in_tiles: str  # the name of the function in wholebatch.functional
-    _reducer = "MeanReducer"
+    distance: Any = None  # theirs
+    reducer: Any = None  # theirs
+    embedding_regularizer: Any = None  # theirs
+    embedding_reg_weight: float = 1
+    collect_stats: bool | None = None
+    _in_tiles: ClassVar[str]  # the name of the function in wholebatch.functional
+    _reducer: ClassVar[str] = "MeanReducer"
 
-    def __init__(self, own: dict[str, Any], settings: Settings) -> None:  # of any type
-        super().__init__()
-        theirs = Settings.__annotations__.keys() - BatchOptions.__annotations__.keys()
-        arguments: dict[str, Any] = {name: value for name, value in settings.items() if name in theirs}
-        if arguments.pop("collect_stats"):
+    def prepare(self) -> None:
+        """Refuse statistics."""
+        if self.collect_stats:
             raise ValueError(
                 "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "
                 f"their {type(self).__name__}(collect_stats=True) to DistributedLossWrapper"
             )
-        for name, value in (own | arguments).items():
-            setattr(self, name, value)
-        self._own, self._arguments = tuple(own), tuple(arguments)
-        self.options: Any = {name: value for name, value in settings.items() if name not in theirs}
-        self.group = self.options["group"]
-        self._called = False
+        self.called = False
 
     @property
     def settings(self) -> dict[str, Any]:  # of any type
         """The arguments that only this loss has."""
-        return {name: getattr(self, name) for name in self._own}
+        return {name: getattr(self, name) for name in self._declared if name not in BatchLoss._declared}
 
     def forward(
         self,
@@ -202,20 +179,7 @@ class BatchLoss(nn.Module):
         Raises:
             ValueError: on every process, whichever made the mistake.
         """
-        if not self._called:
-            _warn_of_local_labels(labels, self.group, type(self).__name__)
-            self._called = True
-        return self.of_batch(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-
-    def of_batch(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: tuple[Tensor, ...] | None = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss of the whole batch, whatever the labels look like."""
+        _warn_of_local_labels(self, labels)
         if labels is not None and not isinstance(labels, Tensor):
             self._refuse(f"labels must be a tensor of integers, got {type(labels).__name__}; pass torch.tensor(labels)")
         labels = _move(labels, embeddings)
@@ -231,7 +195,8 @@ class BatchLoss(nn.Module):
 
     def theirs(self) -> nn.Module:
         """Return their loss with the same arguments."""
-        arguments = {name: value for name in self._arguments if (value := getattr(self, name)) is not None}
+        shared = [name for name in BatchLoss._declared if name != "collect_stats"]
+        arguments = {name: value for name in shared if (value := getattr(self, name)) is not None}
         loss: nn.Module = _their_class("losses", type(self).__name__)(**self.settings, **arguments)
         return loss
 
@@ -272,7 +237,7 @@ class BatchLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items() if not isinstance(value, Tensor))
 
 
-class NTXentLoss(BatchLoss):
+class NTXentLoss(BatchLoss, positional="temperature"):
     """pytorch-metric-learning's `NTXentLoss`, the mean over all positive pairs of the whole batch.
 
     L_ap = -log( exp S_ap / (exp S_ap + sum_{n in N(a)} exp S_an) ),    S = cosines / temperature
@@ -281,20 +246,17 @@ class NTXentLoss(BatchLoss):
     :func:`wholebatch.functional.sup_con_loss`, in tiles. With more positives of a row their class computes it.
     """
 
+    temperature: Tensor | float = 0.07
     _in_tiles = "sup_con_loss"
 
-    @_with_settings
-    def __init__(self, temperature: Tensor | float = 0.07, **settings: Unpack[Settings]) -> None:
-        super().__init__({"temperature": temperature}, settings)
-
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
-        counts_of_rows = [of_rank["rows"] for of_rank in self._facts(labels, ("dtype",))]
-        everyone = wb.comm.select_communicator(self.group).all_gather(labels, counts=counts_of_rows, check=False)
+        row_counts = [facts["rows"] for facts in self._facts(labels, ("dtype",))]
+        everyone = wb.comm.select_communicator(self.group).all_gather(labels, counts=row_counts, check=False)
         counts = everyone.unique(return_counts=True)[1]
         return not len(counts) or int(counts.max()) <= 2  # pairs of views
 
 
-class SupConLoss(BatchLoss):
+class SupConLoss(BatchLoss, positional="temperature"):
     """pytorch-metric-learning's `SupConLoss`, the mean over the rows of the whole batch that have a positive.
 
     L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    S = cosines / temperature
@@ -302,20 +264,17 @@ class SupConLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.sup_con_loss`. As theirs, it is 0 if all rows have one label.
     """
 
+    temperature: Tensor | float = 0.1
     _in_tiles = "sup_con_loss"
     _reducer = "AvgNonZeroReducer"
 
-    @_with_settings
-    def __init__(self, temperature: Tensor | float = 0.1, **settings: Unpack[Settings]) -> None:
-        super().__init__({"temperature": temperature}, settings)
-
     def _in_tiles_by_labels(self, labels: Tensor) -> bool:
-        facts = self._facts(labels)
-        ends = {of_rank[name] for of_rank in facts if of_rank["rows"] for name in ("smallest", "largest")}
+        everyone = [facts for facts in self._facts(labels) if facts["rows"]]
+        ends = {facts[name] for facts in everyone for name in ("smallest", "largest")}
         return len(ends) > 1  # two labels at least: rows have negatives
 
 
-class MultiSimilarityLoss(BatchLoss):
+class MultiSimilarityLoss(BatchLoss, positional="alpha beta base"):
     """pytorch-metric-learning's `MultiSimilarityLoss`, the mean over the rows of the whole batch.
 
     L_i = log(1 + sum_{p in P(i)} exp(-alpha (c_ip - base))) / alpha
@@ -324,14 +283,13 @@ class MultiSimilarityLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.multi_similarity_loss`.
     """
 
+    alpha: float = 2
+    beta: float = 50
+    base: float = 0.5
     _in_tiles = "multi_similarity_loss"
 
-    @_with_settings
-    def __init__(self, alpha: float = 2, beta: float = 50, base: float = 0.5, **settings: Unpack[Settings]) -> None:
-        super().__init__({"alpha": alpha, "beta": beta, "base": base}, settings)
 
-
-class CircleLoss(BatchLoss):
+class CircleLoss(BatchLoss, positional="m gamma"):
     """pytorch-metric-learning's `CircleLoss`, the mean over the rows of the whole batch with both kinds of pairs.
 
     L_i = log(1 + sum_{n in N(i)} exp f(c_in)  sum_{p in P(i)} exp g(c_ip)),    c: cosines
@@ -340,15 +298,13 @@ class CircleLoss(BatchLoss):
     In tiles, by :func:`wholebatch.functional.circle_loss`.
     """
 
+    m: float = 0.4
+    gamma: float = 80
     _in_tiles = "circle_loss"
     _reducer = "AvgNonZeroReducer"
 
-    @_with_settings
-    def __init__(self, m: float = 0.4, gamma: float = 80, **settings: Unpack[Settings]) -> None:
-        super().__init__({"m": m, "gamma": gamma}, settings)
 
-
-class DistributedMinerWrapper(nn.Module):
+class DistributedMinerWrapper(AdaptedLoss, options=("group",)):
     """pytorch-metric-learning's `DistributedMinerWrapper`: a miner on the rows of all processes.
 
     Rank 0 runs the miner, and all processes get its tuples. Pass them to a loss of this module.
@@ -359,11 +315,13 @@ class DistributedMinerWrapper(nn.Module):
         group: processes that share the batch. Default: all.
     """
 
-    def __init__(self, miner: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
-        super().__init__()
-        if not isinstance(miner, _their_class("miners", "BaseMiner")):
-            raise TypeError(f"miner must be a miner of pytorch-metric-learning, got {type(miner).__name__}")
-        self.miner, self.efficient, self.group = miner, efficient, group
+    miner: nn.Module
+    efficient: bool = False
+
+    def prepare(self) -> None:
+        """Check the miner."""
+        if not isinstance(self.miner, _their_class("miners", "BaseMiner")):
+            raise TypeError(f"miner must be a miner of pytorch-metric-learning, got {type(self.miner).__name__}")
 
     @torch.no_grad()
     def forward(
@@ -390,7 +348,7 @@ class DistributedMinerWrapper(nn.Module):
         return MinedIndices(comm.broadcast(flat, check=False).split(lengths))
 
 
-class DistributedLossWrapper(nn.Module):
+class DistributedLossWrapper(AdaptedLoss, options=("group",)):
     """pytorch-metric-learning's `DistributedLossWrapper`: one of their losses, on the rows of all processes.
 
     L = loss(embeddings of all ranks, labels of all ranks, ...)
@@ -405,8 +363,12 @@ class DistributedLossWrapper(nn.Module):
         group: processes that share the batch. Default: all.
     """
 
-    def __init__(self, loss: nn.Module, efficient: bool = False, *, group: Group = None) -> None:
-        super().__init__()
+    loss: nn.Module
+    efficient: bool = False
+
+    def prepare(self) -> None:
+        """Check the kind of loss."""
+        loss = self.loss
         if not isinstance(loss, BatchLoss):
             kinds = ("BaseMetricLossFunction", "CrossBatchMemory", "MultipleLosses")
             if not isinstance(loss, tuple(_their_class("losses", name) for name in kinds)):
@@ -415,8 +377,7 @@ class DistributedLossWrapper(nn.Module):
                 if name == "SelfSupervisedLoss":
                     hint = f"use SelfSupervisedLoss of {__name__}, which needs no wrapper"
                 raise TypeError(f"loss must be one of pytorch-metric-learning's losses, got {name}; {hint}")
-        self.loss, self.efficient, self.group = loss, efficient, group
-        self._called = False
+        self.called = False
 
     def forward(
         self,
@@ -435,9 +396,7 @@ class DistributedLossWrapper(nn.Module):
         if isinstance(self.loss, BatchLoss):
             value: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
             return value
-        if not self._called:
-            _warn_of_local_labels(labels, self.group, "DistributedLossWrapper")
-            self._called = True
+        _warn_of_local_labels(self, labels)
         rows = {"labels": labels, "ref_emb": ref_emb, "ref_labels": ref_labels, "enqueue_mask": enqueue_mask}
         return _apply_to_batch(self.loss, self.group, "DistributedLossWrapper", embeddings, indices_tuple, **rows)
 
@@ -479,11 +438,12 @@ class SelfSupervisedLoss(nn.Module):
                 )
             return {"rows": len(embeddings)}
 
-        counts = [of_rank["rows"] for of_rank in comm.handshake(state, caller="SelfSupervisedLoss")]
+        counts = [facts["rows"] for facts in comm.handshake(state, caller="SelfSupervisedLoss")]
         if isinstance(self.loss, BatchLoss) and self.symmetric:
             first = sum(counts[: comm.rank])
             numbers = torch.arange(first, first + len(embeddings), device=embeddings.device).repeat(2)
-            value: Tensor = self.loss.of_batch(torch.cat([embeddings, ref_emb]), numbers)
+            self.loss.called = True  # these labels are those of the whole batch
+            value: Tensor = self.loss(torch.cat([embeddings, ref_emb]), numbers)
             return value
         loss = self.loss.theirs() if isinstance(self.loss, BatchLoss) else self.loss
         theirs = _their_class("losses", "SelfSupervisedLoss")(loss, self.symmetric)

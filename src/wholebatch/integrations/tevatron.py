@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 
 from ._command import program_of, run_command
-from ._framework import Framework, Switch
+from ._framework import TEVATRON, Switch
 from ._passages import passages_loss, refuse
 from .grad_cache import install as install_grad_cache
 
 __all__ = ["install"]
 
-TEVATRON = Framework("tevatron", ("0.0.1 of July 2026",), "pip install . in a checkout of github.com/texttron/tevatron")
 USAGE = """\
 usage: python -m wholebatch.integrations.tevatron -m tevatron.retriever.driver.train OPTIONS OF TEVATRON
        python -m wholebatch.integrations.tevatron SCRIPT.py [ARGUMENTS]

@@ -7,22 +7,28 @@
 A Trainer takes a loss for one that is summed over tokens and divided by their number, if the model's forward takes any
 keywords, or if it gets a `compute_loss_func`. Then it does not divide by the number of micro-steps, and if a batch has
 labels, it multiplies by the number of processes. A loss of this library is a mean over the batch of all processes, the
-same on each. It has to be divided by the number of micro-steps, and must not be multiplied.
+same on each. It has to be divided by the number of micro-steps, and must not be multiplied. In releases before 5.10
+accelerate divides it by this number as well: here it is kept from that.
+
+The Trainer optimizes and saves the model. So a loss must have no parameters of its own: a scale belongs to the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import wholebatch as wb
 
+from .._base.graph import leaves_of
 from ..gradcache import TokenBudget
+from ._framework import TRANSFORMERS
 
 __all__ = ["ComputeLoss", "WholeBatchTrainerMixin", "features_of"]
+
 
 Features = tuple[Tensor, ...]
 BatchLoss = Callable[..., Tensor]
@@ -49,12 +55,47 @@ def features_of(model: Any, outputs: Any) -> Features:  # whatever the model ret
     return (image, text, model.logit_scale.exp(), *([] if bias is None else [bias]))
 
 
+def _loss_of(batch_loss: BatchLoss, features: Features, model: Any) -> Tensor:  # their model
+    """Return the loss, which a Trainer divides by the number of micro-steps, and accelerate no second time."""
+    loss: Tensor = batch_loss(*features)
+    if torch.is_grad_enabled():
+        TRANSFORMERS.find("accelerate.state", "GradientState")().plugin_kwargs["num_steps"] = 1  # accelerate's divisor
+        _refuse_own_parameters(batch_loss, own_leaves(loss, features), model)
+    return loss
+
+
+def own_leaves(loss: Tensor, features: Sequence[object]) -> list[Tensor]:
+    """Return the tensors that get a gradient from a loss beside its features.
+
+    Empty ones, which keep nodes of this library in a graph, are none of them.
+    """
+    return [x for x in leaves_of([loss], [x for x in features if isinstance(x, Tensor)]) if x.numel()]
+
+
+def _refuse_own_parameters(batch_loss: BatchLoss, leaves: Sequence[Tensor], model: Any) -> None:  # their model
+    """Raise ValueError if a loss trains leaves, beside the features, that are no parameters of the model."""
+    own = {id(x): f"a tensor of shape {tuple(x.shape)}" for x in leaves}
+    for x in model.parameters() if leaves and isinstance(model, nn.Module) else ():
+        own.pop(id(x), None)
+    if not own:
+        return
+    for name, x in batch_loss.named_parameters() if isinstance(batch_loss, nn.Module) else ():
+        own |= {id(x): name} if id(x) in own else {}
+    known = "" if isinstance(model, nn.Module) else ". If it is the model's, pass the model to ComputeLoss as well"
+    raise ValueError(
+        f"batch_loss must train no parameters but the model's, got {', '.join(own.values())}: the Trainer's optimizer "
+        "and checkpoints have the model's alone; make it a part of the model, and let the model's forward return its "
+        f"value with the features, as in self.scale = wb.Scale(14.3) and return x, y, self.scale(){known}"
+    )
+
+
 class WholeBatchTrainerMixin:
     """A Trainer whose loss compares the rows of all processes; put it before Trainer among the base classes.
 
     Args:
         batch_loss: a loss of this library, or a function: called with the features, it returns a mean over the batch
-            of all processes. Default: :class:`wholebatch.CLIPLoss`.
+            of all processes. It has no parameters of its own: a :class:`wholebatch.Scale` belongs to the model, whose
+            forward returns its value. Default: :class:`wholebatch.CLIPLoss`.
         chunk_size: rows of a chunk, or a TokenBudget, for gradient caching; None: all rows at once.
         features_of: a function of the model and its outputs that returns the arguments of the loss. Default:
             :func:`features_of`.
@@ -62,7 +103,9 @@ class WholeBatchTrainerMixin:
 
     Raises:
         ValueError: for a `compute_loss_func`, which would get the loss wrong by the number of micro-steps; for a
-            `label_smoothing_factor`, which the Trainer would apply to logits.
+            `label_smoothing_factor`, which the Trainer would apply to logits. In the first step, for a loss that trains
+            other parameters than the model's.
+        ImportError: for a transformers that is too old.
     """
 
     loss_is_scaled_for_ga = False  # a mean: the Trainer divides it by the number of micro-steps
@@ -75,6 +118,7 @@ class WholeBatchTrainerMixin:
         features_of: Callable[[Any, Any], Features] = features_of,  # any model and output
         **kwargs: Any,  # as the Trainer's
     ) -> None:
+        TRANSFORMERS.check()
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
                 "compute_loss_func must be None beside WholeBatchTrainerMixin, got a function; pass it as batch_loss=, "
@@ -108,7 +152,7 @@ class WholeBatchTrainerMixin:
 
         size = self.chunk_size
         features = encode(**inputs) if size is None else wb.gradcache.encode(encode, inputs, size)
-        loss = self.batch_loss(*features)
+        loss = _loss_of(self.batch_loss, features, unwrapped)
         return (loss, {}) if return_outputs else loss
 
 
@@ -119,10 +163,15 @@ class ComputeLoss:
     with fewer micro-steps, its last step gets a smaller gradient than their mean. The mixin has no such limit.
 
     Args:
-        batch_loss: called with the features, it returns a mean over the batch of all processes.
+        batch_loss: called with the features, it returns a mean over the batch of all processes. It has no parameters of
+            its own, as in :class:`WholeBatchTrainerMixin`.
         args: the TrainingArguments of the same Trainer.
-        model: the model; needed if its outputs are no tuple of features.
+        model: the model; needed if its outputs are no tuple of features, or the loss uses its parameters.
         features_of: a function of the model and its outputs that returns the arguments of the loss.
+
+    Raises:
+        ValueError: in a call, for a loss that trains other parameters than the model's.
+        ImportError: for a transformers that is too old.
     """
 
     def __init__(
@@ -132,6 +181,7 @@ class ComputeLoss:
         model: Any = None,  # their model
         features_of: Callable[[Any, Any], Features] = features_of,  # any model and output
     ) -> None:
+        TRANSFORMERS.check()
         self.batch_loss, self.args, self.model, self.features_of = batch_loss, args, model, features_of
 
     def __call__(
@@ -141,7 +191,7 @@ class ComputeLoss:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Return the loss as the Trainer expects it."""
-        loss = self.batch_loss(*self.features_of(self.model, outputs))
+        loss = _loss_of(self.batch_loss, self.features_of(self.model, outputs), self.model)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss / self.args.world_size
         return loss / self.args.gradient_accumulation_steps if torch.is_grad_enabled() else loss

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
 import wholebatch as wb
 
+from ..._base.third_party import declare_torchvision_operators
 from ...integrations.transformers import ComputeLoss, WholeBatchTrainerMixin
 from ..problem import Problem
 from .encoders import IN, ROWS, TwoTowers
+
+declare_torchvision_operators()
+from transformers import Trainer, TrainingArguments  # noqa: E402
 
 
 class _Model(TwoTowers):

@@ -33,7 +33,6 @@ from ...gradcache.grad_cache import ChunkSize
 from ...gradcache.immediate import Scaler
 from ...gradcache.replay import Replay
 from .._command import program_of
-from .._options import with_arguments
 from .._passages import passages_loss, refuse
 
 __all__ = [
@@ -109,20 +108,20 @@ class PLGradCache(GradCache):
         options: those of :class:`wholebatch.GradCache` except `deferred`, by keyword.
     """
 
-    @with_arguments(
-        GradCache.__init__,
-        "models chunk_sizes loss_fn split_input_fn get_rep_fn fp16 scaler backward_fn",
-        backward_fn=None,
-    )
     def __init__(
         self,
-        *,
-        backward_fn: Callable[[Tensor], object] | None,
-        scaler: Scaler | None,
-        **arguments: Any,  # of GradCache
+        models: Sequence[Callable[..., object]] | nn.ModuleList,
+        chunk_sizes: ChunkSize | Sequence[ChunkSize],
+        loss_fn: Callable[..., Tensor],
+        split_input_fn: Callable[[Any, Any], Sequence[object]] | None = None,  # takes whatever the models take
+        get_rep_fn: Callable[[Any], object] | None = None,  # takes whatever the models return
+        fp16: bool = False,
+        scaler: Scaler | None = None,
+        backward_fn: Callable[[Tensor], object] | None = None,
+        **options: Any,  # of wb.GradCache
     ) -> None:
         self.backward_fn = check_callable("backward_fn", backward_fn)
-        super().__init__(**arguments, deferred=True)
+        super().__init__(models, chunk_sizes, loss_fn, split_input_fn, get_rep_fn, fp16, None, deferred=True, **options)
 
     def cache_step(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         loss = super().cache_step(*model_inputs, no_sync_except_last=no_sync_except_last, **loss_kwargs)
@@ -197,11 +196,11 @@ class SimpleContrastiveLoss:
             options: Any = {"reduction": reduction, "group": self.group}
             return passages_loss(x, y, self.target_per_qry, caller=caller, **options)
 
-        def of_all(x: Tensor, y: Tensor) -> Tensor:
+        def whole_loss(x: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(x @ y.T, target, reduction=reduction)
 
         local = isinstance(self.group, wb.comm.LocalCommunicator)
-        return of_all(x, y) if local else wb.WholeBatch(of_all, group=self.group)(x, y)
+        return whole_loss(x, y) if local else wb.WholeBatch(whole_loss, group=self.group)(x, y)
 
 
 class DistributedContrastiveLoss(SimpleContrastiveLoss):

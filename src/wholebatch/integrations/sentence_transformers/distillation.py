@@ -7,7 +7,7 @@ also are with uneven batches, such as the last one of a data set.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,30 +16,28 @@ import wholebatch as wb
 
 from ..._base.precision import accumulation_dtype
 from ..._base.settings import check_divisor
-from ...comm import Group
 from ...contract import prepared
-from .citations import MARGIN_MSE, TIGHTLY_COUPLED
 from .embedding import BatchLoss, SimilarityFunction, name_of_similarity, pairwise_dot_score
 
 
-class _ScoredColumns(BatchLoss):
+class _ScoredColumns(BatchLoss, options=("group",)):
     """A loss of queries and their columns, with a teacher's numbers for these as labels."""
 
-    fewest_columns = 3
-    card = ("similarity_fct",)
-    loss: wb.recipes.ListwiseDistillationLoss | wb.recipes.MarginMSELoss
+    fewest_columns: ClassVar[int] = 3
 
-    def __init__(self, model: Any, similarity_fct: SimilarityFunction, group: Group) -> None:  # their model
-        super().__init__(model, group=group)
+    similarity_fct: SimilarityFunction = pairwise_dot_score
+
+    def prepare(self) -> None:
+        """Check the arguments, and make the loss of this library."""
+        super().prepare()
         names = ("pairwise_cos_sim", "pairwise_dot_score")
         fix = "; for another function use WholeBatchLoss(model, their loss)"
-        self.similarity_fct = name_of_similarity(similarity_fct, names, fix)
-        self.similarity = "cosine" if self.similarity_fct == names[0] else "dot"
-        self.group = group
+        self.similarity = name_of_similarity(self.similarity_fct, names, fix)
+        self.loss = self.make_loss("cosine" if self.similarity == names[0] else "dot")
 
-    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """Return the loss of embeddings, (b, d) for each column, and a teacher's numbers, of all processes."""
-        return self.compare(embeddings, labels)
+    def make_loss(self, similarity: str) -> Any:
+        """Return the loss of this library."""
+        raise NotImplementedError
 
     def _columns(self, columns: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
         """Return the columns that belong to each query, (b, columns, d), or raise ValueError if their shapes differ."""
@@ -68,47 +66,35 @@ class DistillKLDivLoss(_ScoredColumns):
         group: processes that share the batch. Default: all.
     """
 
-    citation = TIGHTLY_COUPLED
+    temperature: float = 1.0
+    student_temperature: float | None = None
+    teacher_temperature: float | None = None
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        similarity_fct: SimilarityFunction = pairwise_dot_score,
-        temperature: float = 1.0,
-        student_temperature: float | None = None,
-        teacher_temperature: float | None = None,
-        *,
-        group: Group = None,
-    ) -> None:
-        super().__init__(model, similarity_fct, group)
-        self.temperature = temperature
-        self.student_temperature = temperature if student_temperature is None else student_temperature
-        self.teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
+    def make_loss(self, similarity: str) -> Any:
+        """Return the loss of this library."""
+        if self.student_temperature is None:
+            self.student_temperature = self.temperature
+        if self.teacher_temperature is None:
+            self.teacher_temperature = self.temperature
         for name in ("temperature", "student_temperature", "teacher_temperature"):
             check_divisor(name, getattr(self, name))
-        self.loss = wb.recipes.ListwiseDistillationLoss(
+        return wb.recipes.ListwiseDistillationLoss(
             temperature=self.student_temperature,
             teacher_temperature=self.teacher_temperature,
-            similarity=self.similarity,
-            group=group,
+            similarity=similarity,
+            group=self.group,
         )
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # labels
-        """See `compute_loss_from_embeddings`; labels are the teacher's scores of all columns, (b, columns)."""
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return the loss of all processes' embeddings, (b, d) for each column, and scores of the columns, (b, n)."""
 
         def prepare() -> tuple[Tensor, Tensor]:
             own = self._columns(embeddings[1:], embeddings)
-            return own, self._labels(beside, [(own.shape[0], own.shape[1])], own)
+            return own, self._labels(labels, [(own.shape[0], own.shape[1])], own)
 
         own, scores = prepared(type(self).__name__, self.group, prepare)
         loss: Tensor = self.loss(embeddings[0], own, scores)
         return loss
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        names = ("temperature", "student_temperature", "teacher_temperature")
-        config = super().get_config_dict() | {"temperature": self.temperature}
-        return config | {name: value for name in names[1:] if (value := getattr(self, name)) != self.temperature}
 
 
 class MarginMSELoss(_ScoredColumns):
@@ -119,26 +105,23 @@ class MarginMSELoss(_ScoredColumns):
         group: processes that share the batch. Default: all.
     """
 
-    citation = MARGIN_MSE
+    def make_loss(self, similarity: str) -> Any:
+        """Return the loss of this library."""
+        return wb.recipes.MarginMSELoss(similarity=similarity, group=self.group)
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        similarity_fct: SimilarityFunction = pairwise_dot_score,
-        *,
-        group: Group = None,
-    ) -> None:
-        super().__init__(model, similarity_fct, group)
-        self.loss = wb.recipes.MarginMSELoss(similarity=self.similarity, group=group)
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return the loss of all processes' embeddings, (b, d) for each column.
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # labels
-        """See `compute_loss_from_embeddings`; labels are margins, (b,) or (b, negatives), or scores of all columns."""
+        Args:
+            embeddings: queries, positives and negatives.
+            labels: margins, (b,) or (b, negatives), or scores of all columns but the first.
+        """
 
         def prepare() -> tuple[Tensor, Tensor]:
             own = self._columns(embeddings[2:], embeddings)
             b, n = own.shape[:2]
-            labels = self._labels(beside, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
-            return own, labels[:, :1] - labels[:, 1:] if tuple(labels.shape) == (b, n + 1) else labels.reshape(b, n)
+            scores = self._labels(labels, [(b, n), (b, n + 1), *([(b,)] if n == 1 else [])], own)
+            return own, scores[:, :1] - scores[:, 1:] if tuple(scores.shape) == (b, n + 1) else scores.reshape(b, n)
 
         own, margins = prepared(type(self).__name__, self.group, prepare)
         loss: Tensor = self.loss(embeddings[0], embeddings[1], own, margins)

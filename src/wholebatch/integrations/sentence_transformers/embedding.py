@@ -8,23 +8,19 @@ gradients on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ..._base.settings import check_count, check_positive_number
 from ...contract import BatchOptions
-from .._framework import Framework
-from .._options import check_no_progress_bar, group_of_batch, with_arguments
-
-SENTENCE_TRANSFORMERS = Framework(
-    "sentence_transformers", ("6.2.0",), "pip install 'sentence-transformers[train]>=6.2'"
-)
+from .._framework import SENTENCE_TRANSFORMERS
+from .._options import AdaptedLoss, check_no_progress_bar
+from .checkpoints import keep_parameters
 
 Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
 SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
@@ -60,20 +56,20 @@ def name_of_similarity(
     )
 
 
-def of_losses(module: str, name: str) -> Any:
+def loss_function(module: str, name: str) -> Any:
     """Return a function of their losses, such as those that join columns of documents in one forward pass."""
     return SENTENCE_TRANSFORMERS.find(f"sentence_transformers.base.losses.{module}", name)
 
 
 def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
     """Return the embeddings of each column."""
-    embeddings: list[Tensor] = of_losses("merged_forward", "embed_columns")(model, columns)
+    embeddings: list[Tensor] = loss_function("merged_forward", "embed_columns")(model, columns)
     return embeddings
 
 
 def has_static_embedding(model: Any) -> bool:
     """Return whether the model's first module is a table of tokens, whose input has no rows."""
-    return bool(of_losses("gradcache", "has_static_embedding_input")(model))
+    return bool(loss_function("gradcache", "has_static_embedding_input")(model))
 
 
 def columns_of(sentence_features: Iterable[Features], fewest: int = 2) -> list[Features]:
@@ -111,56 +107,82 @@ class Chunks:
             )
 
     def __call__(self, model: Any, columns: Sequence[Features]) -> list[Tensor]:
-        return [self.of(model, features, lambda outputs: outputs["sentence_embedding"]) for features in columns]
+        return [self.encode(model, features, lambda outputs: outputs["sentence_embedding"]) for features in columns]
 
-    def of(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
+    def encode(self, model: Any, features: Features, get_rep_fn: Callable[[Any], Tensor], **keywords: Any) -> Tensor:
         """Return what `get_rep_fn` makes of the model's output for a column; the model also takes the keywords."""
         model_input = ([features], keywords) if keywords else [features]
         embeddings: Tensor = wb.gradcache.encode(model, model_input, self._size, get_rep_fn=get_rep_fn)
         return embeddings
 
 
-class BatchLoss(nn.Module):
-    """A loss of the columns of a batch: embed them, then compare them.
+class Described:
+    """A loss that their model cards describe as their class of the same name; its attributes have their names."""
 
-    Subclasses set `chunks` in cached forms, and compute the loss in `compare`.
-    """
-
-    citation = ""  # a BibTeX entry, for the model card
-    card: tuple[str, ...] = ()  # arguments for the model card, in its order
-    chunks: Chunks | None = None
-    fewest_columns = 2
+    their_losses: ClassVar[str] = "sentence_transformers.sentence_transformer.losses"
+    similarity: str  # of some losses: the name of similarity_fct
     scale: float | wb.Scale  # of some losses
 
-    def __init__(
-        self,
-        model: Any,  # their model, which the trainer replaces by the wrapped one
-        gather_across_devices: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__()
-        self.model, self.options, self.gather_across_devices = model, options, gather_across_devices
-        self._group = group_of_batch("gather_across_devices", gather_across_devices, options.get("group"))
+    @property
+    def citation(self) -> str:
+        """The BibTeX entry of their class, for the model card."""
+        entry: str = next(x.citation for x in self._theirs() if hasattr(x, "citation")).fget(self)
+        return entry
+
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
+        """Return the arguments, for the model card."""
+        config = self._theirs()[0].get_config_dict(self)
+        if "similarity_fct" in config:
+            config["similarity_fct"] = self.similarity
+        if "scale" in config:
+            config["scale"] = self.scale_number()
+        return config
+
+    def scale_number(self) -> float:
+        """Return the present value of the scale."""
+        return float(self.scale().detach()) if isinstance(self.scale, wb.Scale) else float(self.scale)
+
+    def _theirs(self) -> list[Any]:
+        """Return their classes of the same name: of this object's class, and of its base classes."""
+        losses = SENTENCE_TRANSFORMERS.load(self.their_losses)
+        names = [x.__name__ for x in type(self).__mro__ if x.__module__.startswith(f"{__package__}.")]
+        return [getattr(losses, name) for name in names if hasattr(losses, name)]
+
+
+class BatchLoss(Described, AdaptedLoss):
+    """A loss of the columns of a batch: embed them, then compare them.
+
+    Subclasses set `chunks` in cached forms. They compute the loss in `compute_loss_from_embeddings`, which their
+    library calls as well, or in `compare`, if it needs more than embeddings and labels.
+    """
+
+    compute_loss_from_embeddings: ClassVar[Callable[..., Tensor]]
+    fewest_columns: ClassVar[int] = 2
+
+    model: Any  # their model, which the trainer replaces by the wrapped one
+
+    def prepare(self) -> None:
+        """Check the version of their library, and choose the processes."""
+        SENTENCE_TRANSFORMERS.check()
+        if "gather_across_devices" in self._declared:
+            self.choose_group("gather_across_devices")
+        self.chunks: Chunks | None = None
 
     @property
     def options_of_call(self) -> BatchOptions:
         """Return the options of a call; raise ValueError for a trained scale that the processes would train apart."""
-        apart = not self.gather_across_devices and wb.comm.select_communicator(None).size > 1
+        apart = not getattr(self, "gather_across_devices", True) and wb.comm.select_communicator(None).size > 1
         if apart and isinstance(getattr(self, "scale", None), wb.Scale):
             raise ValueError(
                 "scale must be a number with gather_across_devices=False on several processes, got a wb.Scale: it "
                 "belongs to the loss, which no engine synchronizes, so each process would train another one; leave "
                 "gather_across_devices at True"
             )
-        return {**self.options, "group": self._group}
+        return self.options
 
     def scale_value(self) -> Tensor | float:
         """Return the present value of the scale, with a graph if it is trained."""
         return self.scale() if isinstance(self.scale, wb.Scale) else self.scale
-
-    def scale_number(self) -> float:
-        """Return the present value of the scale."""
-        return float(self.scale().detach()) if isinstance(self.scale, wb.Scale) else float(self.scale)
 
     @property
     def uses_gradient_cache(self) -> bool:
@@ -175,13 +197,9 @@ class BatchLoss(nn.Module):
         """Return the argument of `compare` that needs no gradient; by default the labels."""
         return labels
 
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        return {name: self.scale_number() if name == "scale" else getattr(self, name) for name in self.card}
-
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, (b, d) for each column."""
-        raise NotImplementedError
+        return self.compute_loss_from_embeddings(embeddings, beside)
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes."""
@@ -212,8 +230,8 @@ class BatchLoss(nn.Module):
         loss = self.compare([torch.cat([*chunks]) for chunks in reps], beside)
         if not with_backward:
             return loss
-        of_loss = [child for name, child in self.named_children() if name not in ("model", "guide")]
-        if any(x.requires_grad for child in of_loss for x in child.parameters()):
+        children = [child for name, child in self.named_children() if name not in ("model", "guide")]
+        if any(x.requires_grad for child in children for x in child.parameters()):
             raise ValueError(
                 "sentence-transformers' MatryoshkaLoss goes backward inside of a cached loss, before the trainer has "
                 "scaled it, so scale must be a number there; for a wb.Scale use MatryoshkaLoss of "
@@ -226,7 +244,7 @@ class BatchLoss(nn.Module):
 class CachedBatchLoss(BatchLoss):
     """A loss of columns that are embedded in chunks: the first base class, the loss being the second.
 
-    Its arguments are those of the loss, and three more, in the order of their class of the same name; see `in_chunks`.
+    Its arguments are those of the loss, and three more, in the order of their class of the same name.
 
     Args:
         mini_batch_size: rows that the model takes at once.
@@ -236,43 +254,23 @@ class CachedBatchLoss(BatchLoss):
         show_progress_bar: must be False.
     """
 
-    mini_batch_size: int | None
+    mini_batch_size: int | None = 32
+    mini_batch_num_tokens: int | None = None
+    show_progress_bar: bool = False
 
-    def __init__(
-        self,
-        *,
-        mini_batch_size: int | None,
-        mini_batch_num_tokens: int | None,
-        show_progress_bar: bool,
-        **arguments: Any,  # of the loss
-    ) -> None:
-        super().__init__(**arguments)
-        check_no_progress_bar(show_progress_bar)
-        self.chunks = Chunks(type(self).__name__, self.model, mini_batch_size, mini_batch_num_tokens)
-        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
-        return super().get_config_dict() | sizes
+    def prepare(self) -> None:
+        """Check the arguments, and make the chunks."""
+        super().prepare()
+        check_no_progress_bar(self.show_progress_bar)
+        self.chunks = Chunks(type(self).__name__, self.model, self.mini_batch_size, self.mini_batch_num_tokens)
 
 
-def in_chunks(loss: Any, order: str) -> Any:
-    """Return the constructor of a CachedBatchLoss with the arguments of a loss, and those of chunks, in this order."""
-
-    def constructor(self: CachedBatchLoss, **arguments: Any) -> None:
-        CachedBatchLoss.__init__(self, **arguments)
-
-    constructor.__qualname__ = f"Cached{loss.__name__}.__init__"  # in messages
-    sizes = {"mini_batch_size": 32, "mini_batch_num_tokens": None}
-    return with_arguments(loss.__init__, order, **sizes, show_progress_bar=False)(constructor)
-
-
-def checked_scale(scale: Any) -> Any:
-    """Return a positive number or a `wb.Scale`, or raise ValueError."""
-    if not isinstance(scale, wb.Scale):
+def check_scale(scale: object) -> None:
+    """Raise ValueError unless this is a positive number or a `wb.Scale`, which is then kept in checkpoints."""
+    if isinstance(scale, wb.Scale):
+        keep_parameters()
+    else:
         check_positive_number("scale", scale, "to train it pass wb.Scale(20.0)", or_=", or a wb.Scale to train it")
-    return scale
 
 
 def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor], beside: Any) -> Tensor:

@@ -7,36 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ..._base.settings import check_count
-from ...contract import BatchOptions
-from .._options import with_options
 from .._passages import joined
-from .citations import COLBERT, GRADIENT_CACHING
 from .embedding import (
     BatchLoss,
     CachedBatchLoss,
     Features,
     TokenSimilarity,
-    checked_scale,
+    check_scale,
     columns_of,
-    in_chunks,
+    loss_function,
     name_of_similarity,
-    of_losses,
 )
 
 TokensAndMask = tuple[Tensor, Tensor]  # embeddings (b, t, d), and where there is one, (b, t)
 
 
-class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
+class MultiVectorMultipleNegativesRankingLoss(BatchLoss, positional="model"):
     """Their `MultiVectorMultipleNegativesRankingLoss`, by :func:`wholebatch.functional.max_sim_loss`.
 
     Args:
@@ -47,32 +42,26 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
         score_mini_batch_size: without effect: scores are computed in tiles.
     """
 
-    citation = COLBERT
-    card = ("scale", "similarity_fct", "mini_batch_size", "score_mini_batch_size", "gather_across_devices")
+    their_losses: ClassVar[str] = "sentence_transformers.multi_vector_encoder.losses"
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their MultiVectorEncoder, or what an engine makes of it
-        *,
-        scale: float | wb.Scale = 1.0,
-        similarity_fct: TokenSimilarity | None = None,
-        mini_batch_size: int | None = None,
-        score_mini_batch_size: int | None = None,
-        gather_across_devices: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(model, gather_across_devices, **options)
-        self.similarity_fct = "colbert_scores"
-        if similarity_fct is not None:
+    scale: float | wb.Scale = 1.0
+    similarity_fct: TokenSimilarity | None = None
+    mini_batch_size: int | None = None
+    score_mini_batch_size: int | None = None
+    gather_across_devices: bool = True
+
+    def prepare(self) -> None:
+        """Check the arguments."""
+        super().prepare()
+        self.similarity = "colbert_scores"
+        if self.similarity_fct is not None:
             names, fix = ("mean_colbert_scores", "colbert_scores"), "; for another function use their loss"
             module = "sentence_transformers.multi_vector_encoder.scoring"
-            self.similarity_fct = name_of_similarity(similarity_fct, names, fix, module)
-        self.scale = checked_scale(scale)
-        for name, size in (("mini_batch_size", mini_batch_size), ("score_mini_batch_size", score_mini_batch_size)):
-            if size is not None:
-                check_count(name, size, "rows")
-        self.mini_batch_size, self.score_mini_batch_size = mini_batch_size, score_mini_batch_size
+            self.similarity = name_of_similarity(self.similarity_fct, names, fix, module)
+        check_scale(self.scale)
+        for name in ("mini_batch_size", "score_mini_batch_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), "rows")
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch, the same on all processes; labels are without effect."""
@@ -85,7 +74,7 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
 
     def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored."""
-        embed = of_losses("merged_forward", "embed_columns_padded")
+        embed = loss_function("merged_forward", "embed_columns_padded")
         queries = embed(self.model, columns[:1], None, "query")
         documents = embed(self.model, columns[1:], self.mini_batch_size, "document")
         return [*zip(*queries, strict=True), *zip(*documents, strict=True)]
@@ -103,24 +92,19 @@ class MultiVectorMultipleNegativesRankingLoss(BatchLoss):
             logit_scale=self.scale_value(),
             query_mask=masks[0],
             document_mask=joined(masks[1:]),
-            token_reduction="mean" if self.similarity_fct == "mean_colbert_scores" else "sum",
+            token_reduction="mean" if self.similarity == "mean_colbert_scores" else "sum",
             **self.options_of_call,
         )
 
 
-class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVectorMultipleNegativesRankingLoss):
+class CachedMultiVectorMultipleNegativesRankingLoss(
+    CachedBatchLoss, MultiVectorMultipleNegativesRankingLoss, positional="model"
+):
     """Their `CachedMultiVectorMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
     Beside the arguments of :class:`MultiVectorMultipleNegativesRankingLoss` it takes those of
     :class:`CachedMultipleNegativesRankingLoss`.
     """
-
-    citation = GRADIENT_CACHING
-    __init__ = in_chunks(
-        MultiVectorMultipleNegativesRankingLoss,
-        "model * scale similarity_fct mini_batch_size mini_batch_num_tokens score_mini_batch_size "
-        "gather_across_devices show_progress_bar",
-    )
 
     def embed_tokens(self, columns: Sequence[Features]) -> list[TokensAndMask]:
         """Return the embeddings of each column's tokens, and which of them are scored, chunk by chunk."""
@@ -128,7 +112,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(CachedBatchLoss, MultiVector
         tokens = []
         for features in columns:
             width = features["attention_mask"].shape[1]
-            chunks = self.chunks.of(self.model, features, partial(_append_mask, width), task=features["task"])
+            chunks = self.chunks.encode(self.model, features, partial(_append_mask, width), task=features["task"])
             tokens.append((chunks[..., :-1], chunks[..., -1].detach() > 0.5))
         return tokens
 

@@ -24,26 +24,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
-from typing_extensions import Unpack
 
 import wholebatch as wb
 
 from ..._base.settings import check_choice, check_divisor, check_number, check_weight
 from ...comm import Group
-from ...contract import BatchOptions
-from .._options import with_arguments, with_options
-from .citations import GIST, GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
+from .._framework import SENTENCE_TRANSFORMERS
 from .embedding import (
-    SENTENCE_TRANSFORMERS,
     BatchLoss,
     CachedBatchLoss,
     Features,
     SimilarityFunction,
-    checked_scale,
+    check_scale,
     cos_sim,
     embed_columns,
     has_static_embedding,
-    in_chunks,
     name_of_similarity,
 )
 
@@ -70,45 +65,27 @@ class MultipleNegativesRankingLoss(BatchLoss):
         directions, partition_mode, hardness_mode, hardness_strength: as theirs.
     """
 
-    card = (
-        *("scale", "similarity_fct", "gather_across_devices"),
-        *("directions", "partition_mode", "hardness_mode", "hardness_strength"),
-    )
+    scale: float | wb.Scale = 20.0
+    similarity_fct: SimilarityFunction = cos_sim
+    gather_across_devices: bool = True
+    directions: Directions = ("query_to_doc",)
+    partition_mode: PartitionMode = "joint"
+    hardness_mode: HardnessMode = None
+    hardness_strength: float = 0.0
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their SentenceTransformer, or what an engine makes of it
-        scale: float | wb.Scale = 20.0,
-        similarity_fct: SimilarityFunction = cos_sim,
-        gather_across_devices: bool = True,
-        directions: Directions = ("query_to_doc",),
-        partition_mode: PartitionMode = "joint",
-        hardness_mode: HardnessMode = None,
-        hardness_strength: float = 0.0,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(model, gather_across_devices, **options)
+    def prepare(self) -> None:
+        """Check the arguments."""
+        super().prepare()
         fix = (
             ": similarities are products of rows, in tiles across processes. For another function use "
             "WholeBatchLoss(model, their loss), which computes theirs on every process"
         )
-        self.similarity_fct = name_of_similarity(similarity_fct, ("cos_sim", "dot_score"), fix)
-        self.scale = checked_scale(scale)
-        self.directions = _check_directions(directions, partition_mode)
-        self.partition_mode: PartitionMode = partition_mode
-        self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
-        if hardness_mode is not None:
-            check_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
-        check_weight("hardness_strength", hardness_strength, "0 turns it off")
-        if not isinstance(self, CachedBatchLoss):
-            of_all = set(self.directions) == set(_DIRECTIONS) and partition_mode == "joint"
-            both_ways = set(self.directions) == set(_SYMMETRIC) and partition_mode == "per_direction"
-            self.citation = GTE if of_all else SYMMETRIC if both_ways else INFO_NCE
-
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
-        """See `compute_loss_from_embeddings`."""
-        return self.compute_loss_from_embeddings(embeddings)
+        self.similarity = name_of_similarity(self.similarity_fct, ("cos_sim", "dot_score"), fix)
+        check_scale(self.scale)
+        self.directions = _check_directions(self.directions, self.partition_mode)
+        if self.hardness_mode is not None:
+            check_choice("hardness_mode", self.hardness_mode, _HARDNESS_MODES)
+        check_weight("hardness_strength", self.hardness_strength, "0 turns it off")
 
     def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the loss of the whole batch for this process's embeddings.
@@ -117,7 +94,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
             embeddings: (b, d) for each column: anchors, positives, negatives if there are any.
             labels: without effect.
         """
-        cosine, options = self.similarity_fct == "cos_sim", self.options_of_call
+        cosine, options = self.similarity == "cos_sim", self.options_of_call
         queries, keys, *negatives = [normalize(x, dim=-1) if cosine else x for x in embeddings]
         return wb.functional.info_nce_loss(
             queries,
@@ -148,8 +125,8 @@ class MultipleNegativesRankingLoss(BatchLoss):
 
         An id for each row of the whole batch excludes an anchor's own negatives from the pool, in all directions.
         """
-        of_own, of_others = self._hardness("hard_negatives"), self._hardness("in_batch_negatives")
-        if "doc_to_doc" not in self.directions and of_own == of_others:
+        own_hardness, pool_hardness = self._hardness("hard_negatives"), self._hardness("in_batch_negatives")
+        if "doc_to_doc" not in self.directions and own_hardness == pool_hardness:
             return {}
         comm, b = wb.comm.select_communicator(group), len(queries)
         ids = comm.rank * 2**40 + torch.arange(b, device=queries.device)
@@ -158,7 +135,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
             "key_ids": ids,
             "negative_ids": ids.repeat(len(negatives)),
             "hard_negatives": torch.stack([queries, *negatives], dim=1)[:, 1:],
-            "hard_negative_hardness": of_own,
+            "hard_negative_hardness": own_hardness,
         }
 
     @property
@@ -167,18 +144,27 @@ class MultipleNegativesRankingLoss(BatchLoss):
         return 1.0 / self.scale_number()
 
 
-class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
+class MultipleNegativesSymmetricRankingLoss(
+    MultipleNegativesRankingLoss,
+    fixed={
+        "directions": _SYMMETRIC,
+        "partition_mode": "per_direction",
+        "hardness_mode": None,
+        "hardness_strength": 0.0,
+    },
+):
     """Their `MultipleNegativesSymmetricRankingLoss`: anchors to documents and positives to anchors, averaged.
 
     Its arguments are the first ones of :class:`MultipleNegativesRankingLoss`, and the options.
     """
 
-    @with_arguments(MultipleNegativesRankingLoss.__init__, "model scale similarity_fct gather_across_devices")
-    def __init__(self, **arguments: Any) -> None:  # those
-        super().__init__(**arguments, directions=_SYMMETRIC, partition_mode="per_direction")
 
-
-class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRankingLoss):
+class CachedMultipleNegativesRankingLoss(
+    CachedBatchLoss,
+    MultipleNegativesRankingLoss,
+    positional="model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices directions "
+    "partition_mode show_progress_bar hardness_mode hardness_strength",
+):
     """Their `CachedMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
     Beside the arguments of :class:`MultipleNegativesRankingLoss` it takes `mini_batch_size`, rows that the model takes
@@ -186,23 +172,14 @@ class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRanki
     :class:`wholebatch.gradcache.TokenBudget`: padding counts, and rows are grouped by length.
     """
 
-    citation = GRADIENT_CACHING
-    __init__ = in_chunks(
-        MultipleNegativesRankingLoss,
-        "model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices directions "
-        "partition_mode show_progress_bar hardness_mode hardness_strength",
-    )
-
 
 class CachedMultipleNegativesSymmetricRankingLoss(
-    CachedMultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesSymmetricRankingLoss,
+    positional="model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices "
+    "show_progress_bar",
 ):
     """Their `CachedMultipleNegativesSymmetricRankingLoss`, with arguments of `CachedMultipleNegativesRankingLoss`."""
-
-    __init__ = in_chunks(
-        MultipleNegativesSymmetricRankingLoss,
-        "model scale similarity_fct mini_batch_size mini_batch_num_tokens gather_across_devices show_progress_bar",
-    )
 
 
 def _check_directions(directions: Any, partition_mode: Any) -> Directions:
@@ -236,31 +213,21 @@ class GISTEmbedLoss(BatchLoss):
             compares anchors among themselves on each process alone; here True compares all with all.
     """
 
-    citation = GIST
-    card = (
-        *("guide", "temperature", "margin_strategy", "margin"),
-        *("contrast_anchors", "contrast_positives", "gather_across_devices"),
-    )
+    guide: Any  # their model
+    temperature: float = 0.01
+    margin_strategy: MarginStrategy = "absolute"
+    margin: float = 0.0
+    contrast_anchors: bool = True
+    contrast_positives: bool = True
+    gather_across_devices: bool = True
 
-    @with_options()
-    def __init__(
-        self,
-        model: Any,  # their model
-        guide: Any,  # their model
-        temperature: float = 0.01,
-        margin_strategy: MarginStrategy = "absolute",
-        margin: float = 0.0,
-        contrast_anchors: bool = True,
-        contrast_positives: bool = True,
-        gather_across_devices: bool = True,
-        **options: Unpack[BatchOptions],
-    ) -> None:
-        super().__init__(model, gather_across_devices, **options)
-        check_divisor("temperature", temperature)
-        check_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
-        check_number("margin", margin)
-        self.guide, self.temperature, self.margin_strategy, self.margin = guide, temperature, margin_strategy, margin
-        self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
+    def prepare(self) -> None:
+        """Check the arguments, and compare the tokenizers."""
+        super().prepare()
+        model, guide = self.model, self.guide
+        check_divisor("temperature", self.temperature)
+        check_choice("margin_strategy", self.margin_strategy, ("absolute", "relative"))
+        check_number("margin", self.margin)
         self.tokenizer = _tokenizer("model", model)
         self.must_retokenize = (
             self.tokenizer.get_vocab() != _tokenizer("guide", guide).get_vocab()
@@ -296,7 +263,7 @@ class GISTEmbedLoss(BatchLoss):
         queries, keys, *negatives = [normalize(x, dim=-1) for x in embeddings]
         directions = ["query_to_key"]
         directions += ["query_to_query"] * self.contrast_anchors + ["key_to_key"] * self.contrast_positives
-        of_queries, of_keys, *of_negatives = beside
+        query_guides, key_guides, *negative_guides = beside
         beyond = (4 + 2 * abs(self.margin)) / _TINY
         return wb.functional.info_nce_loss(
             queries,
@@ -306,25 +273,24 @@ class GISTEmbedLoss(BatchLoss):
             directions=directions,  # type: ignore[arg-type]
             exclude_above=-float(self.margin),
             exclude_relative=self.margin_strategy == "relative",
-            query_guides=pad(of_queries, (0, 1)),
+            query_guides=pad(query_guides, (0, 1)),
             key_guides=torch.cat(
-                [pad(of_keys, (0, 1), value=_TINY), *(pad(x, (0, 1), value=beyond) for x in of_negatives)]
+                [pad(key_guides, (0, 1), value=_TINY), *(pad(x, (0, 1), value=beyond) for x in negative_guides)]
             ),
             **self.options_of_call,
         )
 
 
-class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
+class CachedGISTEmbedLoss(
+    CachedBatchLoss,
+    GISTEmbedLoss,
+    positional="model guide temperature mini_batch_size mini_batch_num_tokens show_progress_bar margin_strategy margin "
+    "contrast_anchors contrast_positives gather_across_devices",
+):
     """Their `CachedGISTEmbedLoss`: embeddings come from :func:`wholebatch.gradcache.encode`, the guide's as well.
 
     Beside the arguments of :class:`GISTEmbedLoss` it takes those of :class:`CachedMultipleNegativesRankingLoss`.
     """
-
-    __init__ = in_chunks(
-        GISTEmbedLoss,
-        "model guide temperature mini_batch_size mini_batch_num_tokens show_progress_bar margin_strategy margin "
-        "contrast_anchors contrast_positives gather_across_devices",
-    )
 
 
 def _tokenizer(name: str, model: Any) -> Any:

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
 
-from ...comm import Group
-from .citations import MATRYOSHKA
-from .embedding import BatchLoss, Chunks, Features, columns_of
+from .._options import AdaptedLoss
+from .checkpoints import keep_parameters
+from .embedding import BatchLoss, Chunks, Described, Features, columns_of
 from .ranking import MultipleNegativesRankingLoss
 
 
-class MatryoshkaLoss(nn.Module):
+class MatryoshkaLoss(Described, AdaptedLoss, options=()):
     """Their `MatryoshkaLoss`, of a loss of this module.
 
     Args:
@@ -37,24 +37,21 @@ class MatryoshkaLoss(nn.Module):
         n_dims_per_step: number of sizes that a step draws, or -1 for all. All processes draw the same ones.
     """
 
-    citation = MATRYOSHKA
+    model: Any  # their model
+    loss: nn.Module
+    matryoshka_dims: Sequence[int]
+    matryoshka_weights: Sequence[float] | Sequence[int] | None = None
+    n_dims_per_step: int = -1
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        loss: nn.Module,
-        matryoshka_dims: Sequence[int],
-        matryoshka_weights: Sequence[float] | Sequence[int] | None = None,
-        n_dims_per_step: int = -1,
-    ) -> None:
-        super().__init__()
+    def prepare(self) -> None:
+        """Check the arguments, and sort the sizes, the largest first."""
+        loss, dims, drawn = self.loss, [*self.matryoshka_dims], self.n_dims_per_step
         if not isinstance(loss, BatchLoss):
             raise ValueError(
                 "loss must be one of wholebatch.integrations.sentence_transformers, got "
                 f"{type(loss).__module__}.{type(loss).__name__}; for it use MatryoshkaLoss of sentence_transformers"
             )
-        dims = [*matryoshka_dims]
-        weights = [1.0] * len(dims) if matryoshka_weights is None else [float(x) for x in matryoshka_weights]
+        weights = [1.0] * len(dims) if self.matryoshka_weights is None else [float(x) for x in self.matryoshka_weights]
         if not dims or len(set(dims)) < len(dims) or any(dim < 1 for dim in dims):
             raise ValueError(f"matryoshka_dims must be positive, and each of them once, got {dims}")
         if len(weights) != len(dims) or min(weights) < 0:
@@ -62,14 +59,13 @@ class MatryoshkaLoss(nn.Module):
                 f"matryoshka_weights must be {len(dims)} numbers, one for each of matryoshka_dims, none negative, got "
                 f"{weights}"
             )
-        largest = model.get_embedding_dimension()
+        largest = self.model.get_embedding_dimension()
         if largest is not None and max(dims) > largest:
             raise ValueError(f"matryoshka_dims must not exceed the model's embedding size {largest}, got {dims}")
-        if n_dims_per_step < -1 or n_dims_per_step == 0:
-            raise ValueError(f"n_dims_per_step must be -1 for all sizes, or at least 1, got {n_dims_per_step}")
-        self.model, self.loss = model, loss
+        if drawn < -1 or drawn == 0:
+            raise ValueError(f"n_dims_per_step must be -1 for all sizes, or at least 1, got {drawn}")
         self.parts = sorted(zip(dims, weights, strict=True))
-        self.n_dims_per_step = n_dims_per_step
+        self.matryoshka_dims, self.matryoshka_weights = zip(*reversed(self.parts), strict=True)
         self._calls = 0
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
@@ -87,11 +83,11 @@ class MatryoshkaLoss(nn.Module):
                 symmetric=loss.symmetric,
                 **loss.options_of_call,
             )
-        of_parts = [
+        losses = [
             weight * loss.compare([normalize(x[..., :dim], dim=-1) for x in embeddings], beside)
             for dim, weight in parts
         ]
-        return sum(of_parts[1:], of_parts[0])
+        return sum(losses[1:], losses[0])
 
     def _draw_sizes(self) -> list[tuple[int, float]]:
         """Return the sizes of this step, with their weights; the number of the call is the seed."""
@@ -100,23 +96,8 @@ class MatryoshkaLoss(nn.Module):
             return self.parts
         return sorted(random.Random(self._calls).sample(self.parts, self.n_dims_per_step))
 
-    @property
-    def matryoshka_dims(self) -> tuple[int, ...]:
-        """The sizes, the largest first."""
-        return tuple(dim for dim, _ in reversed(self.parts))
 
-    @property
-    def matryoshka_weights(self) -> tuple[float, ...]:
-        """Their weights, in the same order."""
-        return tuple(weight for _, weight in reversed(self.parts))
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        names = ("matryoshka_dims", "matryoshka_weights", "n_dims_per_step")
-        return {"loss": type(self.loss).__name__, **{name: getattr(self, name) for name in names}}
-
-
-class WholeBatchLoss(BatchLoss):
+class WholeBatchLoss(BatchLoss, options=("group",)):
     """A loss of sentence-transformers, of the embeddings and labels of all processes.
 
     Args:
@@ -126,23 +107,20 @@ class WholeBatchLoss(BatchLoss):
         group: processes that share the batch. Default: all.
     """
 
-    fewest_columns = 1  # their triplet losses compare the rows of one column by their labels
+    fewest_columns: ClassVar[int] = 1  # their triplet losses compare the rows of one column by their labels
 
-    def __init__(
-        self,
-        model: Any,  # their model
-        loss: nn.Module,
-        mini_batch_size: int | None = None,
-        mini_batch_num_tokens: int | None = None,
-        *,
-        group: Group = None,
-    ) -> None:
-        super().__init__(model, group=group)
+    loss: nn.Module
+    mini_batch_size: int | None = None
+    mini_batch_num_tokens: int | None = None
+
+    def prepare(self) -> None:
+        """Check the arguments, and make chunks if there is a size."""
+        super().prepare()
+        loss, name = self.loss, type(self.loss).__name__
         if isinstance(loss, type):
             raise ValueError(
                 f"loss must be an instance of a loss, got the class {loss.__name__}; pass {loss.__name__}(model)"
             )
-        name = type(loss).__name__
         if isinstance(loss, BatchLoss):
             raise ValueError(
                 f"loss must be one of sentence-transformers, got wholebatch's {name}; use it without this one"
@@ -160,14 +138,10 @@ class WholeBatchLoss(BatchLoss):
             raise ValueError(
                 f"loss must have compute_loss_from_embeddings(embeddings, labels), got {name}; it runs the model itself"
             )
-        self.loss, self.group = loss, group
-        if mini_batch_size is not None or mini_batch_num_tokens is not None:
-            self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
-        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
-
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
-        """See `compute_loss_from_embeddings`."""
-        return self.compute_loss_from_embeddings(embeddings, beside)
+        if {*loss.parameters()} - {*(self.model.parameters() if isinstance(self.model, nn.Module) else ())}:
+            keep_parameters()
+        if self.mini_batch_size is not None or self.mini_batch_num_tokens is not None:
+            self.chunks = Chunks("their loss", self.model, self.mini_batch_size or 1, self.mini_batch_num_tokens)
 
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
@@ -181,7 +155,7 @@ class WholeBatchLoss(BatchLoss):
         theirs: Any = self.loss
         columns = [embeddings] if isinstance(embeddings, Tensor) else [*embeddings]
 
-        def of_all(*rows: Tensor) -> Tensor:
+        def whole_loss(*rows: Tensor) -> Tensor:
             targets = None if labels is None else rows[len(columns)].view(-1, *labels.shape[1:])
             if isinstance(embeddings, Tensor):
                 loss: Tensor = theirs.compute_loss_from_embeddings(rows[0], *([] if targets is None else [targets]))
@@ -190,7 +164,12 @@ class WholeBatchLoss(BatchLoss):
             return loss
 
         beside = [] if labels is None else [labels.reshape(len(labels), -1)]
-        return wb.WholeBatch(of_all, group=self.group)(*columns, *beside)
+        return wb.WholeBatch(whole_loss, group=self.group)(*columns, *beside)
+
+    @property
+    def citation(self) -> str:
+        """The BibTeX entry of their loss, for the model card."""
+        return getattr(self.loss, "citation", "")
 
     def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
