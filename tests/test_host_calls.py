@@ -145,7 +145,7 @@ def test_a_small_batch_is_little_work():
 
 
 def test_a_declared_loss_is_looked_up_like_a_built_in_one():
-    """CLIP in two terms. What the ranks have agreed on is not found again in each call; what the terms are, is."""
+    """CLIP in two terms. What they are, and what the ranks have agreed on, is not found again in each call."""
     x, y = (normalize(torch.randn(32, 64), dim=1).requires_grad_() for _ in range(2))
     scale = torch.tensor(10.0, requires_grad=True)
     terms = {
@@ -160,8 +160,8 @@ def test_a_declared_loss_is_looked_up_like_a_built_in_one():
 
     call()  # what later calls of the form look up
     operations, calls = counted(call)
-    assert 100 < operations <= 180
-    assert 1000 < calls <= 3600
+    assert 100 < operations <= 160
+    assert 1000 < calls <= 2200
 
 
 def ranks_body(kernel, dtype):
