@@ -35,6 +35,7 @@ class Observer:
     def __init__(self, buffers: Buffers, *, may_be_collective: bool = True) -> None:
         self.buffers, self.may_be_collective = buffers, may_be_collective
         self.no_engines: set[type] = set()  # classes of modules that have been asked for
+        self.plain: dict[int, nn.Module] = {}  # modules of this step that are no engines and not compiled
         self._broadcast: set[int] = set()  # engines that have been called: DDP broadcasts buffers in the first
 
     @contextmanager
@@ -116,14 +117,21 @@ class Called:
         self.seen[id(module)] = module
         if id(module) not in self._seen:
             self.add(module)
+        if id(module) not in self._observer.plain:
+            self._look_at(module)
+        if id(module) in self._after_broadcast:
+            self._after_broadcast.remove(id(module))
+            self._observer.buffers.begin(module)
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Hold the engines of a module that the hook has recorded."""
         control = control_of(module, self._observer.no_engines)
         if control is not None:
             self._add_engine(Synchronized(module, control))
         elif _is_compiled(module):
             self.add_engines(synchronized([module]))
-        if id(module) in self._after_broadcast:
-            self._after_broadcast.remove(id(module))
-            self._observer.buffers.begin(module)
+        else:
+            self._observer.plain[id(module)] = module
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -7,10 +7,10 @@ also are with uneven batches, such as the last one of a data set.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import wholebatch as wb
 
@@ -35,7 +35,7 @@ class _ScoredColumns(BatchLoss, options=("group",)):
         self.similarity = name_of_similarity(self.similarity_fct, names, fix)
         self.loss = self.make_loss("cosine" if self.similarity == names[0] else "dot")
 
-    def make_loss(self, similarity: str) -> Any:
+    def make_loss(self, similarity: str) -> nn.Module:
         """Return the loss of this library."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class DistillKLDivLoss(_ScoredColumns):
     student_temperature: float | None = None
     teacher_temperature: float | None = None
 
-    def make_loss(self, similarity: str) -> Any:
+    def make_loss(self, similarity: str) -> wb.recipes.ListwiseDistillationLoss:
         """Return the loss of this library."""
         if self.student_temperature is None:
             self.student_temperature = self.temperature
@@ -105,7 +105,7 @@ class MarginMSELoss(_ScoredColumns):
         group: processes that share the batch. Default: all.
     """
 
-    def make_loss(self, similarity: str) -> Any:
+    def make_loss(self, similarity: str) -> wb.recipes.MarginMSELoss:
         """Return the loss of this library."""
         return wb.recipes.MarginMSELoss(similarity=similarity, group=self.group)
 
