@@ -33,7 +33,7 @@ def equal(name: str) -> Mask:
     """Return the mask of pairs with equal numbers of this name: `lambda x, y: x.label == y.label` for "label".
 
     Raises:
-        ValueError: for a name that is no text.
+        ValueError: for a name that data cannot have.
 
     >>> import torch, wholebatch as wb
     >>> loss_fn = wb.PairLoss({"n": wb.terms.Count(wb.terms.equal("label"))}, lambda r, x, p: r.n)
@@ -47,7 +47,7 @@ def unequal(name: str) -> Mask:
     """Return the mask of pairs with different numbers of this name.
 
     Raises:
-        ValueError: for a name that is no text.
+        ValueError: for a name that data cannot have.
 
     >>> import torch, wholebatch as wb
     >>> loss_fn = wb.PairLoss({"n": wb.terms.Count(wb.terms.unequal("label"))}, lambda r, x, p: r.n)
@@ -63,6 +63,6 @@ def _compared(x: Any, y: Any, *, name: str, equal: bool) -> Tensor:  # fields
 
 
 def _checked(name: str) -> str:
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name must be that of numbers in x_data and y_data, such as 'label', got {shown(name)}")
     return name

@@ -52,6 +52,7 @@ from PIL import Image
 from wholebatch.__main__ import main as command
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
+from wholebatch._base.user_error import UserError
 from wholebatch_train.encoders.saved import digest_of
 from wholebatch_train.run.checkpoint import digests_of_run
 
@@ -301,15 +302,19 @@ def reseal(run: Path, name: str, dice: random.Random) -> str:
         value = unsealed(content, name) if b'"sha256"' in content else json.loads(content)
         said = edit(value, dice)
         path.write_bytes(sealed(value) if b'"sha256"' in content else json.dumps(value).encode())
+    try:
+        digests = digests_of_run(run)
+    except UserError:  # the edit has left no facts of a run, and nothing fits then
+        return said
     for weights in ("model.safetensors", "best.safetensors"):
         with TensorFile(run / weights) as file:
             tensors, metadata = {each: file.read(each) for each in file.entries}, file.metadata
-        facts = {key: str(digest) for key, digest in digests_of_run(run).items()}
+        facts = {key: str(digest) for key, digest in digests.items()}
         more = {"encoders": digest_of(run / "encoders")} if weights.startswith("model") else {}
         write_tensors(run / weights, tensors, metadata | facts | more)
     with TensorFile(run / "checkpoint.safetensors") as file:
         tensors, metadata = {each: file.read(each) for each in file.entries}, file.metadata
-    facts = json.loads(metadata["facts"]) | digests_of_run(run)
+    facts = json.loads(metadata["facts"]) | digests
     if name == "metrics.jsonl":
         lines = path.read_bytes().splitlines(keepends=True)[: facts["step"]]
         facts["metrics"] = hashlib.sha256(b"".join(lines)).hexdigest()

@@ -361,7 +361,7 @@ class PairLoss(nn.Module):
 
 
 def _has_features(call: Arguments) -> bool:
-    return isinstance(call.x, Tensor) and call.x.is_floating_point()
+    return isinstance(call.x, Tensor) and call.x.is_floating_point() and not call.x.is_meta
 
 
 def arguments_of(loss_fn: PairLoss, *features: Any, parameters: Any = _NOTHING, **rest: Any) -> Arguments:

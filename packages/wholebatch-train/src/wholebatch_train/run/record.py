@@ -88,7 +88,7 @@ def read_record(folder: Path) -> Record:
     """Return the record of the run in the folder."""
     file, values = folder / CONFIG, _values(folder)
     try:
-        run = check_fields(values.pop(RUN, None), RUN, {"data": dict, "extensions": list, "starts": list})
+        run = _run_of(values)
         data = _check_types(DataFacts, run["data"])
         extensions = tuple(_check_types(Extension, each) for each in run["extensions"])
         starts = tuple(_check_types(Start, each) for each in run["starts"])
@@ -113,15 +113,21 @@ def digests_of_run(folder: Path, step: int | None = None) -> dict[str, str | Non
     if not (folder / CONFIG).exists():
         return dict.fromkeys(("config", "data", *([] if step is None else ["extensions"])))
     values = _values(folder)
-    run = values.pop(RUN, None)
-    if not isinstance(run, dict):
-        raise _not_of_this_version(folder / CONFIG, ValueError(f"{RUN!r} must be an object, got {run!r}"))
+    try:
+        run = _run_of(values)
+    except ValueError as error:
+        raise _not_of_this_version(folder / CONFIG, error) from error
     options = {name: value for name, value in values.items() if name not in FREE}
     digests: dict[str, str | None] = {"config": _digest(options), "data": _digest(run["data"])}
     if step is not None:
         before = [each for each in run["extensions"] if each["at"] < step]
         digests["extensions"] = _digest(before) if before else None
     return digests
+
+
+def _run_of(values: dict[str, Any]) -> Any:
+    """Remove the facts of the run from the values of a configuration, and return them; ValueError if these are none."""
+    return check_fields(values.pop(RUN, None), RUN, {"data": dict, "extensions": list, "starts": list})
 
 
 def _digest(value: Any) -> str:
