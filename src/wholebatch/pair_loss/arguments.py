@@ -152,9 +152,8 @@ def _vectors(name: str, data: Any) -> dict[str, Tensor]:
         if key in _RESERVED:
             raise ValueError(f"{name} must not have the name {key!r}: {_RESERVED[key]}; choose another")
         if not is_dense(data[key]) or (data[key].dim() != 1 and name != "candidate_data"):
-            got = (
-                tuple(data[key].shape) if is_dense(data[key]) else f"{shown(data[key])}; torch.as_tensor(...) makes one"
-            )
+            fix = "; torch.as_tensor(...) makes one"
+            got = tuple(data[key].shape) if is_dense(data[key]) else shown(data[key]) + fix
             raise ValueError(f"{name}[{key!r}] must be a tensor with a number for each row, (rows,), got {got}")
     return dict(data)
 

@@ -38,6 +38,7 @@ class Declaration:
         compiles: whether compiled functions compute its tiles; "auto": on a GPU.
         kernels: these functions.
         fingerprint: of the functions at the latest call, and whether it shows all that they read.
+        form: the kind of the latest call: of this fingerprint, and of everything that functions read.
         pending: by the kind of call, values of the functions on fixed numbers, to be compared between ranks.
     """
 
@@ -50,9 +51,9 @@ class Declaration:
     compiles: bool | str = False
     kernels: Kernels = field(default_factory=Kernels)
     fingerprint: tuple[str, bool] = ("", False)
+    form: str = ""
     pending: dict[str, str] = field(default_factory=dict)
     _used: dict[str, Reads] = field(default_factory=dict)
-    _latest: str = ""  # kind of call
 
     @classmethod
     def of(
@@ -117,9 +118,9 @@ class Declaration:
             ValueError: if a function cannot be computed in tiles, see `function_checks`.
         """
         self.fingerprint = fingerprint_and_certainty(*self.functions)
-        self._latest = signature = repr((self.fingerprint, call.signature))
-        if signature in self._used:
-            self.reads = self._used[signature]
+        self.form = repr((self.fingerprint, call.signature))
+        if self.form in self._used:
+            self.reads = self._used[self.form]
             return
         if self.symmetric and call.y is not None:
             raise ValueError("y must be left out with symmetric=True: the rows of x are the columns, too")
@@ -130,7 +131,7 @@ class Declaration:
         values = dict[str, list[float]]()
         with suppress(ValueError):  # a fixed number may be no index of a table; the functions before it are compared
             first_use(*declared, numbers, call.parameters, device=torch.device("cpu"), values=values)
-        self.pending[signature] = json.dumps(values)
+        self.pending[self.form] = json.dumps(values)
         if call.candidates is not None and all(term.over == "batch" for term in self.terms.values()):
             raise ValueError(
                 "candidates must be left out: no term has over='own' or over='both', so nothing would read them"
@@ -140,17 +141,17 @@ class Declaration:
             raise ValueError(f"column_loss must not read {wrong[0]!r}: own candidates belong to rows")
         if len(self._used) >= REMEMBERED:
             self._used.clear()
-            self.pending = {signature: self.pending[signature]}
-        self._used[signature] = self.reads
+            self.pending = {self.form: self.pending[self.form]}
+        self._used[self.form] = self.reads
 
     @property
     def values(self) -> str:
         """Values of the functions that ranks have not compared for the latest kind of call; "" if they have."""
-        return self.pending.get(self._latest, "")
+        return self.pending.get(self.form, "")
 
     def agreed(self, reads: Reads) -> None:
         """Keep what all ranks' functions read, after their values were compared."""
-        self.pending.pop(self._latest, None)
+        self.pending.pop(self.form, None)
         self.reads = reads
 
     def reduced(self) -> list[Reduced]:

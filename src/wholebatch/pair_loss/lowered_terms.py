@@ -214,8 +214,8 @@ def _softplus_terms(
         facts,
         Layout(call.x.rows, call.y.rows),
         Pairs(NONE, NONE if sweep.excluded is None else _entries(sweep.excluded, call, ids)),
-        (numbers[0], a if a.requires_grad else numbers[0]),
-        (numbers[1], b if b.requires_grad else numbers[1]),
+        _scalar(numbers[0], a),
+        _scalar(numbers[1], b),
         (x, y),
         (lambda sums: call.slopes(name, value(sums), known, sums)) if early else None,
     )
@@ -251,7 +251,7 @@ def _statistics(
     reads_rows, reads_cols = (any(map(side.reads, terms)) for side in sides)
     of_rows, of_cols = row_statistics(
         facts,
-        (factor[0], factor[1] if factor[1].requires_grad else factor[0]),
+        _scalar(*factor),
         Operands(features, towers, layout, narrow=narrow),
         Selection(pairs, sweep.over),
         Bounds(bound),
@@ -291,6 +291,11 @@ def _coefficients(score: Term, parameters: Mapping[str, Any], device: torch.devi
     numbers = {PARTNER: s.new_zeros(1, 1)}
     at_zero, at_one = _value(score, s, (numbers, numbers), parameters).reshape(2).unbind()
     return at_one - at_zero, at_zero
+
+
+def _scalar(number: float, x: Tensor) -> tuple[float, Any]:
+    """Return a number, and the tensor of it if that has a gradient, else the number again."""
+    return number, x if x.requires_grad else number
 
 
 def _learned(score: Term, call: Call) -> tuple[Tensor, Tensor]:

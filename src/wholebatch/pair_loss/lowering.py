@@ -122,6 +122,9 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
     if softplus is not None:
         return _of_softplus(softplus, conditions[softplus.name], counted, declared, entries)
     passes, partners = list[Pass | None](), dict[str, Reduced]()
+    partners_by_score = dict[str, dict[str, Reduced]]()
+    for each in _partners(declared, call):
+        partners_by_score.setdefault(_key(each.term), {})[each.name] = each
     for score, of_score in by_score.items():
         candidates = dict.fromkeys(conditions[each.name] for each in of_score if isinstance(each.term, LogSumExp))
         rest = {each.name: conditions[each.name] for each in of_score if not isinstance(each.term, LogSumExp)}
@@ -129,10 +132,9 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
             return None
         for of_pass in candidates:
             named = {each.name: of_pass for each in of_score if conditions[each.name] == of_pass}
-            alike = [each for each in _partners(declared, call) if _key(each.term) == score]
-            own = {each.name: each for each in alike if each.name not in partners}
-            with_own = _pass({**rest, **named, **dict.fromkeys(own, ITSELF)}, of_score[0].term, of_pass)
-            partners |= own if with_own is not None else {}
+            own = dict.fromkeys(partners_by_score.get(score, ()), ITSELF)
+            with_own = _pass({**rest, **named, **own}, of_score[0].term, of_pass)
+            partners |= {} if with_own is None else partners_by_score.pop(score, {})
             passes.append(with_own or _pass({**rest, **named}, of_score[0].term, of_pass))
             rest = {}
     if None in passes or not passes:

@@ -161,7 +161,7 @@ class PairLoss(nn.Module):
                 self._constants[name] = value
         self._said, self._said_reason, self.computed_by = False, False, ""
         self._tiles: dict[str, int] = {}
-        self._lowered: dict[tuple[str, str], Lowered | None] = {}  # by the functions and the kind of call
+        self._lowered: dict[str, Lowered | None] = {}  # by the kind of call
 
     @entry
     def forward(
@@ -215,7 +215,7 @@ class PairLoss(nn.Module):
             read_back=lambda: factors(passes, self.declaration, call, call.x.device) if _has_features(call) else {},
             of_first=names_of_factors(self.declaration) if _has_features(call) else (),
             must_match=(_FINGERPRINT, _DTYPES),
-            settings=self._settings(call, passes, functions) if functions else None,
+            settings=self._settings(call, passes) if functions else None,
             reads="its functions are compared between ranks",
         )
         facts = agree(CALLER, self.options, call.inputs(weights), checks)
@@ -237,10 +237,8 @@ class PairLoss(nn.Module):
             constant=agreed.constant,
             passes=lowered_as,
         ).loss()
-        compiled = kernels is not None and not kernels.failure
-        self.computed_by = "compiled tiles" if compiled else "tiles"
-        if lowered_as is not None:
-            self.computed_by = lowered_as[0].sweep
+        tiles = "tiles" if kernels is None or kernels.failure else "compiled tiles"
+        self.computed_by = tiles if lowered_as is None else lowered_as[0].sweep
         if facts.comm.size == 1:  # several ranks say it together at their next call: under -W error all raise
             self._stop_compiling([self._not_compiled])
         return loss
@@ -293,17 +291,17 @@ class PairLoss(nn.Module):
         if not _has_features(call):  # `agree` refuses it
             return call, None, ("", False)
         functions, certain = self.declaration.fingerprint
-        form = functions, repr(call.signature)
+        form = self.declaration.form
         if form not in self._lowered or not certain:  # a fingerprint may not see all that a function reads
             if len(self._lowered) >= REMEMBERED:
                 self._lowered.clear()
             self._lowered[form] = lowered(self.declaration, call)
         return call, self._lowered[form], (functions, certain)
 
-    def _settings(self, call: Arguments, passes: Lowered | None, functions: str) -> tuple[Hashable, ...]:
+    def _settings(self, call: Arguments, passes: Lowered | None) -> tuple[Hashable, ...]:
         """Return all that this rank's facts depend on, but for the kinds of tensors."""
-        kinds = repr(call.signature), repr(None if passes is None else passes.facts)
-        return self._number, functions, *kinds, self._not_compiled, self._tiles_of(call), call.constant
+        kinds = self.declaration.form, repr(None if passes is None else passes.facts)
+        return self._number, *kinds, self._not_compiled, self._tiles_of(call), call.constant
 
     def _facts(self, call: Arguments, passes: Lowered | None, functions: str) -> dict[str, Any]:
         return {
