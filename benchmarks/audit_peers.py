@@ -1,4 +1,4 @@
-"""Audit installed libraries and circulating recipes, and write the table of docs/audit.md.
+"""Audit installed libraries and circulating recipes, and write the table of docs/audit_libraries.md.
 
 No environment has all libraries, so each call audits some of them, and keeps the figures of the others:
 
@@ -13,7 +13,7 @@ Three are not on the package index; checkouts of luyug/GradCache, texttron/tevat
     export WHOLEBATCH_GRAD_CACHE=folder WHOLEBATCH_TEVATRON=folder WHOLEBATCH_INSIGHTFACE=recognition/arcface_torch
     .venv-ecosystem/bin/python benchmarks/audit_peers.py grad_cache tevatron insightface
 
-Writes the figures to results/audit.json, and the table between the marks in docs/audit.md.
+Writes the figures to results/audit.json, and the table between the marks in docs/audit_libraries.md.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
         kept = keep(RESULTS, rows, ["preset"])
     kept.sort(key=lambda of: NAMES.index(of["preset"]))
     table = [(of["library"], Summary(**{field: of[field] for field in FIELDS})) for of in kept]
-    fill(ROOT / "docs" / "audit.md", markdown(table))
+    fill(ROOT / "docs" / "audit_libraries.md", markdown(table))
 
 
 if __name__ == "__main__":

@@ -1,56 +1,171 @@
-"""Draw the README's picture from `results/losses.json`: time and memory of CLIP's loss beside open_clip's."""
+"""Draw the README's pictures: audits of other libraries, and CLIP's time and memory, from `results/*.json`."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
+matplotlib.use("agg")
+
+from matplotlib import pyplot as plt
+
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "losses.json"
-PICTURE = ROOT / "docs" / "images" / "clip_beside_open_clip.png"
-BARS = {"wholebatch flat": "wholebatch", "wholebatch flat gather": "wholebatch", "open_clip ClipLoss": "open_clip"}
-COLORS = {"wholebatch": "tab:blue", "open_clip": "tab:gray"}
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+Row = dict[str, Any]
+
+KINDS = {  # of a setting's gradient, with its color
+    "that of the global batch": "tab:blue",
+    "another one, as documented": "lightgray",
+    "another one, or an error": "tab:red",
+}
+# Settings whose documentation says that rows meet fewer rows than those of the global batch, or that gradients differ,
+# beside those with the cause "not-gathered".
+DOCUMENTED = {
+    "DCLWLoss, default",
+    "infonce, INFONCE_USE_BATCH=False, against the whole batch",
+}
+NAMES = {
+    "pml": "pytorch-metric-learning",
+    "flag_embedding": "FlagEmbedding",
+    "ms_swift": "ms-swift",
+    "grad_cache": "GradCache",
+    "tevatron": "Tevatron",
+    "colpali": "colpali-engine",
+    "pylate": "PyLate",
+    "sentence_transformers": "sentence-transformers",
+    "lightning": "Lightning",
+}
 
 
-def rows() -> list[dict[str, Any]]:
-    """Return CLIP's measurements at the size that both libraries were measured at, in the order of the picture."""
-    found = [
-        row
-        for row in json.loads(RESULTS.read_text())
-        if row["loss"] == "clip" and row["method"] in BARS and (row["batch_size"], row["embedding_size"]) == (8192, 512)
-    ]
-    return sorted(found, key=lambda row: (row["ranks"], row["method"] == "open_clip ClipLoss"))
-
-
-def main() -> None:
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    shown = rows()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 2.3), sharey=True)
-    panels = (
-        ("time of a step, seconds", "step_ms", 1000, "{:.2f}"),
-        ("memory beyond the inputs, MB", "transient_mb", 1, "{:.0f}"),
+def kind_of(row: Row) -> str:
+    right, documented, wrong = KINDS
+    if row["exact"]:
+        return right
+    setting = row["setting"]
+    return (
+        documented if row["causes"] == "not-gathered" or setting in DOCUMENTED or "efficient=True" in setting else wrong
     )
-    for axis, (title, field, unit, form) in zip(axes, panels, strict=True):
-        values = [row[field] / unit for row in shown]
-        bars = axis.barh(range(len(shown)), values, color=[COLORS[BARS[row["method"]]] for row in shown])
-        axis.bar_label(bars, [form.format(value) for value in values], padding=3)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.margins(x=0.12)
+
+
+def audits() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the kinds of each library's settings, and those of the same steps with adapters of ours."""
+    theirs: dict[str, list[str]] = {}
+    ours: dict[str, list[str]] = {}
+    adapter = False
+    for row in json.loads((RESULTS / "audit.json").read_text()):
+        if row["preset"] in ("recipes", "wholebatch"):
+            continue
+        setting = row["setting"]
+        adapter = "wholebatch.integrations" in setting or (adapter and setting.startswith("the same"))
+        if adapter or "wholebatch." not in setting:  # a head of ours without its adapter is neither
+            (ours if adapter else theirs).setdefault(row["preset"], []).append(kind_of(row))
+    order = sorted(theirs, key=lambda name: -len(theirs[name]))
+    return {name: sorted(theirs[name], key=[*KINDS].index) for name in order}, ours
+
+
+def draw_audits() -> None:
+    theirs, ours = audits()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, gridspec_kw={"width_ratios": [12, 7]})
+    for axis, columns in zip(axes, (theirs, ours), strict=True):
+        for height, name in enumerate(theirs):
+            for place, kind in enumerate(columns.get(name, [])):
+                axis.add_patch(plt.Rectangle((place, height - 0.38), 0.82, 0.76, color=KINDS[kind]))
+        axis.set_xlim(0, 12 if columns is theirs else 7)
+        axis.set_ylim(len(theirs) - 0.4, -0.6)
         axis.set_xticks([])
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-    processes = {1: "1 process", 2: "2 processes"}
-    axes[0].set_yticks(range(len(shown)), [f"{BARS[row['method']]}, {processes[row['ranks']]}" for row in shown])
-    axes[0].invert_yaxis()
-    on = {f"CLIP, B = 8192, d = 512, float32, {row['machine']}, torch {row['torch']}" for row in shown}
-    figure.text(0.99, 0.02, "; ".join(sorted(on)), fontsize=7, ha="right", color="gray")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(PICTURE, dpi=150)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    counts = Counter(kind for kinds in theirs.values() for kind in kinds)
+    settings = sum(counts.values())
+    axes[0].set_title(f"{settings} settings of {len(theirs)} libraries", fontsize=10, loc="left")
+    axes[1].set_title(f"with our adapters: {sum(map(len, ours.values()))}", fontsize=10, loc="left")
+    axes[0].set_yticks(range(len(theirs)), [NAMES.get(name, name) for name in theirs], fontsize=9)
+    marks = [plt.Rectangle((0, 0), 1, 1, color=color) for color in KINDS.values()]
+    labels = [f"{kind}: {counts[kind]}" for kind in KINDS]
+    figure.legend(
+        marks,
+        labels,
+        title="The gradient on several processes is ...",
+        ncols=3,
+        loc="lower left",
+        bbox_to_anchor=(0.01, 0.0),
+        frameon=False,
+        fontsize=9,
+        title_fontsize=9,
+        alignment="left",
+        handlelength=1,
+        handleheight=1,
+    )
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(IMAGES / "audits.png", dpi=150)
+    print(dict(counts), {name: Counter(kinds) for name, kinds in ours.items()})
+
+
+ON_CPU = {
+    ("wholebatch flat", 1): "wholebatch",
+    ("open_clip ClipLoss", 1): "open_clip",
+    ("wholebatch flat gather", 2): "wholebatch, 2 processes",
+    ("open_clip ClipLoss", 2): "open_clip, 2 processes",
+}
+ON_H100 = {
+    "wholebatch": "wholebatch, by default",
+    "memeff": "memeff",
+    "open_clip": "open_clip",
+    "dense, compiled": "dense, torch.compile",
+}
+
+
+def measured() -> list[tuple[str, list[tuple[str, Row]]]]:
+    """Return the title and the rows of each machine."""
+    cpu = {
+        (row["method"], row["ranks"]): row
+        for row in json.loads((RESULTS / "losses.json").read_text())
+        if row["loss"] == "clip" and (row["batch_size"], row["embedding_size"]) == (8192, 512)
+    }
+    card = {
+        row["method"]: row
+        for row in json.loads((RESULTS / "h100_28e8e03.json").read_text())
+        if row["batch_size"] == 32768
+    }
+    on_cpu = [(label, cpu[key]) for key, label in ON_CPU.items()]
+    on_card = [(label, card[key]) for key, label in ON_H100.items()]
+    about, h100 = on_cpu[0][1], on_card[0][1]
+    return [
+        (f"CPU ({about['machine']}), 8,192 pairs, float32", on_cpu),
+        (f"one H100, 32,768 pairs, bfloat16, commit {h100['commit']}: before the kernels were rewritten", on_card),
+    ]
+
+
+def draw_clip() -> None:
+    figure, axes = plt.subplots(2, 2, figsize=(9, 4.2), sharey="row")
+    panels = (
+        ("time of a step", "step_ms", lambda ms: f"{ms / 1000:.2f} s" if ms > 1000 else f"{ms:.1f} ms"),
+        ("memory beyond the inputs", "transient_mb", lambda mb: f"{mb:,.0f} MB"),
+    )
+    for line, rows in zip(axes, (rows for _, rows in measured()), strict=True):
+        for axis, (what, field, shown) in zip(line, panels, strict=True):
+            values = [row[field] for _, row in rows]
+            colors = ["tab:blue" if label.startswith("wholebatch") else "tab:gray" for label, _ in rows]
+            bars = axis.barh(range(len(rows)), values, color=colors, height=0.7)
+            axis.bar_label(bars, [shown(value) for value in values], padding=3, fontsize=9)
+            axis.set_title(what, fontsize=9, loc="left", color="gray")
+            axis.margins(x=0.16)
+            axis.set_xticks([])
+            axis.tick_params(length=0)
+            axis.spines[["top", "right", "bottom"]].set_visible(False)
+        line[0].set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=9)
+        line[0].invert_yaxis()
+    figure.tight_layout(rect=(0, 0, 1, 0.95), h_pad=3)
+    for line, (title, _) in zip(axes, measured(), strict=True):
+        figure.text(0.01, line[0].get_position().y1 + 0.075, title, fontsize=10)
+    figure.savefig(IMAGES / "clip_beside_open_clip.png", dpi=150)
 
 
 if __name__ == "__main__":
-    main()
+    draw_audits()
+    draw_clip()

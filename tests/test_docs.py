@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -121,3 +122,20 @@ def test_the_catalog_quotes_messages_of_the_source(message):
 def test_a_changed_wording_is_not_found_in_the_source():
     assert len(quoted()) > 40
     assert not in_source("must be the same on every rank, obtained ...")
+
+
+def test_pages_are_short():
+    """A page that answers one question has at most 250 lines."""
+    long = {page.name: count for page in PAGES if (count := len(page.read_text().splitlines())) > 250}
+    assert not long
+
+
+def test_the_readme_counts_the_audited_settings(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    theirs, ours = import_module("readme_figure").audits()
+    counts = f"{sum(map(len, theirs.values()))} settings of {len(theirs)} libraries"
+    for page in ("README.md", "docs/audit.md", "docs/audit_libraries.md"):
+        assert counts in (ROOT / page).read_text(), page
+    assert f"with our adapters all {sum(map(len, ours.values()))} are right" in (ROOT / "README.md").read_text()
+    assert {kind for kinds in ours.values() for kind in kinds} == {"that of the global batch"}

@@ -34,9 +34,9 @@ def test_no_imports_form_a_circle():
     assert circles(imports(ROOT)) == []
 
 
-def drawn(readme: str) -> list[list[str]]:
-    """Return the layers of the README's picture, from the top down, each with its names."""
-    picture = readme.split("<!-- layers -->")[1].split("```")[1]
+def drawn(page: str) -> list[list[str]]:
+    """Return the layers of the picture in CONTRIBUTING.md, from the top down, each with its names."""
+    picture = page.split("<!-- layers -->")[1].split("```")[1]
     return [re.split(r" {3,}", line)[0].replace("/", "").split() for line in picture.strip().splitlines()]
 
 
@@ -49,8 +49,8 @@ def wrong_layers(picture: list[list[str]]) -> list[str]:
     return [*rising, *sorted(packages ^ {name for line in picture for name in line if layer_of(name) != FOUNDATION})]
 
 
-def test_the_readmes_picture_shows_these_layers():
-    picture = drawn((ROOT.parents[1] / "README.md").read_text())
+def test_the_picture_shows_these_layers():
+    picture = drawn((ROOT.parents[1] / "CONTRIBUTING.md").read_text())
     assert wrong_layers(picture) == []
     assert wrong_layers(picture[1:]) == ["app", "bench", "doctor"]
     assert wrong_layers(picture[::-1])

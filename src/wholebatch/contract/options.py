@@ -64,7 +64,7 @@ class ProductOptions(SweepOptions, total=False):
     Attributes:
         precision: of the products of features, and of dS with features. "auto", the default: on CUDA half precision for
             features in half precision or under autocast, with sums in float32, and TF32 where the program allows it;
-            else float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
+            else float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/precision.md.
             Float64 features are multiplied in float64.
     """
 
