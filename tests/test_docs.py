@@ -103,8 +103,9 @@ def literals():
 
 
 def quoted():
-    """Return the messages that the error catalog quotes."""
-    return re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    """Return the messages that the two catalogs of errors quote."""
+    text = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("errors", "errors_application"))
+    return re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE)
 
 
 def in_source(message):

@@ -1,4 +1,4 @@
-"""Every program of docs/trainers.md runs on two processes, and its ranks print the same loss.
+"""Every program of docs/trainers.md and docs/trainers_engines.md runs on two processes; its ranks print the same loss.
 
 make ecosystem
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "trainers.md").read_text()
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("trainers", "trainers_engines"))
 PROGRAMS = dict(re.findall(r"^## ([^\n]+)\n\n```py\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
 # Without the interpreter's teardown, in which gloo's threads abort any DDP program now and then (torch 2.13).
 END = "\nimport os, sys\nsys.stdout.flush()\nsys.stderr.flush()\nos._exit(0)\n"
