@@ -165,7 +165,7 @@ class TrainConfig:
     """Before training, compare the gradient of a few examples with that of the dense loss on one process."""
     image_encoder: str = "small"
     """Encoder of images: "small", timm:NAME, transformers:NAME (in the local cache, or a folder), or FILE.py:FUNCTION,
-    a function of yours that returns a module; docs/training.md says what the module must have."""
+    a function of yours that returns a module; docs/training_encoders.md says what the module must have."""
     text_encoder: str = "small"
     """Encoder of texts: "small", transformers:NAME, or FILE.py:FUNCTION."""
     two_encoders: bool = False
