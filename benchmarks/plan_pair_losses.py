@@ -11,10 +11,8 @@ results/plan_pair_losses.json.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,8 +25,7 @@ from wholebatch.planning.rates import Rates
 from wholebatch.planning.shapes import ExchangeUsed, Shapes
 
 HERE = Path(__file__).resolve().parent
-RESULTS, PAGE = HERE / "results" / "plan_pair_losses.json", HERE.parent / "docs" / "planning.md"
-MARK = "<!-- declared -->"
+RESULTS = HERE / "results" / "plan_pair_losses.json"
 NAMES = ("clip", "info_nce", "siglip", "sup_con", "lifted", "mined")
 
 
@@ -61,17 +58,6 @@ def _memory(predicted: int, measured: int) -> dict[str, float]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of the documentation."""
-    lines = ["| ranks | declared loss | B | memory | measured | error |", "|--:|---|--:|--:|--:|--:|"]
-    for row in sorted(rows, key=lambda of: (of["ranks"], NAMES.index(of["loss"]), of["rows"])):
-        lines.append(
-            f"| {row['ranks']} | {row['loss']} | {row['rows']} | {row['predicted_mb']:.1f} MB | "
-            f"{row['measured_mb']:.1f} MB | {row['error_of_memory']:+.1%} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Predict, measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,9 +79,7 @@ def main() -> None:
                     memory_of(shapes, options.exchange) if rates is None else times_of(shapes, options.exchange, rates)
                 )
                 print(row, flush=True)
-                everything = keep(RESULTS, [row], ("loss", "ranks", "exchange", "rows"))
-    before, _, rest = PAGE.read_text().partition(MARK)
-    PAGE.write_text(f"{before}{MARK}\n\n{table(everything)}\n\n{MARK}{rest.partition(MARK)[2]}")
+                keep(RESULTS, [row], ("loss", "ranks", "exchange", "rows"))
 
 
 if __name__ == "__main__":

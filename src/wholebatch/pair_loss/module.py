@@ -92,12 +92,12 @@ class PairLoss(nn.Module):
             faster way. The first step takes seconds longer, and needs a compiler. Without one, a warning says so, and
             the loss is computed as without this option.
         group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.clip_loss`.
-        kernel: likewise; kernels compute terms that take the softmax sweep, docs/pair_losses.md says which.
+        kernel: likewise; kernels compute terms that take the softmax sweep, docs/pair_losses_cost.md says which.
         checks: "entry"; "deferred" is refused by the call, which compares functions between ranks.
 
     Attributes:
         computed_by: after a call, what has computed its terms: "softmax sweep", "sigmoid sweep", "compiled tiles" or
-            "tiles". docs/pair_losses.md says which terms take which.
+            "tiles". docs/pair_losses_cost.md says which terms take which.
 
     Raises:
         ValueError: for an argument that is no such thing.
