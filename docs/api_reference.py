@@ -15,6 +15,7 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = "wholebatch"
@@ -201,6 +202,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text += "## Names that their modules document\n\n" + ", ".join(also) + "\n"
         files.append(File.generated(config, f"api/{path}.md", content=text))
     return files
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> None:
+    """Refuse to build a page that loads a script from another host."""
+    if script := re.search(r'<script[^>]* src="https?:[^>]*>', output):
+        raise PluginError(f"{page.file.src_path} loads a script from elsewhere: {script[0]}")
 
 
 class Docstrings(griffe.Extension):
