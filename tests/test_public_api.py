@@ -27,7 +27,7 @@ from wholebatch.integrations import (
     transformers,
 )
 
-LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md and docs/losses_cost.md list them
+LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]
 PUBLIC = {
     wb: [
         *[name for name in losses.__all__ if not name.endswith("_loss")],
