@@ -144,24 +144,29 @@ def test_a_small_batch_is_little_work():
     assert 300 < calls <= 500
 
 
-def test_a_declared_loss_is_looked_up_like_a_built_in_one():
-    """CLIP in two terms. What they are, and what the ranks have agreed on, is not found again in each call."""
-    x, y = (normalize(torch.randn(32, 64), dim=1).requires_grad_() for _ in range(2))
+@pytest.mark.parametrize(
+    ("kernel", "rows", "most"),
+    [("torch", 32, (86, 1150)), pytest.param("triton", 256, (76, 1360), marks=interpreted)],
+)
+def test_a_declared_loss_is_looked_up_like_a_built_in_one(kernel, rows, most):
+    """CLIP in two terms: the node of the built-in loss. What they are, and what ranks agreed on, is found once."""
+    dtype = torch.float32 if kernel == "torch" else torch.bfloat16
+    x, y = (normalize(torch.randn(rows, 64), dim=1).to(dtype).requires_grad_() for _ in range(2))
     scale = torch.tensor(10.0, requires_grad=True)
     terms = {
         "all": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * s),
         "own": wb.terms.Partner(lambda s, x, y, p: p.scale * s),
     }
-    loss = wb.PairLoss(terms, lambda r, x, p: r.all - r.own, column_loss=lambda r, y, p: r.all - r.own)
+    cross_entropy = lambda r, side, p: r.all - r.own  # noqa: E731  # as a declaration has it
+    loss = wb.PairLoss(terms, cross_entropy, column_loss=cross_entropy, kernel=kernel)
 
     def call():
         x.grad = y.grad = scale.grad = None
         loss(x, y, parameters={"scale": scale}).backward()
 
     call()  # what later calls of the form look up
-    operations, calls = counted(call)
-    assert 100 < operations <= 160
-    assert 1000 < calls <= 2200
+    found = counted(call)
+    assert all(0.7 * bound < of <= bound for of, bound in zip(found, most, strict=True)), found
 
 
 def ranks_body(kernel, dtype):

@@ -105,7 +105,7 @@ def test_a_loss_of_pairs_is_timed_by_its_own_nodes(monkeypatch, memory, in_pytor
     Rehearsed(monkeypatch)
     applied = []
     for module, name in (
-        ("pair_losses", "OneTile"),
+        ("row_statistics", "OneTile"),
         ("row_statistics", "Softmax"),
         ("row_statistics", "SoftmaxInKernels"),
     ):

@@ -13,11 +13,11 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
-from wholebatch.nodes.pair_losses import OneTile
+from wholebatch.nodes.one_tile import OneTile
 from wholebatch.testing import run_ranks
 
 F = wb.functional
-of_pairs = import_module("wholebatch.nodes.pair_losses")  # the package has a function of this name
+statistics = import_module("wholebatch.nodes.row_statistics")  # the package has a function of this name
 
 
 class Counting(TorchDispatchMode):
@@ -35,7 +35,7 @@ def taken(monkeypatch):
     """Return a list that grows with each call of the node."""
     calls = []
     node = SimpleNamespace(apply=lambda *args: (calls.append(args[0]), OneTile.apply(*args))[1])
-    monkeypatch.setattr(of_pairs, "OneTile", node)
+    monkeypatch.setattr(statistics, "OneTile", node)
     return calls
 
 
@@ -50,12 +50,34 @@ def near(x, of):
     return normalize(x[:1] + 0.05 * of, dim=1)
 
 
+def declared(x, y, scale, **sides):
+    """Return the cross-entropies of pairs, whose statistics are combined by user functions."""
+    terms = {
+        "all": wb.terms.LogSumExp(lambda s, x, y, p: s * p.scale),
+        "own": wb.terms.Partner(lambda s, x, y, p: s * p.scale),
+    }
+    return wb.PairLoss(terms, lambda r, x, p: r.all - r.own, **sides)(x, y, parameters={"scale": scale})
+
+
+def declared_clip(f, x, y, scale):
+    if f is wb.reference:
+        return 2 * f.clip_loss(x, y, scale)
+    return declared(x, y, scale, column_loss=lambda r, y, p: r.all - r.own)
+
+
+def declared_info_nce(f, x, y, scale):
+    return f.info_nce_loss(x, y, logit_scale=scale) if f is wb.reference else declared(x, y, scale)
+
+
 CALLS = {
     "clip": lambda f, x, y, scale: f.clip_loss(x, y, scale),
     "clip, weights": lambda f, x, y, scale: f.clip_loss(x, y, scale, weights=torch.linspace(1, 0, len(x)).to(x)),
     "clip, sum": lambda f, x, y, scale: f.clip_loss(x, y, scale, reduction="sum"),
     "clip, shifted": lambda f, x, y, scale: f.clip_loss(near(x, x), near(x, y), 100 * scale),
     "info_nce": lambda f, x, y, scale: f.info_nce_loss(x, y, logit_scale=scale),
+    "declared clip": declared_clip,
+    "declared clip, shifted": lambda f, x, y, scale: declared_clip(f, near(x, x), near(x, y), 100 * scale),
+    "declared info_nce": declared_info_nce,
 }
 
 
@@ -156,8 +178,12 @@ def ranks_body(counts):
     seen, taken = counted(comm), []
     node = SimpleNamespace(apply=lambda *args: (taken.append(args[0]), OneTile.apply(*args))[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(of_pairs, "OneTile", node)
-        for call in (F.clip_loss, lambda x, y, scale, **more: F.info_nce_loss(x, y, logit_scale=scale, **more)):
+        patch.setattr(statistics, "OneTile", node)
+        for call in (
+            F.clip_loss,
+            lambda x, y, scale, **more: F.info_nce_loss(x, y, logit_scale=scale, **more),
+            lambda x, y, scale, **more: declared(x, y, scale, column_loss=lambda r, y, p: r.all - r.own, **more),
+        ):
             sides = []
             for memory in ("auto", "flat"):
                 taken.clear(), seen.clear()

@@ -34,8 +34,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _LARGEST_BOUND = 1e6  # of one shift for all
+_LARGE = 40.0  # above this, softplus(x) rounds to x in float64
 _ROUNDING = 0.1  # of bounds, and of logits
 _MARGIN = 4.0  # keeps 1 / sum normal, at least e^4 / (largest float), and covers the rounding of bounds
 
@@ -43,6 +45,11 @@ _MARGIN = 4.0  # keeps 1 / sum normal, at least e^4 / (largest float), and cover
 def log_sum_exp(shift: Tensor | float, sums: Tensor) -> Tensor:
     """Return shift + log(sum), (n,); -inf for a sum of no terms."""
     return shift + sums.log()
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)), exact to rounding."""
+    return F.softplus(x, threshold=_LARGE)
 
 
 def shared_shift(bound: float, terms: int, dtype: torch.dtype) -> float | None:

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from .._base.checks import check_number
 from ..contract import Checks, KernelOptions, Options, Reduction, agree, entry, reduce_losses
-from ..nodes.cross_entropy import softplus
+from ..logsumexp import softplus
 from ._declaration import Declaration
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs

@@ -20,8 +20,9 @@ from typing_extensions import Unpack
 
 from .._base.products import paired_products
 from ..contract import Checks, Facts, KernelOptions, Options, Reduction, agree, entry, reduce_losses
+from ..logsumexp import softplus
 from ..nodes import RowStatistics, statistics_fields
-from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus
+from ..nodes.cross_entropy import many_positives, mean_logit, one_positive
 from ._declaration import Declaration, Sweep
 from ._directions import Ceiling, Direction, Retrieval
 from ._hard_negatives import combined, hard_negative_statistics

@@ -33,8 +33,8 @@ from ..contract import (
     entry,
     reduce_losses,
 )
+from ..logsumexp import softplus
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
-from ..nodes.cross_entropy import softplus
 from ..nodes.nested import (
     NORM_RATIO,
     inverse_norms_of_parts,

@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 from .._base.precision import wide_dtype
 from ..contract import Checks, Inputs, LossOptions, Options, Reduction, agree, entry, reduce_losses
 from ..kernels import Kernel
+from ..logsumexp import softplus
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
-from ..nodes.cross_entropy import softplus
 from ..partition import Partition
 from ..sweep import Memory, Pairs, Precision, Selection
 from ._logit_scale import TakesLogitScale

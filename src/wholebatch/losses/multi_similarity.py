@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from .._base.checks import check_number
 from ..contract import Checks, Options, ProductOptions, Reduction, entry
-from ..nodes.cross_entropy import softplus
+from ..logsumexp import softplus
 from ..terms import LogSumExp, Max, Min, unequal
 from ._declaration import Declaration
 from ._labeled import LISTED, agree_labeled, of_the_same_class

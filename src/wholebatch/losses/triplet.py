@@ -23,8 +23,8 @@ from .._base.normalize import normalize_rows
 from .._base.precision import wide_dtype
 from ..contract import Checks, Options, Reduction, SweepOptions, entry
 from ..exchange import ColumnData
+from ..logsumexp import softplus
 from ..nodes import Layout, choose_route
-from ..nodes.cross_entropy import softplus
 from ..nodes.fetch import fetch_rows
 from ..partition import Tile
 from ..sweep import Block, Driver, Factor, HardestSweep

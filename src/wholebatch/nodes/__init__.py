@@ -5,7 +5,8 @@
     row_statistics logsumexp, targets and more, for each row and column: the entry for most losses
     softmax        the node that computes them; softmax_plan: the facts of one call; shifts: the shifts of exponentials
     cross_entropy  from these statistics to losses
-    pair_losses    cross-entropies of one positive for each row; for a small batch a node of their own
+    one_tile       the same node for a small batch with one positive for each row
+    pair_losses    cross-entropies of one positive for each row
     sigmoid        losses that are a sum over the entries of S
     in_kernels     the parts of softmax_in_kernels and sigmoid_in_kernels, which compute common cases in a few launches
     nested         the softmax of several nested S at once

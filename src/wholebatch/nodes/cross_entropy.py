@@ -12,22 +12,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ..logsumexp import softplus
 from .row_statistics import RowStatistics
-
-_LARGE = 40.0  # above this, softplus(x) rounds to x in float64
 
 
 def one_positive(side: RowStatistics, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each row's one positive, with logit `target`, against the negatives, (n,)."""
     loss = softplus(side.logsumexp - target)
     return loss if not label_smoothing else loss + label_smoothing * (target - mean_logit([side], target))
-
-
-def softplus(x: Tensor) -> Tensor:
-    """Return log(1 + exp(x)), exact to rounding."""
-    return F.softplus(x, threshold=_LARGE)
 
 
 def mean_logit(sides: Sequence[RowStatistics], target: Tensor, copies: int = 1) -> Tensor:

@@ -20,6 +20,7 @@ from ..logsumexp import shared_shift
 from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .in_kernels import InKernels
 from .kernel_check import random_numbers, random_rows, use_kernels
+from .one_tile import OneTile, is_one_tile
 from .rehearsals import SHIFT, NodeCall, NodeRehearsal, moderate_scale
 from .route import Layout, Route, choose_route
 from .shifts import never_underflows
@@ -216,7 +217,7 @@ class Planned:
     def statistics(self) -> tuple[RowStatistics | None, RowStatistics | None]:
         """Return what `row_statistics` returns. Collective."""
         plan, symmetric = self.plan, self.operands.layout.symmetric
-        if (outputs := self._in_few_launches()) is not None:
+        if (outputs := self._in_few_operations()) is not None:
             return (RowStatistics(*outputs), None) if symmetric else _split_sides(plan.rows, plan.cols, outputs)
         features = self.operands.features
         # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so
@@ -225,21 +226,23 @@ class Planned:
         sides = _split_sides(*self.fields, Softmax.apply(plan, anchor, self.scale[1], self._offsets, *features))
         return (sides[1], None) if symmetric else sides
 
-    def losses_in_kernels(self) -> Tensor | None:
-        """Return the cross-entropies of pairs, (b,), by a node in kernels; None if none computes the call."""
-        self.plan.of_pairs = True  # which the nodes in kernels alone read
-        outputs = self._in_few_launches()
+    def losses(self) -> Tensor | None:
+        """Return the cross-entropies of pairs, (b,), by a node of few operations; None if none computes the call."""
+        self.plan.of_pairs = True  # which these nodes alone read
+        outputs = self._in_few_operations()
         return None if outputs is None else outputs[0]
 
-    def _in_few_launches(self) -> tuple[Tensor, ...] | None:
-        """Return the outputs of the node in kernels for diagonal positives; None if none computes the call."""
-        if (form := self._form_in_kernels) is None:
-            return None
-        node: Any = TwoViewsInKernels if self.operands.layout.symmetric else SoftmaxInKernels
-        towers = self.plan.towers
-        x, y = (self.operands.features[i] for i in (*towers.stays, *towers.travels))
-        outputs: tuple[Tensor, ...] = node.apply(self.plan, form, self.facts.of_rows, self.scale[1], x, y)
-        return outputs
+    def _in_few_operations(self) -> tuple[Tensor, ...] | None:
+        """Return the outputs of a node for diagonal positives, of one tile or in kernels; None if there is none."""
+        facts, plan, operands = self.facts, self.plan, self.operands
+        scale, outputs = self.scale[1], tuple[Tensor, ...]()
+        if is_one_tile(facts, plan, operands.layout, self.dtype):
+            outputs = OneTile.apply(plan, scale, *operands.features)
+        elif (form := self._form_in_kernels) is not None:
+            node: Any = TwoViewsInKernels if operands.layout.symmetric else SoftmaxInKernels
+            x, y = (operands.features[i] for i in (*plan.towers.stays, *plan.towers.travels))
+            outputs = node.apply(plan, form, facts.of_rows, scale, x, y)
+        return outputs or None
 
     @cached_property
     def _form_in_kernels(self) -> InKernels | None:
@@ -247,7 +250,7 @@ class Planned:
         facts, plan, layout, features = self.facts, self.plan, self.operands.layout, self.operands.features
         if not plan.in_kernels or plan.shift is None or len(features) != 2:
             return None
-        dtype, products = features[0].dtype, facts.products
+        dtype, products = self.dtype, facts.products
         if not never_underflows(plan.bounds, plan.shift, accumulation_dtype(dtype)):
             return None
         form_of = two_views_in_kernels if layout.symmetric else in_kernels

@@ -19,8 +19,8 @@ from .. import kernels
 from .._base.autograd import no_autocast, once_differentiable
 from ..comm.inside import all_reduce, reduce_scatter
 from ..contract import Facts
+from ..logsumexp import softplus
 from ..sweep import LARGEST
-from .cross_entropy import softplus
 from .in_kernels import InKernels, TileOfS, one_diagonal
 from .kernel_check import random_numbers, use_kernels
 from .rehearsals import NodeCall, NodeRehearsal, moderate_scale

@@ -36,7 +36,7 @@ def in_kernels(facts: Facts, plan: SoftmaxPlan, layout: Layout, dtype: torch.dty
         return None
     if plan.symmetric or plan.guide is not None or towers.normalize or len(towers.stays) + len(towers.travels) != 2:
         return None
-    if plan.rows not in _FIELDS or plan.cols not in _FIELDS or plan.dtype is not None or selection.best_of > 1:
+    if plan.rows not in _FIELDS or plan.cols not in _FIELDS or selection.best_of > 1:
         return None
     return one_diagonal(facts, plan.route, selection.pairs, layout, dtype)
 

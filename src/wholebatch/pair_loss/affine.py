@@ -89,6 +89,14 @@ def is_affine(term: Term, entries: Entries, beside: str = "") -> bool:
     return score is not None and score.dtype == s.dtype and watch.is_affine(score)
 
 
+def is_linear(term: Term, entries: Entries) -> bool:
+    """Return whether no sum or difference enters a score that is affine: it is 0 where s is 0."""
+    s = entries.s[ONE].detach().clone()
+    with _Watch(s) as watch:
+        replace(entries, s={ONE: s}).values(term, None)
+    return not watch.adds
+
+
 def losses_and_certainty(compute: Callable[[], Any], terms: Sequence[Tensor]) -> tuple[Any, bool]:
     """Return what a row loss returns, and whether its operations leave no doubt that it is affine in these terms.
 
@@ -171,6 +179,7 @@ class _Watch(TorchFunctionMode):
         self.other: dict[int, Tensor] = {}
         # unsure: after a write, where a tensor becomes a number that may steer the program, and under torch.no_grad
         self.unsure, self._has_grad = False, torch.is_grad_enabled()
+        self.adds = False  # whether a sum or a difference was among the operations
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,6 +204,7 @@ class _Watch(TorchFunctionMode):
         if kwargs or len(args) > 2:
             return False
         depends = [isinstance(x, Tensor) and id(x) in self.affine for x in args]
+        self.adds |= func in _SUMS
         if func in _SUMS or func in _SIGNS:
             return True
         if func in _PRODUCTS:

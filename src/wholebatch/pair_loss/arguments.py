@@ -120,8 +120,11 @@ class Arguments:
         tensors = [(name, key, x) for name, value in each.items() for key, x in value.items() if isinstance(x, Tensor)]
         return [f"{name}.{key}" for name, key, x in tensors if x.requires_grad]
 
-    def inputs(self, weights: Tensor | None) -> Inputs:
-        """Return everything on which ranks have to agree, under the names of the caller's arguments."""
+    def inputs(self, weights: Tensor | None, *, matching: bool = False) -> Inputs:
+        """Return everything on which ranks have to agree, under the names of the caller's arguments.
+
+        With `matching`, a bound of the products of partners is found.
+        """
         features = {"x": self.x}
         if self.y is not None:
             features["y"] = self.y
@@ -133,6 +136,7 @@ class Arguments:
         return Inputs(
             features=features,
             weights=(weights, "x"),
+            matching=("x", "y") if matching and self.y is not None else None,
             data=data,
             parameters={f"parameters[{name!r}]": value for name, value in self.parameters.items()},
             items={name: len(x) for name, x in (("x", self.x_lengths), ("y", self.y_lengths)) if x is not None},

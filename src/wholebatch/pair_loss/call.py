@@ -118,9 +118,9 @@ class Call:
                 )
             return finish(self.facts, sum(losses[1:], start=losses[0]), one_loss=False)
         counts = [self.rows.total] * (self.declared.row_loss is not None) + [self.cols.total]
-        totals = [self._total(*side, count) for side, count in zip(sides, counts, strict=False)]
+        loss = self._total(sides, counts)
         self.failure.report()
-        return finish(self.facts, sum(totals[1:], start=totals[0]))
+        return finish(self.facts, loss)
 
     def slopes(self, name: str, value: Tensor, known: Mapping[str, Tensor], sums: Tensor) -> Tensor:
         """Return d (sum_i w_i F_i) / d sums, (b,), of a row loss that adds its terms up.
@@ -366,16 +366,25 @@ class Call:
         loss = loss.to(self.wide)
         return (loss if weight is None else weighted(loss, weight)), weight
 
-    def _total(self, losses: Tensor, weights: Tensor | None, count: int) -> Tensor:
-        """Return the mean or the sum over all ranks. Collective: one all-reduce of two numbers."""
-        weight = losses.new_zeros(()) if weights is None else weights.sum()
-        summed = losses.sum() if self.share is None else losses.sum() + self.share
-        summed, weight = total(self.facts.comm, torch.stack([summed, weight])).unbind()
-        if self.facts.options.reduction == "sum":
-            return summed
-        if weights is None:
-            return summed / max(count, 1)
-        return torch.where(weight > 0, summed / weight.clamp(min=torch.finfo(summed.dtype).tiny), summed * 0)
+    def _total(self, sides: Sequence[tuple[Tensor, Tensor | None]], counts: Sequence[int]) -> Tensor:
+        """Return the sum of the sides' means, or of their sums, over all ranks. Collective: one all-reduce."""
+        comm, sums = self.facts.comm, [losses.sum() for losses, _ in sides]
+        if self.share is not None:
+            sums[0] = sums[0] + self.share
+        weights = [sums[0].new_zeros(()) if weight is None else weight.sum() for _, weight in sides]
+        if comm.size > 1:
+            numbers = total(comm, torch.stack([*sums, *weights])).unbind()
+            sums, weights = [*numbers[: len(sums)]], [*numbers[len(sums) :]]
+        totals = list[Tensor]()
+        for summed, weight, (_, given), count in zip(sums, weights, sides, counts, strict=False):
+            if self.facts.options.reduction == "sum":
+                totals.append(summed)
+            elif given is None:
+                totals.append(summed / max(count, 1))
+            else:
+                tiny = torch.finfo(summed.dtype).tiny
+                totals.append(torch.where(weight > 0, summed / weight.clamp(min=tiny), summed * 0))
+        return sum(totals[1:], start=totals[0])
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

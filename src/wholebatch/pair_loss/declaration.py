@@ -167,8 +167,10 @@ class Declaration:
     @property
     def functions(self) -> list[Any]:
         """Everything of which a fingerprint is made."""
-        terms = [[name, type(term).__name__, term.settings, term.functions] for name, term in self.terms.items()]
-        return [terms, self.row_loss, self.column_loss, self.kinds, self.symmetric]
+        of_terms = {name: term.functions for name, term in self.terms.items()}
+        terms = [(name, type(term).__name__, term.settings, [*of_terms[name]]) for name, term in self.terms.items()]
+        scores = [function for functions in of_terms.values() for function in functions.values()]
+        return [repr((terms, self.kinds, self.symmetric)), *scores, self.row_loss, self.column_loss]
 
     @property
     def unread(self) -> list[str]:
@@ -179,6 +181,12 @@ class Declaration:
     def wants_partners(self) -> bool:
         """Whether anything needs partners."""
         return self.reads.partner or any(isinstance(self.terms[name], Partner) for name in self.reads.terms)
+
+    @property
+    def multiplies_partners(self) -> bool:
+        """Whether similarities are products of rows, and terms read those of partners."""
+        of_partners = any(isinstance(term, Partner) for term in self.terms.values())
+        return of_partners and list(self.kinds.values()) == ["dot"]
 
     @property
     def distances(self) -> list[str]:

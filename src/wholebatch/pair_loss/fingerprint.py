@@ -41,6 +41,8 @@ def fingerprint_and_certainty(*values: object) -> tuple[str, bool]:
 
 def _text(value: object, depth: int, within: frozenset[int]) -> Any:
     """Return something whose repr stands for the value; `within` are the ids of functions that are being described."""
+    if type(value) is types.FunctionType and _reads_arguments_alone(value):
+        return _code(value.__code__, depth)
     if isinstance(value, _PLAIN):
         return _exactly(value, _PLAIN, repr(value))
     if id(value) in within:
@@ -97,6 +99,12 @@ def _exactly(value: object, kinds: tuple[type, ...], text: Any) -> Any:
 def _is_fixed(module: str) -> bool:
     """Return whether everything that a module holds stays as it is."""
     return module.split(".")[0] in ("torch", "math", "builtins")
+
+
+def _reads_arguments_alone(function: types.FunctionType) -> bool:
+    code = function.__code__
+    outside = function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function)
+    return not (outside or _names(code) or _imports(code) or _is_fixed(function.__globals__.get("__name__", "")))
 
 
 def _function(function: types.FunctionType, depth: int, within: frozenset[int]) -> Any:

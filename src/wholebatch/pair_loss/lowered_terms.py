@@ -23,13 +23,13 @@ from .lowering import Lowered, Pass, SigmoidPass
 from .masks import OTHER, Condition
 from .pairs import Tower, as_integers
 from .reductions import LogSumExp, Sum, Term
-from .row_data import INDEX, PARTNER
+from .row_data import INDEX, PARTNER, fields
 from .sigmoid_sums import sigmoid_sums
 from .similarity import ONE
 from .tile import Reduced
-from .tile_entries import Entries
 
 _FACTOR = "factor of pass"
+_TOWERS = Towers(stays=(0,), travels=(1,))
 
 
 class Call(Protocol):
@@ -58,8 +58,8 @@ def factors(passes: Lowered | None, declared: Declaration, call: Arguments, devi
     """Return a of each pass, (), then b of a sigmoid pass, by names that are the same on all ranks; then zeros."""
     values = list[Tensor]()
     for each in () if passes is None else passes.passes:
-        a, b = _coefficients(each.score, call.parameters, device)
-        values += [a, b] if isinstance(each, SigmoidPass) else [a]
+        a, b = _coefficients(each, call.parameters, device)
+        values += [a, b] if isinstance(each, SigmoidPass) and b is not None else [a]
     names = names_of_factors(declared)
     values += [torch.zeros((), dtype=wide_dtype(device), device=device)] * (len(names) - len(values))
     return dict(zip(names, values, strict=True))
@@ -85,12 +85,12 @@ def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict
         if isinstance(each, SigmoidPass):
             values[0].update(_softplus_terms(each, (number, factors[1]), call, sides[0], ids, values[0]))
             break
-        a, b = _learned(each.score, call)
+        a, b = _learned(each, call)
         statistics = _statistics(each, (number, a), call, [terms[name] for name in each.terms], sides, ids)
         for into, side, of_side in zip(values, sides, statistics, strict=True):
             names = [name for name in each.terms if side.reads(terms[name])]
             if of_side is not None and names:
-                base = side.base(each.score, b)
+                base = None if b is None else side.base(each.score, b)
                 into |= {name: side.value(terms[name].term, of_side, each.terms[name], each, base) for name in names}
     return values
 
@@ -160,21 +160,24 @@ class _Side:
             same = how_many_equal(self._ids.local(self._own, name), self._ids.everywhere(self._other, name))
         return same - len(others) if equal else total - same
 
-    def value(self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass, base: Tensor) -> Tensor:
-        """Return a term, (rows,), from the statistics of a s, and from b."""
+    def value(
+        self, term: Term, statistics: RowStatistics, pairs: Condition, sweep: Pass, base: Tensor | None
+    ) -> Tensor:
+        """Return a term, (rows,), from the statistics of a s, and from b; None: b is 0."""
         if isinstance(term, LogSumExp):
-            value = statistics.logsumexp + base
+            value = statistics.logsumexp if base is None else statistics.logsumexp + base
             return value if self._always(pairs) else torch.where(self.count(pairs) > 0, value, float("-inf"))
         total = statistics.target if pairs == sweep.positive else statistics.logits
         assert total is not None
         return self.total(term, total, pairs, base)
 
-    def total(self, term: Term, total: Tensor, pairs: Condition, base: Tensor | float) -> Tensor:
-        """Return a Sum or a Mean, (rows,), from the sums of all scores but for b."""
-        count = self.count(pairs)
+    def total(self, term: Term, total: Tensor, pairs: Condition, base: Tensor | None = None) -> Tensor:
+        """Return a Sum or a Mean, (rows,), from the sums of all scores but for b; None: b is 0."""
         if isinstance(term, Sum):
-            return total + count * base
-        return torch.where(count > 0, total / count.clamp(min=1) + base, 0.0)
+            return total if base is None else total + self.count(pairs) * base
+        count = self.count(pairs)
+        mean = total / count.clamp(min=1)
+        return torch.where(count > 0, mean if base is None else mean + base, 0.0)
 
     def _always(self, condition: Condition) -> bool:
         """Return whether the numbers of rows alone show that every row has such a pair."""
@@ -204,11 +207,12 @@ def _softplus_terms(
     x, y = (tower.features[ONE].to(dtype) for tower in (call.x, call.y))
     facts = facts.with_(features_dtype=dtype).in_units()
     ((name, pairs),) = sweep.terms.items()
-    a, b = _learned(sweep.score, call)
+    a, b = _learned(sweep, call)
+    assert b is not None
     early = sweep.adds_up and facts.differentiable and facts.options.reduction != "none"
 
     def value(sums: Tensor) -> Tensor:
-        return side.total(sweep.score, sums, pairs, 0.0)
+        return side.total(sweep.score, sums, pairs)
 
     sums, share = sigmoid_sums(
         facts,
@@ -234,43 +238,56 @@ def _statistics(
     """Return the statistics of a s for this rank's rows and columns. Collective: as `row_statistics`."""
     facts, alone, kind = call.facts.in_range(), call.y is call.x, call.declared.kinds[ONE]
     sums = {sweep.terms[each.name] for each in terms if not isinstance(each.term, LogSumExp)}
-    fields = ("sum", *(["target"] if sweep.positive in sums else []))
+    wanted = ("sum", *(["target"] if sweep.positive in sums else []))
     if sums - {sweep.positive}:
-        fields = (*fields, "logits", "count")
+        wanted = (*wanted, "logits", "count")
     # Kernels multiply rows in half precision as they are, and divide by their norms afterward.
     normalizes = alone and kind == "cosine" and facts.kernels
     narrow = facts.features_dtype != facts.inputs["x"].dtype and (normalizes or kind == "dot")
+    layout = facts.once("layout", lambda: Layout(call.x.rows, call.y.rows, symmetric=alone))
     if alone:
         features = [facts.inputs["x"] if normalizes else call.x.features[ONE].to(facts.dtype)]
-        towers, layout = Towers(stays=(0,), normalize=normalizes), Layout(call.x.rows, call.x.rows, symmetric=True)
+        towers = Towers(stays=(0,), normalize=normalizes)
     else:
         features = [tower.features[ONE].to(facts.dtype) for tower in (call.x, call.y)]
-        towers, layout = Towers(stays=(0,), travels=(1,)), Layout(call.x.rows, call.y.rows)
+        towers = _TOWERS
     pairs = Pairs(*(NONE if each is None else _entries(each, call, ids) for each in (sweep.positive, sweep.excluded)))
     bound = UNIT**2 if kind == "cosine" else facts.norms["x"] * facts.norms["x" if alone else "y"]
     reads_rows, reads_cols = (any(map(side.reads, terms)) for side in sides)
+    rows, cols = wanted if alone or reads_rows else (), wanted if not alone and reads_cols else ()
+    scale, operands = _scalar(*factor), Operands(features, towers, layout, narrow=narrow)
+    if sweep.adds_own and wanted == ("sum", "target") and not alone and layout.rows.counts == layout.cols.counts:
+        # The way of the built-in losses: a row has the same pair as its column.
+        least = facts.min_pair_product if kind == "dot" else None
+        of_pairs = Bounds(bound, min_pair_product=least, add_positive=1.0)
+        selection = Selection(pairs, "negatives")
+        both = row_statistics(facts, scale, operands, selection, of_pairs, rows=wanted, cols=cols[:1])
+        assert both[0] is not None
+        own = both[0].target
+        assert own is not None
+        without_own = torch.stack([side.logsumexp for side in both if side is not None])
+        with_own = iter(torch.logaddexp(without_own, own).unbind())
+        of_rows, of_cols = (None if side is None else RowStatistics(next(with_own), own) for side in both)
+        return of_rows, of_cols
     of_rows, of_cols = row_statistics(
-        facts,
-        _scalar(*factor),
-        Operands(features, towers, layout, narrow=narrow),
-        Selection(pairs, sweep.over),
-        Bounds(bound),
-        rows=fields if alone or reads_rows else (),
-        cols=fields if not alone and reads_cols else (),
+        facts, scale, operands, Selection(pairs, sweep.over), Bounds(bound), rows=rows, cols=cols
     )
     return of_rows, of_rows if alone else of_cols
 
 
 def _entries(condition: Condition, call: Call, ids: _Ids) -> EntrySet:
     """Return pairs that are equal in something, as the sweep takes them. Collective where they compare data."""
-    local = call.x.rows.rows(call.facts.rank)
-    length = max(0, min(local.stop, call.y.rows.total) - local.start)
-    itself = Diagonals(Diagonal(0, local.start, length))
+    itself = call.facts.once("itself", lambda: _itself(call))
     names = [compared.name for compared in condition if compared.name != INDEX]
     if not names:
         return itself
     columns = ids.everywhere(call.y, names[0])
     return EqualIds(ids.local(call.x, names[0]), columns, but=itself if len(condition) > 1 else None)
+
+
+def _itself(call: Call) -> Diagonals:
+    local = call.x.rows.rows(call.facts.rank)
+    return Diagonals(Diagonal(0, local.start, max(0, min(local.stop, call.y.rows.total) - local.start)))
 
 
 def _value(
@@ -280,16 +297,20 @@ def _value(
     wide = {
         name: x.to(s.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in parameters.items()
     }
-    value = Entries({ONE: "dot"}, {ONE: s}, *sides, wide).values(score, None).value
-    assert value is not None
+    if score.score is None:
+        return s
+    value: Tensor = score.score(s, fields("x", sides[0]), fields("y", sides[1]), fields("p", wide))
     return value
 
 
-def _coefficients(score: Term, parameters: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a and b, (): the score at 1 minus that at 0, and that at 0, where partners are 0."""
+def _coefficients(sweep: Pass, parameters: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return a and b, (): the score at 1 minus that at 0, and that at 0, where partners are 0; None: b is 0."""
+    if sweep.linear:
+        one = torch.ones(1, 1, dtype=wide_dtype(device), device=device)
+        return _value(sweep.score, one, ({}, {}), parameters).reshape(()), None
     s = torch.arange(2, dtype=wide_dtype(device), device=device).unsqueeze(1)
     numbers = {PARTNER: s.new_zeros(1, 1)}
-    at_zero, at_one = _value(score, s, (numbers, numbers), parameters).reshape(2).unbind()
+    at_zero, at_one = _value(sweep.score, s, (numbers, numbers), parameters).reshape(2).unbind()
     return at_one - at_zero, at_zero
 
 
@@ -298,7 +319,12 @@ def _scalar(number: float, x: Tensor) -> tuple[float, Any]:
     return number, x if x.requires_grad else number
 
 
-def _learned(score: Term, call: Call) -> tuple[Tensor, Tensor]:
+def _learned(sweep: Pass, call: Call) -> tuple[Tensor, Tensor | None]:
     """Return a and b with their graphs."""
-    zero = torch.zeros((), dtype=wide_dtype(call.facts.device), device=call.facts.device)
-    return call.failure.guard(lambda: _coefficients(score, call.parameters, call.facts.device), lambda: (zero, zero))
+    device = call.facts.device
+
+    def none() -> tuple[Tensor, Tensor | None]:
+        zero = torch.zeros((), dtype=wide_dtype(device), device=device)
+        return zero, None if sweep.linear else zero
+
+    return call.failure.guard(lambda: _coefficients(sweep, call.parameters, device), none)

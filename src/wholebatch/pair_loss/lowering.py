@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..sweep import Over
 from .accumulators import rule_of
-from .affine import is_affine, may_be_affine
+from .affine import is_affine, is_linear, may_be_affine
 from .arguments import Arguments
 from .declaration import Declaration
 from .fingerprint import fingerprint_and_certainty
@@ -54,18 +54,24 @@ class Pass:
     over: Over  # as in `Selection`, with the next two
     positive: Condition | None
     excluded: Condition | None
+    linear: bool = False  # whether the score is 0 where s is 0
 
     @property
     def kind(self) -> str:
         """The kind of sweep, in words."""
         return self.over
 
+    @property
+    def adds_own(self) -> bool:
+        """Whether the candidates are all columns, and the row itself is known apart from them."""
+        return self.over == "all" and self.positive == ITSELF and self.excluded is None
+
 
 @dataclass(frozen=True)
 class SigmoidPass(Pass):
     """A pass of the sigmoid sweep, for one term: a sum, or a mean, of softplus of its score."""
 
-    adds_up: bool  # whether the row loss adds its terms up
+    adds_up: bool = False  # whether the row loss adds its terms up
 
     @property
     def kind(self) -> str:
@@ -90,7 +96,7 @@ class Lowered:
     def facts(self) -> list[Any]:
         """The facts that all ranks must have alike."""
         counted, partners = _in_words(self.counted), [[x.name, x.rows, x.cols] for x in self.partners.values()]
-        return [[_in_words(each.terms), each.kind, counted, partners] for each in self.passes]
+        return [[_in_words(each.terms), each.kind, each.linear, counted, partners] for each in self.passes]
 
 
 def _in_words(conditions: Mapping[str, Condition]) -> list[Any]:
@@ -139,7 +145,8 @@ def lowered(declared: Declaration, call: Arguments) -> Lowered | None:
             rest = {}
     if None in passes or not passes:
         return None
-    return Lowered([each for each in passes if each is not None], counted, partners)
+    made = [replace(each, linear=is_linear(each.score, entries)) for each in passes if each is not None]
+    return Lowered(made, counted, partners)
 
 
 def _key(term: Term) -> str:
@@ -169,7 +176,9 @@ def _of_softplus(
         return None
     excluded = frozenset(compared.negated for compared in pairs)
     adding = adds_up(declared, entries)
-    return Lowered([SigmoidPass({reduced.name: pairs}, reduced.term, "all", None, excluded or None, adding)], counted)
+    return Lowered(
+        [SigmoidPass({reduced.name: pairs}, reduced.term, "all", None, excluded or None, adds_up=adding)], counted
+    )
 
 
 def _pairs_of(reduced: Reduced, entries: Entries, *, partners: bool) -> Condition | None:

@@ -218,7 +218,8 @@ class PairLoss(nn.Module):
             settings=self._settings(call, passes) if functions else None,
             reads="its functions are compared between ranks",
         )
-        facts = agree(CALLER, self.options, call.inputs(weights), checks)
+        inputs = call.inputs(weights, matching=self.declaration.multiplies_partners)
+        facts = agree(CALLER, self.options, inputs, checks)
         agreed = facts.once("declared", lambda: _Agreed.of(facts))
         self.declaration.agreed(agreed.reads)
         self._warn_of_unread_terms()

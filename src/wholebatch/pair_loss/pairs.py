@@ -54,7 +54,12 @@ class Tower:
     def index(self, facts: Facts) -> Tensor:
         """Return the indices of this rank's rows among all ranks' rows, (b,)."""
         first, count = self.rows.offsets[facts.rank], self.rows.counts[facts.rank]
-        return torch.arange(first, first + count, device=facts.device)
+
+        def make() -> Tensor:
+            with torch.inference_mode(mode=False):  # autograd may save it in a later call
+                return torch.arange(first, first + count, device=facts.device)
+
+        return facts.once(("index", first, count), make)
 
     def fetched(self, facts: Facts, index: Tensor) -> Chosen:
         """Return features and numbers of rows of any rank, by their index. Collective: three messages for each."""

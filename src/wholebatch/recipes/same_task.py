@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ..contract import entry
+from ..logsumexp import softplus
 from ..losses._logit_scale import TakesLogitScale
-from ..nodes.cross_entropy import softplus
 from ..pair_loss import PairLoss
 from ..terms import LogSumExp, equal, other
 from ._module import Recipe

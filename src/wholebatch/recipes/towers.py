@@ -22,8 +22,8 @@ from torch import Tensor
 from .._base.checks import check_features, is_dense
 from .._base.settings import check_flag, shown
 from ..contract import entry, prepared
+from ..logsumexp import softplus
 from ..losses._logit_scale import TakesLogitScale
-from ..nodes.cross_entropy import softplus
 from ..pair_loss import PairLoss
 from ..pair_loss.reductions import Term
 from ..terms import LogSumExp, other
