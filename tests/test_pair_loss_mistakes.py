@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import struct
+import warnings
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
@@ -63,6 +64,14 @@ def drops(s, x, y, p):
 
 CLOSURE = torch.randn(5, 5)
 LOCAL = [torch.zeros(4)]
+
+
+def exponentials_of_numpy(s, x, y, p):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy warns of how torch wraps arrays
+        return np.exp(s)
+
+
 DECLARATIONS = {
     "closure": (lambda: declared(lambda s, x, y, p, of=CLOSURE: s + of[:1, :1]), "got 'default 0' of shape (5, 5)"),
     "global": (
@@ -103,6 +112,10 @@ DECLARATIONS = {
     ),
     "no such data": (lambda: declared(lambda s, x, y, p: s * x.lable), "did you mean x.label?"),
     "no such parameter": (lambda: declared(lambda s, x, y, p: s * p.gamma), "p.gamma does not exist"),
+    "numpy": (
+        lambda: declared(exponentials_of_numpy),
+        "such as torch.exp(s) for numpy.exp(s)",
+    ),
     "no such term": (lambda: declared(row_loss=lambda r, x, p: r.positives), "r.positives does not exist: r has t"),
     "arguments": (lambda: declared(lambda s, x, y: s), "failed on a tile of 4 rows and 6 columns: TypeError"),
     "mixes rows": (
@@ -238,7 +251,7 @@ def differing(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("captured value", "the fingerprint of the declared functions, with the values that they capture,"),
+        ("captured value", """must be the same on all ranks, got rank 0: {"score of 't'": '"""),
         ("code", "the fingerprint of the declared functions, with the values that they capture,"),
         ("data", "the arguments that are given"),
         ("parameter", "parameters['a']"),

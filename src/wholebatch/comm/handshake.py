@@ -248,9 +248,16 @@ def different_facts(caller: str, agreed: FactsByRank, must_match: Sequence[str])
     for name in must_match:
         values = agreed.differing(name)
         if values is not None:
+            if all(isinstance(value, dict) for value in values):
+                values = [_differing(value, values) for value in values]
             by_rank = _by_rank(dict(enumerate(values)), len(agreed))
             return ValueError(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
     return None
+
+
+def _differing(items: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return those of a rank's items that are others on another rank."""
+    return {key: x for key, x in items.items() if any(other.get(key) != x for other in of_ranks)}
 
 
 def _hint(callers: Sequence[str]) -> str:

@@ -117,7 +117,8 @@ class Declaration:
         Raises:
             ValueError: if a function cannot be computed in tiles, see `function_checks`.
         """
-        self.fingerprint = fingerprint_and_certainty(*self.functions)
+        functions = self.functions
+        self.fingerprint = fingerprint_and_certainty(repr([*functions]), *functions.values())
         self.form = repr((self.fingerprint, call.signature))
         if self.form in self._used:
             self.reads = self._used[self.form]
@@ -165,12 +166,16 @@ class Declaration:
         return reduced
 
     @property
-    def functions(self) -> list[Any]:
-        """Everything of which a fingerprint is made."""
-        of_terms = {name: term.functions for name, term in self.terms.items()}
-        terms = [(name, type(term).__name__, term.settings, [*of_terms[name]]) for name, term in self.terms.items()]
-        scores = [function for functions in of_terms.values() for function in functions.values()]
-        return [repr((terms, self.kinds, self.symmetric)), *scores, self.row_loss, self.column_loss]
+    def functions(self) -> dict[str, Any]:
+        """Everything of which a fingerprint is made, by its name."""
+        terms = [(name, type(term).__name__, term.settings) for name, term in self.terms.items()]
+        of_terms = {
+            f"{argument} of {name!r}": function
+            for name, term in self.terms.items()
+            for argument, function in term.functions.items()
+        }
+        settings = repr((terms, self.kinds, self.symmetric))
+        return {"terms": settings, **of_terms, "row_loss": self.row_loss, "column_loss": self.column_loss}
 
     @property
     def unread(self) -> list[str]:

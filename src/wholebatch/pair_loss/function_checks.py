@@ -228,6 +228,7 @@ def _part(entries: Entries, rows: slice, cols: slice) -> Entries:
 def _check_term(name: str, term: Term, entries: Entries) -> list[float]:
     text = f"the {' or '.join(term.functions) or 'score'} of term {name!r}"
     values = watched(text, term.functions, _tensors(entries), lambda: _every_entry(name, term, entries), on=_ON)
+    _check_gradient(f"the score of term {name!r}", term, entries)
     _check_slope(f"term {name!r}", term, entries)
     parts = [(_part(entries, rows, cols), (rows, cols)) for rows, cols in _CUTS]
     for part, cut in [*parts, (_as_list(entries), None)]:
@@ -240,6 +241,20 @@ def _check_term(name: str, term: Term, entries: Entries) -> list[float]:
                     "is cut: use terms for sums, means and maxima over entries, and combine these in row_loss"
                 )
     return [number for x in _numbers(values) for number in x.flatten().tolist()]
+
+
+def _check_gradient(label: str, term: Term, entries: Entries) -> None:
+    """Raise ValueError if a score cannot be computed where similarities have a gradient: NumPy's functions cannot."""
+    if not term.scored:
+        return
+    try:
+        with torch.enable_grad():
+            replace(entries, s=changed(entries.s, lambda s: s.detach().requires_grad_())).values(term, None)
+    except Exception as error:  # whatever a user's function raises
+        raise ValueError(
+            f"{label} must have a gradient, and failed with one: {type(error).__name__}: {error}; use functions of "
+            "torch, such as torch.exp(s) for numpy.exp(s)"
+        ) from error
 
 
 def _check_slope(label: str, term: Term, entries: Entries) -> None:

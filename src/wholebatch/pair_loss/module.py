@@ -25,6 +25,7 @@ from ..tokens import Tokens
 from .arguments import Arguments, check_parameters
 from .call import CALLER, Call
 from .declaration import REMEMBERED, Declaration
+from .fingerprint import fingerprint
 from .function_checks import Reads, check_same_values
 from .lowered_terms import factors, names_of_factors
 from .lowering import Lowered, lowered, may_be_lowered
@@ -211,7 +212,7 @@ class PairLoss(nn.Module):
             CALLER, self.options.group, lambda: self._prepared(x, y, **data, **own, parameters=parameters)
         )
         checks = Checks(
-            check=lambda: self._facts(call, passes, functions),
+            check=lambda: self._facts(call, passes),
             read_back=lambda: factors(passes, self.declaration, call, call.x.device) if _has_features(call) else {},
             of_first=names_of_factors(self.declaration) if _has_features(call) else (),
             must_match=(_FINGERPRINT, _DTYPES),
@@ -304,9 +305,9 @@ class PairLoss(nn.Module):
         kinds = self.declaration.form, repr(None if passes is None else passes.facts)
         return self._number, *kinds, self._not_compiled, self._tiles_of(call), call.constant
 
-    def _facts(self, call: Arguments, passes: Lowered | None, functions: str) -> dict[str, Any]:
+    def _facts(self, call: Arguments, passes: Lowered | None) -> dict[str, Any]:
         return {
-            _FINGERPRINT: functions,
+            _FINGERPRINT: {name: fingerprint(function) for name, function in self.declaration.functions.items()},
             _VALUES: self.declaration.values,
             _READS: self.declaration.reads.names,
             _NOT_COMPILED: self._not_compiled,
