@@ -37,7 +37,7 @@ def agree_labeled(
     *,
     scalars: Mapping[str, Tensor | float] = MappingProxyType({}),
 ) -> Labeled:
-    """Return the labeled rows of a call that is valid on all ranks. Collective: a handshake, an all-gather of labels.
+    """Return the labeled rows of a call that is valid on all ranks. Collective: a handshake.
 
     Args:
         caller: the loss, for messages.
@@ -120,16 +120,24 @@ def _flatten_views(x: Any, shape: Sequence[int]) -> Any:
 
 
 class Labeled:
-    """The labeled rows of one call, and their positive pairs. Collective: 1 all-gather of labels."""
+    """The labeled rows of one call, and their positive pairs. Labels of all ranks, if needed: 1 all-gather."""
 
     def __init__(self, facts: Facts, views: torch.Size | None = None, kept: Tensor | None = None) -> None:
         self.facts, self.rows, self._views = facts, facts.rows["features"], views
         self._kept = kept
-        local = self.rows.rows(facts.rank)
-        self.labels = facts.all_ids("labels")
-        self.local_labels = self.labels[local]
+        self.local_labels = facts.vectors["labels"][0].to(facts.device, torch.int64)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """The labels of all ranks' rows, (B,). Collective."""
+        return self.facts.all_ids("labels")
+
+    @property
+    def pairs(self) -> Pairs:
+        """The positives, and the rows themselves, which are left out. Collective."""
+        local = self.rows.rows(self.facts.rank)
         itself = Diagonals(Diagonal(0, local.start, local.stop - local.start))
-        self.pairs = Pairs(EqualIds(self.local_labels, self.labels, but=itself), itself)
+        return Pairs(EqualIds(self.local_labels, self.labels, but=itself), itself)
 
     def widened(self) -> Labeled:
         """Return these rows for several uses of features with gradients that are rounded once: `Facts.widened`."""

@@ -101,9 +101,8 @@ def multi_similarity_loss(
         concatenated batch. Its dtype is that of the features, float32 for half precision.
 
     A row without positives, or without negatives, lacks that term. Collectives: those of :class:`wholebatch.PairLoss`,
-    with mining twice the forward ones, and two all-gathers of labels. Work: 2 units of b_r B d multiply-adds per rank,
-    4.5 with mining; in kernels, which compute each term apart, 4. Memory: that of
-    :func:`wholebatch.functional.nt_xent_loss` and four tiles more.
+    with mining twice the forward ones. Work: 2 units of b_r B d multiply-adds per rank, 4.5 with mining; in kernels,
+    which compute each term apart, 4. Memory: that of :func:`wholebatch.functional.nt_xent_loss` and four tiles more.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`;
