@@ -102,13 +102,15 @@ embedders: .venv-embedders/ready
 # Tests with libraries of late interaction that need an older sentence-transformers, PyLate and colpali-engine, and with
 # the older transformers that these need.
 LATE = tests/ecosystem/test_pylate.py tests/ecosystem/test_colpali.py tests/ecosystem/test_late_interaction_kernels.py \
-  tests/ecosystem/test_transformers.py
+  tests/ecosystem/test_transformers.py tests/ecosystem/test_accumulation.py
 late: .venv-late/ready
 	.venv-late/bin/python -m pytest $(LATE) $(ARGS)
 
-# Tests inside sentence-transformers' trainer with older releases that the adapter takes, each beside .venv-ecosystem.
+# Tests inside sentence-transformers' trainer with older releases that the adapter takes, each beside .venv-ecosystem; and
+# of accumulation with the transformers of .venv-late.
 SENTENCE ?= 6.0.0 6.1.0
-sentence: $(SENTENCE:%=.venv-sentence-%/ready)
+sentence: $(SENTENCE:%=.venv-sentence-%/ready) .venv-sentence-6.2.0/ready .venv-late/ready
+	PYTHONPATH="$(CURDIR)/.venv-sentence-6.2.0" .venv-late/bin/python -m pytest tests/ecosystem/test_accumulation.py
 	@failed=; for release in $(SENTENCE); do \
 	  echo "== sentence-transformers $$release"; \
 	  PYTHONPATH="$(CURDIR)/.venv-sentence-$$release" .venv-ecosystem/bin/python -m pytest \

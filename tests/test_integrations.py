@@ -1,10 +1,8 @@
 """Adapters to other trainers: what they do without the framework. `make ecosystem` runs them inside it."""
 
 import inspect
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -12,10 +10,11 @@ import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
+import version_table
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.integrations import _framework, open_clip
+from wholebatch.integrations import open_clip
 from wholebatch.integrations._framework import Framework, FrameworkError
 from wholebatch.integrations._options import AdaptedLoss
 from wholebatch.integrations.transformers import own_leaves
@@ -403,10 +402,17 @@ def test_a_newer_framework_is_used_while_it_has_the_name_that_is_replaced(monkey
 
 
 def test_the_page_has_the_versions_of_all_frameworks():
-    page = (Path(__file__).parent.parent / "docs" / "integrations" / "index.md").read_text()
-    rows = re.findall(r"^\| (\w+) \| ([^|]+) \| ([^|]+) \|$", page, flags=re.MULTILINE)
-    known = [x for x in vars(_framework).values() if isinstance(x, Framework)]
-    assert rows[1:] == [(x.module, x.versions[0], ", ".join(x.versions)) for x in known]
+    """If this fails: python tests/version_table.py."""
+    assert version_table.PAGE.read_text() == version_table.page_with_table()
+
+
+def test_a_version_that_was_not_tested_is_used_with_a_line(monkeypatch, caplog):
+    monkeypatch.delenv("RANK", raising=False)
+    for release, lines in (("1.1", 1), ("1.1", 1), ("1.2.0", 1), ("3.0", 2)):
+        monkeypatch.setitem(sys.modules, "odd", SimpleNamespace(__name__="odd", __version__=release))
+        Framework("odd", ("1.0", "1.2.0"), "pip install odd").load("odd")
+        assert len(caplog.messages) == lines
+    assert caplog.messages[1].startswith("odd 3.0 is used, but this adapter was tested with 1.0 and 1.2.0: check")
 
 
 def test_a_version_without_numbers_counts_as_new(monkeypatch):

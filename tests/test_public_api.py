@@ -136,7 +136,7 @@ PUBLIC = {
         "WholeBatchLoss",
     ],
     tevatron: ["install"],
-    transformers: ["ComputeLoss", "WholeBatchTrainerMixin", "features_of"],
+    transformers: ["ComputeLoss", "WholeBatchTrainerMixin", "features_of", "retrieval_metrics"],
     wb.partition: ["Diagonal", "Partition", "Ragged", "Tile", "tiles"],
     wb.recipes: [
         "CrossBatchSupConLoss",

@@ -10,6 +10,8 @@ import torch
 from data_sets import write_pictures
 
 from wholebatch._base.user_error import UserError
+from wholebatch.app.tensors import first_ranks, same_places
+from wholebatch.app.tensors import search_figures as figures
 from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data, table_pairs
 from wholebatch_train.data.pairs.answers import stated_of_groups, stated_pairs
@@ -19,7 +21,7 @@ from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.tasks.batches import PairBatches, rows_of_chunks
 from wholebatch_train.tasks.evaluation import features_of_rows
 from wholebatch_train.tasks.make import make_task
-from wholebatch_train.tasks.retrieval import chance, figures, first_ranks, same_places
+from wholebatch_train.tasks.retrieval import chance
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3, model=MODEL)
@@ -50,7 +52,7 @@ def as_pairs(right):
 
 @pytest.mark.parametrize("tile", [40, 2**24])
 def test_figures_are_those_of_a_sorted_list(monkeypatch, tile):
-    monkeypatch.setattr("wholebatch_train.tasks.retrieval._TILE", tile)
+    monkeypatch.setattr("wholebatch._base.search._TILE", tile)
     random = torch.Generator().manual_seed(0)
     queries, candidates = (torch.randint(-1, 2, (n, 3), generator=random).float() for n in (25, 19))  # with many ties
     right = [

@@ -240,6 +240,78 @@ def test_the_model_of_a_function_is_named_where_a_loss_uses_its_parameters():
         ComputeLoss(wb.CLIPLoss(logit_scale=scale), None)((torch.eye(3), torch.eye(3)))
 
 
+EXAMPLES, KS = 13, (1, 5, 10)  # no multiple of the rows of a batch on 1, 2 or 3 processes
+
+
+class WithEqualTexts(Pairs):
+    """Pairs of which some have the same y: their similarities are ties."""
+
+    def __init__(self):
+        super().__init__(EXAMPLES)
+        self.y[4:9] = self.y[3]
+
+
+def figures(x, y, *, ties_count_for=False):
+    """Return recall@k and MRR of pairs from the whole matrix."""
+    similarity = x @ y.T
+    own = similarity.diagonal()[:, None]
+    before = (similarity > own if ties_count_for else similarity >= own - 1e-12) & ~torch.eye(len(x), dtype=torch.bool)
+    rank = 1 + before.sum(1).double()
+    return [*((rank <= k).double().mean().item() for k in KS), (1 / rank).mean().item()]
+
+
+def evaluate(port):
+    """Evaluate and predict in this process; return the metrics of both, and the shapes of the predictions."""
+    from transformers import Trainer, TrainingArguments
+
+    from wholebatch.integrations.transformers import WholeBatchTrainerMixin, retrieval_metrics
+
+    class ContrastiveTrainer(WholeBatchTrainerMixin, Trainer):
+        pass
+
+    as_launched(port)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True)
+        data = WithEqualTexts()
+        trainer = ContrastiveTrainer(Dual(), args, eval_dataset=data, compute_metrics=retrieval_metrics)
+        metrics, predicted = trainer.evaluate(), trainer.predict(data)
+    return metrics, predicted.metrics, [x.shape for x in predicted.predictions]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_metrics_of_an_evaluation_are_those_of_all_pairs(ranks):
+    data = WithEqualTexts()
+    with torch.no_grad():
+        x, y, _ = Dual()(data.x, data.y)
+
+    def both_ways(rows, **ties):
+        return torch.tensor([figures(x[rows], y[rows], **ties), figures(y[rows], x[rows], **ties)]).flatten()
+
+    repeated = torch.arange(EXAMPLES + -EXAMPLES % (2 * ranks)) % EXAMPLES  # as their sampler makes batches even
+    local = [repeated[torch.arange(len(repeated)) // 2 % ranks == rank] for rank in range(ranks)]
+    every = torch.arange(EXAMPLES)
+    expected = pytest.approx(both_ways(every).tolist(), abs=1e-6)
+    wrong = [both_ways(every, ties_count_for=True), both_ways(repeated)]
+    wrong += [sum(both_ways(rows) for rows in local) / ranks] if ranks > 1 else []
+    assert all(values.tolist() != expected for values in wrong)
+    names = [f"{prefix}{name}" for prefix in ("", "reverse_") for name in (*(f"recall@{k}" for k in KS), "mrr")]
+    for metrics, predicted, shapes in run_ranks(partial(evaluate, free_port()), ranks, timeout_s=300):
+        assert shapes == [(EXAMPLES, 4)] * 2
+        assert [metrics[f"eval_{name}"] for name in names] == expected
+        assert [predicted[f"test_{name}"] for name in names] == expected
+
+
+def test_metrics_of_other_features_are_refused():
+    from transformers import EvalPrediction
+
+    from wholebatch.integrations.transformers import retrieval_metrics
+
+    x = torch.eye(3).numpy()
+    for predictions in (x, (x, x[:2]), (x, x, x), (x[None], x[None]), ()):
+        with pytest.raises(ValueError, match=r"predictions must be the features of both sides of the pairs, .* got"):
+            retrieval_metrics(EvalPrediction(predictions=predictions, label_ids=None))
+
+
 def test_mistakes_are_refused():
     from transformers import PretrainedConfig, Trainer, TrainingArguments
 

@@ -1,19 +1,25 @@
 """Import a framework that an adapter needs, if its version is one that the adapter knows, and replace names in it.
 
-A missing or too old framework raises an ImportError. A version newer than the tested ones is used silently, because
-most releases leave alone the names that an adapter replaces. If such a name is gone, the error has both versions.
+A missing or too old framework raises an ImportError. Another version that was not tested is used, with a line in the
+log, because most releases leave alone the names that an adapter replaces. If such a name is gone, the error has both
+versions.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, NamedTuple
+
+_log = logging.getLogger("wholebatch")
 
 
 class FrameworkError(ImportError):
@@ -42,6 +48,11 @@ class Framework(NamedTuple):
         """Return whether the installed version is older than this one; a version without numbers is not."""
         return _numbers(self._release()) < _numbers(release)
 
+    def is_tested(self) -> bool:
+        """Return whether the installed version is a tested one; a version without numbers is."""
+        tested = [_numbers(version) for version in self.versions]
+        return _numbers(self._release()) in [*tested, _numbers("")]
+
     def check(self) -> None:
         """Raise FrameworkError if the framework has been imported, and is too old; for constructors."""
         if self.is_imported():
@@ -53,6 +64,11 @@ class Framework(NamedTuple):
             raise FrameworkError(
                 f"{self.module} {self._release()} is too old; this adapter was tested with {self.tested}: "
                 f"{self.install}"
+            )
+        if not self.is_tested():
+            _log_once(
+                f"{self.module} {self._release()} is used, but this adapter was tested with {self.tested}: "
+                "check a first step with `wholebatch audit`"
             )
         return self._import(name)
 
@@ -141,6 +157,13 @@ def replaced(owner: Any, ours: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             write(owner, name, value)
+
+
+@cache
+def _log_once(line: str) -> None:
+    """Write a line to the log in this process, if it is a launcher's first."""
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning(line)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 
 from .._base.settings import check_count, check_divisor
+from ._accumulation import divide_once
 from ._framework import PYLATE
 from ._options import AdaptedLoss, check_no_progress_bar
 from ._passages import joined
@@ -51,6 +52,7 @@ class Contrastive(AdaptedLoss):
     def prepare(self) -> None:
         """Check the arguments."""
         PYLATE.check()
+        divide_once()
         if self.score_metric is not None and type(self.score_metric).__name__ != "ColBERTScores":
             raise ValueError(
                 f"score_metric must be None or PyLate's ColBERTScores, got {self.score_metric!r}; for others use "

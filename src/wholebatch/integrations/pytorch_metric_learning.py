@@ -146,7 +146,8 @@ class BatchLoss(AdaptedLoss, positional=""):
     _reducer: ClassVar[str] = "MeanReducer"
 
     def prepare(self) -> None:
-        """Refuse statistics."""
+        """Check the version of their library, and refuse statistics."""
+        METRIC_LEARNING.check()
         if self.collect_stats:
             raise ValueError(
                 "collect_stats must be False, got True: statistics of a matrix of all pairs are not computed; pass "

@@ -4,6 +4,8 @@
 
     ContrastiveTrainer(model, args, train_dataset=data, batch_loss=wb.CLIPLoss(), chunk_size=32).train()
 
+    ContrastiveTrainer(model, args, eval_dataset=data, compute_metrics=retrieval_metrics).evaluate()  # recall@k, MRR
+
 A Trainer takes a loss for one that is summed over tokens and divided by their number, if the model's forward takes any
 keywords, or if it gets a `compute_loss_func`. Then it does not divide by the number of micro-steps, and if a batch has
 labels, it multiplies by the number of processes. A loss of this library is a mean over the batch of all processes, the
@@ -24,10 +26,12 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 from .._base.graph import leaves_of
+from .._base.search import search_figures
 from ..gradcache import TokenBudget
+from ._accumulation import keep_accelerate_from_dividing
 from ._framework import TRANSFORMERS
 
-__all__ = ["ComputeLoss", "WholeBatchTrainerMixin", "features_of"]
+__all__ = ["ComputeLoss", "WholeBatchTrainerMixin", "features_of", "retrieval_metrics"]
 
 
 Features = tuple[Tensor, ...]
@@ -59,7 +63,7 @@ def _loss_of(batch_loss: BatchLoss, features: Features, model: Any) -> Tensor:  
     """Return the loss, which a Trainer divides by the number of micro-steps, and accelerate no second time."""
     loss: Tensor = batch_loss(*features)
     if torch.is_grad_enabled():
-        TRANSFORMERS.find("accelerate.state", "GradientState")().plugin_kwargs["num_steps"] = 1  # accelerate's divisor
+        keep_accelerate_from_dividing()
         _refuse_own_parameters(batch_loss, own_leaves(loss, features), model)
     return loss
 
@@ -143,7 +147,7 @@ class WholeBatchTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # any outputs
-        """Return the loss of the batch of all processes."""
+        """Return the loss of the batch of all processes; as outputs, the first two features with a row per example."""
         unwrapped = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]  # the Trainer's
         inputs = {name: x for name, x in inputs.items() if name != "return_loss"}
 
@@ -153,7 +157,45 @@ class WholeBatchTrainerMixin:
         size = self.chunk_size
         features = encode(**inputs) if size is None else wb.gradcache.encode(encode, inputs, size)
         loss = _loss_of(self.batch_loss, features, unwrapped)
-        return (loss, {}) if return_outputs else loss
+        if not return_outputs:
+            return loss
+        rows = [x.detach() for x in features[:2] if isinstance(x, Tensor) and x.shape[:1] == features[0].shape[:1]]
+        return loss, {f"feature_{place}": x for place, x in enumerate(rows)}
+
+
+def retrieval_metrics(prediction: Any) -> dict[str, float]:  # their EvalPrediction
+    """Return recall@1, @5 and @10, MRR and nDCG@10 of the evaluation set, for `compute_metrics` beside the mixin.
+
+        rank of pair i = 1 + number of j != i with <x_i, y_j> >= <x_i, y_i>
+
+    Ties count against a pair. Each x searches all y; names that begin with `reverse_` are of each y, which searches all
+    x. Similarities are computed in tiles, on the accelerator if there is one, each process those of its part of the
+    pairs, and all processes return the same. All processes call it.
+
+    Args:
+        prediction: its `predictions` are the features x and y of all pairs, (n, d) each, on every process.
+
+    Raises:
+        ValueError: for other predictions.
+    """
+    arrays = prediction.predictions if isinstance(prediction.predictions, tuple | list) else [prediction.predictions]
+    shapes = [tuple(getattr(x, "shape", ())) for x in arrays]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2 or not len(arrays[0]):
+        raise ValueError(
+            "predictions must be the features of both sides of the pairs, of shape (n, d) each, got "
+            f"{', '.join(map(str, shapes)) or 'none'}; let the model, or features_of=, return them first, and pass a "
+            "function of your own as compute_metrics for other features"
+        )
+    x, y = (torch.as_tensor(array) for array in arrays)
+    comm, device = wb.comm.select_communicator(None), torch.accelerator.current_accelerator() or torch.device("cpu")
+    rows = torch.arange(comm.rank, len(x), comm.size)
+    metrics: dict[str, float] = {}
+    for prefix, queries, candidates in (("", x, y), ("reverse_", y, x)):
+        figures = search_figures(queries[rows], candidates, torch.stack([torch.arange(len(rows)), rows]), device=device)
+        sums = len(rows) * torch.tensor([*figures.values()], dtype=torch.float64, device=device)
+        means = comm.all_reduce(sums) / len(x)
+        metrics |= dict(zip((f"{prefix}{name}" for name in figures), means.tolist(), strict=True))
+    return metrics
 
 
 class ComputeLoss:

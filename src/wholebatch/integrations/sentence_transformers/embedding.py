@@ -18,6 +18,7 @@ import wholebatch as wb
 
 from ..._base.settings import check_count, check_positive_number
 from ...contract import BatchOptions
+from .._accumulation import divide_once
 from .._framework import SENTENCE_TRANSFORMERS
 from .._options import AdaptedLoss, check_no_progress_bar
 from .checkpoints import keep_parameters
@@ -164,6 +165,7 @@ class BatchLoss(Described, AdaptedLoss):
     def prepare(self) -> None:
         """Check the version of their library, and choose the processes."""
         SENTENCE_TRANSFORMERS.check()
+        divide_once()
         if "gather_across_devices" in self._declared:
             self.choose_group("gather_across_devices")
         self.chunks: Chunks | None = None

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from wholebatch.app.tensors import are_right, first_ranks
+
 from ..data.classes import LabeledImages
 from ..data.pairs.answers import Stated
 from ..data.randomness import seeded
-from ..tasks.retrieval import are_right, first_ranks
 from .content import Candidate, Evidence, Gallery, Item, Query
 
 _SHOWN, _TOP = 12, 5
@@ -60,7 +61,7 @@ def shown_rows(count: int) -> list[int]:
 def search(
     queries: Tensor, candidates: Tensor, right: Tensor, rows: Sequence[int], of_query: Items, of_candidate: Items
 ) -> list[Query]:
-    """Return these rows of the queries, each with its best candidates; `right` is that of `tasks.retrieval.figures`."""
+    """Return these rows of the queries, each with its best candidates; `right` is that of `search_figures`."""
     similarity = queries[[*rows]] @ candidates.T
     best = similarity.topk(min(_TOP, len(candidates)), dim=1).indices.tolist()
     mask = are_right(right, torch.tensor(rows), len(candidates))
