@@ -1,8 +1,8 @@
-"""Audit installed libraries and circulating recipes, and write the table of docs/audit_libraries.md.
+"""Audit installed libraries and circulating recipes, and write docs/findings.md and a table of ours.
 
 No environment has all libraries, so each call audits some of them, and keeps the figures of the others:
 
-    .venv-ecosystem/bin/python benchmarks/audit_peers.py recipes wholebatch
+    .venv-ecosystem/bin/python benchmarks/audit_peers.py recipes nvidia wholebatch
     .venv-ecosystem/bin/python benchmarks/audit_peers.py sentence_transformers transformers pml lightning
     .venv-vision/bin/python benchmarks/audit_peers.py open_clip lightly
     .venv-embedders/bin/python benchmarks/audit_peers.py flag_embedding ms_swift
@@ -13,7 +13,8 @@ Three are not on the package index; checkouts of luyug/GradCache, texttron/tevat
     export WHOLEBATCH_GRAD_CACHE=folder WHOLEBATCH_TEVATRON=folder WHOLEBATCH_INSIGHTFACE=recognition/arcface_torch
     .venv-ecosystem/bin/python benchmarks/audit_peers.py grad_cache tevatron insightface
 
-Writes the figures to results/audit.json, and the table between the marks in docs/audit_libraries.md.
+Writes the figures to results/audit.json; docs/findings.md, by `findings.py`; and between the marks in
+docs/audit_libraries.md the recipes and the settings with losses of this library.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "ecosystem"), str(ROOT / "tests"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/ecosystem", "tests", "benchmarks", "src")]
 
 import checkouts  # noqa: E402
+import findings  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
 from wholebatch.auditing import presets  # noqa: E402
@@ -40,8 +42,11 @@ from wholebatch.auditing.summary import Summary, markdown, summarize  # noqa: E4
 from wholebatch.bench.records import keep  # noqa: E402
 from wholebatch.testing import preload  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "audit.json"
-TITLES = {"recipes": "recipes for CLIP's loss", "wholebatch": "wholebatch"}
+TITLES = {
+    "recipes": "recipes for CLIP's loss",
+    "nvidia": "NeMo Automodel, Megatron-LM (written out from source)",
+    "wholebatch": "wholebatch",
+}
 NAMES = [name for name in presets.PACKAGES if name != "wholebatch"] + [
     *checkouts.NAMES,
     "wholebatch",
@@ -100,10 +105,13 @@ def main() -> None:
         for setting, problem in settings(name).items():
             rows.append(row(name, wb.audit(problem, (1, 2, 3), name=setting)))
             print(rows[-1]["library"], *(rows[-1][field] for field in FIELDS), sep=" | ", flush=True)
-        kept = keep(RESULTS, rows, ["preset"])
+        kept = keep(findings.RESULTS, rows, ["preset"])
+    others = findings.theirs(kept)
+    kept = [of for of in kept if of not in others or of["preset"] == "recipes"]
     kept.sort(key=lambda of: NAMES.index(of["preset"]))
     table = [(of["library"], Summary(**{field: of[field] for field in FIELDS})) for of in kept]
     fill(ROOT / "docs" / "audit_libraries.md", markdown(table))
+    findings.PAGE.write_text(findings.page())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "pml": ("pytorch-metric-learning",),
     "flag_embedding": ("FlagEmbedding",),
     "lightning": ("lightning",),
+    "nvidia": (),
     "wholebatch": (),
 }
 _MODULES = {"pml": "pytorch_metric_learning"}  # where it is not the preset's name

@@ -63,6 +63,29 @@ def _cached(*, dropout: bool) -> Problem:
     return Problem(model, batch, step=step, **_ANY)
 
 
+_Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of image features, text features, scale and labels
+
+
+def _recipe(call: _Call) -> Problem:
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return call(*model(batch["images"], batch["texts"]), batch["labels"])
+
+    batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 3}
+    return Problem(TwoTowers(), batch, of_rank, **_ANY)
+
+
+_RECIPES: dict[str, _Call] = {
+    "FLOPSLoss": lambda x, y, scale, _: wb.recipes.FLOPSLoss()(scale * x * y),
+    "SIGRegLoss": lambda x, y, scale, _: wb.recipes.SIGRegLoss()(scale * x * y, torch.eye(OUT, dtype=x.dtype)),
+    "SameTaskInfoNCELoss": lambda x, y, scale, labels: wb.recipes.SameTaskInfoNCELoss()(
+        x, y, labels, logit_scale=scale
+    ),
+    "SemiHardTripletLoss": lambda x, y, scale, labels: wb.recipes.SemiHardTripletLoss()(scale * x, scale * y, labels),
+    "TowersLoss": lambda x, y, scale, _: wb.recipes.TowersLoss(towers=("image", "text"))(
+        {"image": x, "text": y}, logit_scale=scale
+    ),
+}
+
 SETTINGS: dict[str, Callable[[], Problem]] = {
     **{entry.module.__name__: partial(_loss, entry) for entry in CATALOG.values()},
     'CLIPLoss(exchange="ring")': partial(_loss, CATALOG["clip"], exchange="ring"),
@@ -70,6 +93,7 @@ SETTINGS: dict[str, Callable[[], Problem]] = {
     "PairLoss, x alone, a learned margin": partial(declared_losses.labeled, symmetric=False, **_ANY),
     "the same, symmetric": partial(declared_losses.labeled, symmetric=True, **_ANY),
     "PairLoss, data with a gradient, own candidates": partial(declared_losses.tempered, **_ANY),
+    **{f"recipes.{name}": partial(_recipe, call) for name, call in _RECIPES.items()},
     "PartialFC, ArcFace": _head,
     "GradCache of CLIPLoss, chunks of 2": partial(_cached, dropout=False),
     "the same, with dropout": partial(_cached, dropout=True),
