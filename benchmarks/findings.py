@@ -36,7 +36,7 @@ LIBRARIES = {  # presets, in the page's order: the adapter's page if there is on
 }
 HEAD = """# What other libraries' contrastive losses give on several processes
 
-    wholebatch audit --preset open_clip     # what you have installed; also {presets}
+    wholebatch audit --preset open_clip     # or another library that you have installed
     wholebatch audit my_project.py:problem  # a loss or a training step of yours
 
 {count} settings of {libraries} libraries, each on 1, 2 and 3 processes with DistributedDataParallel in float64, against
@@ -48,6 +48,10 @@ one process with the whole batch: **{exact} are exact, {wrong} are not**.
 * **wrong direction**: no factor repairs it. The cosine is that with the right gradient, the lowest over parameters and
   splits.
 * **-**: there is no such parameter, or no gradient to compare.
+
+Where the cause is *not-gathered*, the library says so itself: negatives come from the rows of each process.
+
+Presets are {presets}.
 
 Libraries are run as installed, in the named version, with small encoders and batches; where one has a training loop,
 the step is its own. The page does not cover GPUs, half precision, FSDP and DeepSpeed, or what training makes of a wrong
@@ -97,7 +101,7 @@ def page() -> str:
     measured = [row for name, rows in found.items() for row in rows if name != WRITTEN_OUT]
     exact = sum(row["exact"] for row in measured)
     head = HEAD.format(
-        presets=", ".join(name for name, packages in presets.PACKAGES.items() if packages and name != "open_clip"),
+        presets=", ".join(name for name, packages in presets.PACKAGES.items() if packages or name == WRITTEN_OUT),
         count=len(measured),
         libraries=len(found) - (WRITTEN_OUT in found),
         exact=exact,

@@ -1,5 +1,6 @@
 """The audit: right problems pass, each planted mistake is named, and mistakes of the user are reported clearly."""
 
+import importlib
 import json
 import math
 import multiprocessing.forkserver
@@ -452,6 +453,20 @@ def test_exit_codes_and_messages_of_the_command(capsys, monkeypatch):
     )
     assert completed.returncode == 2
     assert "run it without torchrun" in completed.stderr
+
+
+def test_negatives_without_gradient_are_found_in_nvidias_losses():
+    """NeMo Automodel detaches negatives of other ranks by default; Megatron-LM's factor W is right for encoders."""
+    found = {name: wb.audit(problem, (1, 2)).causes for name, problem in presets.settings("nvidia").items()}
+    wrong = {name: causes for name, causes in found.items() if causes}
+    assert wrong == {"NeMo Automodel, do_distributed_inbatch_negative": ("key-side-missing",)}
+
+
+def test_the_page_of_findings_is_made_from_the_figures(monkeypatch):
+    """If this fails: python benchmarks/findings.py."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    findings = importlib.import_module("findings")
+    assert findings.PAGE.read_text() == findings.page()
 
 
 def test_presets_print_in_full_or_in_markdown(capsys):

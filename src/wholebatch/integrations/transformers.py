@@ -76,6 +76,12 @@ def own_leaves(loss: Tensor, features: Sequence[object]) -> list[Tensor]:
     return [x for x in leaves_of([loss], [x for x in features if isinstance(x, Tensor)]) if x.numel()]
 
 
+def _trained(batch_loss: BatchLoss) -> list[Tensor]:
+    """Return the trained parameters of a loss, as far as it is a module; a function shows its own in a step."""
+    parameters = batch_loss.parameters() if isinstance(batch_loss, nn.Module) else ()
+    return [x for x in parameters if x.requires_grad]
+
+
 def _refuse_own_parameters(batch_loss: BatchLoss, leaves: Sequence[Tensor], model: Any) -> None:  # their model
     """Raise ValueError if a loss trains leaves, beside the features, that are no parameters of the model."""
     own = {id(x): f"a tensor of shape {tuple(x.shape)}" for x in leaves}
@@ -107,8 +113,8 @@ class WholeBatchTrainerMixin:
 
     Raises:
         ValueError: for a `compute_loss_func`, which would get the loss wrong by the number of micro-steps; for a
-            `label_smoothing_factor`, which the Trainer would apply to logits. In the first step, for a loss that trains
-            other parameters than the model's.
+            `label_smoothing_factor`, which the Trainer would apply to logits; for a loss that trains other parameters
+            than the model's, where a function is the loss in the first step.
         ImportError: for a transformers that is too old.
     """
 
@@ -137,6 +143,7 @@ class WholeBatchTrainerMixin:
                 "loss, as in batch_loss=wb.CLIPLoss(label_smoothing=0.1)"
             )
         self.batch_loss, self.chunk_size, self.features_of = batch_loss or wb.CLIPLoss(), chunk_size, features_of
+        _refuse_own_parameters(self.batch_loss, _trained(self.batch_loss), trainer.model)
         self.model_accepts_loss_kwargs = False  # of releases before `loss_is_scaled_for_ga`
         self.can_return_loss = True  # evaluation computes the loss of a batch without labels
 
@@ -212,7 +219,7 @@ class ComputeLoss:
         features_of: a function of the model and its outputs that returns the arguments of the loss.
 
     Raises:
-        ValueError: in a call, for a loss that trains other parameters than the model's.
+        ValueError: for a loss that trains other parameters than the model's, where it is a function in a call.
         ImportError: for a transformers that is too old.
     """
 
@@ -224,6 +231,7 @@ class ComputeLoss:
         features_of: Callable[[Any, Any], Features] = features_of,  # any model and output
     ) -> None:
         TRANSFORMERS.check()
+        _refuse_own_parameters(batch_loss, _trained(batch_loss), model)
         self.batch_loss, self.args, self.model, self.features_of = batch_loss, args, model, features_of
 
     def __call__(
