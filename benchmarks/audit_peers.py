@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import sys
 import warnings
@@ -96,7 +97,7 @@ def fill(file: Path, table: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; none: the pages are written again")
     warnings.simplefilter("ignore")
     names = parser.parse_args().names
     preload(*(presets.module_name(name) for name in names if name not in checkouts.NAMES))
@@ -105,7 +106,8 @@ def main() -> None:
         for setting, problem in settings(name).items():
             rows.append(row(name, wb.audit(problem, (1, 2, 3), name=setting)))
             print(rows[-1]["library"], *(rows[-1][field] for field in FIELDS), sep=" | ", flush=True)
-        kept = keep(findings.RESULTS, rows, ["preset"])
+        keep(findings.RESULTS, rows, ["preset"])
+    kept = json.loads(findings.RESULTS.read_text())
     others = findings.theirs(kept)
     kept = [of for of in kept if of not in others or of["preset"] == "recipes"]
     kept.sort(key=lambda of: NAMES.index(of["preset"]))

@@ -11,6 +11,9 @@ import matplotlib
 
 matplotlib.use("agg")
 
+from findings import KINDS, LIBRARIES, kind_of
+from findings import RESULTS as AUDITS
+from findings import theirs as settings_of_theirs
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parent.parent
@@ -18,17 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 Row = dict[str, Any]
 
-KINDS = {  # of a setting's gradient, with its color
-    "that of the global batch": "tab:blue",
-    "another one, as documented": "lightgray",
-    "another one, or an error": "tab:red",
-}
-# Settings whose documentation says that rows meet fewer rows than those of the global batch, or that gradients differ,
-# beside those with the cause "not-gathered".
-DOCUMENTED = {
-    "DCLWLoss, default",
-    "infonce, INFONCE_USE_BATCH=False, against the whole batch",
-}
+COLORS = dict(zip(KINDS, ("tab:blue", "lightgray", "tab:red"), strict=True))
 NAMES = {
     "pml": "pytorch-metric-learning",
     "flag_embedding": "FlagEmbedding",
@@ -42,30 +35,18 @@ NAMES = {
 }
 
 
-def kind_of(row: Row) -> str:
-    right, documented, wrong = KINDS
-    if row["exact"]:
-        return right
-    setting = row["setting"]
-    return (
-        documented if row["causes"] == "not-gathered" or setting in DOCUMENTED or "efficient=True" in setting else wrong
-    )
-
-
 def audits() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Return the kinds of each library's settings, and those of the same steps with adapters of ours."""
     theirs: dict[str, list[str]] = {}
     ours: dict[str, list[str]] = {}
-    adapter = False
-    for row in json.loads((RESULTS / "audit.json").read_text()):
-        if row["preset"] in ("recipes", "wholebatch"):
-            continue
-        setting = row["setting"]
-        adapter = "wholebatch.integrations" in setting or (adapter and setting.startswith("the same"))
-        if adapter or "wholebatch." not in setting:  # a head of ours without its adapter is neither
+    rows = [row for row in json.loads(AUDITS.read_text()) if row["preset"] in LIBRARIES]
+    others = settings_of_theirs(rows)
+    for row in rows:
+        adapter = row not in others
+        if not adapter or "wholebatch." not in row["setting"] or "wholebatch.integrations" in row["setting"]:
             (ours if adapter else theirs).setdefault(row["preset"], []).append(kind_of(row))
     order = sorted(theirs, key=lambda name: -len(theirs[name]))
-    return {name: sorted(theirs[name], key=[*KINDS].index) for name in order}, ours
+    return {name: sorted(theirs[name], key=KINDS.index) for name in order}, ours
 
 
 def draw_audits() -> None:
@@ -74,7 +55,7 @@ def draw_audits() -> None:
     for axis, columns in zip(axes, (theirs, ours), strict=True):
         for height, name in enumerate(theirs):
             for place, kind in enumerate(columns.get(name, [])):
-                axis.add_patch(plt.Rectangle((place, height - 0.38), 0.82, 0.76, color=KINDS[kind]))
+                axis.add_patch(plt.Rectangle((place, height - 0.38), 0.82, 0.76, color=COLORS[kind]))
         axis.set_xlim(0, 12 if columns is theirs else 7)
         axis.set_ylim(len(theirs) - 0.4, -0.6)
         axis.set_xticks([])
@@ -85,7 +66,7 @@ def draw_audits() -> None:
     axes[0].set_title(f"{settings} settings of {len(theirs)} libraries", fontsize=10, loc="left")
     axes[1].set_title(f"with our adapters: {sum(map(len, ours.values()))}", fontsize=10, loc="left")
     axes[0].set_yticks(range(len(theirs)), [NAMES.get(name, name) for name in theirs], fontsize=9)
-    marks = [plt.Rectangle((0, 0), 1, 1, color=color) for color in KINDS.values()]
+    marks = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     labels = [f"{kind}: {counts[kind]}" for kind in KINDS]
     figure.legend(
         marks,
