@@ -68,7 +68,8 @@ _Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of image features,
 
 def _recipe(call: _Call) -> Problem:
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return call(*model(batch["images"], batch["texts"]), batch["labels"])
+        x, y, scale = model(batch["images"], batch["texts"])
+        return call(x, y, scale, batch["labels"])
 
     batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 3}
     return Problem(TwoTowers(), batch, of_rank, **_ANY)
