@@ -77,6 +77,10 @@ def test_each_setting_is_another_loss():
     assert len(values) == len(CASES)
 
 
+def test_a_model_card_names_a_loss_by_the_module_that_users_import():
+    assert {getattr(ours, name).__module__ for name in ours.__all__} == {ours.__name__}
+
+
 def test_a_missing_framework_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(FrameworkError, match=r"tested with sentence_transformers 6\.0\.0, .* and 6\.2\.0: pip ins"):

@@ -320,6 +320,7 @@ def test_evaluation_checkpoints_and_model_cards(found, folder):
         assert text in card
         assert text in cards[0]
     assert '"gather_across_devices": true' in cards[0]
+    assert "wholebatch.integrations.sentence_transformers.CachedMultipleNegativesRankingLoss" in cards[0]
 
 
 def test_evaluation_before_training_leaves_the_model_without_an_engine(found):

@@ -45,3 +45,6 @@ __all__ = [
     "MultipleNegativesSymmetricRankingLoss",
     "WholeBatchLoss",
 ]
+
+for _name in __all__:  # a model card names a loss by its module: by this one, from which a reader can import it
+    globals()[_name].__module__ = __name__

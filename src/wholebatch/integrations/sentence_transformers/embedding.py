@@ -146,7 +146,7 @@ class Described:
     def _theirs(self) -> list[Any]:
         """Return their classes of the same name: of this object's class, and of its base classes."""
         losses = SENTENCE_TRANSFORMERS.load(self.their_losses)
-        names = [x.__name__ for x in type(self).__mro__ if x.__module__.startswith(f"{__package__}.")]
+        names = [x.__name__ for x in type(self).__mro__ if x.__module__.startswith(str(__package__))]
         return [getattr(losses, name) for name in names if hasattr(losses, name)]
 
 
