@@ -22,6 +22,7 @@ PROSE = [
     "SECURITY.md",
     "docs/**/*.md",
     "benchmarks/*.md",
+    "examples/*.ipynb",
 ]  # whole files
 SOURCES = [
     "src/**/*.py",
