@@ -1,6 +1,6 @@
 """Train CLIP with JAX on images of Unicode characters and their names, on one device or on several.
 
-    pip install 'wholebatch[jax,train]' equinox optax
+    pip install '.[jax]' ./packages/wholebatch-train equinox optax    # in a checkout
     python examples/jax_glyphs.py --devices 8         # a CPU becomes as many devices as this says
     python examples/jax_glyphs.py --devices 1         # the same losses
 

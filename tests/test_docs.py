@@ -84,7 +84,8 @@ def test_links_and_pictures_exist(page):
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 def test_named_files_exist(page):
-    named = re.findall(r"(?<![\w/])((?:tests|benchmarks|examples|docs)/[\w/]+\.(?:py|ipynb|md|jsonl?|png))", page.read_text())
+    files = r"(?<![\w/])((?:tests|benchmarks|examples|docs)/[\w/]+\.(?:py|ipynb|md|jsonl?|png))"
+    named = re.findall(files, page.read_text())
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing, f"{page.name} names {missing}"
 

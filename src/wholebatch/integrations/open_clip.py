@@ -1,6 +1,6 @@
 """open_clip's trainer with this library's losses, and losses with open_clip's names and signatures.
 
-    torchrun --nproc-per-node 8 -m wholebatch.integrations.open_clip --model ViT-B-32 --train-data ...
+    torchrun --nproc-per-node 8 -m -- wholebatch.integrations.open_clip --model ViT-B-32 --train-data ...
 
 The command takes the options of open_clip's trainer and runs it; only the loss is another. Their factory reads the
 options and makes its loss, and the loss of the same name here gets the settings of that instance. So their options
