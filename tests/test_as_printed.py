@@ -10,6 +10,8 @@ import pytest
 from as_printed import ROOT, printed, torchrun_commands
 from torch.distributed.run import get_args_parser
 
+from wholebatch.integrations import _framework
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
 COMMANDS = sorted({each.command for page in [*PAGES, *ROOT.glob("examples/*.py")] for each in printed(page)})
 TORCHRUN = sorted({command for page in PAGES for command in torchrun_commands(page)})
@@ -59,6 +61,13 @@ def test_installations_name_this_checkout():
     of_packages = re.compile(r"pip install (?:--no-deps )?(?:'?\.[' \[]|\.$|numpy|mpich|cloudpickle|pylate==)")
     installations = [command for command in COMMANDS if "pip install" in command]
     assert not [command for command in installations if not of_packages.search(command)]
+
+
+def test_an_error_names_an_installation_of_the_pages():
+    hints = [each.install for each in vars(_framework).values() if isinstance(each, _framework.Framework)]
+    hints.remove(_framework.TEVATRON.install)  # is in no index
+    assert len(hints) >= 8
+    assert not [hint for hint in hints if not any({*words(hint)} <= {*words(command)} for command in COMMANDS)]
 
 
 def passed_on(command):

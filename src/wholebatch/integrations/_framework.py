@@ -106,13 +106,11 @@ class Framework(NamedTuple):
 
 # The versions of each framework, the oldest that is taken first; docs/integrations/index.md has them as a table.
 OPEN_CLIP = Framework("open_clip", ("3.3.0", "4.2.0.dev0"), "pip install 'open_clip_torch[training]>=3.3'")
-FLAG_EMBEDDING = Framework(
-    "FlagEmbedding", ("1.4.2",), "pip install 'FlagEmbedding[finetune]>=1.4.2' 'transformers<5.20'"
-)
+FLAG_EMBEDDING = Framework("FlagEmbedding", ("1.4.2",), "pip install 'FlagEmbedding>=1.4.2' 'transformers<5.20'")
 LIGHTNING = Framework("lightning", ("2.6.6",), "pip install 'lightning>=2.6.6'")
 MS_SWIFT = Framework("swift", ("4.6.0",), "pip install 'ms-swift>=4.6.0'")
 METRIC_LEARNING = Framework("pytorch_metric_learning", ("2.9.0",), "pip install 'pytorch-metric-learning>=2.9'")
-PYLATE = Framework("pylate", ("1.6.0",), "pip install 'pylate>=1.6'")
+PYLATE = Framework("pylate", ("1.6.0",), "pip install --no-deps pylate==1.6.0")  # which keeps torch as it is
 SENTENCE_TRANSFORMERS = Framework(
     "sentence_transformers", ("6.0.0", "6.1.0", "6.2.0"), "pip install 'sentence-transformers[train]>=6.0'"
 )
