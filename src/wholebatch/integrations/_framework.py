@@ -110,7 +110,7 @@ FLAG_EMBEDDING = Framework("FlagEmbedding", ("1.4.2",), "pip install 'FlagEmbedd
 LIGHTNING = Framework("lightning", ("2.6.6",), "pip install 'lightning>=2.6.6'")
 MS_SWIFT = Framework("swift", ("4.6.0",), "pip install 'ms-swift>=4.6.0'")
 METRIC_LEARNING = Framework("pytorch_metric_learning", ("2.9.0",), "pip install 'pytorch-metric-learning>=2.9'")
-PYLATE = Framework("pylate", ("1.6.0",), "pip install --no-deps pylate==1.6.0")  # which keeps torch as it is
+PYLATE = Framework("pylate", ("1.6.0",), "pip install pylate==1.6.0 --no-deps")  # which keeps torch as it is
 SENTENCE_TRANSFORMERS = Framework(
     "sentence_transformers", ("6.0.0", "6.1.0", "6.2.0"), "pip install 'sentence-transformers[train]>=6.0'"
 )
