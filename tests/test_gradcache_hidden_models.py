@@ -42,6 +42,17 @@ class Trainer:
         return by * self.model(z)
 
 
+class Hiding(nn.Module):
+    """A module that calls a model which it does not register."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.models, self.last = [model], nn.Identity()
+
+    def forward(self, z):
+        return self.last(self.models[0](z))
+
+
 def by_global(z):
     return HIDDEN["model"](z)
 
@@ -61,6 +72,7 @@ def functions_that_call(model):
         "a function that calls itself": by_itself,
         "a function that calls a function": lambda z: 1 * by_global(z),
         "a method of the module": getattr(model, "forward", None),
+        "a module that does not register it": Hiding(model),
     }
 
 
@@ -79,6 +91,24 @@ def test_models_hidden_by_functions_are_found():
         r.sum().backward()
         again(r)
         assert int(model[2].num_batches_tracked) == 5, name
+
+
+def test_modules_that_only_later_chunks_call_are_found():
+    """Calls inside of a module that an earlier chunk has called are not observed; other calls are."""
+    trunk, models = nn.Sequential(mlp(0, nn.BatchNorm1d(8))), [nn.Sequential(nn.BatchNorm1d(4).double()) for _ in "ab"]
+    calls = [0]
+
+    def encode(z):
+        calls[0] += 1
+        return models[(calls[0] - 1) % 4 > 0](trunk(z))
+
+    (x, _), plain = batch(8), copy.deepcopy((trunk, models))
+    torch.cat([plain[1][k > 0](plain[0](part)) for k, part in enumerate(x.split(2))]).square().sum().backward()
+    wb.GradCache([encode], 2, lambda r: r.square().sum())(x)
+    for found, expected in zip([trunk, *models], [plain[0], *plain[1]], strict=True):
+        assert_all_same(gradients_of(found), gradients_of(expected))
+        for (name, buffer), other in zip(found.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(buffer, other), name
 
 
 def test_modules_compiled_in_place_are_exact():
@@ -120,6 +150,8 @@ def hidden_body(counts):
         assert_all_same(gradients_of(plain), true)
         assert reduced == [0], name
 
+        if isinstance(encode, Hiding):
+            continue  # ranks with different numbers of chunks must see FSDP before the call
         plain = mlp(0)
         encode = functions_that_call(sharded(plain, plain[0], plain[2]))[name]
         with reductions() as reduced:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._base.graph import leaves_of
 from .._base.modules import parameters_in
 from .engines.known import Synchronized, synchronized
 from .inputs.padding import NO_MASK, padded_lengths
 from .inputs.parts import Part, index_of, numbers_of_rows
 from .inputs.trees import new_containers, representations, rows_of
-from .observe import Called
+from .observe import Calls
 from .referred_modules import modules_of
 from .replay import Buffers, Replay
 
@@ -50,11 +52,8 @@ class Encoder:
         self.form: Callable[[Sequence[Any]], Any] = tuple  # makes the model's representations from tensors
         self.trained: list[bool] = []  # which of them have a gradient
         self.may_be_frozen = False  # whether it is no mistake if none has
-        self.parameters: dict[int, Tensor] = {id(p): p for p in parameters_in(*self.local)}
-        self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
-        self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
-        self.versions: dict[int, int] = {}  # of the parameters of these, before the first call
-        self.synchronized: dict[int, Synchronized] = {}  # engines that were called
+        self.reached: list[Tensor] = []  # leaves of the graphs of a function, in a first pass
+        self.calls = Calls()
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
         self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
@@ -77,17 +76,17 @@ class Encoder:
                     )
         return reps
 
-    def add_parameters(self, tensors: Iterable[Tensor]) -> None:
-        """Add these to the model's parameters."""
-        self.parameters |= {id(x): x for x in tensors}
+    @cached_property
+    def is_alone(self) -> bool:
+        """Whether it is a module that has called no other one, and its graph begins at its own parameters."""
+        return self.calls.modules.keys() == {id(x) for x in self.local} and not (
+            {*map(id, self.leaves)} - {id(p) for p in parameters_in(*self.local)}
+        )
 
-    def add_called(self, called: Called) -> None:
-        """Add the modules and engines of a call to the model's."""
-        self.called |= {id(module): module for module in called.modules}
-        self.seen |= called.seen
-        self.versions = called.versions | self.versions
-        self.synchronized |= {id(engine.module): engine for engine in called.engines}
-        self.add_parameters(parameters_in(*called.modules))
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of the model, as far as it is known: each once."""
+        known = parameters_in(*self.local, *self.calls.modules.values())
+        return [*{id(x): x for x in (*known, *self.reached)}.values()]
 
 
 @dataclass(eq=False)
@@ -142,6 +141,10 @@ class Chunk:
         if rows is not None:
             return self.encoder.read(len(rows), out)
         return self.encoder.read(rows_of(part, self.encoder.name) if self.encoder.count_rows else None, out)
+
+    def leaves(self) -> list[Tensor]:
+        """Return the leaves of its graph: those of the first chunk, if a module is the model and reaches no others."""
+        return self.encoder.leaves if self.encoder.is_alone else leaves_of(self.reps)
 
     def forget(self) -> None:
         """Free the graph."""

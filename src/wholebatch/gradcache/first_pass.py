@@ -12,7 +12,7 @@ from .._base.trees import tensors_of
 from .._base.warnings import warn
 from .chunks import Chunk
 from .kept_graphs import Keeper
-from .observe import Observer
+from .observe import Observer, without_false_warnings
 from .one_pass import encoded_with_graph
 from .replay import Replay, without_graph
 
@@ -27,20 +27,23 @@ def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> N
         ValueError: if a representation would have none. Where passes are collective, after all of them.
     """
     wrong: Exception | None = None
-    for chunk in chunks:
-        try:
-            _encode(chunk, chunks, keeper, observer)
-        except Exception as error:
-            if not (chunk.returned and any(engine.control.collective for engine in chunk.engines)):
-                raise
-            wrong = wrong or error
+    states = None
+    with without_false_warnings():
+        for chunk in chunks:
+            try:
+                chunk.replay, chunk.before = Replay(states), observer.buffers.now()
+                _encode(chunk, chunks, keeper, observer)
+                states = chunk.replay.end()
+            except Exception as error:
+                if not (chunk.returned and any(engine.control.collective for engine in chunk.engines)):
+                    raise
+                wrong, states = wrong or error, None
     if wrong is not None:
         raise wrong
 
 
 def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     encoder, buffers = chunk.encoder, observer.buffers
-    chunk.replay, chunk.before = Replay(), buffers.now()
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in encoder.engines)
     trains = torch.is_grad_enabled()
     keeps = trains and not replayed and keeper.wants(encoder.index)
@@ -67,13 +70,13 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
 def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keeps: bool) -> None:
     """Encode the chunk with its graph, and decide whether to keep the graph."""
     encoder = chunk.encoder
-    existing = [*encoder.parameters.values(), *tensors_of(chunk.part)]
+    existing = [*encoder.parameters(), *tensors_of(chunk.part)]
     with keeper.measured(encoder.index, existing), _observed(chunk, observer):
         chunk.reps = encoded_with_graph(chunk)
     if chunk.first:
         encoder.leaves = leaves_of(chunk.reps)
     if not encoder.local:
-        encoder.add_parameters(encoder.leaves if chunk.first else leaves_of(chunk.reps))
+        encoder.reached += encoder.leaves if chunk.first else leaves_of(chunk.reps)
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in chunk.engines)
     chunk.kept = keeps and not replayed and keeper.kept(encoder.index)
 
@@ -82,12 +85,11 @@ def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keep
 def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
     """Observe the first call of the chunk's model in this context: hold and record the engines that it calls."""
     encoder = chunk.encoder
-    with observer.call(encoder.model, visible=encoder.visible) as called:
+    with observer.call(encoder.calls, encoder.model, visible=encoder.visible) as engines:
         try:
             yield
         finally:
-            chunk.engines = called.engines or encoder.engines
-            encoder.add_called(called)
+            chunk.engines = engines or encoder.engines
 
 
 def _out_of_memory(error: Exception) -> bool:

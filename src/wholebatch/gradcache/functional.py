@@ -30,7 +30,7 @@ from .chunks import differentiable
 from .engines.bypassed import check_not_passed_by, live_engines
 from .engines.lost_gradients import watched
 from .inputs.trees import new_containers, representations
-from .observe import Observer
+from .observe import Calls, Observer, without_false_warnings
 from .one_pass import difference, with_graph
 from .referred_modules import modules_of
 from .replay import Buffers, Replay, without_graph
@@ -95,9 +95,12 @@ class _SecondPass:
         self._buffers, self._replay, self._done = Buffers(), Replay(), False
         modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
         visible = modules_of(func, *modules)
-        with Observer(self._buffers).call(func, *modules, visible=visible) as called, without_graph():
+        calls = Calls()
+        observed = Observer(self._buffers).call(calls, func, *modules, visible=visible)
+        with without_false_warnings(), observed as self._engines, without_graph():
             self._first = self._call()
-        self._engines, self._seen = called.engines, called.seen.values()
+        self._replay.end()
+        self._seen = calls.seen.values()
         for engine in self._engines:
             if engine.control.coalesce is not None:
                 raise ValueError(

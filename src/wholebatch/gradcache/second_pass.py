@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.graph import leaves_of
 from .._base.modules import parameters_in
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
@@ -55,7 +54,7 @@ def second_pass(
             error = _encode_again(chunk, done, release)
             if not chunk.reps:
                 pairs += _zeros_for_engines(chunk, done, release)
-        leaves = leaves_of(chunk.reps)
+        leaves = chunk.leaves()
         about_to_change(leaves)  # an input may have a gradient, too
         grads = [None] * len(chunk.reps) if error is not None else _gradients_of_chunk(chunk)
         pairs += _roots(chunk, grads, whole=bool(done))
