@@ -93,7 +93,8 @@ CASES: dict[str, dict[str, Any]] = {
         "losses": {
             "dense": dense_clip,
             "wholebatch": partial(wbj.clip_loss, memory="flat"),
-            "wholebatch, X Y^T kept": partial(wbj.clip_loss, memory=2**28),
+            "wholebatch, X Y^T kept in tiles": partial(wbj.clip_loss, memory=2**28, tile=1024),
+            "wholebatch, default": wbj.clip_loss,
             "two matrices, optax's cross-entropy": clip_of_two_matrices,
         },
     },
@@ -101,7 +102,8 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [(8192, 512)],
         "losses": {
             "dense": dense_siglip,
-            "wholebatch": lambda x, y, scale: wbj.siglip_loss(x, y, scale, -10.0),
+            "wholebatch": lambda x, y, scale: wbj.siglip_loss(x, y, scale, -10.0, memory="flat"),
+            "wholebatch, default": lambda x, y, scale: wbj.siglip_loss(x, y, scale, -10.0),
         },
     },
     "NT-Xent": {
@@ -109,9 +111,10 @@ CASES: dict[str, dict[str, Any]] = {
         "losses": {
             "dense": dense_nt_xent,
             "wholebatch": lambda x, y, scale: wbj.nt_xent_loss(x, y, temperature=1 / scale, memory="flat"),
-            "wholebatch, half of Z Z^T kept": lambda x, y, scale: wbj.nt_xent_loss(
-                x, y, temperature=1 / scale, memory=2**28
+            "wholebatch, half of Z Z^T kept in tiles": lambda x, y, scale: wbj.nt_xent_loss(
+                x, y, temperature=1 / scale, memory=2**28, tile=1024
             ),
+            "wholebatch, default": lambda x, y, scale: wbj.nt_xent_loss(x, y, temperature=1 / scale),
             "optax.losses.ntxent": optax_nt_xent,
         },
     },

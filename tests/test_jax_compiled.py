@@ -10,11 +10,12 @@ import jax.numpy as jnp  # noqa: E402
 from jax_cases import COLLECTIVE, compiled, computations, mesh_of, placed, temporary_bytes  # noqa: E402
 
 import wholebatch.jax as wbj  # noqa: E402
+from wholebatch.jax import options  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def flat_losses(mesh, **settings):
+def losses(mesh, **settings):
     """Return the losses as functions of the first tower; d = 32."""
     return {
         "clip": lambda x: wbj.clip_loss(x, x, 10.0, mesh=mesh, **settings),
@@ -27,11 +28,11 @@ def flat_losses(mesh, **settings):
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-@pytest.mark.parametrize("name", flat_losses(None))
+@pytest.mark.parametrize("name", losses(None))
 def test_temporary_memory_is_linear_in_rows(name, exchange):
     """Four times the rows take four times the memory; a dense loss takes 16 times as much."""
     mesh = mesh_of(8, "auto")
-    loss = flat_losses(mesh, exchange=exchange, tile=32)[name]
+    loss = losses(mesh, exchange=exchange, tile=32, memory="flat")[name]
     small, large = (temporary_bytes(loss, placed(mesh, 8 * b, 32)) for b in (128, 512))
     assert large < 4.2 * small
 
@@ -39,26 +40,70 @@ def test_temporary_memory_is_linear_in_rows(name, exchange):
 def test_kept_products_take_the_memory_that_is_given():
     mesh = mesh_of(2, "auto")
     flat, half, all_of_them = (
-        temporary_bytes(flat_losses(mesh, exchange="gather", tile=32, memory=memory)["clip"], placed(mesh, 512, 32))
+        temporary_bytes(losses(mesh, exchange="gather", tile=32, memory=memory)["clip"], placed(mesh, 512, 32))
         for memory in ("flat", 2**16 * 2, 2**20)
     )
     assert half - flat == pytest.approx(2**17, rel=0.1)
     assert all_of_them - flat == pytest.approx(256 * 512 * 4, rel=0.1)
 
 
-def test_products_of_a_small_batch_are_kept_by_default():
-    """A flat loss computes X Y^T twice, in 4 products in all; if X Y^T fits into one more tile, it is kept."""
-    mesh = mesh_of(2, "auto")
-    settings = {"kept": {"tile": 64}, "flat": {"tile": 64, "memory": "flat"}, "larger than a tile": {"tile": 32}}
-    programs = {
-        name: compiled(flat_losses(mesh, exchange="gather", **given)["clip"], placed(mesh, 64, 32)).as_text()
-        for name, given in settings.items()
-    }
-    assert {name: len(re.findall(r" dot\(", text)) for name, text in programs.items()} == {
-        "kept": 3,
-        "flat": 4,
-        "larger than a tile": 4,
-    }
+def program(name, x, **settings):
+    """Return the products' types in the program of a loss and its gradient, and the steps of its loops."""
+    traced = jax.jit(jax.value_and_grad(losses(None, **settings)[name])).trace(x)
+    text = traced.lower().as_text()
+    products = re.findall(r"dot_general .*: \((tensor<\S+>), (tensor<\S+>)\) -> (tensor<\S+>)", text)
+    return [[kind.rstrip(">").split("x")[-1] for kind in product] for product in products], steps(traced.jaxpr.jaxpr)
+
+
+def steps(jaxpr):
+    """Return the number of steps of each scan in a program."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            found.append(equation.params["length"])
+        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=lambda p: hasattr(p, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            found += steps(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+# X Y^T once, and two products of dS, of which the compiler drops one where S is symmetric and in one piece.
+PRODUCTS = {"clip": 3, "info_nce": 3, "nt_xent": 3, "siglip": 3, "sup_con": 3, "partial_fc": 3}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_batch_that_fits_is_computed_in_one_piece(name):
+    """The program has no loop, and X Y^T once; a flat one computes it twice, but SigLIP's, in loops."""
+    x = jnp.zeros((2048, 32), jnp.float32)
+    products, loops = program(name, x)
+    assert (len(products), loops) == (PRODUCTS[name], [])
+    products, loops = program(name, x, memory="flat")
+    assert len(products) == PRODUCTS[name] + (name != "siglip")
+    assert loops
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_larger_batch_takes_few_steps(monkeypatch, name):
+    """Tiles have a quarter of the memory, which holds the products of the first ones."""
+    b, memory = 96, 96 * 96
+    monkeypatch.setattr(options, "_AUTO_BYTES", memory)
+    monkeypatch.setattr(options, "_FLAT_TILE", 2)
+    side = int((memory / 4) ** 0.5 / 2)
+    _, loops = program(name, jnp.zeros((b, 32), jnp.float32))
+    columns = 2 * b if name in ("info_nce", "nt_xent") else b
+    rows = 2 * b if name == "nt_xent" else b
+    assert loops
+    assert max(loops) <= -(-rows // side) * -(-columns // side)
+    assert sum(loops) <= 2 * -(-rows // side) * -(-columns // side), "forward and backward"
+
+
+@pytest.mark.parametrize("memory", ["auto", "flat"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_bfloat16_features_are_multiplied_as_they_are(name, memory):
+    products, _ = program(name, jnp.zeros((2048, 32), jnp.bfloat16), memory=memory)
+    assert {tuple(product) for product in products} == {("bf16", "bf16", "f32")}
+    products, _ = program(name, jnp.zeros((2048, 32), jnp.float32), memory=memory)
+    assert {tuple(product) for product in products} == {("f32", "f32", "f32")}
 
 
 def test_a_dense_loss_is_not_flat():
@@ -107,5 +152,5 @@ EXPECTED = {
 @pytest.mark.parametrize(("name", "exchange"), EXPECTED)
 def test_compiled_losses_have_the_expected_collectives(name, exchange):
     mesh = mesh_of(8, "auto")
-    loss = flat_losses(mesh, exchange=exchange, tile=32)[name]
+    loss = losses(mesh, exchange=exchange, tile=32, memory="flat")[name]
     assert collectives(loss, placed(mesh, 512, 32)) == EXPECTED[name, exchange]

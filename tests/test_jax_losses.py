@@ -32,6 +32,7 @@ from jax_cases import (  # noqa: E402
 
 import wholebatch.jax as wbj  # noqa: E402
 from wholebatch.jax import exchange as exchange_module  # noqa: E402
+from wholebatch.jax import options  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -41,7 +42,7 @@ CORE = [name for name in CASES if name in ("clip", "info_nce", "nt_xent", "sigli
 def check_parity(name, rows, mesh, exchange):
     case = CASES[name]
     inputs = shards(case, rows, 4)
-    found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh, exchange=exchange, tile=3)
+    found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh, exchange=exchange, tile=3, memory="flat")
     assert_close(found, by_reference(case, inputs, SCALE, BIAS))
     assert_close(found, by_torch(wb.functional, case, inputs, SCALE, BIAS))
 
@@ -89,6 +90,24 @@ def test_kept_products(name, exchange):
     some, whole = 5 * 72, 10**6
     for memory in (some, whole) if EVERYTHING else (some if (exchange == "ring") == name.startswith("c") else whole,):
         settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange, "tile": 3, "memory": memory}
+        assert_close(
+            values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
+        )
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("name", CORE)
+def test_memory_auto(monkeypatch, name, devices, exchange):
+    """By default S is computed in one piece while it fits into the memory, and in large tiles otherwise."""
+    if devices == 1 and exchange == "ring":
+        return
+    case = CASES[name]
+    inputs = shards(case, 24, 4)
+    for memory in (2**30, 24 * 24 * 2):  # the latter has room for half of the entries
+        monkeypatch.setattr(options, "_AUTO_BYTES", memory)
+        monkeypatch.setattr(options, "_FLAT_TILE", 2)
+        settings = {"mesh": mesh_of(devices, "auto"), "exchange": exchange}
         assert_close(
             values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
         )

@@ -59,7 +59,7 @@ MISTAKES = {
     "smoothing": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, label_smoothing=2.0), r"within \[0, 1\].*got 2.0"),
     "reduction": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, reduction="max"), "'none'; got 'max'"),
     "exchange": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, exchange="root"), "'ring'; got 'root'"),
-    "tile": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=0), "tile must be an integer >= 1, got 0"),
+    "tile": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=0), "tile must be an integer >= 1 or None, got 0"),
     "tile, yes or no": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=True), "tile must be an integer.*got True"),
     "memory, yes or no": (
         lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=True),

@@ -1,4 +1,4 @@
-"""The losses for JAX, on any mesh of devices: exact gradients, memory that does not grow with B x B.
+"""The losses for JAX, on any mesh of devices: exact gradients, memory that need not grow with B x B.
 
 Imports no torch. Each loss is one function of global arrays, under `jit` or not, `clip_loss(x, y, scale, mesh=mesh)`,
 and one function of a device's rows inside of a `jax.shard_map`, `clip_loss_local(x, y, scale, axis_name="data")`.

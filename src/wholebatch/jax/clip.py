@@ -13,12 +13,11 @@ from . import checks
 from .axis import Axis
 from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Options
+from .options import Memory, Options
 from .pairs import Codes, Tower
 from .products import sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses
 from .softmax import SoftmaxPlan, softmax_statistics
-from .sweep import Memory
 
 EqualIdsAre = Literal["positive", "excluded"]
 EQUAL_IDS = ("positive", "excluded")
@@ -38,7 +37,7 @@ def clip_loss(
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     r"""Symmetric cross-entropy between the images and texts of all devices, with its exact gradient.
 
@@ -60,11 +59,11 @@ def clip_loss(
         axis: the axis of the mesh over which rows are split; several names are used as one axis.
         exchange: how the texts travel: "gather" (all of Y on every device, memory O(B d)), "ring" (from device to
             device, memory O(b d)), or "auto": "gather" while it takes at most 1 GiB.
-        memory: of X Y^T, which is kept between forward and backward so that it is computed once. "flat": nothing is
-            kept, and S is computed twice; an int: so many bytes on each device, for X Y^T or part of it (in a ring,
-            for the device's local block); "auto": "flat" but for small batches, whose X Y^T fits into one more tile.
-            In PyTorch a number of bytes also limits the tiles; here `tile` does, for shapes are fixed while tracing.
-        tile: rows and columns of a tile of S, at most.
+        memory: bytes, on each device, of X Y^T, which is kept between forward and backward so that it is computed once:
+            all of it, or part of it (in a ring, of the device's local block). "flat": nothing is kept, S is computed
+            twice, and tiles have 1024 rows and columns. "auto": 1 GiB; while X Y^T fits, this is the dense formula.
+        tile: rows and columns of a tile of S, at most; None: all of a device's block if X Y^T fits into `memory`, else
+            a quarter of it, but at least 1024.
 
     Returns:
         L, a scalar, the same on every device: the value of `wholebatch.jax.reference.clip_loss` on the whole batch.
@@ -72,7 +71,8 @@ def clip_loss(
     The gradient is that of this one L, by `jax.grad`, under `jit` or not; no average over devices is needed.
 
     Work: 4 units of b B d multiply-adds per device, 1 forward and 3 backward; 3 for the part of X Y^T that is kept.
-    Memory beyond inputs and gradients: a few tiles, and on several devices O(B d) ("gather") or O(b d) ("ring").
+    Memory beyond inputs and gradients: the part of X Y^T that is kept, a few tiles, and on several devices O(B d)
+    ("gather") or O(b d) ("ring").
 
     Collectives: "gather": forward 1 all-gather of Y, 1 all-reduce of B numbers and 1 reduce-scatter, backward 1
     all-gather and 1 reduce-scatter of dY; "ring": W - 1 messages of Y and W of its columns' sums, b numbers forward and
@@ -107,7 +107,7 @@ def clip_loss_local(
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     """:func:`clip_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
@@ -146,7 +146,7 @@ class _CLIP:
         x, y, ids = rows["image_features"], rows["text_features"], rows["ids"]
         valid = valid_rows(axis, "image_features", rows)
         codes = Codes.of_pairs(axis.rows(len(x)), ids, valid, positive=self.equal_ids == "positive")
-        plan = SoftmaxPlan(self.options.sweep(axis, y), smooth=self.label_smoothing > 0)
+        plan = SoftmaxPlan(self.options.sweep(axis, x, y), count=codes.pair is ids, smooth=self.label_smoothing > 0)
         scale = checks.as_scalar(logit_scale, sum_dtype(x))
         sides = softmax_statistics(plan, Tower(x, None, codes), Tower(y, None, codes), scale)
         losses = [cross_entropy(side, self.label_smoothing) for side in sides if side is not None]

@@ -17,12 +17,11 @@ from .axis import Axis
 from .exchange import ExchangeName
 from .info_nce_inputs import DIRECTIONS, PARTITIONS, Direction, PartitionOf, check_directions, checked_inputs
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Options
+from .options import Memory, Options
 from .pairs import Codes, Tower
 from .products import per_row_products, sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses
 from .softmax import RowStatistics, SoftmaxPlan, softmax_statistics
-from .sweep import Memory
 
 
 def info_nce_loss(
@@ -45,7 +44,7 @@ def info_nce_loss(
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     r"""Cross-entropy of each query's own key among the keys and negatives of all devices, with its exact gradient.
 
@@ -73,7 +72,7 @@ def info_nce_loss(
         axis: the axis of the mesh over which rows are split; several names are used as one axis.
         exchange: "gather", "ring" or "auto", as there; the queries travel, or keys and negatives, whichever are fewer.
         memory: "flat", "auto" or bytes, as there, of Q [K; N]^T.
-        tile: rows and columns of a tile of S, at most.
+        tile: rows and columns of a tile of S, at most; None: as many as `memory` allows.
 
     Returns:
         L, a scalar, the same on every device: the value of `wholebatch.jax.reference.info_nce_loss` on the whole batch.
@@ -132,7 +131,7 @@ def info_nce_loss_local(
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     """:func:`info_nce_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
@@ -192,10 +191,10 @@ class _InfoNCE:
         to_keys, to_queries = (direction in self.directions for direction in DIRECTIONS)
         smooth = self.label_smoothing > 0
         if b >= len(keys.features):
-            plan = SoftmaxPlan(self.options.sweep(axis, keys.features), rows=to_keys, cols=to_queries, smooth=smooth)
+            plan = SoftmaxPlan(self.options.sweep(axis, q, keys.features), rows=to_keys, cols=to_queries, smooth=smooth)
             of_queries, of_keys = softmax_statistics(plan, queries, keys, scale)
         else:  # queries are fewer: they travel
-            plan = SoftmaxPlan(self.options.sweep(axis, q), rows=to_queries, cols=to_keys, smooth=smooth)
+            plan = SoftmaxPlan(self.options.sweep(axis, keys.features, q), rows=to_queries, cols=to_keys, smooth=smooth)
             of_keys, of_queries = softmax_statistics(plan, keys, queries, scale)
         if of_queries is not None and rows["hard_negatives"] is not None:
             of_queries = _with_hard_negatives(of_queries, rows, scale)
@@ -247,4 +246,5 @@ def _with_hard_negatives(statistics: RowStatistics, rows: dict[str, Any], scale:
 def _joint(first: RowStatistics, other: RowStatistics) -> RowStatistics:
     """Return the statistics of one softmax over the candidates of both."""
     sums = [None if a is None or b is None else a + b for a, b in zip(first[1:], other[1:], strict=True)]
-    return RowStatistics(jnp.logaddexp(first.lse, other.lse), *sums)
+    joint = RowStatistics(jnp.logaddexp(first.lse, other.lse), *sums)
+    return joint._replace(num_positives=jnp.full_like(joint.lse, 2))

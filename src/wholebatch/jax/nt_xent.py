@@ -14,12 +14,11 @@ from . import checks
 from .axis import Axis
 from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Options
+from .options import Memory, Options
 from .pairs import Codes, Tower
 from .products import inverse_norms, moderate, sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses
 from .softmax import SoftmaxPlan, softmax_statistics
-from .sweep import Memory
 
 
 def nt_xent_loss(
@@ -34,7 +33,7 @@ def nt_xent_loss(
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
 
@@ -52,7 +51,7 @@ def nt_xent_loss(
         axis: the axis of the mesh over which rows are split; several names are used as one axis.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there, of half of Z Z^T.
-        tile: rows and columns of a tile of S, at most.
+        tile: rows and columns of a tile of S, at most; None: as many as `memory` allows.
 
     Returns:
         L, a scalar, the same on every device: the value of `wholebatch.jax.reference.nt_xent_loss` on the whole batch.
@@ -87,7 +86,7 @@ def nt_xent_loss_local(
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     """:func:`nt_xent_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
@@ -122,7 +121,7 @@ class _NTXent:
         of_example = Codes(valid, pair=example, same=rows["ids"])
         codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
         codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))
-        plan = SoftmaxPlan(self.options.sweep(axis, z, symmetric=True))
+        plan = SoftmaxPlan(self.options.sweep(axis, z, z, symmetric=True))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         statistics, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert statistics is not None

@@ -26,12 +26,11 @@ from .axis import Axis, vary_alike
 from .exchange import ExchangeName
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Options
+from .options import Memory, Options
 from .pairs import Codes, Tower
 from .products import inverse_norms, moderate, norms, sum_dtype
 from .reduction import Reduction, reduce_losses
 from .softmax import SoftmaxPlan, softmax_statistics
-from .sweep import Memory
 
 _NO_CLASS = -1
 
@@ -51,7 +50,7 @@ def partial_fc_loss(
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     r"""Cross-entropy over the classes of all devices, with a margin for the example's own, and its exact gradient.
 
@@ -73,7 +72,7 @@ def partial_fc_loss(
         axis: the axis of the mesh over which embeddings and centers are split; several names are used as one axis.
         exchange: "gather", "ring" or "auto", as there, for the embeddings.
         memory: "flat", "auto" or bytes, as there, of this device's classes times the batch.
-        tile: rows and columns of a tile of S, at most.
+        tile: rows and columns of a tile of S, at most; None: as many as `memory` allows.
 
     Returns:
         L, a scalar, the same on every device: the value of `wholebatch.jax.reference.partial_fc_loss` on all embeddings
@@ -116,7 +115,7 @@ def partial_fc_loss_local(
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     """:func:`partial_fc_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
@@ -166,7 +165,7 @@ class _PartialFC:
         valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centers))
         counted = checks.labeled(labels, self.ignore_index)
         counted = counted if valid is None else counted & valid
-        sweep = self.options.sweep(axis, x)
+        sweep = self.options.sweep(axis, centers, x)
         labels = jnp.where(counted, labels, _NO_CLASS)
         fetched, present = _fetch_centers(axis, centers, labels, ring=sweep.exchange == "ring" and axis.size > 1)
         x_factors, fetched_factors = inverse_norms(x), inverse_norms(fetched)

@@ -19,12 +19,12 @@ def cross_entropy(statistics: RowStatistics, label_smoothing: float = 0.0) -> Ar
     With label smoothing e the mean positive logit has weight 1 - e, and the mean of all logits weight e.
     """
     assert statistics.positives is not None
-    assert statistics.num_positives is not None
-    target = statistics.positives / jnp.maximum(statistics.num_positives, 1)
+    num = jnp.ones_like(statistics.lse) if statistics.num_positives is None else statistics.num_positives
+    target = statistics.positives / jnp.maximum(num, 1)
     if statistics.all_logits is not None and statistics.num is not None:
         uniform = statistics.all_logits / jnp.maximum(statistics.num, 1)
         target = (1 - label_smoothing) * target + label_smoothing * uniform
-    counts = statistics.num_positives > 0
+    counts = num > 0
     return jnp.where(counts, jnp.where(counts, statistics.lse, 0) - target, 0)
 
 

@@ -14,7 +14,7 @@ from .axis import Axis
 from .clip import EQUAL_IDS, EqualIdsAre
 from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Options
+from .options import Memory, Options
 from .pairs import Codes, Tower
 from .products import sum_dtype
 from .reduction import Reduction, weighted_mean
@@ -34,7 +34,8 @@ def siglip_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
-    tile: int = 1024,
+    memory: Memory = "auto",
+    tile: int | None = None,
 ) -> Array:
     r"""Binary cross-entropy of all pairs of images and texts of all devices, with its exact gradient.
 
@@ -56,7 +57,8 @@ def siglip_loss(
         mesh: the devices, as in :func:`wholebatch.jax.clip_loss`.
         axis: the axis of the mesh over which rows are split; several names are used as one axis.
         exchange: "gather", "ring" or "auto", as there.
-        tile: rows and columns of a tile of S, at most. There is no `memory`, because nothing of S is needed again.
+        memory: of a tile of S, as there; nothing of S is kept, because nothing of it is needed again.
+        tile: rows and columns of a tile of S, at most; None: as many as `memory` allows.
 
     Returns:
         L, a scalar, the same on every device: the value of `wholebatch.jax.reference.siglip_loss` on the whole batch.
@@ -74,7 +76,7 @@ def siglip_loss(
     >>> print(f"{wbj.siglip_loss(jnp.eye(3), jnp.eye(3), 10.0, -5.0):.4f}")
     0.0201
     """
-    loss = _SigLIP(equal_ids, Options(reduction, exchange, tile))
+    loss = _SigLIP(equal_ids, Options(reduction, exchange, tile, memory))
     rows = loss.check(
         logit_scale, logit_bias, image_features=image_features, text_features=text_features, ids=ids, weights=weights
     )
@@ -94,7 +96,8 @@ def siglip_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
-    tile: int = 1024,
+    memory: Memory = "auto",
+    tile: int | None = None,
 ) -> Array:
     """:func:`siglip_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
@@ -108,7 +111,7 @@ def siglip_loss_local(
     Raises:
         ValueError: as :func:`siglip_loss`; also rows that JAX does not know to vary over the axis.
     """
-    loss = _SigLIP(equal_ids, Options(reduction, exchange, tile))
+    loss = _SigLIP(equal_ids, Options(reduction, exchange, tile, memory))
     rows = loss.check(
         logit_scale, logit_bias, image_features=image_features, text_features=text_features, ids=ids, weights=weights
     )
@@ -135,7 +138,7 @@ class _SigLIP:
         if valid is not None:
             weights = jnp.where(valid, weights, 0)
         scale, bias = (checks.as_scalar(number, dtype) for number in scalars)
-        pairs = (self.options.sweep(axis, y), Tower(x, None, codes), Tower(y, None, codes), scale, bias)
+        pairs = (self.options.sweep(axis, x, y), Tower(x, None, codes), Tower(y, None, codes), scale, bias)
         if self.options.reduction == "none":
             return weights * row_losses(*pairs)
         total = axis.sum(weighted_sum(*pairs, weights))

@@ -47,7 +47,7 @@ class RowStatistics(NamedTuple):
     Args:
         lse: the logsumexp over the candidates, -inf without any.
         positives: the sum of the positives' logits.
-        num_positives: the number of positives.
+        num_positives: the number of positives; None where each row that counts has one.
         all_logits: the sum of the candidates' logits; None without label smoothing.
         num: the number of candidates; None without label smoothing.
     """
@@ -67,6 +67,7 @@ class SoftmaxPlan:
         sweep: the pass over S. Rows and columns of a symmetric S are the same, and their sums are added.
         rows, cols: whether statistics of rows, and of columns, are computed.
         positives: whether S has positives.
+        count: whether these are counted; otherwise each row that counts has one.
         smooth: whether the sums of all logits are computed.
     """
 
@@ -74,6 +75,7 @@ class SoftmaxPlan:
     rows: bool = True
     cols: bool = True
     positives: bool = True
+    count: bool = False
     smooth: bool = False
 
     def empty(self, rows: int, dtype: Any) -> tuple[RowSums | None, RowSums | None]:
@@ -83,7 +85,7 @@ class SoftmaxPlan:
             return jnp.zeros(rows, dtype) if present else None
 
         sums = RowSums(
-            LogSum.empty(rows, dtype), *[zeros(self.positives) for _ in "12"], *[zeros(self.smooth) for _ in "12"]
+            LogSum.empty(rows, dtype), zeros(self.positives), zeros(self.count), *[zeros(self.smooth) for _ in "12"]
         )
         return sums if self.rows else None, sums if self.cols else None
 
@@ -128,6 +130,7 @@ def _swept(
             positives = num_positives = all_logits = num = None
             if positive is not None:
                 positives = jnp.where(positive, logits, 0).sum(axis)
+            if positive is not None and plan.count:
                 num_positives = jnp.sum(positive, axis, dtype=dtype)
             if plan.smooth:
                 all_logits = (logits if candidates is None else jnp.where(candidates, logits, 0)).sum(axis)

@@ -13,12 +13,11 @@ from . import checks
 from .axis import Axis
 from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import Options
+from .options import Memory, Options
 from .pairs import Codes, Tower
 from .products import inverse_norms, moderate, sum_dtype
 from .reduction import Reduction, cross_entropy, reduce_losses
 from .softmax import SoftmaxPlan, softmax_statistics
-from .sweep import Memory
 
 
 def sup_con_loss(
@@ -33,7 +32,7 @@ def sup_con_loss(
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all devices.
 
@@ -54,7 +53,7 @@ def sup_con_loss(
         axis: the axis of the mesh over which rows are split; several names are used as one axis.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there, of half of Z Z^T.
-        tile: rows and columns of a tile of S, at most.
+        tile: rows and columns of a tile of S, at most; None: as many as `memory` allows.
 
     Returns:
         L, a scalar, the same on every device: the value of `wholebatch.jax.reference.sup_con_loss` on the whole batch.
@@ -89,7 +88,7 @@ def sup_con_loss_local(
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    tile: int = 1024,
+    tile: int | None = None,
 ) -> Array:
     """:func:`sup_con_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
@@ -149,7 +148,7 @@ class _SupCon:
             valid = checks.labeled(labels, self.ignore_index) & (True if valid is None else valid)
         wrong = (labels < 0) & (True if valid is None else valid)
         codes = Codes(valid, itself=axis.rows(len(z)), pair=labels)
-        plan = SoftmaxPlan(self.options.sweep(axis, z, symmetric=True))
+        plan = SoftmaxPlan(self.options.sweep(axis, z, z, symmetric=True), count=True)
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         statistics, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert statistics is not None

@@ -1,18 +1,14 @@
 """A pass over all tiles of S that a device computes: it pads rows to whole tiles, and runs the exchange.
 
-The memory of a pass is that of a few tiles. `memory=` may add room for products X Y^T, which the backward pass then
-reads instead of computing them again.
-
-    "flat"   no products are kept: S is computed twice
-    "auto"   "flat", unless all products of the device fit into one more tile: then they are kept
-    bytes    of the products that are kept, the first tiles' ones
+The memory of a pass is that of a few tiles, and of the products X Y^T that it keeps for the backward pass, which then
+does not compute them again: those of the first tiles, as many as fit into the given bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +17,6 @@ from jax import Array
 from .axis import Axis, vary_alike
 from .exchange import Exchange, gather, gathered_tiles, ring, visited_blocks
 from .tiles import Tiles, Visit, pad_rows, side_of_tiles, sweep_tiles
-
-Memory = Literal["auto", "flat"] | int
 
 
 @dataclass(frozen=True)
@@ -34,15 +28,14 @@ class Sweep:
         exchange: "gather" or "ring"; the same in all sweeps over the same rows.
         tile: rows and columns of a tile, at most.
         symmetric: S = Z Z^T, half of which is computed; the sums are then those of `x` and of `y`, to be added.
-        memory: "auto", "flat" or bytes, of the products that are kept for another sweep; in a ring those of the
-            device's local block only.
+        memory: bytes of the products that are kept for another sweep; in a ring those of the device's local block only.
     """
 
     axis: Axis
     exchange: Exchange
     tile: int
     symmetric: bool = False
-    memory: Memory = "auto"
+    memory: int = 0
 
     def __call__(
         self,
@@ -73,7 +66,7 @@ class Sweep:
         x, y, of_x, of_y = vary_alike(x, y, empty(_rows(x))[0], empty(_rows(y))[1], axis=self.axis)
         down, across = _rows(x) // sides[0], _rows(y) // sides[1]
         blocks = visited_blocks(self.axis, down, across, symmetric=self.symmetric)
-        room = 0 if keep is None else self._tiles_kept(blocks, sides, jnp.dtype(keep).itemsize)
+        room = 0 if keep is None else self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize)
 
         def sweep(tiles: Tiles, y: Any, of_x: Any, of_y: Any, *, first: bool = True) -> tuple[Any, Any, Array | None]:
             """Go through a list of tiles; products are kept of the first list only."""
@@ -88,16 +81,6 @@ class Sweep:
         else:
             of_x, of_y, kept = ring(self.axis, sweep, blocks, y, of_x, of_y)
         return _first(of_x, rows), _first(of_y, cols), kept
-
-    def _tiles_kept(self, blocks: list[Tiles], sides: tuple[int, int], itemsize: int) -> int:
-        """Return the number of tiles whose products may be kept."""
-        entries = sides[0] * sides[1]
-        if self.memory == "flat":
-            return 0
-        if self.memory == "auto":
-            tiles = sum(len(block.rows) for block in blocks)
-            return tiles if tiles * entries <= self.tile**2 else 0
-        return self.memory // (entries * itemsize)
 
 
 def _rows(tree: Any) -> int:

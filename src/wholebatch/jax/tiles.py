@@ -123,13 +123,21 @@ def sweep_tiles(
     tiles = jax.tree.map(jnp.asarray, tiles)
     first = keep if kept is None else len(kept)
     if first:
-        sums, products = lax.scan(step, sums, (jax.tree.map(lambda x: x[:first], tiles), kept))
+        sums, products = _scan(step, sums, (jax.tree.map(lambda x: x[:first], tiles), kept))
         kept = products if kept is None else None
     if first < len(tiles.rows):
-        sums, _ = lax.scan(
+        sums, _ = _scan(
             lambda sums, inputs: (step(sums, inputs)[0], None), sums, (jax.tree.map(lambda x: x[first:], tiles), None)
         )
     return *sums, kept
+
+
+def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carried: Any, inputs: Any) -> tuple[Any, Any]:
+    """Scan; a single step is no loop, so that the compiler fuses it with the code around it."""
+    if len(jax.tree.leaves(inputs)[0]) > 1:
+        return lax.scan(step, carried, inputs)
+    carried, out = step(carried, jax.tree.map(lambda x: x[0], inputs))
+    return carried, jax.tree.map(lambda x: x[None], out)
 
 
 def _slice(tree: Any, start: Array, rows: int) -> Any:
