@@ -28,7 +28,8 @@ class Encoder:
 
     Args:
         model: a module, or a function that calls some.
-        index: its place among the step's models.
+        index: its place among the step's models; -1 for a function that is called outside of a step.
+        arguments: modules among the arguments of its calls.
         call: (model, input) -> output.
         get_reps: output -> representations.
         count_rows: whether the rows of an input can be counted, so that each must have a representation.
@@ -38,16 +39,19 @@ class Encoder:
         self,
         model: Callable[..., Any],
         index: int,
+        arguments: Sequence[nn.Module] = (),
         *,
         call: Callable[[Callable[..., Any], Any], Any],
         get_reps: Callable[[Any], Any],
         count_rows: bool,
     ) -> None:
-        self.model, self.index, self.name = model, index, f"model {index} ({type(model).__name__})"
+        self.model, self.index, self.arguments = model, index, arguments
+        kind = type(model).__name__
+        self.name = getattr(model, "__name__", kind) if index < 0 else f"model {index} ({kind})"
         self._call, self._get_reps, self.count_rows = call, get_reps, count_rows
         local = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
         self.local = local[:1]  # the model itself if it is a module, or the module of which it is a method
-        self.visible = modules_of(model)  # searched once, for all of its calls
+        self.visible = modules_of(model, *arguments)  # searched once, for all of its calls
         self.engines = synchronized(self.local)  # for calls in which none is observed
         self.form: Callable[[Sequence[Any]], Any] = tuple  # makes the model's representations from tensors
         self.trained: list[bool] = []  # which of them have a gradient
@@ -79,9 +83,9 @@ class Encoder:
     @cached_property
     def is_alone(self) -> bool:
         """Whether it is a module that has called no other one, and its graph begins at its own parameters."""
-        return self.calls.modules.keys() == {id(x) for x in self.local} and not (
-            {*map(id, self.leaves)} - {id(p) for p in parameters_in(*self.local)}
-        )
+        inside = {id(p) for p in parameters_in(*self.local)}
+        called = self.calls.modules.keys() == {*map(id, self.local)}
+        return called and bool(self.leaves) and inside.issuperset(map(id, self.leaves))
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the model, as far as it is known: each once."""
@@ -96,13 +100,13 @@ class Chunk:
     Args:
         encoder: the model.
         chunk_input: its input.
-        number: its place among the model's chunks.
+        number: its place among the model's chunks; None for a call outside of a step.
         last: whether it is the model's last chunk.
     """
 
     encoder: Encoder
     chunk_input: Part
-    number: int
+    number: int | None
     last: bool = False
     replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
@@ -129,7 +133,7 @@ class Chunk:
         try:
             out = self.encoder.call(part)
         except Exception as error:
-            if hasattr(error, "add_note"):  # from Python 3.11 on
+            if self.number is not None and hasattr(error, "add_note"):  # from Python 3.11 on
                 which = "second" if self.places else "first"
                 error.add_note(
                     f"GradCache: raised by {self.encoder.name} in the {which} forward pass of its chunk {self.number} "

@@ -62,7 +62,7 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
     if chunk.reps and not chunk.kept:
         chunk.forget()
     elif not chunk.reps:
-        with without_graph(), _observed(chunk, observer):
+        with without_graph(), observed(chunk, observer):
             chunk.reps = chunk.encode()
     buffers.find_moved()
 
@@ -71,7 +71,7 @@ def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keep
     """Encode the chunk with its graph, and decide whether to keep the graph."""
     encoder = chunk.encoder
     existing = [*encoder.parameters(), *tensors_of(chunk.part)]
-    with keeper.measured(encoder.index, existing), _observed(chunk, observer):
+    with keeper.measured(encoder.index, existing), observed(chunk, observer):
         chunk.reps = encoded_with_graph(chunk)
     if chunk.first:
         encoder.leaves = leaves_of(chunk.reps)
@@ -82,10 +82,10 @@ def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keep
 
 
 @contextmanager
-def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
+def observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
     """Observe the first call of the chunk's model in this context: hold and record the engines that it calls."""
     encoder = chunk.encoder
-    with observer.call(encoder.calls, encoder.model, visible=encoder.visible) as engines:
+    with observer.call(encoder.calls, encoder.model, *encoder.arguments, visible=encoder.visible) as engines:
         try:
             yield
         finally:

@@ -69,11 +69,11 @@ class Observer:
                 if isinstance(local, nn.Module):
                     call.add(local)
                     if local is not x:  # a method, whose call is not a call of its module
-                        call.hold(engine for engine in synchronized([local]) if engine.module is local)
+                        call.hold_engines_of(local)
             for module in visible:
                 if _is_compiled(module):  # nor would the calls inside be seen
                     call.add(module)
-                    call.hold(synchronized([module]))
+                    call.hold_engines_of(module)
             call.listen()
             yield call.engines
 
@@ -119,9 +119,11 @@ class _Call:
             self._added.add(id(module))
             self._observer.buffers.add(module)
 
-    def hold(self, engines: Iterable[Synchronized]) -> None:
-        """Count modules that an engine synchronizes as called, and hold their engines."""
-        for engine in engines:
+    def hold_engines_of(self, module: nn.Module) -> None:
+        """Hold the engines that a call of the module calls."""
+        if id(module) not in self._observer.searched:
+            self._observer.search(module)
+        for engine in self._observer.engines.get(id(module), ()):
             if id(engine.module) not in self._held:
                 self._hold(Synchronized(engine.module, engine.control))
 
@@ -150,10 +152,8 @@ class _Call:
         self._calls.seen[id(module)] = module
         if id(module) not in self._calls.inside or id(module) in self._calls.modules:
             self.add(module)
-        if id(module) not in self._observer.searched:
-            self._observer.search(module)
-        if id(module) in self._observer.engines:
-            self.hold(self._observer.engines[id(module)])
+        if id(module) not in self._observer.searched or id(module) in self._observer.engines:
+            self.hold_engines_of(module)
         if id(module) in self._after_broadcast:
             self._after_broadcast.remove(id(module))
             self._observer.buffers.begin(module)
