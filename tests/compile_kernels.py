@@ -40,7 +40,7 @@ from wholebatch.sweep import Products
 CUOBJDUMP = os.environ.get("CUOBJDUMP") or Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"},
-    **{torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32"},
+    **{torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"},
     **{torch.float64: "*fp64", int: "i32", float: "fp32", type(None): "constexpr"},
 }
 WHOLE = {"num_cols", "positive_stride", "excluded_stride", "stride_gradient"}  # multiples of 16, as in most batches

@@ -54,6 +54,7 @@ def test_each_loss_is_checked_in_each_precision(capsys):
     assert unsupported == [("matryoshka", "float16")]
     assert {name.removesuffix("_by_pointers") for row in rows for name in row["checked"]} == {
         "tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient", "token_maxima",
+        "token_sums", "query_gradient", "document_gradient",
     }  # fmt: skip
 
 

@@ -37,6 +37,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plants faults
 NAN = float("nan")
 agree = importlib.import_module("wholebatch.contract.agree")  # the package has a function of this name
 
+KERNELS = "tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient"
+OF_TOKENS = "token_maxima", "token_sums", "query_gradient", "document_gradient"
+
 # The module of a kernel, a line of it, what a fault makes of it, and losses that meet the fault.
 FAULTS = {
     "a wrong constant": ("softmax", "tl.exp2(exponents)", "tl.exp2(exponents * 1.001)", "clip"),
@@ -88,6 +91,38 @@ FAULTS = {
         "tokens", "of_block = tl.max(products, 1)",
         "of_block = tl.max(products.to(tl.bfloat16).to(tl.float32), 1)", "max_sim",
     ),
+    "a query loses its first token": (
+        "tokens", "tl.load(starts + query).to(tl.int32)", "tl.load(starts + query).to(tl.int32) + 1", "max_sim",
+    ),
+    "sums of documents replace earlier ones": (
+        "tokens", "total = tl.load(place, mask=valid, other=0.0)", "total = tl.zeros((BN,), tl.float32)", "max_sim",
+    ),
+    "a sum is stored beyond the last document": (
+        "tokens", "tl.store(place, total, mask=valid)", "tl.store(place, total)", "max_sim, documents stay",
+    ),
+    "winners are counted from the second token": (
+        "tokens", ".to(tl.int64) + tl.load(starts + document)", ".to(tl.int64) + tl.load(starts + document) + 1",
+        "max_sim",
+    ),
+    "the last document has no gradient for queries": (
+        "tokens", "for document in range(num_documents)", "for document in range(num_documents - 1)", "max_sim",
+    ),
+    "a query's gradient replaces an earlier one": (
+        "tokens", "total = tl.load(into, mask=known, other=0.0)", "total = tl.zeros((BM, BK), tl.float32)", "max_sim",
+    ),
+    "the last query tokens have no gradient for documents": (
+        "tokens", "range(0, num_rows, BM)", "range(0, num_rows - BM, BM)", "max_sim",
+    ),
+    "a document's gradient replaces an earlier one": (
+        "tokens", "tl.load(into, mask=mask, other=0.0) + total", "total", "max_sim",
+    ),
+    "the token after the winner has the gradient": (
+        "tokens", "winner[:, None] == places[None, :]", "winner[:, None] + 1 == places[None, :]", "max_sim",
+    ),
+    "weights of documents are rounded once": (
+        "tokens", "total = tl.dot(tokens, chosen, total",
+        "total = tl.dot(tokens, chosen.to(tl.bfloat16).to(tl.float32), total", "max_sim",
+    ),
 }  # fmt: skip
 
 
@@ -104,7 +139,7 @@ def plant(fault, patch):
     faulty = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = faulty
     spec.loader.exec_module(faulty)
-    for kernel in ("tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient", "token_maxima"):
+    for kernel in (*KERNELS, *OF_TOKENS):
         if hasattr(module, kernel):
             patch.setattr(module, kernel, getattr(faulty, kernel))
     return folder
@@ -217,7 +252,7 @@ def test_right_kernels_pass(fresh, monkeypatch, name, products):
     assert [of["failed"] for of in found] == [""] * len(found)
     family = name.split(",")[0]
     expected = {
-        "siglip": {"tile_sigmoid"}, "matryoshka": {"nested_sums", "nested_gradient"}, "max_sim": {"token_maxima"}
+        "siglip": {"tile_sigmoid"}, "matryoshka": {"nested_sums", "nested_gradient"}, "max_sim": {*OF_TOKENS},
     }.get(family, {"tile_sums", "tile_gradient"})  # fmt: skip
     if products == "float16" and family in NOT_IN_FLOAT16 and "not normalized" not in name:
         expected = set()

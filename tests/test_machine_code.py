@@ -20,6 +20,7 @@ LAUNCHERS = {  # a launcher has the name of its kernel, and takes a tile first
     if name in kernels.__all__ and isfunction(function) and [*signature(function).parameters][:1] == ["tile"]
 }
 OF_ROWS = {"row_numbers", "side_weights", "pair_losses", "pair_weights", "row_gradient"}  # memory is their limit
+WITHOUT_PRODUCTS = {"token_sums", "query_gradient"}
 ALL_KERNELS = os.environ.get("WHOLEBATCH_TEST_KERNELS") == "all"  # `make kernels`: minutes
 KIB_OF_A_PROGRAM = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 KIB_OF_AN_SM = 228  # of 9.0
@@ -46,13 +47,14 @@ def test_machine_code():
     spilled = [of for of in found if of["spills"] > MOST_SPILLS * (of["capability"] != 90)]
     assert not spilled, spilled
     found_of_rows = [of for of in found if of["kernel"] in OF_ROWS]
-    found = [of for of in found if of["kernel"] in LAUNCHERS]
+    found = [of for of in found if of["kernel"] in LAUNCHERS - WITHOUT_PRODUCTS]
     for of in found_of_rows:
         assert of["narrow loads"] == of["products"] == 0, of
         assert of["registers"] <= 128, of  # an SM has room for four programs of 128 threads
     for of in found:
         constants, capability = of["constants"], of["capability"]
-        assert of["narrow loads"] == 0 or constants.get("ENDS", 8) < 8, of  # parts of 7 features, for one
+        of_parts = constants.get("ENDS", 8) < 8  # parts of 7 features, for one
+        assert of["narrow loads"] == 0 or of_parts or of["kernel"] == "document_gradient", of  # winners: bytes
         assert of["products"] > 0, of
         assert of["registers"] <= 255, of
         assert of["shared"] <= KIB_OF_A_PROGRAM[capability] * 1024, of

@@ -7,7 +7,7 @@ from torch.nn.functional import normalize, pad
 
 import wholebatch as wb
 from wholebatch.partition import Partition, Ragged
-from wholebatch.sweep import MaxSimDriver, Products, copies
+from wholebatch.sweep import Products, copies, max_sim
 from wholebatch.sweep.copies import first_copies
 from wholebatch.sweep.items import Items
 from wholebatch.testing import run_ranks
@@ -110,7 +110,7 @@ def test_the_first_copy_has_the_gradient_however_products_are_rounded(memory, mo
     assert not of_later_copies(found, *case).any()
     torch.testing.assert_close(found, true, rtol=0, atol=1e-10)
 
-    monkeypatch.setattr(MaxSimDriver, "_first_copies", lambda *_: None)  # the tokens that have won
+    monkeypatch.setattr(max_sim, "first_copies", lambda *_: None)  # the tokens that have won
     assert of_later_copies(gradient_of_documents(*case, memory=memory), *case).any()
 
 

@@ -22,16 +22,19 @@ from .nested import Ends, NestedTile, NestedWeights
 from .rows import READABLE, RowNumbers, pair_losses, pair_weights, row_gradient, row_numbers, side_weights
 from .select import KERNELS, Kernel, check_kernel, chooses, missing
 from .sigmoid import add_sigmoid, sigmoid_sums
-from .tokens import TokenTile
+from .tokens import TokenTile, TokenWeights
 from .verify import (
     KernelError,
     check_rows,
+    document_gradient,
     nested_gradient,
     nested_sums,
+    query_gradient,
     tile_gradient,
     tile_sigmoid,
     tile_sums,
     token_maxima,
+    token_sums,
     verifying,
 )
 
@@ -50,11 +53,13 @@ __all__ = [
     "RowTerms",
     "TileInputs",
     "TokenTile",
+    "TokenWeights",
     "add_sigmoid",
     "check_kernel",
     "check_rows",
     "choices",
     "chooses",
+    "document_gradient",
     "exact",
     "interpreted",
     "laid_out",
@@ -64,6 +69,7 @@ __all__ = [
     "numbers_of",
     "pair_losses",
     "pair_weights",
+    "query_gradient",
     "row_gradient",
     "row_numbers",
     "side_weights",
@@ -72,6 +78,7 @@ __all__ = [
     "tile_sigmoid",
     "tile_sums",
     "token_maxima",
+    "token_sums",
     "using",
     "verifying",
 ]

@@ -100,14 +100,21 @@ def _documents_block(form: Form) -> Blocks:
     The features of a step are all that there are, if these are few: query tokens are then loaded once.
     """
     cols = 64 if form.document > _SHORT_DOCUMENT else 32
+    features = max(16, _next_power(min(form.features, _MOST_AT_ONCE)))
+    if form.kernel == "query_gradient":
+        return Blocks(16, cols, features, 8, 4, 3)
     in_tensor_memory = _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL
+    if form.kernel == "document_gradient":
+        # its two or three products share one sum, as those in `_float32_block`
+        depth = min(features, 32 if form.dtype == torch.float32 else 64)
+        return Blocks(32, cols, depth, 8, 4, 1 if in_tensor_memory else 2)
     if form.dtype == torch.float32 and in_tensor_memory:
         return Blocks(64, 64, 32, 8, 4, 1)  # as in `_float32_block`
     if form.dtype == torch.float32:
         return Blocks(64, cols if form.capability == _HOPPER else 32, 32, 8, 8, 2)
     if form.features > _MOST_AT_ONCE:
         return Blocks(128, cols, 64, 8, 8 if in_tensor_memory else 4, 3)
-    return Blocks(128, cols, max(16, _next_power(form.features)), 8, 4, 3)
+    return Blocks(128, cols, features, 8, 4, 3)
 
 
 def _next_power(number: int) -> int:

@@ -22,6 +22,7 @@ It is written from the formulas in `tiles`, with a mask for each set of entries,
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from math import log, sqrt
 from typing import TypeAlias
 
@@ -30,11 +31,12 @@ from torch import Tensor
 
 from .launch import Entries, TileInputs
 from .nested import NestedTile, NestedWeights
-from .tokens import TokenTile
+from .tokens import TokenTile, TokenWeights
 
 Expected: TypeAlias = dict[str, Tensor]  # truth and error, stacked, by name
 
 _SINGLE = 2.0**-20  # relative to the terms of a result
+_OF_WEIGHTS = 2.0**-14  # the same, of dS in two numbers of bfloat16, perhaps truncated
 _NEGATIVES, _ALL, _POSITIVES = range(3)  # candidates
 
 
@@ -158,6 +160,38 @@ def token_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> Expect
     truth, error = expected["maxima"]
     expected["products of winners"] = torch.stack([truth, 2 * error])  # that of the best one errs, too
     return expected | {"winners": torch.stack([exact, torch.zeros_like(exact)])}
+
+
+def token_sums(tile: TokenTile, out: Tensor, best: Tensor, starts: Tensor, first_row: int) -> Expected:
+    """Return S with the maxima of some query tokens."""
+    ends = (starts - first_row).clamp(0, len(best)).tolist()
+    terms = _rounded(best.double())
+    sums = torch.stack([terms[:, first:stop].sum(1) for first, stop in pairwise(ends)], 1)
+    return {"sums": sums + _rounded(out.double())}
+
+
+def query_gradient(tile: TokenTile, out: Tensor, weights: TokenWeights) -> Expected:
+    """Return the gradients of query tokens."""
+    chosen, terms = _chosen(tile, weights)
+    each = terms[:, :, None] * tile.features.y.double()[chosen]
+    return {"dQ": _rounded(each).sum(2) + _rounded(out.double())}
+
+
+def document_gradient(tile: TokenTile, out: Tensor, weights: TokenWeights) -> Expected:
+    """Return the gradients of document tokens."""
+    chosen, terms = _chosen(tile, weights)
+    by_token, x = terms.new_zeros(len(out), len(chosen)).scatter_add_(0, chosen.T, terms.T), tile.features.x
+    split = _OF_WEIGHTS
+    if x.dtype == torch.float32:
+        split = 2.0**-9 if tile.features.allows_tf32 else 3 * 2.0**-20
+    error = split + sqrt(len(x)) * 2.0**-22 + _SINGLE
+    sums = torch.stack([by_token @ x.double(), error * (by_token.abs() @ x.double().abs())])
+    return {"dD": sums + _rounded(out.double())}
+
+
+def _chosen(tile: TokenTile, weights: TokenWeights) -> tuple[Tensor, Tensor]:
+    """Return the document tokens that have won, and dS of their documents, for each query token."""
+    return weights.winners.long() + tile.starts[:-1], weights.grad.double()[weights.owners.long()]
 
 
 def found_maxima(tile: TokenTile, out: Tensor, winners: Tensor | None) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _TINY = {torch.float16: 2.0**-24}  # the absolute error of numbers below the normal ones
 _OF_ROWS = 2.0**-16  # relative to the terms of a result: a row is summed in the order of its features
 _AROUND = 16  # features beside those of a row; the alignment of rows stays
+_EARLIER = 7  # to each seventh entry of a sum 1 is added before, which a kernel must keep
 _BESIDE = 1024  # entries before and after a result
 
 
@@ -100,13 +101,17 @@ def verifying() -> Iterator[list[str]]:
 
 
 def checked_by(
-    truth_of: Callable[..., expected.Expected], reader: Callable[..., dict[str, Tensor]] | None = None
+    truth_of: Callable[..., expected.Expected],
+    reader: Callable[..., dict[str, Tensor]] | None = None,
+    *,
+    adds: bool = False,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a launcher compare its results inside of :func:`verifying`.
 
     Args:
         truth_of: returns the truth, from the launcher's arguments.
         reader: returns the results, from the same arguments after the launch; None: they are what the launcher returns.
+        adds: whether the launcher adds to what is in its memory.
     """
 
     def decorate(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -116,7 +121,8 @@ def checked_by(
                 return launcher(*args, **kwargs)
             passed, launch.verified = launch.verified, None
             try:
-                returned = _verified(launcher, truth_of, reader, signature(launcher).bind(*args, **kwargs).arguments)
+                arguments = signature(launcher).bind(*args, **kwargs).arguments
+                returned = _verified(launcher, truth_of, reader, arguments, adds=adds)
             finally:
                 launch.verified = passed
             passed.append(launcher.__name__ + "_by_pointers" * launch.latest["by pointers"])
@@ -132,9 +138,11 @@ def _verified(
     truth_of: Callable[..., expected.Expected],
     reader: Callable[..., dict[str, Tensor]] | None,
     arguments: dict[str, Any],
+    *,
+    adds: bool,
 ) -> Any:
     """Return what a launcher returns, and write what it writes, if all of it is right."""
-    memory, guarded = _Memory(), dict(arguments)
+    memory, guarded, given = _Memory(), dict(arguments), dict(arguments)
     tile = guarded["tile"]
     features = tile.features if isinstance(tile, NestedTile | TokenTile) else tile
     around = replace(features, x=_surrounded(features.x), y=_surrounded(features.y))
@@ -142,13 +150,19 @@ def _verified(
     written = [name for name in ("out", "winners") if guarded.get(name) is not None]
     for name in written:
         guarded[name] = memory.empty(features.x, guarded[name].shape, guarded[name].dtype)
+        if adds:
+            arguments[name] = arguments[name].clone(memory_format=torch.contiguous_format)
+            arguments[name].view(-1)[::_EARLIER] += 1.0
+            guarded[name].copy_(arguments[name])
     launch.memory = memory.empty
     try:
         returned = launcher(**guarded)
     finally:
         launch.memory = None
     truth = truth_of(**arguments)
-    if reader is not None:
+    if adds:
+        results = dict.fromkeys(truth, guarded["out"])
+    elif reader is not None:
         results = reader(**{**arguments, **{name: guarded[name] for name in written}})
     else:
         results = _named(returned, truth, guarded[written[0]] if written else None)
@@ -157,7 +171,7 @@ def _verified(
     if not memory.is_left_alone():
         raise KernelError(f"{launcher.__name__} writes beside its results")
     for name in written:
-        arguments[name].copy_(guarded[name])
+        given[name].copy_(guarded[name])
     return returned
 
 
@@ -291,3 +305,6 @@ tile_sigmoid = checked_by(expected.tile_sigmoid)(sigmoid.tile_sigmoid)
 nested_sums = checked_by(expected.nested_sums)(nested.nested_sums)
 nested_gradient = checked_by(expected.nested_gradient)(nested.nested_gradient)
 token_maxima = checked_by(expected.token_maxima, expected.found_maxima)(tokens.token_maxima)
+token_sums = checked_by(expected.token_sums, adds=True)(tokens.token_sums)
+query_gradient = checked_by(expected.query_gradient, adds=True)(tokens.query_gradient)
+document_gradient = checked_by(expected.document_gradient, adds=True)(tokens.document_gradient)

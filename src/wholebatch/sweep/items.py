@@ -24,7 +24,9 @@ class Items:
     def of(cls, items: Ragged, starts: Tensor, part: slice) -> Items:
         """Return consecutive ones of some items; `starts` are those of all of them."""
         some = starts[part.start : part.stop + 1]
-        return cls(Ragged(Partition((part.stop - part.start,)), items.lengths[part]), some - some[0])
+        if part.start:
+            some = some - some[0]
+        return cls(Ragged(Partition((part.stop - part.start,)), items.lengths[part]), some)
 
     @property
     def vectors(self) -> int:

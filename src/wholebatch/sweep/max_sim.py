@@ -213,10 +213,6 @@ class MaxSimDriver(Driver):
             self._tiles["products"] = self.x.new_empty(self.budget.products, dtype=self.dtype)
         return self._tiles["products"][: rows * cols].view(rows, cols)
 
-    def _first_copies(self, vectors: Tensor, documents: Items) -> Tensor | None:
-        """Return the first token of a document that equals each of its tokens; None: each one equals itself alone."""
-        return first_copies(vectors, documents)
-
     def _scatter(
         self,
         grad: Tensor,
@@ -228,7 +224,7 @@ class MaxSimDriver(Driver):
         """Add the gradients of tokens of queries and of documents, from dS, (queries, documents)."""
         assert self._winners is not None
         owners, count = tokens.owners, len(documents.ragged.lengths)
-        first_copy = None if into[1] is None else self._first_copies(features[1], documents)
+        first_copy = None if into[1] is None else first_copies(features[1], documents)
         some, step = at_once(tokens.vectors, count, self.longest, self.width, self.budget.products, self.x.device)
         for first in range(0, tokens.vectors, some):
             part = slice(first, min(first + some, tokens.vectors))

@@ -1,6 +1,6 @@
-"""Late interaction in kernels: one launch computes the maxima and the winners of a tile, and stores no product.
+"""Late interaction in kernels: a launch each for the maxima and winners of a tile, their sums, and both gradients.
 
-Sums over a query's tokens, and gradients, are those of plain PyTorch.
+No product is stored.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class KernelMaxSimDriver(MaxSimDriver):
         rows, cols = self.tokens(tile, block, start)
         return (rows.to(dtype),), (cols.to(dtype),)
 
-    def _first_copies(self, vectors: Tensor, documents: Items) -> Tensor | None:
-        """Return None with kernels: one program computes all products of a token and a document, equal ones alike."""
-        return super()._first_copies(vectors, documents) if self._in_kernels is None else None
+    def _widened(self, factor: Factor) -> Tensor:
+        """Return tokens as kernels read them."""
+        return super()._widened(factor) if self._in_kernels is None else factor[0]
 
     @property
     def _in_kernels(self) -> torch.dtype | None:
@@ -48,15 +48,38 @@ class KernelMaxSimDriver(MaxSimDriver):
         if self._in_kernels is None:
             super()._maxima(queries, vectors, tokens, documents, s, winners)
             return
-        count, starts = s.shape[1], documents.starts.int()
+        count = s.shape[1]
         rows = max(1, self.budget.products // count)
         for start in range(0, tokens.vectors, rows):
             part = slice(start, min(start + rows, tokens.vectors))
             best = self._product_memory(part.stop - start, count)
-            features = kernels.TileInputs(
-                queries[0][part], vectors[0], None, kernels.Entries(), kernels.Entries(), 0, 0,
-                allows_tf32=self.precision.allows_tf32,
-            )  # fmt: skip
-            tile = kernels.TokenTile(features, starts, self.longest)
+            tile = self._tile_of(queries[0][part], vectors[0], documents)
             kernels.token_maxima(tile, best, None if winners is None else winners[part])
-            tokens.add_sums_(s, best, part)
+            kernels.token_sums(tile, s, best, tokens.starts, start)
+
+    def _scatter(
+        self,
+        grad: Tensor,
+        tokens: Items,
+        documents: Items,
+        features: tuple[Tensor, Tensor],
+        into: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Add the gradients, without a search for copies: one program computes all products, equal ones alike."""
+        if self._in_kernels is None:
+            super()._scatter(grad, tokens, documents, features, into)
+            return
+        assert self._winners is not None
+        tile, weights = self._tile_of(*features, documents), kernels.TokenWeights(self._winners, tokens.owners, grad)
+        if into[0] is not None:
+            kernels.query_gradient(tile, into[0], weights)
+        if into[1] is not None:
+            kernels.document_gradient(tile, into[1], weights)
+
+    def _tile_of(self, queries: Tensor, vectors: Tensor, documents: Items) -> kernels.TokenTile:
+        """Return tokens as kernels take them."""
+        features = kernels.TileInputs(
+            queries, vectors, None, kernels.Entries(), kernels.Entries(), 0, 0,
+            allows_tf32=self.precision.allows_tf32,
+        )  # fmt: skip
+        return kernels.TokenTile(features, documents.starts, self.longest)
