@@ -70,10 +70,13 @@ class LateInteractionSettings:
             def oriented(function: OfPair) -> OfPair:
                 return (lambda x, y: function(y, x)) if documents_are_rows else function
 
+            def factor(s: Any, x: Any, y: Any, p: Any) -> Tensor:
+                scale: Tensor = p.scale
+                return scale / (y if documents_are_rows else x).tokens if self.token_reduction == "mean" else scale
+
             def score(s: Any, x: Any, y: Any, p: Any) -> Tensor:
-                q = y if documents_are_rows else x
-                scaled: Tensor = p.scale * s
-                return scaled / q.tokens if self.token_reduction == "mean" else scaled
+                scores: Tensor = factor(s, x, y, p) * s
+                return scores
 
             def doubled(s: Any, x: Any, y: Any, p: Any) -> Tensor:
                 return 2 * score(s, x, y, p)
@@ -92,6 +95,9 @@ class LateInteractionSettings:
                     "negatives": LogSumExp(score, oriented(negative)),
                     "squares": LogSumExp(doubled, oriented(negative)),
                 }
+            for term in terms.values():
+                if term.score is score and term.ties == "first":
+                    term.factor = factor
             return terms
 
         return build

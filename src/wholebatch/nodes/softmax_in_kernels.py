@@ -142,7 +142,7 @@ def _sums(
                 by_side[side] = new
                 continue
             by_side[side] = sums = new.new_zeros(total) if sums is None else sums
-            sums[part] += new
+            sums[part].add_(new)
     if not form.sums:  # this rank has no rows
         nothing = x.new_zeros(y.shape[0], dtype=torch.float64)
         return nothing[:0] if plan.rows else None, nothing if plan.cols else None

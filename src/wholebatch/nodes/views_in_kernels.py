@@ -74,9 +74,9 @@ class TwoViewsInKernels(torch.autograd.Function):
                 sums = by_row["sum"]
                 continue
             sums = by_row["sum"].new_zeros(x.shape[0]) if sums is None else sums
-            sums[tile.rows] += by_row["sum"]
+            sums[tile.rows].add_(by_row["sum"])
             if names:
-                sums[tile.cols] += by_col["sum"]
+                sums[tile.cols].add_(by_col["sum"])
         assert sums is not None
         of_pairs = inverse[:b] * inverse[b:]
         cosines = of_rows.products * of_pairs

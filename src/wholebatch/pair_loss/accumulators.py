@@ -84,7 +84,7 @@ class _LogSumExp(Rule):
         scores = values.filled(values.value, float("-inf"))
         shift = _raised_(kept, scores, dim)
         values = replace(values, mask=None)  # which the scores heed
-        kept[:, 1] += values.exponentials(scores, shift.unsqueeze(dim)).sum(dim)
+        kept[:, 1].add_(values.exponentials(scores, shift.unsqueeze(dim)).sum(dim))
 
     def result(self, kept: Tensor) -> Tensor:
         return kept[:, 0] + kept[:, 1].log()  # of no candidate: -inf
@@ -107,7 +107,7 @@ class _BoundedLogSumExp(_LogSumExp):
     def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
         kept[:, 0] = self.bound
-        kept[:, 1] += values.exponentials(values.value, kept.new_tensor(self.bound)).sum(dim)
+        kept[:, 1].add_(values.exponentials(values.value, kept.new_tensor(self.bound)).sum(dim))
 
 
 class _Sum(Rule):
@@ -115,7 +115,7 @@ class _Sum(Rule):
 
     def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
-        kept[:, 0] += values.filled(values.value, 0.0).sum(dim)
+        kept[:, 0].add_(values.filled(values.value, 0.0).sum(dim))
 
     def result(self, kept: Tensor) -> Tensor:
         return kept[:, 0]
@@ -131,7 +131,7 @@ class _Count(Rule):
     kinds, initial, constants = ("sum",), (0.0,), 0
 
     def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
-        kept[:, 0] += _number(values, dim)
+        kept[:, 0].add_(_number(values, dim))
 
     def result(self, kept: Tensor) -> Tensor:
         return kept[:, 0]
@@ -142,8 +142,8 @@ class _Mean(Rule):
 
     def update_(self, kept: Tensor, values: Values, dim: int, first: int | Tensor) -> None:
         assert values.value is not None
-        kept[:, 0] += values.filled(values.value, 0.0).sum(dim)
-        kept[:, 1] += _number(values, dim)
+        kept[:, 0].add_(values.filled(values.value, 0.0).sum(dim))
+        kept[:, 1].add_(_number(values, dim))
 
     def result(self, kept: Tensor) -> Tensor:
         return _quotient(kept[:, 0], kept[:, 1])
@@ -164,8 +164,8 @@ class _WeightedMean(Rule):
         weights = values.filled(values.log_weight, float("-inf"))
         shift = _raised_(kept, weights, dim)
         weights = replace(values, mask=None).exponentials(weights, shift.unsqueeze(dim))
-        kept[:, 1] += weights.sum(dim)
-        kept[:, 2] += (weights * values.filled(values.value, 0.0)).sum(dim)
+        kept[:, 1].add_(weights.sum(dim))
+        kept[:, 2].add_((weights * values.filled(values.value, 0.0)).sum(dim))
 
     def result(self, kept: Tensor) -> Tensor:
         return _quotient(kept[:, 2], kept[:, 1])
@@ -279,7 +279,7 @@ class Kept:
         pos = 0
         while pos < len(self.kinds):
             if self.kinds[pos] == "sum":
-                x[:, pos] += other[:, pos]
+                x[:, pos].add_(other[:, pos])
                 pos += 1
                 continue
             group = slice(pos, self._end_of_group(pos))
@@ -306,9 +306,9 @@ class Kept:
             for number, pos in enumerate(tops):
                 for column in range(pos + 1, self._end_of_group(pos)):
                     if self.kinds[column] == "scaled":
-                        x[:, column] *= _ratio(x[:, pos], top[:, number])
+                        x[:, column].mul_(_ratio(x[:, pos], top[:, number]))
                     elif self.kinds[column] == "tied":
-                        x[:, column] *= x[:, pos] == top[:, number]
+                        x[:, column].mul_(x[:, pos] == top[:, number])
                     else:
                         wins = (x[:, pos] == top[:, number]) & (x[:, column] != NOBODY)
                         x[:, column] = torch.where(wins, x[:, column], _LAST)
@@ -331,7 +331,7 @@ class Kept:
 def _raised_(kept: Tensor, scores: Tensor, dim: int) -> Tensor:
     """Raise the kept maximum to that of the scores, and bring the scaled sums to it; return it, 0 where it is -inf."""
     top = torch.maximum(kept[:, 0], scores.amax(dim).to(kept.dtype))
-    kept[:, 1:] *= _ratio(kept[:, 0], top)[:, None]
+    kept[:, 1:].mul_(_ratio(kept[:, 0], top)[:, None])
     kept[:, 0] = top
     return _finite(top)
 

@@ -32,24 +32,28 @@ _FAR = 8.0
 
 
 class Coefficients(NamedTuple):
-    """a and c of f = a (s + c), (1, 1), (m, 1) or (1, n) each, with the graph of data and parameters."""
+    """a and c of f = a (s + c), (1, 1), (m, 1) or (1, n) each, with the graph of data and parameters; no c: f = a s."""
 
     a: Tensor
-    c: Tensor
+    c: Tensor | None
 
     @torch.no_grad()
     def score_(self, s: Tensor, out: Tensor) -> Tensor:
         """Write f of a tile to `out`, without a gradient."""
-        a, c = (x.detach().to(s.dtype) for x in self)
-        return torch.add(s, c, out=out).mul_(a)
+        a = self.a.detach().to(s.dtype)
+        if self.c is None:
+            return torch.mul(s, a, out=out)
+        return torch.add(s, self.c.detach().to(s.dtype), out=out).mul_(a)
 
     @torch.no_grad()
-    def outputs(self, score: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return a and c, if they have a gradient, each with dL by it, from dL/df and f, which is overwritten."""
+    def outputs(self, s: Tensor, score: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return a and c, if they have a gradient, each with dL by it, from s, dL/df and f, which is overwritten."""
         pairs = []
-        if self.a.requires_grad:
+        if self.a.requires_grad and self.c is None:
+            pairs.append((self.a, _sum_to(s if self.a.numel() == 1 else score.copy_(s), self.a, weights)))
+        elif self.a.requires_grad:
             pairs.append((self.a, _sum_to(score, self.a, weights) / self.a.detach()))
-        if self.c.requires_grad:
+        if self.c is not None and self.c.requires_grad:
             pairs.append((self.c, _scaled_sum(weights, self.a.detach(), self.c)))
         return pairs
 
@@ -147,10 +151,17 @@ def coefficients(term: Term, entries: Entries) -> Coefficients | None:
     return Coefficients(a, c) if bool(fits) else None
 
 
+def by_factor(term: Term, entries: Entries) -> Coefficients:
+    """Return the coefficients of a score whose factor is given."""
+    assert term.factor is not None
+    factor = entries.call(term.factor)
+    return Coefficients(factor.view((1,) * (2 - factor.dim()) + tuple(factor.shape)), None)
+
+
 def are_constant(fitted: Coefficients, entries: Entries) -> bool:
     """Return whether a and c are the same in all tiles, and have no gradient."""
     of_numbers = not any(isinstance(x, Tensor) for x in entries.p.values())
-    return of_numbers and min(entries.shape) > 1 and all(x.numel() == 1 for x in fitted)
+    return of_numbers and min(entries.shape) > 1 and all(x is None or x.numel() == 1 for x in fitted)
 
 
 _SUMS = {torch.add, torch.sub, torch.subtract, torch.rsub, Tensor.add, Tensor.sub, Tensor.subtract}

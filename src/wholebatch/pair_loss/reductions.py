@@ -36,6 +36,7 @@ class Term:
 
     scored: ClassVar[bool] = True
     slope: Score | None = None
+    factor: Score | None = None  # of terms of this library: f = factor(s, x, y, p) s, where the factor reads no s
     bound: float | None = None
     ties: str = "first"
 

@@ -243,11 +243,11 @@ class PairSweep:
         for number, name in enumerate(self.x.learned):
             grad = grads.get(("x", name))
             if grad is not None:
-                into.of_rows[tile.rows, number] += grad[:, 0]
+                into.of_rows[tile.rows, number].add_(grad[:, 0])
         for number, name in enumerate(self.y.learned):
             grad = grads.get(("y", name))
             if grad is not None:
-                into.of_cols[tile.cols, number] += grad[0]
+                into.of_cols[tile.cols, number].add_(grad[0])
         for number, name in enumerate(self.learned):
             grad = grads.get(("p", name))
             if grad is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..partition import Tile
 from .accumulators import Rule
-from .affine import Coefficients, are_constant, coefficients, confirmed, is_affine, may_be_affine
+from .affine import Coefficients, are_constant, by_factor, coefficients, confirmed, is_affine, may_be_affine
 from .reductions import Term
 from .row_data import nested
 from .similarity import DISTANCE, ONE, of_tile
@@ -202,9 +202,9 @@ class PlainTiles:
             cols: those of columns, (n,) each, likewise.
         """
         masked = any(reduced.term.where is not None for reduced in self.reduced)
-        safe = masked and not self.looks
+        safe = masked and not self.looks and any(reduced.term.factor is None for reduced in self.reduced)
         grads = self._gradients(tile, leaves, masks, rows, cols, safe=safe)
-        if masked and not safe and not all(bool(grad.sum().isfinite()) for grad in grads.values()):
+        if masked and self.looks and not all(bool(grad.sum().isfinite()) for grad in grads.values()):
             grads = self._gradients(tile, leaves, masks, rows, cols, safe=True)
         return grads
 
@@ -241,7 +241,7 @@ class PlainTiles:
                     continue
                 score = affine_score.score_(leaves.products[ONE].detach(), self.room(tile, 1))
                 total = self._weights_of(reduced.rule, tile, candidates, score, sides)
-                outputs += affine_score.outputs(score, total)
+                outputs += affine_score.outputs(leaves.products[ONE].detach(), score, total)
                 slope = affine_score.a.detach().to(score.dtype)
                 if of_products is None:
                     of_products = torch.mul(total, slope, out=self.room(tile, 3))
@@ -285,16 +285,17 @@ class PlainTiles:
 
     def _affine_terms(self, entries: Entries) -> dict[int, Coefficients]:
         """Return the coefficients of affine scores on a tile, by the numbers of their terms."""
-        if not self.looks:
-            return {}
+        terms = [reduced.term for reduced in self.reduced]
+        fitted = {i: by_factor(term, entries) for i, term in enumerate(terms) if term.factor is not None}
+        if not self.looks or len(fitted) == len(terms):
+            return fitted
         if not self._affine:
             few = entries.first()
-            for i, reduced in enumerate(self.reduced):
-                may_be = reduced.term.slope is None and may_be_affine(reduced.term, entries.kinds)
-                self._affine[i] = may_be and is_affine(reduced.term, few) and confirmed(reduced.term, few)
-        fitted = dict[int, Coefficients]()
+            for i, term in enumerate(terms):
+                may_be = term.slope is None and i not in fitted and may_be_affine(term, entries.kinds)
+                self._affine[i] = may_be and is_affine(term, few) and confirmed(term, few)
         for i, known in self._affine.items():
-            score = coefficients(self.reduced[i].term, entries) if known is True else known
+            score = coefficients(terms[i], entries) if known is True else known
             if isinstance(score, Coefficients):
                 fitted[i] = score
                 if known is True and are_constant(score, entries):

@@ -49,7 +49,7 @@ class Items:
         ends = self.ragged.starts
         items = slice(bisect_right(ends, part.start) - 1, bisect_left(ends, part.stop))
         offsets = (self.starts[items] - part.start).clamp_(min=0)
-        into[items] += embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum")
+        into[items].add_(embedding_bag(torch.arange(len(numbers), device=offsets.device), numbers, offsets, mode="sum"))
 
 
 def numbers_on(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -236,7 +236,7 @@ class MaxSimDriver(Driver):
                     index = (first_copy[span] - span.start)[index]
                 weights = grad[:, few].index_select(0, owners[part])
                 if into[0] is not None:
-                    into[0][part] += embedding_bag(index, features[1][span], per_sample_weights=weights, mode="sum")
+                    into[0][part].add_(embedding_bag(index, features[1][span], per_sample_weights=weights, mode="sum"))
                 if into[1] is not None:
                     _add_at_(into[1][span], index, weights, features[0][part])
 

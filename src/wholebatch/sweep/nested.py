@@ -56,9 +56,9 @@ class NestedSweep:
                 if positives is not None:
                     targets[tile.rows, part].index_add_(0, positives[0], logits[positives].to(targets.dtype))
                 exponentials = self._exponentials(logits, positives, excluded)
-                rows[tile.rows, part] += exponentials.sum(1)
+                rows[tile.rows, part].add_(exponentials.sum(1))
                 if cols is not None:
-                    cols[block_cols, part] += exponentials.sum(0)
+                    cols[block_cols, part].add_(exponentials.sum(0))
 
     def gradients(
         self,
@@ -100,9 +100,9 @@ class NestedSweep:
                 if positives is not None:
                     weights[positives] = targets[tile.rows, part][positives[0]].to(dtype)
                 grad.mul_(weights)
-                of_rows[tile.rows, part] += grad.sum(1)
+                of_rows[tile.rows, part].add_(grad.sum(1))
                 if of_cols is not None:
-                    of_cols[block_cols, part] += grad.sum(0)
+                    of_cols[block_cols, part].add_(grad.sum(0))
                 torch.mul(weights, self._rows[tile.rows, part].unsqueeze(1), out=grad)
                 grad.mul_(inverse[block_cols, part])
             for part in reversed(range(len(self.dims))):

@@ -45,9 +45,9 @@ class SoftTargetSweep:
             for (lse, near, sums), part, dim in ((rows, tile.rows, 1), (cols, block_cols, 0)):
                 weights = torch.sub(targets, _part_as(lse, part, dim, targets), out=self.driver.scratch(tile)).exp_()
                 away = torch.sub(logits, _part_as(near, part, dim, logits), out=self.teacher.scratch(tile))
-                sums[part, 1] += weights.sum(dim)
-                sums[part, 0] += weights.mul_(away).sum(dim)
-                sums[part, 2] += away.exp_().sum(dim)
+                sums[part, 1].add_(weights.sum(dim))
+                sums[part, 0].add_(weights.mul_(away).sum(dim))
+                sums[part, 2].add_(away.exp_().sum(dim))
 
     def gradients(self, block: Block, rows: Sides, cols: Sides, u: Tensor | None, v: Tensor | None) -> None:
         """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), unless they are None.

@@ -109,7 +109,7 @@ class SoftmaxSweep:
             if of_offsets is not None:
                 if pairs is not None:
                     grad[pairs[0]] = pairs[1].to(grad.dtype)
-                of_offsets[tile.rows] += grad.sum(1)
+                of_offsets[tile.rows].add_(grad.sum(1))
             if slope is not None:
                 grad.mul_(slope)
                 pairs = None if pairs is None else (pairs[0], pairs[1] * slope[pairs[0]])
