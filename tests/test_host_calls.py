@@ -131,6 +131,81 @@ def test_a_further_tile_is_one_launch_and_two_products(name, monkeypatch):
     assert [(of - operations, n - launches) for of, n in others] == [(2, 1), (6, 3)]
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the names of the kernels that were started."""
+    run, names = launch.run, []
+    monkeypatch.setattr(
+        launch, "run", lambda kernel, *of, **more: (names.append(kernel.fn.__name__), run(kernel, *of, **more))
+    )
+    return names
+
+
+def operations_and_launches(call, launched):
+    """Return how often a call has the device compute something, and the kernels that it starts among these."""
+    launched.clear()
+    operations, _ = counted(call)
+    started = launched[: len(launched) // 2]  # `counted` makes the call twice
+    return operations + len(started), started
+
+
+def late_interaction(rows, memory):
+    torch.manual_seed(0)
+    q, d = (normalize(torch.randn(rows, n, 64), dim=-1).bfloat16().requires_grad_() for n in (4, 9))
+    scale = torch.tensor(5.0, requires_grad=True)
+
+    def call():
+        q.grad = d.grad = scale.grad = None
+        wb.functional.max_sim_loss(q, d, logit_scale=scale, kernel="triton", memory=memory).backward()
+
+    call()  # what later calls of the form look up
+    return call
+
+
+@interpreted
+@pytest.mark.parametrize(("memory", "maxima"), [("auto", 1), ("flat", 2)])
+def test_late_interaction_starts_one_kernel_for_each_result(launched, memory, maxima):
+    """Nothing is sorted or added up at places, and more queries and documents take no more operations."""
+    (few, started), (many, _) = (operations_and_launches(late_interaction(rows, memory), launched) for rows in (5, 12))
+    assert sorted(started) == sorted(
+        ["query_gradient", "document_gradient", *["token_maxima"] * maxima, *["token_sums"] * maxima]
+    )
+    assert many == few
+    assert 100 < few <= 205  # of these, 36 look at values, on a CPU alone
+
+
+def classes(memory):
+    torch.manual_seed(0)
+    x, centers = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (64, 256))
+    labels = torch.randint(0, 256, (64,))
+
+    def call():
+        x.grad = centers.grad = None
+        wb.functional.partial_fc_loss(x, labels, centers, kernel="triton", memory=memory).backward()
+
+    call()
+    return call
+
+
+@interpreted
+def test_a_further_tile_of_classes_is_at_most_three_operations(launched):
+    """Its kernel and two products, or the sums of its rows; no pass over the tile, and no copy of features."""
+    found = [operations_and_launches(classes(memory), launched) for memory in ("auto", 20_000, 8_000)]
+    tiles = [sum(name.startswith("tile_") for name in started) for _, started in found]
+    assert tiles[0] == 2 < tiles[1] < tiles[2]
+    for (many, _), n in zip(found[1:], tiles[1:], strict=True):
+        assert many - found[0][0] <= 3 * (n - tiles[0])
+
+
+@interpreted
+@pytest.mark.parametrize("memory", ["auto", 14_000, 8_500])
+def test_a_step_of_two_views_is_at_most_three_operations_for_a_tile_and_forty(launched, memory):
+    found, started = operations_and_launches(step("nt_xent", memory, rows=96), launched)
+    tiles = sum(name.startswith("tile_") for name in started)
+    assert tiles >= (2 if memory == "auto" else 12)
+    assert found <= 3 * tiles + 40
+
+
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 600), (torch.bfloat16, 900)])
 def test_python_makes_few_calls_in_a_step_on_a_cpu(dtype, most):
     _, calls = counted(step("clip", kernel="torch", dtype=dtype))

@@ -5,7 +5,7 @@ Triton is no dependency: it is imported when the first kernel starts.
     tiles/                      the kernels
     softmax, sigmoid, nested    their launchers: functions of a tile
     rows                        those of kernels that pass over rows once
-    tokens                      that of late interaction, whose rows and columns are tokens
+    tokens                      those of late interaction, whose rows and columns are tokens
     launch, blocks              the parts that all launchers share; the block of S that a program computes
     expected, verify          their results in plain PyTorch; a comparison of every launch with it
     select, choice              where kernels can run; the choices that ranks have made

@@ -86,8 +86,8 @@ def max_sim_loss(
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
         **options: see :class:`wholebatch.options.KernelOptions`.
-            The tower with fewer tokens travels, without padding; what is kept is which token has won; a kernel
-            computes the maxima, plain PyTorch the rest.
+            The tower with fewer tokens travels, without padding; what is kept is which token has won; kernels
+            compute maxima, their sums and gradients of tokens, plain PyTorch the rest.
 
     Returns:
         L, the same on every rank: `wholebatch.reference.max_sim_loss` of the whole batch, at least in float32.

@@ -50,7 +50,8 @@ class Coefficients(NamedTuple):
         """Return a and c, if they have a gradient, each with dL by it, from s, dL/df and f, which is overwritten."""
         pairs = []
         if self.a.requires_grad and self.c is None:
-            pairs.append((self.a, _sum_to(s if self.a.numel() == 1 else score.copy_(s), self.a, weights)))
+            share = _sum_to(s if self.a.numel() == 1 else score.copy_(s), self.a, weights)
+            pairs.append((self.a, share.clone()))  # of a tile of one row it may be the memory of the score
         elif self.a.requires_grad:
             pairs.append((self.a, _sum_to(score, self.a, weights) / self.a.detach()))
         if self.c is not None and self.c.requires_grad:
@@ -154,7 +155,9 @@ def coefficients(term: Term, entries: Entries) -> Coefficients | None:
 def by_factor(term: Term, entries: Entries) -> Coefficients:
     """Return the coefficients of a score whose factor is given."""
     assert term.factor is not None
-    factor = entries.call(term.factor)
+    factor, s = entries.call(term.factor), entries.s[ONE]
+    if not isinstance(factor, Tensor):  # of a parameter that is a number
+        factor = torch.full((), factor, dtype=s.dtype, device=s.device)
     return Coefficients(factor.view((1,) * (2 - factor.dim()) + tuple(factor.shape)), None)
 
 

@@ -202,7 +202,8 @@ class PlainTiles:
             cols: those of columns, (n,) each, likewise.
         """
         masked = any(reduced.term.where is not None for reduced in self.reduced)
-        safe = masked and not self.looks and any(reduced.term.factor is None for reduced in self.reduced)
+        unknown = any(reduced.term.scored and reduced.term.factor is None for reduced in self.reduced)
+        safe = masked and not self.looks and unknown
         grads = self._gradients(tile, leaves, masks, rows, cols, safe=safe)
         if masked and self.looks and not all(bool(grad.sum().isfinite()) for grad in grads.values()):
             grads = self._gradients(tile, leaves, masks, rows, cols, safe=True)
