@@ -155,7 +155,8 @@ def coefficients(term: Term, entries: Entries) -> Coefficients | None:
 def by_factor(term: Term, entries: Entries) -> Coefficients:
     """Return the coefficients of a score whose factor is given."""
     assert term.factor is not None
-    factor, s = entries.call(term.factor), entries.s[ONE]
+    factor: Any = entries.call(term.factor)
+    s = entries.s[ONE]
     if not isinstance(factor, Tensor):  # of a parameter that is a number
         factor = torch.full((), factor, dtype=s.dtype, device=s.device)
     return Coefficients(factor.view((1,) * (2 - factor.dim()) + tuple(factor.shape)), None)
