@@ -44,16 +44,69 @@ def test_a_tag_of_an_action_is_found():
     assert unpinned(planted) == ["actions/checkout@v7"]
 
 
+PUBLISH = {"library": "wholebatch", "application": "wholebatch-train"}  # jobs, and what they publish
+
+
+def faults(workflows):
+    """Return what gives more than reading to anything but the two jobs that publish."""
+    release, found = yaml.safe_load(workflows["release.yml"]), []
+    if release[True] != {"push": {"tags": ["v*"]}}:  # YAML reads `on` as True
+        found.append("not a tag alone")
+    for name, text in workflows.items():
+        workflow = yaml.safe_load(text)
+        found += [f"{name}: {word}" for word in ("secrets", "password") if word in text]
+        if workflow["permissions"] != {"contents": "read"}:
+            found.append(f"{name}: permissions")
+        allowed = {"tested": {"actions": "read"}, **{job: {"id-token": "write"} for job in PUBLISH}}
+        found += [
+            f"{name}: {job}"
+            for job, of in workflow["jobs"].items()
+            if of.get("permissions") != (allowed.get(job) if name == "release.yml" else None)
+        ]
+    for job, distribution in PUBLISH.items():
+        of = release["jobs"][job]
+        actions_of = [step.get("uses", "").partition("@")[0] for step in of["steps"]]
+        if actions_of != ["actions/download-artifact", "pypa/gh-action-pypi-publish"] or "if" in of:
+            found.append(f"{job}: steps")
+        if of["environment"] != distribution or of["steps"][-1].get("with") != {
+            "packages-dir": f"dist/{distribution}/"
+        }:
+            found.append(f"{job}: another distribution")
+    order, job = [], "application"
+    while "needs" in release["jobs"][job]:
+        job = release["jobs"][job]["needs"]
+        order.append(job)
+    return found if order == ["library", "version", "package", "tested"] else [*found, "order"]
+
+
 def test_only_a_tag_publishes_and_no_token_is_stored():
-    assert RELEASE[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as True
-    assert [name for name, job in RELEASE["jobs"].items() if "id-token" in job.get("permissions", {})] == ["publish"]
-    assert not [name for name, text in WORKFLOWS.items() if "secrets." in text or "password" in text]
-    before = []
-    job = RELEASE["jobs"]["publish"]
-    while "needs" in job:
-        before.append(job["needs"])
-        job = RELEASE["jobs"][before[-1]]
-    assert before == ["version", "package"]
+    assert not faults(WORKFLOWS)
+
+
+def planted(name, old, new):
+    assert old in WORKFLOWS[name]
+    return {**WORKFLOWS, name: WORKFLOWS[name].replace(old, new, 1)}
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("ci.yml", "permissions:\n  contents: read", "permissions: write-all"),
+        ("package.yml", "contents: read", "contents: write\n  id-token: write"),
+        ("release.yml", "contents: read", "contents: read\n  id-token: write"),
+        ("release.yml", "      - uses: pypa", "      - run: pip install x\n      - uses: pypa"),
+        ("release.yml", "    environment: wholebatch\n", "    environment: wholebatch-train\n"),
+        ("release.yml", "needs: library", "needs: version"),
+        ("release.yml", "    needs: tested\n", ""),
+        ("release.yml", "    name: publish wholebatch\n", "    if: always()\n"),
+        ("release.yml", "GH_TOKEN: ${{ github.token }}", "GH_TOKEN: ${{ secrets.X }}"),
+        ("release.yml", 'tags: ["v*"]', "branches: [main]"),
+    ],
+    ids=["write-all", "contents", "token", "a step", "environment", "order", "untested", "if", "a secret", "a branch"],
+)
+def test_more_rights_are_seen(change):
+    assert faults(planted(*change))
 
 
 def agrees(tag, folder, library, application):
