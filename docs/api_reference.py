@@ -206,7 +206,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_post_page(output: str, page: Page, **_: Any) -> None:
     """Refuse to build a page that loads a script from another host."""
-    if script := re.search(r'<script[^>]* src="https?:[^>]*>', output):
+    if script := re.search(r"<script[^>]*\ssrc=[\"']?(?:https?:)?//[^>]*>", output):
         raise PluginError(f"{page.file.src_path} loads a script from elsewhere: {script[0]}")
 
 

@@ -310,6 +310,8 @@ def test_metrics_of_other_features_are_refused():
     for predictions in (x, (x, x[:2]), (x, x, x), (x[None], x[None]), ()):
         with pytest.raises(ValueError, match=r"predictions must be the features of both sides of the pairs, .* got"):
             retrieval_metrics(EvalPrediction(predictions=predictions, label_ids=None))
+    with pytest.raises(ValueError, match="batch_eval_metrics must be False"):
+        retrieval_metrics(EvalPrediction(predictions=(x, x), label_ids=None), compute_result=False)
 
 
 def test_mistakes_are_refused():

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 from .._base.graph import leaves_of
+from .._base.precision import wide_dtype
 from .._base.search import search_figures
 from ..gradcache import TokenBudget
 from ._accumulation import keep_accelerate_from_dividing
@@ -170,7 +171,7 @@ class WholeBatchTrainerMixin:
         return loss, {f"feature_{place}": x for place, x in enumerate(rows)}
 
 
-def retrieval_metrics(prediction: Any) -> dict[str, float]:  # their EvalPrediction
+def retrieval_metrics(prediction: Any, compute_result: bool | None = None) -> dict[str, float]:  # their EvalPrediction
     """Return recall@1, @5 and @10, MRR and nDCG@10 of the evaluation set, for `compute_metrics` beside the mixin.
 
         rank of pair i = 1 + number of j != i with <x_i, y_j> >= <x_i, y_i>
@@ -181,10 +182,15 @@ def retrieval_metrics(prediction: Any) -> dict[str, float]:  # their EvalPredict
 
     Args:
         prediction: its `predictions` are the features x and y of all pairs, (n, d) each, on every process.
+        compute_result: must be None: a Trainer passes it for metrics of each batch.
 
     Raises:
-        ValueError: for other predictions.
+        ValueError: for other predictions, or those of a batch.
     """
+    if compute_result is not None:
+        raise ValueError(
+            "batch_eval_metrics must be False: a pair is ranked among those of the whole evaluation set, not of a batch"
+        )
     arrays = prediction.predictions if isinstance(prediction.predictions, tuple | list) else [prediction.predictions]
     shapes = [tuple(getattr(x, "shape", ())) for x in arrays]
     if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2 or not len(arrays[0]):
@@ -193,13 +199,14 @@ def retrieval_metrics(prediction: Any) -> dict[str, float]:  # their EvalPredict
             f"{', '.join(map(str, shapes)) or 'none'}; let the model, or features_of=, return them first, and pass a "
             "function of your own as compute_metrics for other features"
         )
-    x, y = (torch.as_tensor(array) for array in arrays)
     comm, device = wb.comm.select_communicator(None), torch.accelerator.current_accelerator() or torch.device("cpu")
+    wide = wide_dtype(device)
+    x, y = (array.to(wide) if array.dtype == torch.float64 else array for array in map(torch.as_tensor, arrays))
     rows = torch.arange(comm.rank, len(x), comm.size)
     metrics: dict[str, float] = {}
     for prefix, queries, candidates in (("", x, y), ("reverse_", y, x)):
         figures = search_figures(queries[rows], candidates, torch.stack([torch.arange(len(rows)), rows]), device=device)
-        sums = len(rows) * torch.tensor([*figures.values()], dtype=torch.float64, device=device)
+        sums = len(rows) * torch.tensor([*figures.values()], dtype=wide, device=device)
         means = comm.all_reduce(sums) / len(x)
         metrics |= dict(zip((f"{prefix}{name}" for name in figures), means.tolist(), strict=True))
     return metrics
