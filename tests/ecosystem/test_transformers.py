@@ -8,6 +8,7 @@ same number of micro-steps.
 
 import tempfile
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,17 +302,24 @@ def test_metrics_of_an_evaluation_are_those_of_all_pairs(ranks):
         assert [predicted[f"test_{name}"] for name in names] == expected
 
 
-def test_metrics_of_other_features_are_refused():
+def test_metrics_of_other_features_are_refused(monkeypatch):
     from transformers import EvalPrediction
 
-    from wholebatch.integrations.transformers import retrieval_metrics
+    from wholebatch.integrations import transformers
+
+    def metrics(*predictions, **more):
+        return transformers.retrieval_metrics(EvalPrediction(predictions=predictions, label_ids=None), **more)
 
     x = torch.eye(3).numpy()
-    for predictions in (x, (x, x[:2]), (x, x, x), (x[None], x[None]), ()):
+    with pytest.raises(ValueError, match="must be called by a Trainer with WholeBatchTrainerMixin"):
+        metrics(x, x)
+    monkeypatch.setattr(transformers, "_in_mixin", SimpleNamespace(get=lambda: True))
+    assert metrics(x, x)["mrr"] == 1
+    for predictions in ((x,), (x, x[:2]), (x, x, x), (x[None], x[None]), ()):
         with pytest.raises(ValueError, match=r"predictions must be the features of both sides of the pairs, .* got"):
-            retrieval_metrics(EvalPrediction(predictions=predictions, label_ids=None))
+            metrics(*predictions)
     with pytest.raises(ValueError, match="batch_eval_metrics must be False"):
-        retrieval_metrics(EvalPrediction(predictions=(x, x), label_ids=None), compute_result=False)
+        metrics(x, x, compute_result=False)
 
 
 def test_mistakes_are_refused():
@@ -325,8 +333,12 @@ def test_mistakes_are_refused():
     class Mixed(WholeBatchTrainerMixin, Trainer):
         pass
 
+    with pytest.raises(TypeError, match=r"write class Wrong\(WholeBatchTrainerMixin, Trainer\)"):
+        type("Wrong", (Trainer, WholeBatchTrainerMixin), {})
     model = Dual()
     model.config = PretrainedConfig()
+    with pytest.raises(ValueError, match=r"batch_loss must be a loss or a function, .* pass CLIPLoss\(\)"):
+        Mixed(model, batch_loss=wb.CLIPLoss)
     smoothed = TrainingArguments(tempfile.gettempdir(), use_cpu=True, report_to=[], label_smoothing_factor=0.5)
     with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0 .* got 0\.5; pass it to the loss"):
         Mixed(model, smoothed)

@@ -18,6 +18,7 @@ The Trainer optimizes and saves the model. So a loss must have no parameters of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ._framework import TRANSFORMERS
 __all__ = ["ComputeLoss", "WholeBatchTrainerMixin", "features_of", "retrieval_metrics"]
 
 
+_in_mixin: ContextVar[bool] = ContextVar("in the evaluation of a Trainer with the mixin", default=False)
 Features = tuple[Tensor, ...]
 BatchLoss = Callable[..., Tensor]
 
@@ -75,6 +77,12 @@ def own_leaves(loss: Tensor, features: Sequence[object]) -> list[Tensor]:
     Empty ones, which keep nodes of this library in a graph, are none of them.
     """
     return [x for x in leaves_of([loss], [x for x in features if isinstance(x, Tensor)]) if x.numel()]
+
+
+def _check_loss(batch_loss: object) -> None:
+    if isinstance(batch_loss, type):
+        name = batch_loss.__name__
+        raise ValueError(f"batch_loss must be a loss or a function, got the class {name}; pass {name}()")
 
 
 def _trained(batch_loss: BatchLoss) -> list[Tensor]:
@@ -143,10 +151,29 @@ class WholeBatchTrainerMixin:
                 f"label_smoothing_factor must be 0 beside WholeBatchTrainerMixin, got {smoothing}; pass it to the "
                 "loss, as in batch_loss=wb.CLIPLoss(label_smoothing=0.1)"
             )
+        _check_loss(batch_loss)
         self.batch_loss, self.chunk_size, self.features_of = batch_loss or wb.CLIPLoss(), chunk_size, features_of
         _refuse_own_parameters(self.batch_loss, _trained(self.batch_loss), trainer.model)
         self.model_accepts_loss_kwargs = False  # of releases before `loss_is_scaled_for_ga`
         self.can_return_loss = True  # evaluation computes the loss of a batch without labels
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(WholeBatchTrainerMixin)]
+        trainer = next((kind for kind in before if kind.__module__.startswith("transformers.")), None)
+        if trainer is not None:
+            raise TypeError(
+                f"{cls.__name__} must have the mixin before {trainer.__name__}, which has the same methods: write "
+                f"class {cls.__name__}(WholeBatchTrainerMixin, {trainer.__name__})"
+            )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # their arguments and results
+        """Return what the Trainer's loop returns; `retrieval_metrics` inside knows what the predictions are."""
+        token = _in_mixin.set(True)
+        try:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]  # the Trainer's
+        finally:
+            _in_mixin.reset(token)
 
     def compute_loss(
         self,
@@ -185,8 +212,13 @@ def retrieval_metrics(prediction: Any, compute_result: bool | None = None) -> di
         compute_result: must be None: a Trainer passes it for metrics of each batch.
 
     Raises:
-        ValueError: for other predictions, or those of a batch.
+        ValueError: for other predictions, those of a batch, or those of a Trainer without the mixin.
     """
+    if not _in_mixin.get():
+        raise ValueError(
+            "retrieval_metrics must be called by a Trainer with WholeBatchTrainerMixin: another one takes a model's "
+            "first output for the loss, and drops it"
+        )
     if compute_result is not None:
         raise ValueError(
             "batch_eval_metrics must be False: a pair is ranked among those of the whole evaluation set, not of a batch"
@@ -238,6 +270,7 @@ class ComputeLoss:
         features_of: Callable[[Any, Any], Features] = features_of,  # any model and output
     ) -> None:
         TRANSFORMERS.check()
+        _check_loss(batch_loss)
         _refuse_own_parameters(batch_loss, _trained(batch_loss), model)
         self.batch_loss, self.args, self.model, self.features_of = batch_loss, args, model, features_of
 
