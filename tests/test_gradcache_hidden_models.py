@@ -181,3 +181,70 @@ def unforeseen_body():
 
     with pytest.raises(ValueError, match="collective, which could not be seen before the call"):
         wb.GradCache([encode, encode], 2, good_loss)(x, y)
+
+
+class Branches(nn.Module):
+    """Call a module outside of it for some inputs alone."""
+
+    def __init__(self, outside):
+        super().__init__()
+        self.inner, self.outside = nn.Linear(4, 3), [outside]
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.outside[0](h) if x[0, 0] > 5 else h
+
+
+@pytest.mark.parametrize("large", [(0,), (2, 3)])
+def test_buffers_of_a_module_that_some_chunks_call_are_counted_once(large):
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    x[[2 * chunk for chunk in large], 0] = 9.0
+    norms = []
+    for cached in (True, False):
+        torch.manual_seed(1)
+        norm = nn.BatchNorm1d(3)
+        model = Branches(norm)
+        if cached:
+            wb.GradCache([model], 2, lambda reps: reps.square().sum())(x)
+        else:
+            torch.cat([model(chunk) for chunk in x.split(2)]).square().sum().backward()
+        norms.append(norm)
+    one, other = norms
+    assert one.num_batches_tracked == other.num_batches_tracked == len(large)
+    torch.testing.assert_close(one.running_mean, other.running_mean)
+    torch.testing.assert_close(one.weight.grad, other.weight.grad)
+
+
+class Draws(nn.Module):
+    """Leave the generator as it was, or in a state of its own, after numbers were drawn."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.inner, self.seed = nn.Linear(4, 3), seed
+
+    def forward(self, x):
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+            return self.inner(x * torch.rand_like(x))
+        with torch.random.fork_rng():
+            return self.inner(x * torch.rand_like(x))
+
+
+@pytest.mark.parametrize("seed", [None, 42])
+def test_generators_that_a_model_resets_are_those_of_a_plain_step(seed):
+    x, results = torch.randn(8, 4), []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        model = Draws(seed)
+
+        def loss(reps):
+            torch.rand(3)
+            return reps.square().sum()
+
+        if cached:
+            wb.GradCache([model], 2, loss)(x)
+        else:
+            loss(torch.cat([model(chunk) for chunk in x.split(2)])).backward()
+        results.append((model.inner.weight.grad, torch.rand(1)))
+    torch.testing.assert_close(*results)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._base.graph import leaves_of
 from .._base.modules import parameters_in
 from .engines.known import Synchronized, synchronized
 from .inputs.padding import NO_MASK, padded_lengths
 from .inputs.parts import Part, index_of, numbers_of_rows
 from .inputs.trees import new_containers, representations, rows_of
-from .observe import Calls
+from .observe import Called
 from .referred_modules import modules_of
 from .replay import Buffers, Replay
 
@@ -28,8 +26,7 @@ class Encoder:
 
     Args:
         model: a module, or a function that calls some.
-        index: its place among the step's models; -1 for a function that is called outside of a step.
-        arguments: modules among the arguments of its calls.
+        index: its place among the step's models.
         call: (model, input) -> output.
         get_reps: output -> representations.
         count_rows: whether the rows of an input can be counted, so that each must have a representation.
@@ -39,25 +36,25 @@ class Encoder:
         self,
         model: Callable[..., Any],
         index: int,
-        arguments: Sequence[nn.Module] = (),
         *,
         call: Callable[[Callable[..., Any], Any], Any],
         get_reps: Callable[[Any], Any],
         count_rows: bool,
     ) -> None:
-        self.model, self.index, self.arguments = model, index, arguments
-        kind = type(model).__name__
-        self.name = getattr(model, "__name__", kind) if index < 0 else f"model {index} ({kind})"
+        self.model, self.index, self.name = model, index, f"model {index} ({type(model).__name__})"
         self._call, self._get_reps, self.count_rows = call, get_reps, count_rows
         local = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
         self.local = local[:1]  # the model itself if it is a module, or the module of which it is a method
-        self.visible = modules_of(model, *arguments)  # searched once, for all of its calls
+        self.visible = modules_of(model)  # searched once, for all of its calls
         self.engines = synchronized(self.local)  # for calls in which none is observed
         self.form: Callable[[Sequence[Any]], Any] = tuple  # makes the model's representations from tensors
         self.trained: list[bool] = []  # which of them have a gradient
         self.may_be_frozen = False  # whether it is no mistake if none has
-        self.reached: list[Tensor] = []  # leaves of the graphs of a function, in a first pass
-        self.calls = Calls()
+        self.parameters: dict[int, Tensor] = {id(p): p for p in parameters_in(*self.local)}
+        self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
+        self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
+        self.versions: dict[int, int] = {}  # of the parameters of these, before the first call
+        self.synchronized: dict[int, Synchronized] = {}  # engines that were called
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
         self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
@@ -80,17 +77,17 @@ class Encoder:
                     )
         return reps
 
-    @cached_property
-    def is_alone(self) -> bool:
-        """Whether it is a module that has called no other one, and its graph begins at its own parameters."""
-        inside = {id(p) for p in parameters_in(*self.local)}
-        called = self.calls.modules.keys() == {*map(id, self.local)}
-        return called and bool(self.leaves) and inside.issuperset(map(id, self.leaves))
+    def add_parameters(self, tensors: Iterable[Tensor]) -> None:
+        """Add these to the model's parameters."""
+        self.parameters |= {id(x): x for x in tensors}
 
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters of the model, as far as it is known: each once."""
-        known = parameters_in(*self.local, *self.calls.modules.values())
-        return [*{id(x): x for x in (*known, *self.reached)}.values()]
+    def add_called(self, called: Called) -> None:
+        """Add the modules and engines of a call to the model's."""
+        self.called |= {id(module): module for module in called.modules}
+        self.seen |= called.seen
+        self.versions = called.versions | self.versions
+        self.synchronized |= {id(engine.module): engine for engine in called.engines}
+        self.add_parameters(parameters_in(*called.modules))
 
 
 @dataclass(eq=False)
@@ -100,13 +97,13 @@ class Chunk:
     Args:
         encoder: the model.
         chunk_input: its input.
-        number: its place among the model's chunks; None for a call outside of a step.
+        number: its place among the model's chunks.
         last: whether it is the model's last chunk.
     """
 
     encoder: Encoder
     chunk_input: Part
-    number: int | None
+    number: int
     last: bool = False
     replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
@@ -133,7 +130,7 @@ class Chunk:
         try:
             out = self.encoder.call(part)
         except Exception as error:
-            if self.number is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+            if hasattr(error, "add_note"):  # from Python 3.11 on
                 which = "second" if self.places else "first"
                 error.add_note(
                     f"GradCache: raised by {self.encoder.name} in the {which} forward pass of its chunk {self.number} "
@@ -145,10 +142,6 @@ class Chunk:
         if rows is not None:
             return self.encoder.read(len(rows), out)
         return self.encoder.read(rows_of(part, self.encoder.name) if self.encoder.count_rows else None, out)
-
-    def leaves(self) -> list[Tensor]:
-        """Return the leaves of its graph: those of the first chunk, if a module is the model and reaches no others."""
-        return self.encoder.leaves if self.encoder.is_alone else leaves_of(self.reps)
 
     def forget(self) -> None:
         """Free the graph."""

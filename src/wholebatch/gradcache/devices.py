@@ -25,4 +25,4 @@ def devices_of(modules: Iterable[nn.Module], model_input: Any) -> tuple[torch.de
 
 
 def _real_devices(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    return (*dict.fromkeys([x.device for x in tensors if x.device.type != "meta"]),)
+    return (*dict.fromkeys(x.device for x in tensors if x.device.type != "meta"),)

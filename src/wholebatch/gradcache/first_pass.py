@@ -12,7 +12,7 @@ from .._base.trees import tensors_of
 from .._base.warnings import warn
 from .chunks import Chunk
 from .kept_graphs import Keeper
-from .observe import Observer, without_false_warnings
+from .observe import Observer
 from .one_pass import encoded_with_graph
 from .replay import Replay, without_graph
 
@@ -27,23 +27,20 @@ def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> N
         ValueError: if a representation would have none. Where passes are collective, after all of them.
     """
     wrong: Exception | None = None
-    states = None
-    with without_false_warnings():
-        for chunk in chunks:
-            try:
-                chunk.replay, chunk.before = Replay(states), observer.buffers.now()
-                _encode(chunk, chunks, keeper, observer)
-                states = chunk.replay.end()
-            except Exception as error:
-                if not (chunk.returned and any(engine.control.collective for engine in chunk.engines)):
-                    raise
-                wrong, states = wrong or error, None
+    for chunk in chunks:
+        try:
+            _encode(chunk, chunks, keeper, observer)
+        except Exception as error:
+            if not (chunk.returned and any(engine.control.collective for engine in chunk.engines)):
+                raise
+            wrong = wrong or error
     if wrong is not None:
         raise wrong
 
 
 def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     encoder, buffers = chunk.encoder, observer.buffers
+    chunk.replay, chunk.before = Replay(), buffers.now()
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in encoder.engines)
     trains = torch.is_grad_enabled()
     keeps = trains and not replayed and keeper.wants(encoder.index)
@@ -62,7 +59,7 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
     if chunk.reps and not chunk.kept:
         chunk.forget()
     elif not chunk.reps:
-        with without_graph(), observed(chunk, observer):
+        with without_graph(), _observed(chunk, observer):
             chunk.reps = chunk.encode()
     buffers.find_moved()
 
@@ -70,26 +67,27 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
 def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keeps: bool) -> None:
     """Encode the chunk with its graph, and decide whether to keep the graph."""
     encoder = chunk.encoder
-    existing = [*encoder.parameters(), *tensors_of(chunk.part)]
-    with keeper.measured(encoder.index, existing), observed(chunk, observer):
+    existing = [*encoder.parameters.values(), *tensors_of(chunk.part)]
+    with keeper.measured(encoder.index, existing), _observed(chunk, observer):
         chunk.reps = encoded_with_graph(chunk)
     if chunk.first:
         encoder.leaves = leaves_of(chunk.reps)
     if not encoder.local:
-        encoder.reached += encoder.leaves if chunk.first else leaves_of(chunk.reps)
+        encoder.add_parameters(encoder.leaves if chunk.first else leaves_of(chunk.reps))
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in chunk.engines)
     chunk.kept = keeps and not replayed and keeper.kept(encoder.index)
 
 
 @contextmanager
-def observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
+def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
     """Observe the first call of the chunk's model in this context: hold and record the engines that it calls."""
     encoder = chunk.encoder
-    with observer.call(encoder.calls, encoder.model, *encoder.arguments, visible=encoder.visible) as engines:
+    with observer.call(encoder.model, visible=encoder.visible) as called:
         try:
             yield
         finally:
-            chunk.engines = engines or encoder.engines
+            chunk.engines = called.engines or encoder.engines
+            encoder.add_called(called)
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -20,16 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from .._base.checks import check_callable, check_integer
+from .._base.graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
 from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group
-from .chunks import Chunk, Encoder, differentiable, joined
+from .backward import backward, hidden_backward
+from .chunks import differentiable
 from .engines.bypassed import check_not_passed_by, live_engines
-from .first_pass import observed
-from .inputs.parts import Part
-from .observe import Observer, without_false_warnings
-from .replay import Replay, without_graph
-from .second_pass import second_pass
+from .engines.lost_gradients import watched
+from .inputs.trees import new_containers, representations
+from .observe import Observer
+from .one_pass import difference, with_graph
+from .referred_modules import modules_of
+from .replay import Buffers, Replay, without_graph
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -85,16 +89,16 @@ class _SecondPass:
     def __init__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], unchecked: list[bool]
     ) -> None:
-        self._unchecked, self._done = unchecked, False
+        self._unchecked = unchecked
+        self._name = getattr(func, "__name__", type(func).__name__)
+        self._call = lambda: representations(func(*new_containers(args), **new_containers(kwargs)), self._name)[0]
+        self._buffers, self._replay, self._done = Buffers(), Replay(), False
         modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-        encoder = Encoder(func, -1, modules, call=_call, get_reps=_whole_output, count_rows=False)
-        self._name, self._buffers, self._encoder = encoder.name, encoder.buffers, encoder
-        self._chunk = chunk = Chunk(encoder, Part((args, kwargs)), None, last=True)
-        chunk.replay = Replay()
-        with without_false_warnings(), without_graph(), observed(chunk, Observer(self._buffers)):
-            chunk.reps = chunk.encode()
-        chunk.replay.end()
-        for engine in chunk.engines:
+        visible = modules_of(func, *modules)
+        with Observer(self._buffers).call(func, *modules, visible=visible) as called, without_graph():
+            self._first = self._call()
+        self._engines, self._seen = called.engines, called.seen.values()
+        for engine in self._engines:
             if engine.control.coalesce is not None:
                 raise ValueError(
                     f"{self._name} calls the engine {type(engine.module).__name__}, which reduces all passes of a step "
@@ -102,12 +106,13 @@ class _SecondPass:
                 )
         self._buffers.find_moved()
         self._buffers.forget_still()
-        for engine in chunk.engines:
+        for engine in self._engines:
             _PENDING.setdefault(engine.module, weakref.WeakSet()).add(self)
 
     def leaves(self) -> list[Tensor]:
         """Return the representations, as leaves."""
-        leaves = joined([self._chunk])
+        reps = [x.detach() for x in self._first]
+        leaves = [x.requires_grad_() if differentiable(x) else x for x in reps]
         self._leaves = [weakref.ref(x) for x in leaves]
         return leaves
 
@@ -120,8 +125,8 @@ class _SecondPass:
         flat_leaves = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
         if self._done:
             raise ValueError(f"this call of {self._name} has had its second pass already, and its gradient is counted")
-        if len(flat_leaves) != len(self._leaves):
-            raise ValueError(f"{self._name} gave {len(self._leaves)} representations, got back {len(flat_leaves)}")
+        if len(flat_leaves) != len(self._first):
+            raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(flat_leaves)}")
         for number, leaf in enumerate(flat_leaves):
             if differentiable(leaf) and leaf.grad is None:
                 raise ValueError(
@@ -130,34 +135,35 @@ class _SecondPass:
                 )
             if leaf is not self._leaves[number]():
                 raise ValueError(f"representation {number} is not the one that came with this call of {self._name}")
-        chunk, self._encoder.gradients = self._chunk, [leaf.grad for leaf in flat_leaves]
-        checks, self._unchecked[0] = self._unchecked[0], False
-        self._done, after, others = True, self._buffers.now(), set[int]()
-        for engine in chunk.engines:
-            pending = _PENDING[engine.module]
-            pending.discard(self)
-            if any(other.outstanding() for other in pending):
-                others.add(id(engine.module))
-
-        def check(leaves: Iterable[Tensor]) -> None:
-            if checks:
-                seen = self._encoder.calls.seen.values()
-                check_not_passed_by(self._name, [*leaves], seen, chunk.engines, live_engines)
-
-        try:
-            error = second_pass([chunk], check, watch=lambda _: checks, others=others)
-        finally:
-            self._buffers.set(after)
-        if error is not None:
-            raise error
-
-
-def _call(func: Callable[..., Any], arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
-    return func(*arguments[0], **arguments[1])
-
-
-def _whole_output(output: Any) -> Any:
-    return output
+        self._done, after = True, self._buffers.now()
+        with ExitStack() as stack:
+            stack.callback(self._buffers.set, after)
+            checks, self._unchecked[0] = self._unchecked[0], False
+            last, held = [], []
+            for engine in self._engines:
+                pending = _PENDING[engine.module]
+                pending.discard(self)
+                if any(other.outstanding() for other in pending):
+                    stack.enter_context(engine.hold())
+                    held.append(engine)
+                else:
+                    stack.enter_context(engine.release())
+                    last.append(engine)
+            self._buffers.set([])  # their first values
+            with self._replay.again():
+                second = with_graph(self._call, self._name)
+            wrong = difference(self._first, second, self._name)
+            both = zip(second, flat_leaves, strict=True) if wrong is None else ()
+            pairs = [(x, y.grad) for x, y in both if x.requires_grad and y.grad is not None]
+            if pairs and checks:
+                check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines, live_engines)
+            with watched(held if checks else ()) as mistakes:
+                if any(engine.hides for engine in held):
+                    hidden_backward(pairs)
+                else:
+                    backward(pairs, last)
+        if wrong is not None or mistakes:
+            raise wrong or mistakes[0]
 
 
 def cat_input_tensor(func: Callable[..., _R]) -> Callable[..., _R]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,23 +15,35 @@ class NoGraphError(ValueError):
     """A representation that should have a gradient has none."""
 
 
+def with_graph(
+    encode: Callable[[], tuple[Tensor, ...]], name: str, *, may_be_frozen: bool = False
+) -> tuple[Tensor, ...]:
+    """Return encode(), with its graph.
+
+    Raises:
+        NoGraphError: if no tensor that it returns has a gradient, and it may not be frozen.
+    """
+    with torch.enable_grad(), fresh_autocast_cache():
+        reps = encode()
+    if not may_be_frozen and not any(x.requires_grad for x in reps):
+        raise NoGraphError(
+            f"the output of {name} has no gradient: is it frozen, its output detached, or this inference mode? "
+            "Leave a frozen model out, encode its input by wb.gradcache.encode(model, input, chunk_size), and give the "
+            "step the result as a keyword argument, for the loss"
+        )
+    return reps
+
+
 def encoded_with_graph(chunk: Chunk) -> tuple[Tensor, ...]:
     """Return the chunk's representations, with their graph.
 
     The first such pass of a model decides which of its representations have a gradient.
 
     Raises:
-        NoGraphError: if one of these has none, or none has one, and the model may not be frozen.
+        NoGraphError: if one of these has none.
     """
     encoder = chunk.encoder
-    with torch.enable_grad(), fresh_autocast_cache():
-        reps = chunk.encode()
-    if not encoder.may_be_frozen and not any(x.requires_grad for x in reps):
-        raise NoGraphError(
-            f"the output of {encoder.name} has no gradient: is it frozen, its output detached, or this inference mode? "
-            "Leave a frozen model out, encode its input by wb.gradcache.encode(model, input, chunk_size), and give the "
-            "step the result as a keyword argument, for the loss"
-        )
+    reps = with_graph(chunk.encode, encoder.name, may_be_frozen=encoder.may_be_frozen)
     encoder.trained = encoder.trained or [x.requires_grad for x in reps]
     for number, (x, trained) in enumerate(zip(reps, encoder.trained, strict=False)):
         if trained and not x.requires_grad:

@@ -118,7 +118,7 @@ def enclosed_by(encoder: Encoder) -> Enclosing | None:
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return None
-    called = encoder.calls.engines.get(id(ddp))
+    called = encoder.synchronized.get(id(ddp))
     held = {id(p) for _, p in parameters_of_ddp(ddp)}
     if called is None:
         if not any(id(p) in held for p in encoder.leaves):

@@ -25,13 +25,13 @@ class Versions:
         self._then: dict[int, tuple[str, Tensor, int]] = {}
         self._states: list[tuple[str, Synchronized, object]] = []
         for encoder in encoders:
-            stateful = [e for e in encoder.calls.engines.values() if e.control.state is not None]
+            stateful = [e for e in encoder.synchronized.values() if e.control.state is not None]
             self._states += [(encoder.name, engine, _state(engine)) for engine in stateful]
-            held = parameters_in(*encoder.calls.modules.values())
-            if not any(engine.control.sharded for engine in encoder.calls.engines.values()):
+            held = parameters_in(*encoder.called.values())
+            if not any(engine.control.sharded for engine in encoder.synchronized.values()):
                 held += encoder.leaves  # of modules that were not observed; a shard's whole parameter comes and goes
             now = versions_of(held)
-            still = [p for p in held if encoder.calls.versions.get(id(p), now[id(p)]) == now[id(p)]]
+            still = [p for p in held if encoder.versions.get(id(p), now[id(p)]) == now[id(p)]]
             self._then = {id(p): (encoder.name, p, now[id(p)]) for p in still} | self._then
 
     def check(self) -> None:

@@ -1,7 +1,6 @@
 """Give the second forward pass of a chunk the random numbers, autocast state and buffers of the first.
 
-random numbers   generators of the CPU, every accelerator, Python and NumPy are reset, and restored afterward, where the
-                 first pass has moved them
+random numbers   generators of the CPU, every accelerator, Python and NumPy are reset, and restored afterward
 autocast         the state of the first pass; its cache of weights is empty in every pass, because a weight that was
                  cached without gradient would get none
 buffers          such as BatchNorm's running averages: reset to their state before the chunk, and at the end of the step
@@ -12,8 +11,9 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from .._base.modules import modules_in
 
-_States = dict[str, Any]  # of the random generators, by name
+_State = list[tuple[Callable[[Any], None], Any]]
 _Place = tuple[nn.Module, str]
 
 
@@ -40,15 +40,12 @@ class Replay:
     True
     """
 
-    def __init__(self, random_states: _States | None = None) -> None:
-        self._random = random_states or _states()
-        self._autocast = _autocast_state()
-
-    def end(self) -> _States:
-        """Note that the first pass ends: generators that it has not moved need no reset. Return the present states."""
-        now = _states()
-        self._random = {name: state for name, state in self._random.items() if not _same(state, now[name])}
-        return now
+    def __init__(self) -> None:
+        self._random = _random_state()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
 
     def rewind(self) -> None:
         """Reset the random generators to the recorded state."""
@@ -57,13 +54,12 @@ class Replay:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Restore the conditions inside."""
-        outside = _states(self._random)
+        outside = _random_state()
         self.rewind()
         try:
             with ExitStack() as stack:
-                if self._autocast != _autocast_state():
-                    for kind, enabled, dtype, cache_enabled in self._autocast:
-                        stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=cache_enabled))
+                for kind, enabled, dtype in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self._cache))
                 yield
         finally:
             _set(outside)
@@ -83,63 +79,46 @@ def fresh_autocast_cache() -> Iterator[None]:
 def without_graph() -> Iterator[None]:
     """Make no graph in forward passes inside, and compute the same values as with one.
 
-    nn.TransformerEncoder has a faster implementation without gradients, whose rows behind a padding mask differ.
+    nn.TransformerEncoder has a faster implementation without gradients, whose rows behind a padding mask differ. A
+    checkpoint inside the model warns that it has no gradient, which it gets in the second pass.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), fresh_autocast_cache():
+        with torch.no_grad(), fresh_autocast_cache(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Return the functions that get and set the state of each random generator, by its name."""
-    generators: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-        "torch": (torch.get_rng_state, torch.set_rng_state),
-        "random": (random.getstate, random.setstate),
-    }
+def _random_state() -> _State:
+    """Return functions that set generators, each with the argument for the present state."""
+    state: _State = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
-        generators["numpy"] = partial(numpy.get_state, legacy=False), numpy.set_state
+        state.append((numpy.set_state, numpy.get_state()))
     device = torch.accelerator.current_accelerator()
     if device is None:
-        return generators
+        return state
     module = torch.get_device_module(device)
     if device.type == "mps":
-        generators["mps"] = module.get_rng_state, module.set_rng_state
-    elif getattr(module, "is_initialized", lambda: True)():
-        for index in range(module.device_count()):
-            generators[str(index)] = partial(module.get_rng_state, index), partial(module.set_rng_state, device=index)
-    return generators
+        return [*state, (module.set_rng_state, module.get_rng_state())]
+    if not getattr(module, "is_initialized", lambda: True)():
+        return state
+    for index in range(module.device_count()):
+        state.append((partial(module.set_rng_state, device=index), module.get_rng_state(index)))
+    return state
 
 
-def _states(names: Container[str] | None = None) -> _States:
-    """Return the states of all generators, or of those with these names."""
-    return {name: get() for name, (get, _) in _generators().items() if names is None or name in names}
+def _set(state: _State) -> None:
+    for setter, value in state:
+        setter(value)
 
 
-def _set(states: _States) -> None:
-    for name, (_, set_state) in _generators().items():
-        if name in states:
-            set_state(states[name])
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Return whether two states of a generator are the same: tensors, or trees with arrays of NumPy."""
-    if isinstance(a, dict):
-        return all(_same(value, b[name]) for name, value in a.items())
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    equal = a == b
-    return bool(equal.all() if hasattr(equal, "all") else equal)
-
-
-def _autocast_state() -> list[tuple[str, bool, torch.dtype, bool]]:
-    device, cache = torch.accelerator.current_accelerator(), torch.is_autocast_cache_enabled()
-    kinds = ["cpu"] if device is None else ["cpu", device.type]
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds]
+def _autocast_kinds() -> list[str]:
+    device = torch.accelerator.current_accelerator()
+    return ["cpu"] if device is None else ["cpu", device.type]
 
 
 class Buffers:

@@ -144,10 +144,10 @@ def replicated(
                 parameters[f"{name!r} of {owner} {tuple(p.shape)}"] = p
 
     for encoder in encoders:
-        called = {id(p) for _, p in _named_of(encoder.calls.modules.values())}
+        called = {id(p) for _, p in _named_of(encoder.called.values())}
         add(encoder.name, ((name, p) for name, p in _named_of(encoder.visible) if id(p) in called))
-        add(encoder.name, _named_of(encoder.calls.modules.values(), "hidden "))
-        if not any(engine.control.sharded for engine in encoder.calls.engines.values()):
+        add(encoder.name, _named_of(encoder.called.values(), "hidden "))
+        if not any(engine.control.sharded for engine in encoder.synchronized.values()):
             add(encoder.name, _unnamed_parameters(encoder.leaves))
     in_loss = {id(p) for p in of_loss}
     add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in in_loss))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._base.graph import leaves_of
 from .._base.modules import parameters_in
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
@@ -24,7 +25,6 @@ def second_pass(
     about_to_change: Callable[[Iterable[Tensor]], None],
     *,
     watch: Callable[[Chunk], bool] = lambda _chunk: False,
-    others: Container[int] = (),
 ) -> Exception | None:
     """Go backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
@@ -33,7 +33,6 @@ def second_pass(
         about_to_change: receives the tensors whose gradients come next, where they were not known before.
         watch: whether to check, in the passes of a chunk, that registered engines leave gradients alone while they are
             held.
-        others: ids of modules whose engines have passes to come after these.
 
     Returns:
         An error, if a pass has failed, a second representation is not the first, or an engine did not do as asked. All
@@ -42,21 +41,21 @@ def second_pass(
         rank alone stops the others.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
-    last_of_engine = {id(e.module): chunk for chunk in order for e in chunk.engines if id(e.module) not in others}
+    last_of_engine = {id(engine.module): chunk for chunk in order for engine in chunk.engines}
     release = _releases(order)
     unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines if watch(chunk)}
     reached = {id(engine.module): dict[int, Tensor]() for chunk in order for engine in _enclosing(chunk)}
     wrong: Exception | None = None
     for chunk in order:
         engines = chunk.engines
-        done = {id(engine.module) for engine in engines if last_of_engine.get(id(engine.module)) is chunk}
+        done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
         pairs: Pairs = []
         error: Exception | None = None
         if not chunk.kept:
             error = _encode_again(chunk, done, release)
             if not chunk.reps:
                 pairs += _zeros_for_engines(chunk, done, release)
-        leaves = chunk.leaves()
+        leaves = leaves_of(chunk.reps)
         about_to_change(leaves)  # an input may have a gradient, too
         grads = [None] * len(chunk.reps) if error is not None else _gradients_of_chunk(chunk)
         pairs += _roots(chunk, grads, whole=bool(done))

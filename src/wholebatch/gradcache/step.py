@@ -82,7 +82,6 @@ class Step:
 
     def __post_init__(self) -> None:
         self._steps_before = self.history.steps  # steps that one backward pass reaches are counted as one
-        self.encoders = [chunk.encoder for chunk in self.chunks if chunk.first]
 
     def encode(self, keeper: Keeper, *, may_be_collective: bool) -> None:
         """Make the first pass; if it fails on one rank, raise on all.
@@ -112,14 +111,14 @@ class Step:
         first_pass(self.chunks, keeper, Observer(self.buffers, may_be_collective=may_be_collective))
         if torch.is_grad_enabled():
             live = cache(live_engines)
-            for encoder in self.encoders:
+            for encoder in self.encoders():
                 self._check(encoder, live)
-        for encoder in self.encoders:
+        for encoder in self.encoders():
             encoder.buffers = self.buffers
             encoder.leaves_of_all_chunks = joined(self._chunks_of(encoder))
-        self._versions = Versions(self.encoders)
+        self._versions = Versions(self.encoders())
         self._as_encoded = [x._version for x in self.leaves()] if not torch.is_inference_mode_enabled() else []
-        return [encoder.trained for encoder in self.encoders]
+        return [encoder.trained for encoder in self.encoders()]
 
     def _check(self, encoder: Encoder, live: Callable[[], Sequence[nn.Module]]) -> None:
         """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early.
@@ -131,20 +130,24 @@ class Step:
         chunks = self._chunks_of(encoder)
         outer = enclosed_by(encoder) if self.deferred else None
         if outer is not None:
-            encoder.calls.engines[id(outer.module)] = outer
+            encoder.synchronized[id(outer.module)] = outer
             for chunk in chunks:
                 chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
-        way = frozenset(encoder.calls.modules)
+        way = frozenset(encoder.called)
         if way not in self.history.ways and len(self.history.ways) < _WAYS:
-            seen, engines = encoder.calls.seen.values(), encoder.calls.engines.values()
-            check_not_passed_by(encoder.name, encoder.leaves, seen, engines, live, self.unchecked)
+            engines = encoder.synchronized.values()
+            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, live, self.unchecked)
             self.history.ways.add(way)
 
     @property
     def is_first(self) -> bool:
         """Whether no step was made before."""
         return not self._steps_before
+
+    def encoders(self) -> list[Encoder]:
+        """Return the encoders, in order."""
+        return [chunk.encoder for chunk in self.chunks if chunk.first]
 
     def engines(self) -> list[Synchronized]:
         """Return the engines that the first pass has called."""
@@ -155,17 +158,17 @@ class Step:
 
     def leaves(self) -> list[Tensor]:
         """Return all models' representations, without graphs; those that have a gradient require it."""
-        return [x for encoder in self.encoders for x in encoder.leaves_of_all_chunks]
+        return [x for encoder in self.encoders() for x in encoder.leaves_of_all_chunks]
 
     def formed(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return each model's representations in its form, from the tensors that stand for `leaves`."""
         left = iter(tensors)
-        return [encoder.form([*islice(left, len(encoder.leaves_of_all_chunks))]) for encoder in self.encoders]
+        return [encoder.form([*islice(left, len(encoder.leaves_of_all_chunks))]) for encoder in self.encoders()]
 
     def remember(self, gradients: Gradients) -> None:
         """Remember the gradients that the step is going to change."""
-        known = [p for encoder in self.encoders for p in encoder.parameters()]
-        if [p for p in known if not p.is_leaf]:  # FSDP1, during its forward pass, has views in place of its parameters
+        known = [p for encoder in self.encoders() for p in encoder.parameters.values()]
+        if not all(p.is_leaf for p in known):  # FSDP1, during its forward pass, has views in place of its parameters
             known = parameters_in(*(engine.module for engine in self.engines()))
         gradients.remember(known, self.engines())
 
@@ -196,7 +199,7 @@ class Step:
     def digest(self, sums: dict[str, int]) -> str:
         """Return one text for the checksums of parameters that all ranks hold, and put these into `sums`."""
         if self.comm.size > 1 and self.history.due():
-            sums |= checksums(replicated(self.encoders, self.loss_fn, self.of_loss, self.unchecked))
+            sums |= checksums(replicated(self.encoders(), self.loss_fn, self.of_loss, self.unchecked))
         return digest(sums)
 
     def compare(self, digests: Sequence[str], sums: dict[str, int]) -> None:
@@ -209,7 +212,7 @@ class Step:
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the representations, in the order of `leaves`."""
         left = iter(gradients)
-        for encoder in self.encoders:
+        for encoder in self.encoders():
             encoder.gradients = [*islice(left, len(encoder.leaves_of_all_chunks))]
 
     def settle_engines(self) -> None:
@@ -218,7 +221,7 @@ class Step:
         An engine does not wait if its caller has not prepared it. One that has not waited, but should have, is a
         ValueError on all ranks.
         """
-        enclosing = [(m, e) for m in self.encoders for e in m.calls.engines.values() if isinstance(e, Enclosing)]
+        enclosing = [(m, e) for m in self.encoders() for e in m.synchronized.values() if isinstance(e, Enclosing)]
 
         def state() -> None:
             for encoder, engine in enclosing:
@@ -235,7 +238,7 @@ class Step:
     def mistake(self) -> ValueError | None:
         """Return an error if a representation has no gradient, or has been changed in place."""
         versions = iter(self._as_encoded)
-        for encoder in self.encoders:
+        for encoder in self.encoders():
             grads = encoder.gradients or [None] * len(encoder.leaves_of_all_chunks)
             for number, (x, grad) in enumerate(zip(encoder.leaves_of_all_chunks, grads, strict=True)):
                 if x._version != next(versions):
@@ -255,7 +258,7 @@ class Step:
         self.counted = True
         self.history.steps = self._steps_before + 1
         self.buffers.forget()
-        self.chunks, self.encoders, self._versions = (), [], Versions(())
+        self.chunks, self._versions = (), Versions(())
 
 
 def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception | None = None) -> None:
@@ -308,8 +311,8 @@ def _check_hooks(chunk: Chunk) -> None:
     """
     engines = [e for e in chunk.engines if e.control is not DDP or e.hides]
     owned = {id(p) for p in parameters_in(*(engine.module for engine in engines))}
-    for p in chunk.encoder.parameters():
-        if p._post_accumulate_grad_hooks and id(p) not in owned and hooks_of_others(p):
+    for p in chunk.encoder.parameters.values():
+        if id(p) not in owned and hooks_of_others(p):
             raise ValueError(
                 f"a parameter of {chunk.encoder.name}, of shape {tuple(p.shape)}, has a hook for "
                 "when its gradient is accumulated, which is in every chunk. An optimizer in the backward pass? Step it "

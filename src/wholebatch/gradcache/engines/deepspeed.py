@@ -38,7 +38,7 @@ _SWITCH = "_coalesce_grad_reduction"  # of the optimizers of ZeRO 1, 2 and 3: wh
 
 
 def _is_deepspeed(module: nn.Module) -> bool:
-    return "deepspeed" in sys.modules and any(
+    return any(
         kind.__name__ == "DeepSpeedEngine" and kind.__module__.split(".")[0] == "deepspeed"
         for kind in type(module).__mro__
     )

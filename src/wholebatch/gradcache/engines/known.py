@@ -40,9 +40,20 @@ def is_registered(control: SyncControl) -> bool:
     return not any(control is built_in for built_in in _BUILT_IN)
 
 
-def control_of(module: nn.Module) -> SyncControl | None:
-    """Return the switch of the engine whose module this is."""
-    return next((control for control in _CONTROLS if control.matches(module)), None)
+def control_of(module: nn.Module, no_engines: set[type] | None = None) -> SyncControl | None:
+    """Return the switch of the engine whose module this is.
+
+    Args:
+        module: any module.
+        no_engines: classes that no built-in control has matched in the same step, and to which those of this step are
+            added: a step asks for thousands of modules of few classes.
+    """
+    no_engines, kind = set() if no_engines is None else no_engines, type(module)
+    for control in _CONTROLS[: -len(_BUILT_IN)] if kind in no_engines else _CONTROLS:
+        if control.matches(module):
+            return control
+    no_engines.add(kind)
+    return None
 
 
 class Synchronized:
@@ -70,21 +81,14 @@ class Synchronized:
 
 def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:
     """Return the outermost modules among these and their children that an engine synchronizes, each once."""
-    engines: list[Synchronized] = []
-    visited: set[int] = set()
-    no_engines: set[type] = set()  # classes that no control has matched: thousands of modules are of few classes
-    todo: list[nn.Module | None] = [*reversed([*modules])]
+    visited: dict[int, Synchronized | None] = {}
+    no_engines: set[type] = set()
+    todo = [*modules][::-1]
     while todo:
         module = todo.pop()
-        if module is None or id(module) in visited:
-            continue
-        visited.add(id(module))
-        if type(module) not in no_engines:
-            control = control_of(module)
-            if control is not None:
-                engines.append(Synchronized(module, control))
-                continue
-            if len(_CONTROLS) == len(_BUILT_IN):  # a registered control may match some modules of a class
-                no_engines.add(type(module))
-        todo.extend(reversed(module._modules.values()))
-    return engines
+        if id(module) not in visited:
+            control = control_of(module, no_engines)
+            visited[id(module)] = None if control is None else Synchronized(module, control)
+            if control is None:
+                todo += [inner for inner in reversed(module._modules.values()) if inner is not None]
+    return [engine for engine in visited.values() if engine is not None]
