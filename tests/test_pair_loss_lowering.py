@@ -202,6 +202,7 @@ NOT_LOWERED = {
     "a factor with the partner": of(lambda s, x, y, p: s * (1 - x.partner), other),
     "a quotient by the partner": of(lambda s, x, y, p: s / (2 + x.partner.abs()), other),
     "a clamped partner": of(lambda s, x, y, p: s - (x.partner - 0.7).relu(), other),
+    "partners alone": of(lambda s, x, y, p: p.scale * x.partner),
     "a detached partner": of(lambda s, x, y, p: s - x.partner + x.partner.detach(), other),
     "a clamped factor": of(
         lambda s, x, y, p: p.scale.clamp(max=1.5) * s, beside=wb.terms.Sum(lambda s, x, y, p: p.scale * s)

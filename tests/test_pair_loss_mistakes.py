@@ -122,6 +122,10 @@ DECLARATIONS = {
         lambda: declared(row_loss=lambda r, x, p: r.t - r.t.mean()),
         "its values change when the rows are cut",
     ),
+    "weights of many rows": (
+        lambda: declared(row_loss=lambda r, x, p: (r.t, 1 + 0 * r.t) if len(r.t) > 2 else r.t),
+        "its values change when the rows are cut",
+    ),
     "mean of rows": (lambda: declared(row_loss=lambda r, x, p: r.t.mean()), "must return one number for each row"),
     "mean of differences": (
         lambda: wb.PairLoss(
@@ -351,3 +355,24 @@ def fingerprints():
 
     made = [make() for make, _ in DECLARATIONS.values()]
     return [fingerprint(*of.declaration.functions) for of in made]
+
+
+def weights_on_one_rank():
+    rank = dist.get_rank()
+    whole = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
+    x = whole[4 * rank : 4 * rank + 4].clone().requires_grad_()
+    terms = {"all": wb.terms.LogSumExp()}
+    loss_fn = wb.PairLoss(terms, lambda r, x, p: (r.all, 0.25 * x.one) if bool((x.one > 1.5).any()) else r.all)
+    loss = loss_fn(x, x_data={"one": torch.full((4,), 1.0 + rank, dtype=torch.float64)})
+    loss.backward()
+    every = whole.requires_grad_()
+    weights = torch.tensor(4 * [1.0] + 4 * [0.5], dtype=torch.float64)
+    expected = ((every @ every.T).logsumexp(1) * weights).sum() / weights.sum()
+    return loss.item(), expected.item(), x.grad / 2, torch.autograd.grad(expected, every)[0][4 * rank : 4 * rank + 4]
+
+
+def test_rows_have_weight_1_where_only_other_ranks_return_weights():
+    (first, expected, *_), (second, _, *_) = results = run_ranks(weights_on_one_rank, 2)
+    assert first == second == pytest.approx(expected, rel=1e-12)
+    for *_, grad, dense in results:
+        torch.testing.assert_close(grad, dense, rtol=1e-10, atol=1e-12)

@@ -371,15 +371,17 @@ class Call:
         comm, sums = self.facts.comm, [losses.sum() for losses, _ in sides]
         if self.share is not None:
             sums[0] = sums[0] + self.share
-        weights = [sums[0].new_zeros(()) if weight is None else weight.sum() for _, weight in sides]
+        # On several ranks a function may return weights on some alone: the others have 1 for each row.
+        weighted = [comm.size > 1 or weight is not None for _, weight in sides]
+        weights = [losses.new_full((), len(losses)) if weight is None else weight.sum() for losses, weight in sides]
         if comm.size > 1:
             numbers = total(comm, torch.stack([*sums, *weights])).unbind()
             sums, weights = [*numbers[: len(sums)]], [*numbers[len(sums) :]]
         totals = list[Tensor]()
-        for summed, weight, (_, given), count in zip(sums, weights, sides, counts, strict=False):
+        for summed, weight, has_weights, count in zip(sums, weights, weighted, counts, strict=False):
             if self.facts.options.reduction == "sum":
                 totals.append(summed)
-            elif given is None:
+            elif not has_weights:
                 totals.append(summed / max(count, 1))
             else:
                 tiny = torch.finfo(summed.dtype).tiny

@@ -371,12 +371,14 @@ def _check_loss(
     tensors = [*r.values(), *plain, *(x[key] for x in numbers.values() if isinstance(x, Fields) for key in x)]
     whole = watched(label, {label: function}, tensors, lambda: call(slice(0, rows)), on=f"{rows} rows")
     for cut in (slice(0, 1), slice(1, rows)):
-        for x, part in zip(whole, call(cut), strict=True):
-            if not torch.allclose(x[cut], part, _CLOSE, _CLOSE, equal_nan=True):
-                raise ValueError(
-                    f"{label} must compute the loss of each row from its own numbers alone; its values change when the "
-                    "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
-                )
+        of_cut = call(cut)
+        if len(of_cut) != len(whole) or not all(
+            torch.allclose(x[cut], part, _CLOSE, _CLOSE, equal_nan=True) for x, part in zip(whole, of_cut, strict=True)
+        ):
+            raise ValueError(
+                f"{label} must compute the loss of each row from its own numbers alone; its values change when the "
+                "rows are cut: the mean over rows is taken afterwards, and a function of it belongs outside"
+            )
     return [number for x in whole for number in x.tolist()]
 
 

@@ -196,6 +196,8 @@ def _pairs_of(reduced: Reduced, entries: Entries, *, partners: bool) -> Conditio
         pairs = condition_of(term, entries)
         if pairs is None or (term.scored and not is_affine(term, replace(entries, reads=reads), beside=PARTNER)):
             return None
+        if term.scored and not is_affine(term, entries):  # it depends on partners alone
+            return None
     except Exception:  # fixed numbers may be no indices of a table, and tables are left out: tiles compute such terms
         return None
     allowed = [{PARTNER} if partners and not others else set() for others in (reduced.cols, reduced.rows)]
