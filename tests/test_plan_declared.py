@@ -259,7 +259,7 @@ def test_a_declared_loss_is_timed_beside_its_reference_and_a_built_in_loss(tmp_p
     methods = [(row["ranks"], row["method"]) for row in rows]
     assert methods == [
         (1, "declared flat"),
-        (1, "its dense reference"),
+        (1, "its reference, for values"),
         (1, "built in, clip"),
         (2, "declared flat auto"),
         (2, "built in, clip"),
