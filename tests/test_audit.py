@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing.forkserver
 import os
+import re
 import subprocess
 import sys
 import time
@@ -467,6 +468,25 @@ def test_the_page_of_findings_is_made_from_the_figures(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     findings = importlib.import_module("findings")
     assert findings.PAGE.read_text() == findings.page()
+
+
+def test_every_documented_setting_has_its_source(monkeypatch):
+    """A setting is documented only by a place in its library's documentation, which the page names."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    findings = importlib.import_module("findings")
+    rows = [row for row in json.loads(findings.RESULTS.read_text()) if row["preset"] in findings.LIBRARIES]
+    documented = [row for row in findings.theirs(rows) if findings.kind_of(row) == findings.KINDS[1]]
+    page = findings.page()
+    assert {row["preset"] for row in documented} == {*findings.DOCUMENTED}
+    for row in documented:
+        place, says = findings.source(row)
+        assert f"Documented in {place}: {says}." in page
+        assert f"| {row['setting']}" in page
+    every = [(preset, settings) for preset, places in findings.DOCUMENTED.items() for settings in places]
+    for preset, settings in every:
+        assert any(row["preset"] == preset and re.fullmatch(settings, row["setting"]) for row in documented)
+    unnamed = {"preset": "open_clip", "setting": "a default", "exact": False, "causes": "not-gathered"}
+    assert findings.kind_of(unnamed) == findings.KINDS[2]  # its cause does not make it documented
 
 
 def test_presets_print_in_full_or_in_markdown(capsys):
