@@ -58,7 +58,7 @@ def test_an_option_that_does_not_exist_is_found():
 
 
 def test_installations_name_this_checkout():
-    of_packages = re.compile(r"pip install (?:--no-deps )?(?:'?\.[' \[]|\.$|numpy|mpich|cloudpickle|pylate==)")
+    of_packages = re.compile(r"pip install (?:--no-deps )?(?:'?\.[' \[]|\.$|numpy|mpich|cloudpickle|pylate==|torch==)")
     installations = [command for command in COMMANDS if "pip install" in command]
     assert not [command for command in installations if not of_packages.search(command)]
 
