@@ -57,8 +57,25 @@ def test_an_option_that_does_not_exist_is_found():
     assert unknown_options("wholebatch plan --batch-sizes 8") == ["--batch-sizes"]
 
 
+def indented_commands(text):
+    """Return the commands of a page that stand outside of fences, where `printed` does not see them."""
+    outside = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^ {4}(?:pip|python|make|wholebatch|torchrun)\b.*", outside, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name)
+def test_commands_stand_in_fences(page):
+    assert indented_commands(page.read_text()) == []
+
+
+@pytest.mark.planted
+def test_an_indented_command_is_found():
+    text = "```sh\nmake a\n```\n\n    make strict  # long\n\n```python\n    pip = 3\n```\n"
+    assert indented_commands(text) == ["    make strict  # long"]
+
+
 def test_installations_name_this_checkout():
-    of_packages = re.compile(r"pip install (?:--no-deps )?(?:'?\.[' \[]|\.$|numpy|mpich|cloudpickle|pylate==|torch==)")
+    of_packages = re.compile(r"pip install (?:--no-deps )?(?:'?\.[' \[]|\.$|numpy|mpich|cloudpickle|pylate==|torch==|transformers gt-)")
     installations = [command for command in COMMANDS if "pip install" in command]
     assert not [command for command in installations if not of_packages.search(command)]
 
