@@ -127,7 +127,7 @@ one process with the whole batch: **{exact} give its gradient, {documented} anot
 * **-**: there is no such parameter, or no gradient to compare.
 
 The group of a setting is **exact**; **documented**, if the gradient is another one and the library's documentation says
-what is left out, or names the option or the wrapper that adds it (quoted in our words below its table); or **different**.
+what is left out, or names the option or the wrapper that adds it (in our words below the table); or **different**.
 
 Presets are {presets}.
 

@@ -117,7 +117,7 @@ def measured() -> list[tuple[str, list[tuple[str, Row]]]]:
     on_card = [(label, card[key]) for key, label in ON_H100.items()]
     about, h100 = on_cpu[0][1], on_card[0][1]
     return [
-        (f"CPU ({about['machine']}), 8,192 pairs, float32", on_cpu),
+        (f"CPU ({about['machine']}), 8,192 pairs, float32, commit {about['commit']}", on_cpu),
         (f"one H100, 32,768 pairs, bfloat16, commit {h100['commit']}: before the kernels were rewritten", on_card),
     ]
 

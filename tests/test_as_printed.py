@@ -75,7 +75,9 @@ def test_an_indented_command_is_found():
 
 
 def test_installations_name_this_checkout():
-    of_packages = re.compile(r"pip install (?:--no-deps )?(?:'?\.[' \[]|\.$|numpy|mpich|cloudpickle|pylate==|torch==|transformers gt-)")
+    of_packages = re.compile(
+        r"pip install (?:--no-deps )?(?:'?\.[' \[]|\.$|numpy|mpich|cloudpickle|pylate==|torch==|transformers gt-)"
+    )
     installations = [command for command in COMMANDS if "pip install" in command]
     assert not [command for command in installations if not of_packages.search(command)]
 

@@ -123,7 +123,7 @@ class WholeBatchTrainerMixin:
     Raises:
         ValueError: for a `compute_loss_func`, which would get the loss wrong by the number of micro-steps; for a
             `label_smoothing_factor`, which the Trainer would apply to logits; for a loss that trains other parameters
-            than the model's, where a function is the loss in the first step.
+            than the model's. A module is refused when the Trainer is made, a function in the first step.
         ImportError: for a transformers that is too old.
     """
 
@@ -258,7 +258,8 @@ class ComputeLoss:
         features_of: a function of the model and its outputs that returns the arguments of the loss.
 
     Raises:
-        ValueError: for a loss that trains other parameters than the model's, where it is a function in a call.
+        ValueError: for a loss that trains other parameters than the model's. A module is refused when it is passed, a
+            function in its first call.
         ImportError: for a transformers that is too old.
     """
 
