@@ -36,7 +36,7 @@ DOCUMENTED = {
     },
     "ms_swift": {
         r"infonce, INFONCE_USE_BATCH=False, .*": (
-            "`docs/source_en/BestPractices/Embedding.md`, `INFONCE_USE_BATCH`",
+            "ms-swift's page Embedding Training, `INFONCE_USE_BATCH`",
             "True by default, for negatives from other samples of the batch; otherwise those of the sample are used",
         ),
     },
@@ -58,11 +58,11 @@ DOCUMENTED = {
     },
     "pml": {
         r"\w+ alone": (
-            "`docs/distributed.md`, `DistributedLossWrapper`",
+            "pytorch-metric-learning's page Distributed, `DistributedLossWrapper`",
             "a loss is to be wrapped under DistributedDataParallel; the page promises nothing for a loss alone",
         ),
         r"DistributedLossWrapper\(\w+, efficient=True\)": (
-            "`docs/distributed.md`, `efficient`",
+            "pytorch-metric-learning's page Distributed, `efficient`",
             "gradients differ from those of code that is not distributed",
         ),
     },
@@ -177,7 +177,7 @@ def section(name: str, rows: Sequence[dict[str, Any]]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     notes = [f"\\* {text}." for text in dict.fromkeys(map(change, rows)) if text]
     documented = dict.fromkeys(text for row in rows if kind_of(row) == KINDS[1] and (text := source(row)))
-    notes += [f"Documented in {place}: {says}." for place, says in documented]
+    notes += [f"Documented ({place}): {says}." for place, says in documented]
     return "\n".join([*lines, "", *(f"{note}\n" for note in notes)])
 
 

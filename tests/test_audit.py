@@ -480,7 +480,7 @@ def test_every_documented_setting_has_its_source(monkeypatch):
     assert {row["preset"] for row in documented} == {*findings.DOCUMENTED}
     for row in documented:
         place, says = findings.source(row)
-        assert f"Documented in {place}: {says}." in page
+        assert f"Documented ({place}): {says}." in page
         assert f"| {row['setting']}" in page
     every = [(preset, settings) for preset, places in findings.DOCUMENTED.items() for settings in places]
     for preset, settings in every:
