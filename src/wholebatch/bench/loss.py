@@ -164,7 +164,9 @@ class Methods:
         """Add the dense reference of a declared loss, on one rank, and a loss of this library of the same value."""
         comm, job = self._comm, self._job
         if comm.size == 1:
-            self._add("its reference, for values", replace(first, exchange=""), self._subject, lambda case: case.reference)
+            self._add(
+                "its reference, for values", replace(first, exchange=""), self._subject, lambda case: case.reference
+            )
         if job.beside is not None:
             beside, group = Subject(job.beside), {"group": comm}
 

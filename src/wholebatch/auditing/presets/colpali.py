@@ -40,8 +40,7 @@ class _Encoder(nn.Module):
 class _Loss(nn.Module):
     """Their loss, whose gradient by gathered documents is contiguous in memory.
 
-    Others come out of torch's differentiable all-gather in the wrong order, with gloo, which the audit uses; not with
-    NCCL.
+    Others come out of torch's differentiable all-gather in the wrong order, with gloo, which the audit uses.
     """
 
     def __init__(self, loss: nn.Module) -> None:
