@@ -174,7 +174,7 @@ def compiled(of: Started, capability: int) -> dict[str, Any]:
 SOME = {
     (torch.bfloat16, 90): (
         *("clip", "clip, label smoothing", "nt_xent", "sup_con", "siglip, learned bias", "matryoshka", "partial_fc"),
-        *("matryoshka, wide parts", "max_sim", "dcl"),
+        *("matryoshka, wide parts", "max_sim", "dcl", "info_nce, both directions"),
     ),
     (torch.bfloat16, 100): ("nt_xent, ids", "max_sim"),
     (torch.float32, 80): ("nt_xent", "max_sim"),

@@ -216,7 +216,8 @@ def on_ranks(counts):
 def test_a_loss_in_kernels_is_that_of_one_process(counts):
     """The check of first use has chosen kernels on all ranks, in each form."""
     for errors, made in run_ranks(on_ranks, len(counts), counts):
-        assert all(error < 1e-5 for error in errors.values()), errors
+        # Under bfloat16 weights of documents' gradients have 16 bits.
+        assert all(error < (1e-5 if form[1] == "float32" else 2e-5) for form, error in errors.items()), errors
         assert len(made) >= 4
         names = ("document_gradient", "query_gradient", "token_maxima", "token_sums")
         assert set(made) == {("max_sim_loss", tuple(f"{name}_by_pointers" for name in names), True)}
