@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,3 +92,10 @@ def test_mistakes_are_one_line(arguments, message):
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stderr == f"wholebatch doctor: error: {message}\n"
+
+
+def test_the_documentation_shows_its_first_lines():
+    text = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+    shown = text.split("$ wholebatch doctor\n")[1].split("...")[0].splitlines()
+    printed = str(report.Report(report._versions(), {}, {}, "", ())).splitlines()
+    assert all(any(line.split()[0] == other.split()[0] for other in printed) for line in shown)

@@ -371,17 +371,19 @@ class Call:
         comm, sums = self.facts.comm, [losses.sum() for losses, _ in sides]
         if self.share is not None:
             sums[0] = sums[0] + self.share
-        # On several ranks a function may return weights on some alone: the others have 1 for each row.
-        weighted = [comm.size > 1 or weight is not None for _, weight in sides]
-        weights = [losses.new_full((), len(losses)) if weight is None else weight.sum() for losses, weight in sides]
-        if comm.size > 1:
-            numbers = total(comm, torch.stack([*sums, *weights])).unbind()
+        weights = [None if weight is None else weight.sum() for _, weight in sides]
+        if comm.size > 1:  # a function may return weights on some ranks alone: the rows of the others have weight 1
+            of_rows = [
+                losses.new_full((), len(losses)) if weight is None else weight
+                for (losses, _), weight in zip(sides, weights, strict=True)
+            ]
+            numbers = total(comm, torch.stack([*sums, *of_rows])).unbind()
             sums, weights = [*numbers[: len(sums)]], [*numbers[len(sums) :]]
         totals = list[Tensor]()
-        for summed, weight, has_weights, count in zip(sums, weights, weighted, counts, strict=False):
+        for summed, weight, count in zip(sums, weights, counts, strict=False):
             if self.facts.options.reduction == "sum":
                 totals.append(summed)
-            elif not has_weights:
+            elif weight is None:
                 totals.append(summed / max(count, 1))
             else:
                 tiny = torch.finfo(summed.dtype).tiny
