@@ -221,10 +221,10 @@ def test_a_small_batch_is_little_work():
 
 @pytest.mark.parametrize(
     ("kernel", "rows", "most"),
-    [("torch", 32, (86, 1150)), pytest.param("triton", 256, (76, 1360), marks=interpreted)],
+    [("torch", 32, 86), pytest.param("triton", 256, 76, marks=interpreted)],
 )
 def test_a_declared_loss_is_looked_up_like_a_built_in_one(kernel, rows, most):
-    """CLIP in two terms: the node of the built-in loss. What they are, and what ranks agreed on, is found once."""
+    """CLIP in two terms: the node of the built-in loss, and at most twice its calls. What ranks agreed on is kept."""
     dtype = torch.float32 if kernel == "torch" else torch.bfloat16
     x, y = (normalize(torch.randn(rows, 64), dim=1).to(dtype).requires_grad_() for _ in range(2))
     scale = torch.tensor(10.0, requires_grad=True)
@@ -240,8 +240,10 @@ def test_a_declared_loss_is_looked_up_like_a_built_in_one(kernel, rows, most):
         loss(x, y, parameters={"scale": scale}).backward()
 
     call()  # what later calls of the form look up
-    found = counted(call)
-    assert all(0.7 * bound < of <= bound for of, bound in zip(found, most, strict=True)), found
+    operations, calls = counted(call)
+    of_built_in = counted(step("clip", kernel=kernel, dtype=dtype, rows=rows))[1]
+    assert 0.7 * most < operations <= most
+    assert of_built_in < calls <= 2 * of_built_in
 
 
 def ranks_body(kernel, dtype):

@@ -254,7 +254,7 @@ def rule_of(term: Term) -> Rule:
         Max: _Max,
         Min: _Min,
     }
-    return next(rules[kind]() for kind in type(term).__mro__ if kind in rules)
+    return rules[next(filter(rules.__contains__, type(term).__mro__))]()
 
 
 class Kept:

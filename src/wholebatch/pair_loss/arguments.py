@@ -18,7 +18,7 @@ from ..tokens import Packed, Tokens, packed
 from .row_data import INDEX, PARTNER, SEPARATOR
 from .similarity import LATE, ONE
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _RESERVED = {INDEX: "it is the number of the row", PARTNER: "it is the similarity with the partner"}
 
 
@@ -59,12 +59,12 @@ class Arguments:
         x: Any,
         y: Any = None,
         *,
-        x_data: Any = _NOTHING,
-        y_data: Any = _NOTHING,
+        x_data: Any = NOTHING,
+        y_data: Any = NOTHING,
         candidates: Any = None,
-        candidate_data: Any = _NOTHING,
+        candidate_data: Any = NOTHING,
         candidate_offsets: Any = None,
-        parameters: Any = _NOTHING,
+        parameters: Any = NOTHING,
     ) -> Arguments:
         """Return the arguments, by the names of those of a call.
 
@@ -98,8 +98,8 @@ class Arguments:
             raise ValueError(
                 "candidate_data and candidate_offsets need candidates=, the features of each row's own candidates"
             )
-        numbers = (_on_device_of(features, part) for part in (x_data, y_data, candidate_data, _parameters(parameters)))
-        x_data, y_data, candidate_data, p = numbers
+        numbers = x_data, y_data, candidate_data, _parameters(parameters)
+        x_data, y_data, candidate_data, p = [_on_device_of(features, part) for part in numbers]
         constant = _constant(kinds, (x, y, candidates))
         return cls(
             features, columns, flat, widths, x_data, y_data, candidate_data, owners, p, x_lengths, y_lengths, constant
@@ -109,7 +109,7 @@ class Arguments:
     def signature(self) -> list[Any]:
         """Names, dtypes and shapes of everything that functions read, and plain numbers, without the number of rows."""
         of_data = (self.x_data, self.y_data, self.candidate_data)
-        dtypes = [[(name, str(x.dtype)) for name, x in numbers.items()] for numbers in of_data]
+        dtypes = [[(name, str(x.dtype)) for name, x in numbers.items()] if numbers else [] for numbers in of_data]
         shapes = [(name, tuple(x.shape) if isinstance(x, Tensor) else x) for name, x in self.parameters.items()]
         return [dtypes, shapes, self.y is None, self.candidates is None, str(self.x.dtype), str(self.x.device)]
 
@@ -130,9 +130,12 @@ class Arguments:
             features["y"] = self.y
         if self.candidates is not None:
             features["candidates"] = self.candidates
-        data = {f"x_data[{name!r}]": (x, "x") for name, x in self.x_data.items()}
-        data |= {f"y_data[{name!r}]": (x, "y") for name, x in self.y_data.items()}
-        data |= {f"candidate_data[{name!r}]": (x, "candidates") for name, x in self.candidate_data.items()}
+        sides = (
+            ("x_data", "x", self.x_data),
+            ("y_data", "y", self.y_data),
+            ("candidate_data", "candidates", self.candidate_data),
+        )
+        data = {f"{label}[{name!r}]": (x, side) for label, side, numbers in sides for name, x in numbers.items()}
         return Inputs(
             features=features,
             weights=(weights, "x"),
@@ -149,6 +152,8 @@ def _packed(name: str, x: Any) -> Packed:
 
 
 def _vectors(name: str, data: Any) -> dict[str, Tensor]:
+    if data is NOTHING:
+        return {}
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} must be a mapping such as {{'label': labels}}, got {shown(data)}")
     for key in data:
@@ -275,8 +280,10 @@ def check_parameters(parameters: Any) -> None:
 def _parameters(parameters: Any) -> dict[str, Any]:
     """Return the parameters of a call: numbers and tensors."""
     check_parameters(parameters)
-    values = {name: value() if isinstance(value, nn.Module) else value for name, value in parameters.items()}
-    check_parameters(values)
+    returned = {name: value() for name, value in parameters.items() if isinstance(value, nn.Module)}
+    if returned:
+        check_parameters(returned)
+    values = {**parameters, **returned}
     for name, value in values.items():
         if not is_dense(value) and not isinstance(value, int | float):
             raise ValueError(f"parameters[{name!r}] must be a number or a dense tensor with data, got {shown(value)}")
@@ -285,6 +292,6 @@ def _parameters(parameters: Any) -> dict[str, Any]:
 
 def _on_device_of(x: Any, numbers: dict[str, Any]) -> dict[str, Any]:
     """Return numbers with their tensors on the device of the features x; if these are no tensor they stay."""
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or not numbers:
         return numbers
     return {name: number.to(x.device) if isinstance(number, Tensor) else number for name, number in numbers.items()}

@@ -18,7 +18,7 @@ from .arguments import Arguments
 from .call import Call
 from .declaration import Declaration
 from .function_checks import Reads
-from .lowered_terms import factors
+from .lowered_terms import factors, names_of_factors
 from .lowering import Lowered, lowered, may_be_lowered
 from .reductions import Term
 from .similarity import ONE
@@ -105,5 +105,6 @@ def _passes(declared: Declaration, call: Arguments, facts: Facts) -> tuple[Lower
     passes = lowered(declared, call)
     if passes is None:
         return None
-    numbers = [x.item() for x in factors(passes, declared, call, torch.device("cpu")).values()]
+    names = names_of_factors(len(declared.terms))
+    numbers = [x.item() for x in factors(passes, names, call, torch.device("cpu")).values()]
     return (passes, numbers) if may_be_lowered([passes.facts], numbers, in_kernels=facts.kernels) else None

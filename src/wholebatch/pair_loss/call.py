@@ -220,14 +220,15 @@ class Call:
             (of_cols, self.declared.reads.cols, False),
         ):
             for name, term in self.declared.terms.items():  # the same order on all ranks
-                if name not in names or (isinstance(term, Partner) and name in values):
+                partner = isinstance(term, Partner)
+                if name not in names or (partner and name in values):
                     continue
-                if isinstance(term, Partner) and not rows and self.pairing is not None and not self.pairing.all_cols:
+                if partner and not rows and self.pairing is not None and not self.pairing.all_cols:
                     raise ValueError(
                         f"{CALLER}: column_loss must not read the Partner {name!r} where rows of y have a negative "
                         "'pair' and so no partner; leave it to row_loss"
                     )
-                if isinstance(term, Partner):
+                if partner:
                     side = 0 if rows else 1
                     scores = partial(self.pairs[side].scores, term, self.parameters, self.partners[side])
                     values[name] = self.failure.guard(scores, partial(self._zeros, (self.x, self.y)[side]))
@@ -267,7 +268,7 @@ class Call:
         if not reduced:
             return {}, {}
         if self.passes is not None:
-            return reduce(*self.passes, self)
+            return reduce(*self.passes, self, reduced)
         kinds, facts = self.declared.kinds, self.facts
         x, y = (_side_by_side([*tower.features.values()]) for tower in (self.x, self.y))
         x_numbers, y_numbers = (self._numbers(tower, side) for side, tower in enumerate((self.x, self.y)))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -107,9 +108,10 @@ class Declaration:
             device: of the features.
             certain: whether the functions compute alike as long as their fingerprint is the same.
         """
-        splits = any(term.ties == "split" for term in self.terms.values())
-        by_default = device.type in _COMPILES_ON and certain and not splits
-        return self.kernels if self.compiles is True or (self.compiles == "auto" and by_default) else None
+        if self.compiles == "auto":
+            splits = device.type in _COMPILES_ON and any(term.ties == "split" for term in self.terms.values())
+            return self.kernels if device.type in _COMPILES_ON and certain and not splits else None
+        return self.kernels if self.compiles else None
 
     def use(self, call: Arguments) -> None:
         """Look at the functions with data and parameters of these kinds, unless they were used with such before.
@@ -117,8 +119,7 @@ class Declaration:
         Raises:
             ValueError: if a function cannot be computed in tiles, see `function_checks`.
         """
-        functions = self.functions
-        self.fingerprint = fingerprint_and_certainty(repr([*functions]), *functions.values())
+        self.fingerprint = fingerprint_and_certainty(*self.functions.values())
         self.form = repr((self.fingerprint, call.signature))
         if self.form in self._used:
             self.reads = self._used[self.form]
@@ -165,7 +166,7 @@ class Declaration:
                 reduced.append(Reduced(name, term, rule_of(term), rows, cols))
         return reduced
 
-    @property
+    @cached_property
     def functions(self) -> dict[str, Any]:
         """Everything of which a fingerprint is made, by its name."""
         terms = [(name, type(term).__name__, term.settings) for name, term in self.terms.items()]
@@ -174,7 +175,7 @@ class Declaration:
             for name, term in self.terms.items()
             for argument, function in term.functions.items()
         }
-        settings = repr((terms, self.kinds, self.symmetric))
+        settings = repr((terms, [*of_terms], self.kinds, self.symmetric))
         return {"terms": settings, **of_terms, "row_loss": self.row_loss, "column_loss": self.column_loss}
 
     @property
@@ -187,13 +188,13 @@ class Declaration:
         """Whether anything needs partners."""
         return self.reads.partner or any(isinstance(self.terms[name], Partner) for name in self.reads.terms)
 
-    @property
+    @cached_property
     def multiplies_partners(self) -> bool:
         """Whether similarities are products of rows, and terms read those of partners."""
         of_partners = any(isinstance(term, Partner) for term in self.terms.values())
         return of_partners and list(self.kinds.values()) == ["dot"]
 
-    @property
+    @cached_property
     def distances(self) -> list[str]:
         """The names of similarities that are distances."""
         return [name for name, kind in self.kinds.items() if kind == DISTANCE]

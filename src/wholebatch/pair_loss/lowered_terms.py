@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -48,32 +49,35 @@ class Call(Protocol):
         """Return the slopes of L, but for its divisor, by the sums from which the term of this name is computed."""
 
 
-def names_of_factors(declared: Declaration) -> list[str]:
-    """Return the names of the numbers of `factors`."""
-    return [f"{_FACTOR} {i}" for i in range(1 + len(declared.terms))]
+@cache
+def names_of_factors(terms: int) -> list[str]:
+    """Return the names of the numbers of `factors`, for a declaration with this number of terms."""
+    return [f"{_FACTOR} {i}" for i in range(1 + terms)]
 
 
 @torch.no_grad()
-def factors(passes: Lowered | None, declared: Declaration, call: Arguments, device: torch.device) -> dict[str, Tensor]:
-    """Return a of each pass, (), then b of a sigmoid pass, by names that are the same on all ranks; then zeros."""
+def factors(passes: Lowered | None, names: Sequence[str], call: Arguments, device: torch.device) -> dict[str, Tensor]:
+    """Return a of each pass, (), then b of a sigmoid pass, by these names, the same on all ranks; then zeros."""
     values = list[Tensor]()
     for each in () if passes is None else passes.passes:
         a, b = _coefficients(each, call.parameters, device)
         values += [a, b] if isinstance(each, SigmoidPass) and b is not None else [a]
-    names = names_of_factors(declared)
     values += [torch.zeros((), dtype=wide_dtype(device), device=device)] * (len(names) - len(values))
     return dict(zip(names, values, strict=True))
 
 
-def reduce(lowered: Lowered, factors: Sequence[float], call: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def reduce(
+    lowered: Lowered, factors: Sequence[float], call: Call, reduced: Sequence[Reduced]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the terms of this rank's rows and of its columns, by name. Collective: as `row_statistics`, for each pass.
 
     Args:
         lowered: the terms.
         factors: a of each pass, the same on all ranks; further ones are not used.
         call: the call.
+        reduced: the terms that are no partners.
     """
-    terms = {each.name: each for each in call.declared.reduced()} | {**lowered.partners}
+    terms = {each.name: each for each in reduced} | {**lowered.partners}
     ids = _Ids(call)
     sides = _Side(call, ids, rows=True), _Side(call, ids, rows=False)
     values = dict[str, Tensor](), dict[str, Tensor]()

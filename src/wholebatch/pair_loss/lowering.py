@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Lowered:
         """The sweep that computes them, in words."""
         return "sigmoid sweep" if isinstance(self.passes[0], SigmoidPass) else "softmax sweep"
 
-    @property
+    @cached_property
     def facts(self) -> list[Any]:
         """The facts that all ranks must have alike."""
         counted, partners = _in_words(self.counted), [[x.name, x.rows, x.cols] for x in self.partners.values()]

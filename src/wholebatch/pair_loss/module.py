@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from ..kernels import Kernel
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ..tokens import Tokens
-from .arguments import Arguments, check_parameters
+from .arguments import NOTHING, Arguments, check_parameters
 from .call import CALLER, Call
 from .declaration import REMEMBERED, Declaration
 from .fingerprint import fingerprint
@@ -42,7 +41,6 @@ _CONSTANT = "similarities without a gradient"
 _DTYPES = "names and dtypes of x_data, y_data and candidate_data"
 _TILES = "how many times two tiles a step holds"
 _PASSES = "passes over S"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class PairLoss(nn.Module):
         similarity: Similarity = "dot",
         symmetric: bool = False,
         reduction: Reduction = "mean",
-        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+        parameters: Mapping[str, Any] = NOTHING,  # numbers, tensors or modules
         group: Group = None,
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
@@ -170,12 +168,12 @@ class PairLoss(nn.Module):
         x: Tensor | Tokens | Mapping[str, Tensor],
         y: Tensor | Tokens | Mapping[str, Tensor] | None = None,
         *,
-        x_data: Mapping[str, Tensor] = _NOTHING,
-        y_data: Mapping[str, Tensor] = _NOTHING,
+        x_data: Mapping[str, Tensor] = NOTHING,
+        y_data: Mapping[str, Tensor] = NOTHING,
         candidates: Tensor | Mapping[str, Tensor] | None = None,
-        candidate_data: Mapping[str, Tensor] = _NOTHING,
+        candidate_data: Mapping[str, Tensor] = NOTHING,
         candidate_offsets: Tensor | None = None,
-        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+        parameters: Mapping[str, Any] = NOTHING,  # numbers, tensors or modules
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return L, the same on all ranks.
@@ -211,10 +209,11 @@ class PairLoss(nn.Module):
         call, passes, (functions, certain) = prepared(
             CALLER, self.options.group, lambda: self._prepared(x, y, **data, **own, parameters=parameters)
         )
+        names = names_of_factors(len(self.declaration.terms)) if functions else []
         checks = Checks(
             check=lambda: self._facts(call, passes),
-            read_back=lambda: factors(passes, self.declaration, call, call.x.device) if _has_features(call) else {},
-            of_first=names_of_factors(self.declaration) if _has_features(call) else (),
+            read_back=lambda: factors(passes, names, call, call.x.device) if names else {},
+            of_first=names,
             must_match=(_FINGERPRINT, _DTYPES),
             settings=self._settings(call, passes) if functions else None,
             reads="its functions are compared between ranks",
@@ -225,7 +224,7 @@ class PairLoss(nn.Module):
         self.declaration.agreed(agreed.reads)
         self._warn_of_unread_terms()
         self._stop_compiling(agreed.not_compiled)
-        of_passes, lowered_as = [facts.scalars[name] for name in checks.of_first], None
+        of_passes, lowered_as = [facts.scalars[name] for name in names], None
         if passes is not None and may_be_lowered(agreed.passes, of_passes, in_kernels=facts.kernels):
             lowered_as = passes, of_passes
         kernels = self.declaration.kernels_on(facts.device, certain=certain)
@@ -250,12 +249,12 @@ class PairLoss(nn.Module):
         x: Tensor | Tokens | Mapping[str, Tensor],
         y: Tensor | Tokens | Mapping[str, Tensor] | None = None,
         *,
-        x_data: Mapping[str, Tensor] = _NOTHING,
-        y_data: Mapping[str, Tensor] = _NOTHING,
+        x_data: Mapping[str, Tensor] = NOTHING,
+        y_data: Mapping[str, Tensor] = NOTHING,
         candidates: Tensor | Mapping[str, Tensor] | None = None,
-        candidate_data: Mapping[str, Tensor] = _NOTHING,
+        candidate_data: Mapping[str, Tensor] = NOTHING,
         candidate_offsets: Tensor | None = None,
-        parameters: Mapping[str, Any] = _NOTHING,  # numbers, tensors or modules
+        parameters: Mapping[str, Any] = NOTHING,  # numbers, tensors or modules
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return L of the rows given, from one dense matrix, without communication; arguments as in `forward`.
@@ -344,9 +343,8 @@ class PairLoss(nn.Module):
             names = ", ".join(self.declaration.unread)
             warn(f"PairLoss does not compute terms that neither side reads: {names}")
 
-    def _check_names(self, parameters: Any) -> None:
+    def _check_names(self, parameters: Any, known: Mapping[str, Any]) -> None:
         """Raise ValueError for a parameter of a call that nothing reads, and whose name is nearly that of another."""
-        known = self._current_parameters()
         for name in parameters:
             if name not in known and name not in self.declaration.reads.p:
                 for similar in get_close_matches(name, {*known, *self.declaration.reads.p}, n=1, cutoff=0.75):
@@ -364,12 +362,13 @@ def _has_features(call: Arguments) -> bool:
     return isinstance(call.x, Tensor) and call.x.is_floating_point() and not call.x.is_meta
 
 
-def arguments_of(loss_fn: PairLoss, *features: Any, parameters: Any = _NOTHING, **rest: Any) -> Arguments:
+def arguments_of(loss_fn: PairLoss, *features: Any, parameters: Any = NOTHING, **rest: Any) -> Arguments:
     """Return the checked arguments of a call, without weights; those of `forward`, without communication."""
+    known = loss_fn._current_parameters()
     if isinstance(parameters, Mapping):  # `Arguments.of` refuses others
-        parameters = {**loss_fn._current_parameters(), **parameters}
+        parameters = {**known, **parameters}
     call = Arguments.of(loss_fn.declaration.kinds, *features, parameters=parameters, **rest)
     if _has_features(call):  # else `agree` refuses it
         loss_fn.declaration.use(call)
-        loss_fn._check_names(parameters)
+        loss_fn._check_names(parameters, known)
     return call

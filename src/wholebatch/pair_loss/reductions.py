@@ -59,7 +59,7 @@ class Term:
         """Whether the mask has the parameters as a fourth argument."""
         return self.where is not None and takes(self.where, 4)
 
-    @property
+    @cached_property
     def functions(self) -> dict[str, Callable[..., Tensor]]:
         """The user's functions, by the names of the arguments."""
         functions = {
