@@ -140,7 +140,13 @@ def _read(out):
     from safetensors.torch import load_file
 
     log = json.loads((Path(out) / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
-    return Run(load_file(out / "model.safetensors"), [entry["loss"] for entry in log if "loss" in entry])
+    named = {_current(name): x for name, x in load_file(Path(out) / "model.safetensors").items()}
+    return Run(named, [entry["loss"] for entry in log if "loss" in entry])
+
+
+def _current(name):
+    """Return today's name of a weight: transformers 5.3 saves those of a BERT by names of TensorFlow."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def flat(weights):
