@@ -131,9 +131,7 @@ def body(port, folder, folders, jobs, whose):
 
         grad_cache.install()
     theirs = whose == "theirs"
-    return {
-        job: train(arguments(folder, *job, 2, f"{whose} {' '.join(map(str, job))}", theirs=theirs)) for job in jobs
-    }
+    return {job: train(arguments(folder, *job, 2, f"{whose} {' '.join(map(str, job))}", theirs=theirs)) for job in jobs}
 
 
 def on_two_processes(folder, folders, jobs, whose):

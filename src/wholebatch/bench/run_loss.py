@@ -15,7 +15,7 @@ from wholebatch._base.third_party import version
 from wholebatch._base.user_error import UserError
 from wholebatch._launch.processes import run_processes
 from wholebatch._measure import threads_of_a_rank
-from wholebatch.planning.declared import find, is_declared
+from wholebatch.planning.declared import declared, is_declared
 from wholebatch.testing import RankError
 
 from . import loss, loss_display, records
@@ -39,7 +39,7 @@ def run_loss(config: LossConfig) -> None:
     if config.device == "cuda" and gpus < max(config.ranks):
         raise UserError(f"--device cuda needs a GPU for each of {max(config.ranks)} ranks, and there are {gpus}")
     for name in filter(is_declared, config.losses):
-        find(name)  # before processes start
+        declared(name, torch.float32)  # a mistake is found before processes start
     peers = [peer for name in config.losses for peer in PEERS.get(name, ()) if config.peers]
     packages = sorted({peer.package for peer in peers if peer.on_cpu or config.device == "cuda"})
     versions = {package: installed for package in packages if (installed := version(package)) is not None}
