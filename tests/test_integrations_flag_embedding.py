@@ -149,9 +149,7 @@ def test_mistakes_are_refused():
     with pytest.raises(ValueError, match="got 17 rows for 6 queries; pass train_group_size"):
         flag_embedding.cross_device_loss(Model(), q, p[:17])
     trained = Model(temperature=torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64)))
-    with pytest.raises(
-        ValueError, match="temperature must be a number, .* checkpoints of FlagEmbedding hold the encoder"
-    ):
+    with pytest.raises(ValueError, match=r"temperature must be a number, .* checkpoints of FlagEmbedding hold the"):
         flag_embedding.cross_device_loss(trained, q, p)
     trained.temperature.requires_grad_(False)
     _, loss = flag_embedding.cross_device_loss(trained, q, p)

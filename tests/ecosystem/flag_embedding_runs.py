@@ -116,8 +116,9 @@ def arguments(folder, case, ranks, out):
         "--model_name_or_path", f"{folder}/{case.model}", "--train_data", f"{folder}/data{case.group}.jsonl",
         "--train_group_size", str(case.group), "--output_dir", out, "--cache_path", f"{folder}/cache",
         "--per_device_train_batch_size", str(micro), "--gradient_accumulation_steps", str(case.micro_steps),
-        "--max_steps", str(STEPS), "--learning_rate", str(0.02 * divided_again), "--optim", "sgd", "--max_grad_norm", "0",
-        "--lr_scheduler_type", "constant", "--weight_decay", "0", "--use_cpu", "True", "--report_to", "none",
+        "--max_steps", str(STEPS), "--learning_rate", str(0.02 * divided_again), "--optim", "sgd",
+        "--max_grad_norm", "0", "--lr_scheduler_type", "constant",
+        "--weight_decay", "0", "--use_cpu", "True", "--report_to", "none",
         "--logging_steps", "1", "--save_steps", str(STEPS), "--disable_tqdm", "True", "--temperature", "0.1",
         "--negatives_cross_device", str(case.cross), *case.options,
     ]  # fmt: skip

@@ -24,7 +24,7 @@ def passages_loss(
     per_query: int,
     *,
     caller: str,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     reduction: Reduction = "mean",
     group: Group = None,
 ) -> Tensor:
