@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = {  # part of a command, and the reason
+    "export runs/photos ": "needs a run with pretrained encoders",
     "srun ": "needs Slurm",
     "FOLDER_OR_HUB_NAME": "needs a pretrained encoder",
     "timm:": "downloads weights",

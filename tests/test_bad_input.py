@@ -566,7 +566,7 @@ def test_a_wrong_group_on_one_rank_raises_there():
 
 def test_errors_for_unknown_names_suggest_a_fix():
     x = features()
-    with pytest.raises(TypeError, match=r"unknown: 'logit_sclae' \(did you mean 'logit_scale'\?\)"):
+    with pytest.raises(TypeError, match=r"unknown: 'logit_sclae'; did you mean logit_scale\?"):
         wb.functional.clip_loss(x, x, logit_sclae=10.0)
     with pytest.raises(TypeError, match="pass logit_scale=1 / temperature, in the constructor or in the call"):
         wb.CLIPLoss(temperature=0.07)
@@ -574,6 +574,26 @@ def test_errors_for_unknown_names_suggest_a_fix():
         wb.CLIPLoss(ids=torch.arange(3))
     with pytest.raises(TypeError, match="did you mean label_smoothing"):
         wb.CLIPLoss(lable_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"got 'rign'; did you mean ring\?"):
+        wb.CLIPLoss(exchange="rign")
+    with pytest.raises(
+        TypeError, match=r"too many positional arguments; pass the others by keyword, as in logit_scale="
+    ):
+        wb.functional.info_nce_loss(x, x, 20.0)
+    with pytest.raises(TypeError, match=r"too many .*; pass the others by keyword, as in negatives="):
+        wb.InfoNCELoss()(x, x, 20.0, logit_scale=20.0)
+    with pytest.raises(TypeError, match=r"write where=wb\.terms\.other, without"):
+        wb.terms.other()
+
+
+def test_the_first_row_that_is_not_finite_is_named():
+    x, y = features(), features()
+    x[2, 1], x[1, 0] = float("nan"), float("-inf")
+    with pytest.raises(ValueError, match=r"image_features must be finite, .* first in row 1; check"):
+        wb.functional.clip_loss(x, y, 10.0)
+    x[1, 0] = 0.0
+    with pytest.raises(ValueError, match="largest absolute entry is nan, first in row 2; check"):
+        wb.functional.clip_loss(x, y, 10.0)
 
 
 def unknown_keywords_body(folder):

@@ -148,6 +148,12 @@ def test_mistakes_are_refused():
         flag_embedding.cross_device_loss(Model("mse"), q, p, targets)
     with pytest.raises(ValueError, match="got 17 rows for 6 queries; pass train_group_size"):
         flag_embedding.cross_device_loss(Model(), q, p[:17])
+    trained = Model(temperature=torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64)))
+    with pytest.raises(ValueError, match=r"temperature must be a number, .* checkpoints of FlagEmbedding hold the"):
+        flag_embedding.cross_device_loss(trained, q, p)
+    trained.temperature.requires_grad_(False)
+    _, loss = flag_embedding.cross_device_loss(trained, q, p)
+    assert torch.allclose(loss, trained._compute_in_batch_neg_loss(q, p)[1], rtol=0, atol=1e-12)
 
 
 def with_a_mistake_on_rank_1(mistake):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from grad_cache_program import WAYS, encoder, true_weights, weights
 from torch.nn import functional as F
 
+import wholebatch as wb
 from wholebatch.integrations import grad_cache as ours
 from wholebatch.testing import run_ranks
 
@@ -304,6 +305,42 @@ def test_lightnings_backward_is_called_once_and_may_scale():
     assert torch.allclose(found, model[0].weight.grad, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="backward_fn must be callable, got None"):
         ours.PLGradCache([model], 4, lambda r: r.sum())
+
+
+class Scaled(torch.nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = wb.Scale(3.0).double()
+
+    def forward(self, r):
+        return self.scale() * r.square().mean()
+
+
+def test_a_loss_has_parameters_of_the_lightning_module_alone():
+    class Trained(torch.nn.Module):
+        def __init__(self, loss_fn, *, saved):
+            super().__init__()
+            self.net, self.others = encoder(), [loss_fn]
+            if saved:
+                self.loss_fn = loss_fn
+
+        def manual_backward(self, loss):
+            loss.backward()
+
+    x, loss_fn = torch.randn(6, 6, dtype=torch.float64), Scaled()
+    module = Trained(loss_fn, saved=False)
+    cache = ours.PLGradCache([module.net], 4, loss_fn, backward_fn=module.manual_backward)
+    with pytest.raises(ValueError, match=r"no parameters but the Trained's, got scale\.log_scale: .* self\.loss = "):
+        cache(x)
+    assert all(p.grad is None for p in module.parameters())
+    module = Trained(loss_fn, saved=True)
+    ours.PLGradCache([module.net], 4, loss_fn, backward_fn=module.manual_backward)(x)
+    assert loss_fn.scale.log_scale.grad.abs() > 0
+    loss_fn.requires_grad_(False)
+    module = Trained(loss_fn, saved=False)
+    ours.PLGradCache([module.net], 4, loss_fn, backward_fn=module.manual_backward)(x)
 
 
 # Losses.

@@ -186,6 +186,19 @@ class Edited(nn.Module):
 Edited.__name__ = "ArcFace"
 
 
+class Learned(nn.Module):
+    """A margin of this library's form with a parameter, whose gradient no engine of their script would average."""
+
+    s = 16.0
+
+    def __init__(self):
+        super().__init__()
+        self.m = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+
+    def forward(self, targets):
+        return self.s * (targets.angles.cos() - self.m)
+
+
 @pytest.mark.parametrize(
     ("margin", "message"),
     [
@@ -195,8 +208,9 @@ Edited.__name__ = "ArcFace"
         (nn.Linear(2, 2), "margin_loss must be a CombinedMarginLoss, ArcFace or CosFace .* got Linear"),
         (lambda logits, labels: logits, "margin_loss must be a CombinedMarginLoss"),
         (CombinedMarginLoss, "margin_loss must be a CombinedMarginLoss"),
+        (Learned(), "must have no parameters to learn, .* got Learned with parameters: make them buffers"),
     ],
-    ids=["ignored", "no logits", "edited", "module", "function", "class"],
+    ids=["ignored", "no logits", "edited", "module", "function", "class", "learned"],
 )
 def test_other_margins_are_refused(margin, message):
     with pytest.raises(ValueError, match=message):

@@ -110,7 +110,10 @@ DECLARATIONS = {
         lambda: declared(None, lambda x, y: (x.label == y.label).float()),
         "must return booleans, got torch.float32",
     ),
-    "no such data": (lambda: declared(lambda s, x, y, p: s * x.lable), "did you mean x.label?"),
+    "no such data": (
+        lambda: declared(lambda s, x, y, p: s * x.lable),
+        "has label, bias, partner, index; did you mean label?",
+    ),
     "no such parameter": (lambda: declared(lambda s, x, y, p: s * p.gamma), "p.gamma does not exist"),
     "numpy": (
         lambda: declared(exponentials_of_numpy),
@@ -203,7 +206,7 @@ def test_wrong_options(options, message):
             {"candidates": X, "candidate_offsets": torch.ones(5, dtype=torch.int64)},
             r"of counts pass torch.nn.functional.pad",
         ),
-        ({"parameters": {"sclae": 1.0}}, "did you mean 'scale'"),
+        ({"parameters": {"sclae": 1.0}}, "did you mean scale?"),
         ({"parameters": {"a": "1"}}, r"parameters\['a'\] must be a number, a tensor or a module"),
         ({"weights": torch.ones(3)}, "weights must have shape"),
         ({"weights": -torch.ones(5)}, "weights must not be negative"),

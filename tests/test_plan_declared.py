@@ -212,7 +212,7 @@ def test_a_loss_is_planned_itself_or_by_a_function_or_by_name(tmp_path):
     ("loss", "message"),
     [
         ("nowhere.py:make", "there is no file nowhere.py"),
-        ("no_such_module:make", "there is no module 'no_such_module' here"),
+        ("no_such_module:make", "no module 'no_such_module' here; name a file as in no_such_module.py:make"),
         (of("nothing"), f"{HERE} has no 'nothing'"),
         (of("MAKES"), "must be a wb.PairLoss, or a function of (rows, embedding_size)"),
         (":make", "name a declared loss as FILE.py:NAME or MODULE:NAME"),
@@ -289,6 +289,7 @@ def test_wrong_declared_losses_are_not_timed():
     [
         (["--losses", "lifted"], "--losses must be some of clip, info_nce"),
         (["--beside", "clip"], "--beside is timed with a declared loss: name one in --losses"),
+        (["--losses", "nowhere.py:make"], "wholebatch bench: error: there is no file nowhere.py\n"),  # by no process
     ],
 )
 def test_wrong_options_are_refused(options, message, capsys):

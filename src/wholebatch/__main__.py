@@ -12,10 +12,10 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from wholebatch._base.spelling import did_you_mean
 from wholebatch._base.user_error import UserError, needs, printable
 
 
@@ -103,8 +103,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"wholebatch {__version__}")
         return 0
     if arguments[0] not in _COMMANDS:
-        near = get_close_matches(arguments[0], _COMMANDS, n=1)
-        meant = f"; perhaps you meant {near[0]}" if near else ""
+        meant = did_you_mean(arguments[0], _COMMANDS)
         return _mistake(
             "wholebatch", f"there is no command {arguments[0]!r}; choose one of: {', '.join(_COMMANDS)}{meant}"
         )

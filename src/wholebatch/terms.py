@@ -17,7 +17,7 @@ from .pair_loss.reductions import Count, LogSumExp, Mask, Max, Mean, Min, Partne
 __all__ = ["Count", "LogSumExp", "Max", "Mean", "Min", "Partner", "Sum", "equal", "other", "unequal"]
 
 
-def other(x: Any, y: Any) -> Tensor:  # fields
+def other(x: Any = None, y: Any = None) -> Tensor:  # fields
     """Return the mask of all pairs but those of a row with itself: `x.index != y.index`.
 
     >>> import torch, wholebatch as wb
@@ -25,6 +25,8 @@ def other(x: Any, y: Any) -> Tensor:  # fields
     >>> loss_fn(torch.zeros(4, 2))
     tensor(3.)
     """
+    if x is None:
+        raise TypeError("wb.terms.other is a mask itself: write where=wb.terms.other, without parentheses")
     mask: Tensor = x.index != y.index
     return mask
 

@@ -17,6 +17,7 @@ import torch
 from dual import as_launched, free_port
 from sentence_runs import WORDS
 
+from wholebatch.integrations._framework import TRANSFORMERS
 from wholebatch.testing import run_ranks
 
 ROWS, STEPS = 8, 20
@@ -37,6 +38,7 @@ class Case:
     cross: bool = True
     micro_steps: int = 1
     model: str = "model"
+    trained_temperature: bool = False
 
 
 @dataclass
@@ -108,12 +110,15 @@ def run(folder, cases, ranks):
 
 def arguments(folder, case, ranks, out):
     micro = ROWS // ranks // case.micro_steps
+    # Their Trainer and accelerate both divide by the micro-steps before transformers 5.10; plain SGD makes up for it.
+    divided_again = case.micro_steps if not case.ours and TRANSFORMERS.is_older("5.10") else 1
     return [
         "--model_name_or_path", f"{folder}/{case.model}", "--train_data", f"{folder}/data{case.group}.jsonl",
         "--train_group_size", str(case.group), "--output_dir", out, "--cache_path", f"{folder}/cache",
         "--per_device_train_batch_size", str(micro), "--gradient_accumulation_steps", str(case.micro_steps),
-        "--max_steps", str(STEPS), "--learning_rate", "0.02", "--optim", "sgd", "--max_grad_norm", "0",
-        "--lr_scheduler_type", "constant", "--weight_decay", "0", "--use_cpu", "True", "--report_to", "none",
+        "--max_steps", str(STEPS), "--learning_rate", str(0.02 * divided_again), "--optim", "sgd",
+        "--max_grad_norm", "0", "--lr_scheduler_type", "constant",
+        "--weight_decay", "0", "--use_cpu", "True", "--report_to", "none",
         "--logging_steps", "1", "--save_steps", str(STEPS), "--disable_tqdm", "True", "--temperature", "0.1",
         "--negatives_cross_device", str(case.cross), *case.options,
     ]  # fmt: skip
@@ -129,6 +134,8 @@ def _train(port, folder, cases):
 
     for index, case in enumerate(cases):
         argv = arguments(folder, case, ranks, f"{folder}/{ranks}-{index}")
+        if case.trained_temperature:
+            _train_temperature()
         if case.ours:
             assert main(["-m", PROGRAMS[case.program], *argv]) == 0
         else:
@@ -136,11 +143,30 @@ def _train(port, folder, cases):
             runpy.run_module(PROGRAMS[case.program], run_name="__main__", alter_sys=True)
 
 
+def _train_temperature():
+    """Let the model's temperature be a parameter, as a subclass of the user may."""
+    from FlagEmbedding.abc.finetune.embedder.AbsModeling import AbsEmbedderModel
+
+    build = AbsEmbedderModel.__init__
+
+    def init(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        self.temperature = torch.nn.Parameter(torch.tensor(float(self.temperature)))
+
+    AbsEmbedderModel.__init__ = init
+
+
 def _read(out):
     from safetensors.torch import load_file
 
     log = json.loads((Path(out) / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
-    return Run(load_file(out / "model.safetensors"), [entry["loss"] for entry in log if "loss" in entry])
+    named = {_current(name): x for name, x in load_file(Path(out) / "model.safetensors").items()}
+    return Run(named, [entry["loss"] for entry in log if "loss" in entry])
+
+
+def _current(name):
+    """Return today's name of a weight: transformers 5.3 saves those of a BERT by names of TensorFlow."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def flat(weights):

@@ -24,6 +24,7 @@ from flag_embedding_runs import PROGRAMS, Case, arguments, flat, make_files, run
 import wholebatch as wb
 from wholebatch.auditing import presets
 from wholebatch.integrations import flag_embedding
+from wholebatch.testing import RankError
 
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
 
@@ -98,6 +99,13 @@ def test_flag_embedding_alone_ends_elsewhere(found, true, start, name):
     away = distance(found, true, start, THEIRS[name])
     print(f"theirs, {name}: {away:.2g}")
     assert away > 0.1
+
+
+def test_a_trained_temperature_is_refused_on_all_ranks(folder):
+    """Their checkpoints hold the encoder alone."""
+    with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
+        run(folder, [Case(trained_temperature=True)], 2)
+    assert str(error.value).count("temperature must be a number, got a tensor that is trained") >= 2
 
 
 AUDITED = {

@@ -16,10 +16,11 @@ import pytest
 import tevatron_audits
 import torch
 import torch.distributed as dist
+from dual import as_launched, free_port
 from tevatron_runs import SETTINGS, arguments, folder_of, import_from, make_files, on_two_processes, train
 
 import wholebatch as wb
-from wholebatch.testing import run_ranks
+from wholebatch.testing import RankError, run_ranks
 
 TEVATRON, GRAD_CACHE = folder_of("WHOLEBATCH_TEVATRON"), folder_of("WHOLEBATCH_GRAD_CACHE")
 ROUNDING = 1e-10  # of the distance moved: 20 steps in float64, summed in another order
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def true(folder):
     import_from([TEVATRON])
-    return {name: train(arguments(folder, name, False, 1, f"one {name}")) for name in SETTINGS}
+    return {name: train(arguments(folder, name, False, 1, f"one {name}", theirs=True)) for name in SETTINGS}
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +186,33 @@ def test_the_command_runs_the_driver(folder, true, command):
     saved = torch.cat([p.detach().flatten() for p in AutoModel.from_pretrained(folder / name).parameters()])
     start, end, _ = true["plain"]
     assert (saved - end).norm() < 1e-4 * (end - start).norm()  # the command trains in float32
+
+
+def with_a_trained_temperature(port, folder, cached):
+    import_from([TEVATRON])
+    as_launched(port)
+    from tevatron.retriever.driver import train as driver
+
+    from wholebatch.integrations import tevatron
+
+    tevatron.install()
+    build = driver.DenseModel.build
+
+    def build_trained(*args, **kwargs):
+        model = build(*args, **kwargs)
+        model.temperature = torch.nn.Parameter(torch.tensor(0.5))
+        return model
+
+    driver.DenseModel.build = build_trained
+    train(arguments(folder, "plain", cached, 2, f"trained {cached}"))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_trained_temperature_is_refused_on_all_ranks(folder, cached):
+    """Tevatron's checkpoints hold the encoder alone, and its saving fails beside another parameter."""
+    with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
+        run_ranks(with_a_trained_temperature, 2, free_port(), folder, cached, timeout_s=100)
+    assert str(error.value).count("temperature must be a number, got a tensor that is trained") >= 2
 
 
 def test_other_uses_of_the_model_get_their_own_output(folder):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from dual import as_launched, free_port
 
+from wholebatch.integrations._framework import TRANSFORMERS
 from wholebatch.testing import run_ranks
 
 STEPS, ROWS, ACCUMULATION = 20, 8, 2
@@ -63,8 +64,13 @@ def make_files(folder):
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def arguments(folder, setting, cached, ranks, name):
-    """Return the options of the driver."""
+def arguments(folder, setting, cached, ranks, name, *, theirs=False):
+    """Return the options of the driver, `theirs` for Tevatron's own loss.
+
+    Before transformers 5.10 the Trainer and accelerate both divide their loss by the micro-steps; the learning rate of
+    plain SGD makes up for it.
+    """
+    divided_again = theirs and not cached and setting == "accumulation" and TRANSFORMERS.is_older("5.10")
     return [
         *("--model_name_or_path", str(folder / "model"), "--dataset_path", str(folder / "train.jsonl")),
         *("--dataset_cache_dir", str(folder / f"cache {name}"), "--output_dir", str(folder / name)),
@@ -72,6 +78,7 @@ def arguments(folder, setting, cached, ranks, name):
         *TRAINING,
         *SETTINGS[setting],
         *(CACHED if cached else []),
+        *(["--learning_rate", str(0.01 * ACCUMULATION)] if divided_again else []),
     ]
 
 
@@ -123,7 +130,8 @@ def body(port, folder, folders, jobs, whose):
         from wholebatch.integrations import grad_cache
 
         grad_cache.install()
-    return {job: train(arguments(folder, *job, 2, f"{whose} {' '.join(map(str, job))}")) for job in jobs}
+    theirs = whose == "theirs"
+    return {job: train(arguments(folder, *job, 2, f"{whose} {' '.join(map(str, job))}", theirs=theirs)) for job in jobs}
 
 
 def on_two_processes(folder, folders, jobs, whose):

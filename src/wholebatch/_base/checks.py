@@ -157,9 +157,11 @@ def check_finite(name: str, x: Tensor) -> None:
     if x.numel() and (x.is_floating_point() or x.is_complex()):
         largest = torch.linalg.vector_norm(x.detach(), ord=math.inf).item()
         if not math.isfinite(largest):
+            bad_rows = (~x.isfinite()).reshape(len(x) if x.dim() else 1, -1).any(1)
+            row = f", first in row {int(bad_rows.int().argmax())}" if x.dim() else ""
             raise ValueError(
-                f"{name} must be finite, its largest absolute entry is {largest}; check for an overflow, a division "
-                "by the norm of a zero vector, or a learning rate that is too high"
+                f"{name} must be finite, its largest absolute entry is {largest}{row}; check for an overflow, a "
+                "division by the norm of a zero vector, or a learning rate that is too high"
             )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+from .spelling import did_you_mean
 
 
 def lazy_names(package: str, module: str, *more: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -28,19 +29,12 @@ def lazy_names(package: str, module: str, *more: str) -> tuple[Callable[[str], A
             names = vars(import_module(module, package))
             if name in names:
                 return vars(sys.modules[package]).setdefault(name, names[name])
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{_hint(name, get)}")
+        # programs try names with an underscore, and expect an error
+        hint = "" if name.startswith("_") else did_you_mean(name, get("__all__"))
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
     def list_names() -> list[str]:
         special = {name for name in vars(sys.modules[package]) if name.startswith("__")}
         return sorted(special | {*get("__all__")})
 
     return get, list_names
-
-
-def _hint(name: str, get: Callable[[str], Any]) -> str:
-    """Return the public name that is nearest to a misspelled one, as the end of an error."""
-    if name.startswith("_"):  # programs try such names, and expect an error
-        return ""
-    spelling = {public.lower(): public for public in get("__all__")}
-    similar = get_close_matches(name.lower(), spelling, n=1)
-    return f"; did you mean {spelling[similar[0]]}?" if similar else ""

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .spelling import did_you_mean
+
 _T = TypeVar("_T")
 _MOST = 2**63  # beyond any count
 LARGEST = 3.4028234663852886e38  # number of float32
@@ -143,7 +145,8 @@ def check_label_smoothing(value: object) -> float:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Return value if it is one of the named choices."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {shown(value)}")
+        meant = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {shown(value)}{meant}")
     return value
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tyro
-
+from .._cli.parse import parse
 from .config import AuditConfig
 
 
@@ -16,7 +15,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         UserError: for a mistake in the options or in the problem.
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
-    config = tyro.cli(AuditConfig, args=list(argv), prog=prog)
+    config = parse(AuditConfig, argv, prog)
     config.check()
     from .command import run
 

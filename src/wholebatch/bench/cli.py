@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import tyro
-
+from wholebatch._base.spelling import did_you_mean
 from wholebatch._base.user_error import UserError
+from wholebatch._cli.parse import parse
 
 from .config import GatherConfig, LossConfig
 
@@ -27,16 +27,17 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         print("\n".join(usage), file=sys.stdout if argv else sys.stderr)
         raise SystemExit(0 if argv else 2)
     if argv[0] not in _BENCHMARKS:
-        raise UserError(f"there is no benchmark {argv[0]!r}; choose one of: {', '.join(_BENCHMARKS)}")
-    options, name = list(argv[1:]), f"{prog} {argv[0]}"
+        meant = did_you_mean(argv[0], _BENCHMARKS)
+        raise UserError(f"there is no benchmark {argv[0]!r}; choose one of: {', '.join(_BENCHMARKS)}{meant}")
+    name = f"{prog} {argv[0]}"
     if argv[0] == "gather":
-        of_gather = tyro.cli(GatherConfig, args=options, prog=name)
+        of_gather = parse(GatherConfig, argv[1:], name)
         of_gather.check()
         from .run_gather import run_gather
 
         run_gather(of_gather)
     else:
-        of_loss = tyro.cli(LossConfig, args=options, prog=name)
+        of_loss = parse(LossConfig, argv[1:], name)
         of_loss.check()
         from .run_loss import run_loss
 

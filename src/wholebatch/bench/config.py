@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from wholebatch._base.spelling import did_you_mean
 from wholebatch._base.user_error import UserError, option
 from wholebatch._cli.declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
 from wholebatch._launch.launcher import LAUNCHED_SIZES, launcher_size
@@ -23,10 +24,8 @@ _SIZES, _SIZES_OF_TOKENS = (4096, 512), (256, 128)  # default batch and embeddin
 _TOKENS = (32, 180)
 if TYPE_CHECKING:
     ExchangeName = str
-    LossName = str
 else:  # the command line lists them
     ExchangeName = Literal[EXCHANGE_NAMES]
-    LossName = Literal[LOSSES]
 GATHER_RUN = ("backend", "ranks", "rows_per_rank")
 GATHER_FIELDS = (*GATHER_RUN, "method", "embedding_size", "step_ms")
 LOSS_RUN = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device", "method")
@@ -79,7 +78,7 @@ class LossConfig:
     """The losses to time, by default all but max_sim, which is compared with its dense formula. A declared loss by the
     file and the name of a wb.PairLoss, or of a function of (rows, embedding_size) that returns one and the further
     arguments of its call; it is compared with its dense reference."""
-    beside: LossName | None = None
+    beside: Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(LOSSES)}}}")] = None
     """A loss of this library, of the same value as each declared loss, that takes turns with it."""
     batch_size: int | None = None
     """B, examples on all ranks together; by default 4096, for max_sim 256."""
@@ -133,8 +132,11 @@ class LossConfig:
             if name not in _NAMES and ":" not in name:
                 raise UserError(
                     f"--losses must be some of {', '.join(_NAMES)}, or declared losses such as my_losses.py:lifted; "
-                    f"got {name!r}"
+                    f"got {name!r}{did_you_mean(name, _NAMES)}"
                 )
+        if self.beside is not None and self.beside not in LOSSES:
+            meant = did_you_mean(self.beside, LOSSES)
+            raise UserError(f"--beside must be one of {', '.join(LOSSES)}; got {self.beside!r}{meant}")
         if self.beside is not None and not any(":" in name for name in self.losses):
             raise UserError("--beside is timed with a declared loss: name one in --losses, as in my_losses.py:lifted")
         tokens = [name for name in ("query_tokens", "document_tokens") if getattr(self, name) is not None]

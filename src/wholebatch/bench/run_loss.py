@@ -15,6 +15,7 @@ from wholebatch._base.third_party import version
 from wholebatch._base.user_error import UserError
 from wholebatch._launch.processes import run_processes
 from wholebatch._measure import threads_of_a_rank
+from wholebatch.planning.declared import declared, is_declared
 from wholebatch.testing import RankError
 
 from . import loss, loss_display, records
@@ -37,6 +38,8 @@ def run_loss(config: LossConfig) -> None:
     gpus = torch.cuda.device_count()
     if config.device == "cuda" and gpus < max(config.ranks):
         raise UserError(f"--device cuda needs a GPU for each of {max(config.ranks)} ranks, and there are {gpus}")
+    for name in filter(is_declared, config.losses):
+        declared(name, torch.float32)  # a mistake is found before processes start
     peers = [peer for name in config.losses for peer in PEERS.get(name, ()) if config.peers]
     packages = sorted({peer.package for peer in peers if peer.on_cpu or config.device == "cuda"})
     versions = {package: installed for package in packages if (installed := version(package)) is not None}
@@ -76,6 +79,7 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
         return run_processes(_measure_here, ranks, job, config.device, backend=backend, timeout_s=7200)[0]
     except RankError as error:
         reason = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1].strip()
+        reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: ")
         raise UserError(f"{name} on {ranks} ranks failed, and nothing was timed: {reason}") from error
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from .._base.spelling import did_you_mean
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -54,7 +55,8 @@ def mistake_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        return CallError(f"{error}{_unknown(signature, kwargs, str(error))}; the signature is {_shown(signature)}")
+        hints = f"{_by_keyword(signature, args, kwargs)}{_unknown(signature, kwargs, str(error))}"
+        return CallError(f"{error}{hints}; the signature is {_shown(signature)}")
     return None
 
 
@@ -65,6 +67,16 @@ def missing_error(function: Callable[..., Any], names: Sequence[str], fix: str) 
     return CallError(f"missing {argument}: {listed}; {fix}; the signature is {_shown(inspect.signature(function))}")
 
 
+def _by_keyword(signature: inspect.Signature, args: Sequence[object], kwargs: Iterable[str]) -> str:
+    """Return a part of a message that names the first keyword-only argument, if there are too many positional ones."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    places = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+    if len(args) <= places or inspect.Parameter.KEYWORD_ONLY not in kinds:
+        return ""
+    names = [x.name for x in signature.parameters.values() if x.kind is x.KEYWORD_ONLY and x.name not in kwargs]
+    return f"; pass the others by keyword, as in {names[0]}=..." if names else ""
+
+
 def _unknown(signature: inspect.Signature, kwargs: Iterable[str], known: str) -> str:
     """Return a part of a message that names unknown keywords with their nearest name, if it says more than `known`."""
     names = [name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
@@ -73,10 +85,10 @@ def _unknown(signature: inspect.Signature, kwargs: Iterable[str], known: str) ->
     hints = []
     for name in kwargs:
         if name not in names:
-            nearest = get_close_matches(name, names, n=1, cutoff=0.75)
-            if nearest or repr(name) not in known:
-                hints.append(f"{name!r}{f' (did you mean {nearest[0]!r}?)' if nearest else ''}")
-    return f"; unknown: {', '.join(hints)}" if hints else ""
+            meant = did_you_mean(name, names, cutoff=0.75)
+            if meant or repr(name) not in known:
+                hints.append(f"; unknown: {name!r}{meant}")
+    return "".join(hints)
 
 
 def complaint(error: Exception) -> Callable[[], NoReturn]:

@@ -234,8 +234,9 @@ def _lowered(lowering: Any, operator: Any, *args: Any) -> Any:
     graph = lowering.V.graph
     before, first = graph.effectful_ops.get(_keep_order()), len(graph.operations)
     results = lowering.fallback_handler(operator, add_to_fallback_set=False)(*args)
-    for operation in graph.operations[first:] if before is not None else ():
-        graph.additional_star_deps[operation.get_operation_name()].add(before.get_name())
+    dependencies: Any = getattr(graph, "additional_star_deps", None)  # torch 2.15 keeps the order itself
+    for operation in graph.operations[first:] if before is not None and dependencies is not None else ():
+        dependencies[operation.get_operation_name()].add(before.get_name())
     return results
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .._base.spelling import did_you_mean
 from .._base.user_error import UserError
 
 
@@ -31,7 +32,10 @@ def main(argv: Sequence[str], *, prog: str = "wholebatch doctor") -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows", type=int, default=None, help="rows of the random batch (4096; 256 without a GPU)")
     parser.add_argument("--embedding-size", type=int, default=None, help="numbers of a row (512; 64 without a GPU)")
-    options = parser.parse_args(list(argv))
+    options, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        meant = did_you_mean(unknown[0], ("--json", "--rows", "--embedding-size"))
+        raise UserError(f"there is no option {unknown[0]}; see {prog} --help{meant}")
     sizes = {"--rows": options.rows, "--embedding-size": options.embedding_size}
     for (name, value), least in zip(sizes.items(), (2, 4), strict=True):
         if value is not None and value < least:

@@ -17,8 +17,16 @@ _FIRST_THAT_DIVIDES_ONCE = "5.10"
 
 
 def keep_accelerate_from_dividing() -> None:
-    """Let accelerate divide no loss by the number of micro-steps, until another Trainer is made."""
-    TRANSFORMERS.find("accelerate.state", "GradientState")().plugin_kwargs["num_steps"] = 1
+    """Let accelerate divide no loss by the number of micro-steps, until another Trainer is made.
+
+    Without effect for releases of transformers in which it does not.
+    """
+    if _both_divide():
+        TRANSFORMERS.find("accelerate.state", "GradientState")().plugin_kwargs["num_steps"] = 1
+
+
+def _both_divide() -> bool:
+    return TRANSFORMERS.is_imported() and TRANSFORMERS.is_older(_FIRST_THAT_DIVIDES_ONCE)
 
 
 def divide_once() -> None:
@@ -28,7 +36,7 @@ def divide_once() -> None:
         FrameworkError: for a transformers that is too old.
     """
     TRANSFORMERS.check()
-    if TRANSFORMERS.is_imported() and TRANSFORMERS.is_older(_FIRST_THAT_DIVIDES_ONCE):
+    if _both_divide():
         _switch.enable()
 
 

@@ -24,7 +24,7 @@ def passages_loss(
     per_query: int,
     *,
     caller: str,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     reduction: Reduction = "mean",
     group: Group = None,
 ) -> Tensor:
@@ -40,8 +40,15 @@ def passages_loss(
         group: ranks that share the batch.
 
     Raises:
-        ValueError: on all ranks, if one of them has another number of passages.
+        ValueError: on all ranks, if one of them has another number of passages, and for a temperature that is trained.
     """
+    if isinstance(temperature, Tensor) and temperature.requires_grad:
+        refuse(
+            f"temperature must be a number, got a tensor that is trained: checkpoints of {caller} hold the encoder "
+            "alone; to train a scale use wholebatch.integrations.sentence_transformers",
+            caller,
+            group,
+        )
     if len(y) != per_query * len(x):
         refuse(
             f"y must have {per_query} rows for each of the {len(x)} rows of x, got {len(y)}: one positive passage and "

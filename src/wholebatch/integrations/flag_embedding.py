@@ -26,6 +26,7 @@ from torch import Tensor
 import wholebatch as wb
 
 from .._base.user_error import UserError
+from ._accumulation import keep_accelerate_from_dividing
 from ._command import program_of, run_command
 from ._framework import FLAG_EMBEDDING, Switch
 from ._passages import passages_loss
@@ -71,8 +72,8 @@ def cross_device_loss(
 
     Raises:
         ValueError: on all processes, for an M3 model with `unified_finetuning`, for keywords of `compute_score_func`,
-            for a `kd_loss_type` that FlagEmbedding does not have, for passages that do not divide among the queries,
-            and where only some processes have `teacher_targets`.
+            for a `kd_loss_type` that FlagEmbedding does not have, for a `temperature` that is trained, for passages
+            that do not divide among the queries, and where only some processes have `teacher_targets`.
     """
     if getattr(model, "unified_finetuning", False):
         raise UserError(
@@ -81,6 +82,7 @@ def cross_device_loss(
             "batch; pass --unified_finetuning False for the dense loss, or run FlagEmbedding's command"
         )
     distilled = teacher_targets is not None
+    keep_accelerate_from_dividing()
 
     def state() -> dict[str, Any]:
         _check(model, q_reps, p_reps, distilled=distilled, kwargs=kwargs)

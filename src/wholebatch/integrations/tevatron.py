@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._accumulation import keep_accelerate_from_dividing
 from ._command import program_of, run_command
 from ._framework import TEVATRON, Switch
 from ._passages import passages_loss, refuse
@@ -103,6 +104,7 @@ def _forward(theirs: Callable[..., Any], base: Any, output: Callable[..., Any]) 
         trainer = _trainer.get()
         if trainer is None or not self.training or not query or not passage or not _has_their_loss(self, base):
             return theirs(self, query, passage)
+        keep_accelerate_from_dividing()
         loss = _loss(self, self.encode_query(query), self.encode_passage(passage))
         return output(loss=_with_value_times(loss, trainer._dist_loss_scale_factor))
 

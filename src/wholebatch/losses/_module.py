@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
 from .._base.checks import check_ignore_index, check_temperature
+from .._base.spelling import did_you_mean
 from ..comm import Group
 from ..comm.modules import built
 from ..comm.select import check_group
@@ -79,17 +79,17 @@ class Settings(nn.Module):
         names = list(cls._declared)
         for name in settings:
             if name not in names:
-                similar, in_call = get_close_matches(name, names, n=1), inspect.signature(cls.forward).parameters
-                hint = f"did you mean {similar[0]}?" if similar else "check the spelling"
+                in_call = inspect.signature(cls.forward).parameters
+                hint = did_you_mean(name, names) or "; check the spelling"
                 if name in in_call:
-                    hint = f"pass {name} in the call"
+                    hint = f"; pass {name} in the call"
                 elif name == "temperature" and "logit_scale" in in_call:
-                    hint = "pass logit_scale=1 / temperature, in the constructor or in the call"
+                    hint = "; pass logit_scale=1 / temperature, in the constructor or in the call"
                 elif name == "logit_scale" and "temperature" in names:
-                    hint = "pass temperature=1 / logit_scale"
+                    hint = "; pass temperature=1 / logit_scale"
                 raise TypeError(
                     f"{cls.__name__} got an unexpected keyword argument {name!r}; its settings are "
-                    f"{', '.join(sorted(names))}; {hint}"
+                    f"{', '.join(sorted(names))}{hint}"
                 )
         complete = {**cls._declared, **settings}
         missing = [name for name, value in complete.items() if value is _REQUIRED]

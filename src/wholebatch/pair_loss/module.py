@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from .._base.checks import check_flag, on_host
 from .._base.settings import shown
+from .._base.spelling import did_you_mean
 from .._base.warnings import warn
 from ..comm import Group
 from ..comm.modules import built
@@ -347,10 +347,9 @@ class PairLoss(nn.Module):
         """Raise ValueError for a parameter of a call that nothing reads, and whose name is nearly that of another."""
         for name in parameters:
             if name not in known and name not in self.declaration.reads.p:
-                for similar in get_close_matches(name, {*known, *self.declaration.reads.p}, n=1, cutoff=0.75):
-                    raise ValueError(
-                        f"parameters[{name!r}] is read by no function of this loss; did you mean {similar!r}?"
-                    )
+                meant = did_you_mean(name, {*known, *self.declaration.reads.p}, cutoff=0.75)
+                if meant:
+                    raise ValueError(f"parameters[{name!r}] is read by no function of this loss{meant}")
 
     def extra_repr(self) -> str:
         terms = ", ".join(f"{name}={term!r}" for name, term in self.declaration.terms.items())

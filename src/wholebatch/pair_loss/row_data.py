@@ -7,10 +7,11 @@ read as attributes of an attribute: "partner.student" is `x.partner.student`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
+
+from .._base.spelling import did_you_mean
 
 INDEX, PARTNER = "index", "partner"  # names that every side has, and no data may have
 SQUARES, ROUNDING = "|x|^2", "|x y|"  # names that no user can choose
@@ -44,10 +45,9 @@ class Fields:
             return self._values[name]
         if name.startswith("__"):
             raise AttributeError(name)
-        similar = get_close_matches(name, self._values, n=1)
         known = ", ".join(self._values) or "nothing"
-        fix = f"did you mean {self._letter}.{similar[0]}?" if similar else self._hint
-        raise FieldError(f"{self._letter}.{name} does not exist: {self._letter} has {known}; {fix}")
+        fix = did_you_mean(name, self._values) or f"; {self._hint}"
+        raise FieldError(f"{self._letter}.{name} does not exist: {self._letter} has {known}{fix}")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from .._base.user_error import UserError, option
+from .._cli.parse import parse
 from .rates import Rates, check_rates
 from .sizes import DTYPES, LOSSES, Sizes
 
@@ -85,7 +86,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         UserError: for a mistake in the options.
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
-    config = tyro.cli(PlanConfig, args=list(argv), prog=prog)
+    config = parse(PlanConfig, argv, prog)
     _check(config)
     arguments = _arguments(config)
     sizes = Sizes.from_arguments(**arguments, spelled=option)

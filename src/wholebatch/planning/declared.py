@@ -84,7 +84,10 @@ def find(loss: DeclaredLoss) -> PairLoss | Make:
     except UserError:
         raise
     except ModuleNotFoundError as error:
-        raise UserError(f"{place} cannot be imported: there is no module {error.name!r} here") from error
+        raise UserError(
+            f"{place} cannot be imported: there is no module {error.name!r} here; name a file as in "
+            f"{place}.py:{attribute}"
+        ) from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):

@@ -8,6 +8,7 @@ from math import ceil, isfinite
 from typing import Any, TypeGuard
 
 from .._base.settings import shown
+from .._base.spelling import did_you_mean
 from .._base.user_error import UserError
 from .._cli.declared_names import LABELED_LOSSES, SWEPT_LOSSES
 from .cards import DEVICES
@@ -87,15 +88,17 @@ class Sizes:
             self.check_encoders()
         self._check_classes()
         self._check_tokens()
-        self._require(isinstance(self.device, str) and self.device in DEVICES, "device", _one_of(DEVICES), self.device)
+        known = isinstance(self.device, str) and self.device in DEVICES
+        self._require(known, "device", _one_of(DEVICES), self.device, DEVICES)
 
     def _check_numbers(self) -> None:
         for name in ("batch_size", "embedding_size", "ranks"):
             value = getattr(self, name)
             self._require(_is_count(value, 1), name, "an integer of at least 1", value)
         known = isinstance(self.loss, str) and (self.declared or self.loss in LOSSES)
-        self._require(known, "loss", f"{_one_of(LOSSES)}, or a declared loss", self.loss)
-        self._require(isinstance(self.dtype, str) and self.dtype in DTYPES, "dtype", _one_of(DTYPES), self.dtype)
+        self._require(known, "loss", f"{_one_of(LOSSES)}, or a declared loss", self.loss, LOSSES)
+        known = isinstance(self.dtype, str) and self.dtype in DTYPES
+        self._require(known, "dtype", _one_of(DTYPES), self.dtype, DTYPES)
         if self.batch_size < self.ranks:
             raise UserError(
                 f"{self.spelled('batch_size')} is that of all ranks together: at least one example for each of "
@@ -182,9 +185,10 @@ class Sizes:
             sound = _is_count(self.documents_per_query, 1)
             self._require(sound, "documents_per_query", "an integer of at least 1", self.documents_per_query)
 
-    def _require(self, condition: bool, name: str, expected: str, got: object) -> None:
+    def _require(self, condition: bool, name: str, expected: str, got: object, known: Iterable[str] = ()) -> None:
         if not condition:
-            raise UserError(f"{self.spelled(name)} must be {expected}; got {shown(got)}")
+            meant = did_you_mean(got, known) if isinstance(got, str) else ""
+            raise UserError(f"{self.spelled(name)} must be {expected}; got {shown(got)}{meant}")
 
 
 def _is_count(value: object, minimum: int) -> bool:

@@ -106,6 +106,9 @@ class PLGradCache(GradCache):
         scaler: without effect: Lightning's `manual_backward` scales the loss.
         backward_fn: `self.manual_backward` of the LightningModule.
         options: those of :class:`wholebatch.GradCache` except `deferred`, by keyword.
+
+    Raises:
+        ValueError: if loss_fn is a module that trains parameters which are none of the LightningModule's.
     """
 
     def __init__(
@@ -124,9 +127,24 @@ class PLGradCache(GradCache):
         super().__init__(models, chunk_sizes, loss_fn, split_input_fn, get_rep_fn, fp16, None, deferred=True, **options)
 
     def cache_step(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
+        self._check_parameters()
         loss = super().cache_step(*model_inputs, no_sync_except_last=no_sync_except_last, **loss_kwargs)
         self.backward_fn(loss)
         return loss.detach()
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError if the loss trains parameters that the LightningModule neither optimizes nor saves."""
+        module = getattr(self.backward_fn, "__self__", None)
+        if not isinstance(self.loss_fn, nn.Module) or not isinstance(module, nn.Module):
+            return
+        saved = {id(x) for x in module.parameters()}
+        own = [name for name, x in self.loss_fn.named_parameters() if x.requires_grad and id(x) not in saved]
+        if own:
+            raise ValueError(
+                f"loss_fn must train no parameters but the {type(module).__name__}'s, got {', '.join(own)}: its "
+                "optimizers and checkpoints have its own alone; make the loss a part of it, as in self.loss = "
+                "wb.CLIPLoss(logit_scale=wb.Scale(14.3)), before configure_optimizers is called"
+            )
 
 
 class RandContext:
