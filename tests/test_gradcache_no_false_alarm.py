@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch._base.sharded import is_sharded, mark_sharded
-from wholebatch.gradcache.engines.bypassed import live_engines
+from wholebatch.gradcache.engines.lost_gradients import live_engines
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 

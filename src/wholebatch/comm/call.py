@@ -6,7 +6,7 @@ import sys
 import time
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,24 +14,8 @@ from .handshake import handshake
 from .maps import Map
 from .transport import Checked, Finish, Transport, named
 
-
-class CallOrder(Protocol):
-    """The record of the calls that the backward pass has to reverse; `order.Order` keeps it."""
-
-    def enter(self, call: Call) -> Call:
-        """Return the call with the next place in the order."""
-
-    def keep(self, call: Call, token: Tensor, y: Tensor | None = None) -> None:
-        """Record that the backward pass must reach this call, which gave y."""
-
-    def reached(self, call: Call) -> None:
-        """Record that the backward pass has reached the call."""
-
-    def finish_later(self, finish: Finish) -> None:
-        """Wait by `finish` at the end of the backward pass."""
-
-    def withdraw(self, index: int) -> None:
-        """Record that the backward pass need not reach the call at this place."""
+if TYPE_CHECKING:
+    from .order import Order
 
 
 @dataclass(frozen=True)
@@ -54,7 +38,7 @@ class Call:
     check: Checked = False
     trace: bool = False
     index: int | None = None
-    order: weakref.ref[CallOrder] | None = field(default=None, repr=False)
+    order: weakref.ref[Order] | None = field(default=None, repr=False)
 
     @property
     def adjoint(self) -> Call:
@@ -62,7 +46,7 @@ class Call:
         return replace(self, name=f"adjoint of {self.name}", index=None, order=None)
 
     @property
-    def _kept_by(self) -> CallOrder | None:
+    def _kept_by(self) -> Order | None:
         """The record, if there is one and it still exists."""
         return self.order() if self.order is not None else None
 

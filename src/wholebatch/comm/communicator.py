@@ -28,8 +28,7 @@ from .facts_by_rank import Facts, FactsByRank
 from .handle import Handle
 from .handshake import handshake
 from .maps import Loss
-from .message_entry import MessageEntry
-from .messages import End
+from .message_entry import End, MessageEntry
 from .nonlinear import reduce_nonlinearly
 from .point_to_point import Recv, Send
 from .row_entry import RowEntry

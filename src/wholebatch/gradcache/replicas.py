@@ -29,7 +29,7 @@ from .._base.sharded import is_sharded
 from .chunks import Encoder
 from .engines.ddp import parameters_of_ddp
 from .engines.known import control_of
-from .referred_modules import modules_of
+from .observe import modules_of
 
 STATES, EVERY = 3, 100  # steps compare until they have seen so many states of the parameters, and then one in so many
 

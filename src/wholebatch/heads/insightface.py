@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from torch.optim import Optimizer
 
 from .._base.checks import check_instance, checked_path
 from .._base.settings import shown
-from ..comm import select_communicator
 from ..contract import bind_on_all_ranks
+from .checkpoint import check_head, communicator_of
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
 from .rows import overlap
@@ -53,13 +52,10 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             hold more than plain values and tensors, are of another optimizer, or have another number of classes or
             embedding size.
     """
-    comm, parts = select_communicator(head.options.group if isinstance(head, PartialFC) else None), dict[str, Tensor]()
-    steps: list[float] = []
+    comm, parts, steps = communicator_of(head), dict[str, Tensor](), list[float]()
 
     def state() -> dict[str, Any]:
-        if not isinstance(head, PartialFC):
-            raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
-        head.check_local()
+        check_head(head)
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         if head.sub_centers > 1 or head.bias is not None:
             raise ValueError(
@@ -125,13 +121,17 @@ def _set_steps(optimizer: Optimizer, weight: Tensor, steps: float) -> None:
     optimizer.state[weight]["step"] = torch.tensor(steps, dtype=torch.float32, device=device)
 
 
-def _state_of(content: Any, name: str) -> Any:
-    """Return the last parameter's state: those of the classifier come after the backbone's."""
-    optimizer = content["state_optimizer"]
-    last = optimizer["param_groups"][-1]["params"][-1]
-    if type(last) is not int:
-        raise TypeError("parameters must have numbers")
-    return optimizer["state"][last][name]
+def _state_of(name: str) -> Callable[[Any], Any]:
+    """Return a function that takes the last parameter's state: those of the classifier come after the backbone's."""
+
+    def take(content: Any) -> Any:
+        optimizer = content["state_optimizer"]
+        last = optimizer["param_groups"][-1]["params"][-1]
+        if type(last) is not int:
+            raise TypeError("parameters must have numbers")
+        return optimizer["state"][last][name]
+
+    return take
 
 
 def _steps_of(content: Any) -> Any:
@@ -148,8 +148,8 @@ class _Version(NamedTuple):
     weight: Callable[[Any], Any]
     common: Callable[[Any], Any] = lambda content: None
     """The part that is the same in all files."""
-    state: Callable[[Any, str], Any] | None = None
-    """The state of the centers, by its name; None: there are no files of an optimizer."""
+    state: Callable[[str], Callable[[Any], Any]] | None = None
+    """Takes the state of the centers with a name; None: there are no files of an optimizer."""
     momentum_pattern: str | None = None
     """The files of the state, if they are others, which hold the momentum alone."""
 
@@ -158,7 +158,7 @@ _VERSIONS = (
     _Version(
         rf"rank_{_RANK}_softmax_weight\.pt",
         lambda content: content,
-        state=lambda content, name: content,
+        state=lambda _name: lambda content: content,
         momentum_pattern=rf"rank_{_RANK}_softmax_weight_mom\.pt",
     ),
     _Version(rf"softmax_fc_gpu_{_RANK}\.pt", lambda content: content["weight"]),
@@ -183,9 +183,9 @@ def _read_parts(folder: Path, head: PartialFC, kind: _Kind | None) -> tuple[dict
     if version.momentum_pattern is not None:
         files = _Files(folder, version.momentum_pattern, version.common)
     for name in kind.names:
-        rows[name] = files.rows(f"{name} of {kind.name}", partial(version.state, name=name), head)
+        rows[name] = files.rows(f"{name} of {kind.name}", version.state(name), head)
     if kind.counts:
-        steps = files.steps(partial(version.state, name="step"))
+        steps = files.steps(version.state("step"))
     return rows, steps
 
 

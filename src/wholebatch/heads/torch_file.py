@@ -45,7 +45,7 @@ def read_torch_file(path: Path) -> tuple[Any, str]:
             raise ValueError(f"its pickle has {pickles[0].file_size} bytes, of which {_MOST_PICKLE_BYTES} are expected")
         for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
             if opcode.name in ("GLOBAL", "INST") and argument not in _NAMES:
-                name = shown(argument.replace(" ", "."))
+                name = shown(str(argument).replace(" ", "."))
                 raise ValueError(f"its pickle names {name}, which is refused; nothing was executed")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return content, pickles[0].filename.removesuffix("/data.pkl")

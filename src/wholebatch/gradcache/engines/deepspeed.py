@@ -31,8 +31,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attributes import with_attributes
-from .sync_control import SyncControl
+from .sync_control import SyncControl, with_attributes
 
 _SWITCH = "_coalesce_grad_reduction"  # of the optimizers of ZeRO 1, 2 and 3: whether hooks do nothing
 
