@@ -160,7 +160,7 @@ def test_a_sharded_head_raises_no_false_alarm(counts):
 
 
 def test_on_one_rank_nothing_is_compared(monkeypatch):
-    monkeypatch.setattr("wholebatch.gradcache.replicas.checksums", None)
+    monkeypatch.setattr("wholebatch.gradcache.same_parameters.checksums", None)
     net = Towers()
     train(net, wb.GradCache([net.image, net.text], 2, loss_fn), batch(6))
     assert run_ranks(one_rank_body, 1) == [True]

@@ -11,7 +11,7 @@ handshake           all ranks agree, or all raise; records has the bytes that th
 maps                the table of linear maps and their adjoints; point_to_point has send and receive
 nonlinear           maximum, minimum and product
 autograd            maps in autograd's graph
-order               the backward pass in the order of the calls; call describes one of them
+order               a call, and the backward pass in the order of the calls
 compiled            collectives under torch.compile
 
 transport           the interface that moves bytes; wire has the dtypes that it moves

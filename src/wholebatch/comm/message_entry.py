@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .._base.checks import check_integer
 from .arguments import check_tensor
-from .call import Call, signature
 from .entry import CallEntry, Entry
 from .maps import Loss
+from .order import Call, signature
 from .point_to_point import EPOCHS, SLOTS, Envelope, tags_of_one
 from .transport import ABANDONED, CHANNELS, Finish, Transport, named
 

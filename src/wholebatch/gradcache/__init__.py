@@ -12,9 +12,8 @@ one_pass            one forward pass with a graph, its comparison with the first
 chunks              encoders, and the chunks of their batches
 kept_graphs         which chunks keep their graph, and need no second pass
 replay              random numbers, autocast and buffers are the same in both passes
-parameter_versions  parameters are the same in both passes
+same_parameters     parameters are the same in both passes, and their copies on all ranks
 agreement           if one rank raises, all ranks raise, with gradients as they were
-replicas            compares the parameters that ranks hold copies of
 observe             which modules a model refers to, and which it calls
 
 inputs/             cuts a model's input into the parts of chunks

@@ -20,7 +20,7 @@ from .entry import first_passes
 from .grad_cache import ChunkSize, GradCache, no_loss
 from .kept_graphs import KeepGraphs
 from .observe import modules_of
-from .replicas import History
+from .same_parameters import History
 from .step_loss import with_second_passes
 
 _HISTORIES: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()  # by a model's first module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,11 +14,8 @@ from .agreement import agree
 from .chunks import Chunk, facts_of, filled_up
 from .engines.known import synchronized
 from .kept_graphs import Keeper, devices_of
-from .replicas import History
+from .same_parameters import History
 from .step import Step
-
-if TYPE_CHECKING:
-    from .grad_cache import GradCache
 
 _GRAD_ENABLED = "torch.is_grad_enabled()"
 _latest = 0  # number of this rank's latest call
@@ -26,7 +23,7 @@ _latest = 0  # number of this rank's latest call
 
 def first_passes(
     name: str,
-    make_cache: Callable[[], GradCache],
+    make_cache: Callable[[], Any],  # a GradCache, whose module imports this one
     inputs: Sequence[Any],
     *,
     group: Group,
@@ -47,7 +44,7 @@ def first_passes(
     """
     global _latest  # noqa: PLW0603
     comm = select_communicator(group)
-    caches: list[GradCache] = []
+    caches: list[Any] = []
     chunks: list[Chunk] = []
 
     def split() -> dict[str, Any]:

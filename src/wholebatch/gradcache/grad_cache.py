@@ -23,7 +23,7 @@ from .inputs.parts import check_rows, part_of, split_tree
 from .inputs.token_budget import TokenBudget
 from .inputs.trees import call_model, check_parts
 from .kept_graphs import KeepGraphs, check_keep_graphs
-from .replicas import History
+from .same_parameters import History
 from .step import Step
 from .step_loss import Scaler, add_gradients, deferred_loss
 

@@ -39,10 +39,9 @@ from .engines.lost_gradients import HOW_TO_REGISTER, check_not_passed_by, live_e
 from .kept_graphs import Keeper
 from .observe import Observer
 from .outer_engine import Enclosing, enclosed_by, hooks_of_others
-from .parameter_versions import Versions
 from .passes import coalesced, first_pass, second_pass
 from .replay import Buffers
-from .replicas import History, check_same, checksums, digest, replicated
+from .same_parameters import History, Versions, check_same, checksums, digest, replicated
 
 _WAYS = 100  # to call modules, of which each is checked once
 

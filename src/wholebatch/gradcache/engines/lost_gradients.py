@@ -7,7 +7,7 @@ own forward and backward pass: an encoder inside a larger module that is one FSD
 A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector finds
 the instances of DDP and FSDP, once, in the first step, and only if a parameter is in none of the engines that were
 called: it goes through all objects of the process. Without a process group there are no engines. Other engines may
-reduce in a call after the step; for these `replicas` compares parameters later.
+reduce in a call after the step; for these `same_parameters` compares later.
 
 An engine that reduces while it is held averages `.grad`, or removes it (as DeepSpeed's ZeRO does). Then only the last
 chunk counts on all ranks, although the loss is right and no rank differs from another. Either the `hold` of a
