@@ -185,25 +185,19 @@ class _Local:
         alone = transport.size == 1 and bool(tensors) and wide_dtype(tensors[0].device) == torch.float64
         if tensors and (alone or transport.stays_on_device(tensors[0])):
             return record(self.text, self.numbers, tensors, tensors[0].device)
-        return record(self.text, [*self._on_host(), *self.numbers], [], torch.device("cpu"))
-
-    def _on_host(self) -> list[float]:
-        return [*on_host({index: fact.number for index, fact in enumerate(self.on_device)}).values()]
+        read = on_host(dict(enumerate(tensors)))
+        return record(self.text, [*read.values(), *self.numbers], [], torch.device("cpu"))
 
 
 def _read_back(facts: Mapping[str, Any]) -> Facts:
     """Return facts with all numbers, those on the device included, for which the host waits."""
     groups = {name: x for name, x in facts.items() if isinstance(x, Mapping)}
-    numbers = {(name, key): x for name, group in groups.items() for key, x in group.items() if _is_on_device(x)}
+    numbers = {(name, key): x for name, group in groups.items() for key, x in group.items() if isinstance(x, OnDevice)}
     read = on_host({place: x.number for place, x in numbers.items()})
     filled = {**facts}
     for name in {name for name, _ in read}:
         filled[name] = {key: read.get((name, key), x) for key, x in groups[name].items()}
     return filled
-
-
-def _is_on_device(value: object) -> bool:
-    return isinstance(value, OnDevice)
 
 
 def _refuse_non_json(value: object) -> None:

@@ -224,7 +224,7 @@ class Order:
             if not call.collective or any(not waiting.collective for waiting in self.waiting()):
                 self._refuse_messages()
             self._reached.add(call.index)
-            _run_after_pass(self._forget_unused)
+            Variable._execution_engine.queue_callback(self._forget_unused)
 
     def _refuse_messages(self) -> None:
         """Raise an error: a plain backward pass never reaches a send, so its gradient would be missing."""
@@ -270,7 +270,3 @@ class _Waiting:
 def in_backward() -> bool:
     """Return whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _run_after_pass(act: Callable[[], None]) -> None:
-    Variable._execution_engine.queue_callback(act)

@@ -56,7 +56,8 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
             _encode_with_graph(chunk, keeper, observer, keeps=keeps)
         except Exception as error:
             others_wait = any(engine.control.collective for engine in chunk.engines)
-            if not _out_of_memory(error) or others_wait or not (keeps or any(c.kept for c in chunks)):
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if not out_of_memory or others_wait or not (keeps or any(c.kept for c in chunks)):
                 raise
             _free_graphs(chunks, keeper)
             buffers.find_moved()
@@ -95,10 +96,6 @@ def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
         finally:
             chunk.engines = called.engines or encoder.engines
             encoder.add_called(called)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _free_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:

@@ -47,10 +47,6 @@ def _stage(engine: Any) -> int:
     return int(engine.zero_optimization_stage())
 
 
-def _shards_parameters(module: Any) -> bool:
-    return _is_deepspeed(module) and _stage(module) == 3
-
-
 def _check(engine: Any) -> None:
     if getattr(engine, "pipeline_parallelism", False):
         raise ValueError(f"{type(engine).__name__} is a pipeline of DeepSpeed, which makes its passes itself")
@@ -67,13 +63,10 @@ def _check(engine: Any) -> None:
 
 def _loss_is_divided(engine: Any) -> bool:
     """Return whether the caller is in the backward() of an engine that has divided the loss by the micro-steps."""
-    tracker = getattr(sys.modules[_engine_class(engine).__module__], "_ENGINE_BACKWARD_GRAPH_TRACKER", None)
+    kind = next(kind for kind in type(engine).__mro__ if kind.__name__ == "DeepSpeedEngine")
+    tracker = getattr(sys.modules[kind.__module__], "_ENGINE_BACKWARD_GRAPH_TRACKER", None)
     others = bool(getattr(tracker, "_active_states", ()))
     return others or (engine._running_engine_backward and not hasattr(engine, "_scale_wrt_gas"))  # up to 0.19.4
-
-
-def _engine_class(engine: Any) -> type[Any]:
-    return next(kind for kind in type(engine).__mro__ if kind.__name__ == "DeepSpeedEngine")
 
 
 def _needs_scaler(engine: Any) -> bool:
@@ -161,5 +154,10 @@ DEEPSPEED = SyncControl(
     _is_deepspeed, coalesce=_coalesce, collective=False, check=_check, remember=_remember, state=_steps
 )
 DEEPSPEED_3 = SyncControl(
-    _shards_parameters, coalesce=_coalesce, check=_check, remember=_remember, state=_steps, sharded=True
+    lambda module: _is_deepspeed(module) and _stage(module) == 3,
+    coalesce=_coalesce,
+    check=_check,
+    remember=_remember,
+    state=_steps,
+    sharded=True,
 )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -28,11 +28,6 @@ from torch import Tensor, nn
 
 from ..._base.checks import check_dense
 from ..._base.trees import leaves, map_leaves, tensors_of
-
-
-def lists_of(tree: Any) -> Iterator[list[Any]]:
-    """Yield the lists of a tree that hold no tensors or containers: names, numbers, texts."""
-    return (list(leaf) for _, leaf in leaves(tree, is_leaf=is_flat_list) if isinstance(leaf, list | tuple))
 
 
 def is_flat_list(tree: Any) -> bool:
@@ -55,8 +50,9 @@ def check_input(tree: Any, name: str, chunk_size: int) -> None:
         check_dense(f"a tensor of {name}, which is cut into chunks (a split_input_fn may cut others),", tensor)
     rows = rows_of(tree, name)
     check_no_graph(tree, name)
-    for x in lists_of(tree):
-        check_no_list_of_rows(x, rows, name, chunk_size)
+    for _, leaf in leaves(tree, is_leaf=is_flat_list):
+        if isinstance(leaf, list | tuple):
+            check_no_list_of_rows(leaf, rows, name, chunk_size)
 
 
 def check_no_graph(tree: Any, name: str) -> None:
@@ -124,11 +120,8 @@ def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
 
 def may_be_empty(tree: Any) -> bool:
     """Return whether a chunk without rows can be made like this one: of tensors with rows, numbers and the like."""
-    return all(isinstance(leaf, Tensor | int | float | None) for _, leaf in leaves(tree, is_leaf=_is_empty))
-
-
-def _is_empty(tree: Any) -> bool:
-    return isinstance(tree, list | tuple) and not tree
+    found = leaves(tree, is_leaf=lambda x: isinstance(x, list | tuple) and not x)
+    return all(isinstance(leaf, Tensor | int | float | None) for _, leaf in found)
 
 
 def without_rows(tree: Any) -> Any:
