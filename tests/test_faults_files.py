@@ -11,7 +11,6 @@ from faults import files
 from wholebatch._base import tensor_file
 from wholebatch._base.files import read_into
 from wholebatch.heads import insightface
-from wholebatch.heads.torch_file import read_torch_file
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +79,10 @@ def test_a_number_that_is_read_without_its_digest_is_counted(base, tmp_path, mon
 
 @pytest.mark.planted
 def test_a_pickle_that_is_executed_is_counted(base, tmp_path, monkeypatch):
-    def loaded(path):
-        torch.load(path, weights_only=False)
-        return read_torch_file(path)
+    class Loaded(insightface.TorchFile):
+        def __init__(self, path):
+            torch.load(path, weights_only=False)
+            super().__init__(path)
 
     def plant(spot):
         torch.save(files.Bomb(spot.folder.parent / "executed"), spot.folder / "checkpoint_gpu_0.pt")
@@ -90,7 +90,7 @@ def test_a_pickle_that_is_executed_is_counted(base, tmp_path, monkeypatch):
 
     outcome = outcome_of(base, tmp_path, "insightface", plant)
     assert outcome() == files.REFUSED
-    monkeypatch.setattr(insightface, "read_torch_file", loaded)
+    monkeypatch.setattr(insightface, "TorchFile", Loaded)
     assert outcome() == files.EXECUTED
 
 

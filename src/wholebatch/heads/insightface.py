@@ -13,7 +13,8 @@ pickles, and nothing in them is executed: see `torch_file`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,11 @@ from .._base.checks import check_instance, checked_path
 from .._base.settings import shown
 from ..contract import bind_on_all_ranks
 from .checkpoint import check_head, communicator_of
+from .described_pickle import StoredTensor
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
 from .rows import overlap
-from .torch_file import check_bytes, read_torch_file
+from .torch_file import TorchFile
 
 _RANK = r"(0|[1-9]\d{0,5})"
 
@@ -52,7 +54,8 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             hold more than plain values and tensors, are of another optimizer, or have another number of classes or
             embedding size.
     """
-    comm, parts, steps = communicator_of(head), dict[str, Tensor](), list[float]()
+    comm, parts = communicator_of(head), dict[str, Tensor]()
+    steps: list[float] = []
 
     def state() -> dict[str, Any]:
         check_head(head)
@@ -65,11 +68,17 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
         kind = None if optimizer is None else _kind_of(optimizer, head)
         checked_path("folder", folder)
         try:
-            found, count = _read_parts(Path(folder), head, kind)
+            weight, states = _version_in(Path(folder))
+            parts["weight"] = _local_rows(Path(folder), "weight", weight, head)
+            if kind is not None and kind.names[0] not in states:
+                raise ValueError(f"files like {_name_of(weight)} hold no {kind.content}; leave the optimizer out")
+            if kind is not None:
+                for name in kind.names:
+                    parts[name] = _local_rows(Path(folder), f"{name} of {kind.name}", states[name], head)
+                if kind.counts:
+                    steps.append(_steps_in(Path(folder), states["step"]))
         except OSError as error:
             raise ValueError(f"{folder} cannot be read: {error}") from error
-        parts.update(found)
-        steps.append(count)
         return {}
 
     comm.handshake(state, caller="load_insightface")
@@ -78,7 +87,7 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
         if optimizer is not None:
             for name, rows in parts.items():  # state that is there may be that of another rank, with other rows
                 optimizer.state[head.weight][name] = rows.to(head.weight.device)
-            if isinstance(optimizer, SparseAdamW | torch.optim.AdamW):
+            if steps:
                 _set_steps(optimizer, head.weight, steps[0])
 
 
@@ -121,6 +130,18 @@ def _set_steps(optimizer: Optimizer, weight: Tensor, steps: float) -> None:
     optimizer.state[weight]["step"] = torch.tensor(steps, dtype=torch.float32, device=device)
 
 
+class _Files(NamedTuple):
+    """The files of one tensor: the pattern of their names, a function that takes it, and one for the common content."""
+
+    pattern: str
+    take: Callable[[Any], Any]
+    common: Callable[[Any], Any] = lambda content: None
+
+
+def _weight_of(content: Any) -> Any:
+    return content["state_dict_softmax_fc"]["weight"]
+
+
 def _state_of(name: str) -> Callable[[Any], Any]:
     """Return a function that takes the last parameter's state: those of the classifier come after the backbone's."""
 
@@ -141,133 +162,111 @@ def _steps_of(content: Any) -> Any:
     return steps
 
 
-class _Version(NamedTuple):
-    """A version of the files: the pattern of their names, and functions that take parts of their content."""
+_OF_TRAIN_V2 = rf"checkpoint_gpu_{_RANK}\.pt"
 
-    pattern: str
-    weight: Callable[[Any], Any]
-    common: Callable[[Any], Any] = lambda content: None
-    """The part that is the same in all files."""
-    state: Callable[[str], Callable[[Any], Any]] | None = None
-    """Takes the state of the centers with a name; None: there are no files of an optimizer."""
-    momentum_pattern: str | None = None
-    """The files of the state, if they are others, which hold the momentum alone."""
-
-
-_VERSIONS = (
-    _Version(
-        rf"rank_{_RANK}_softmax_weight\.pt",
-        lambda content: content,
-        state=lambda _name: lambda content: content,
-        momentum_pattern=rf"rank_{_RANK}_softmax_weight_mom\.pt",
+# For each version the files of the weight, and those of the optimizer's state by its name.
+_VERSIONS: tuple[tuple[_Files, Mapping[str, _Files]], ...] = (
+    (
+        _Files(rf"rank_{_RANK}_softmax_weight\.pt", lambda content: content),
+        {"momentum_buffer": _Files(rf"rank_{_RANK}_softmax_weight_mom\.pt", lambda content: content)},
     ),
-    _Version(rf"softmax_fc_gpu_{_RANK}\.pt", lambda content: content["weight"]),
-    _Version(
-        rf"checkpoint_gpu_{_RANK}\.pt", lambda content: content["state_dict_softmax_fc"]["weight"], _steps_of, _state_of
+    (_Files(rf"softmax_fc_gpu_{_RANK}\.pt", lambda content: content["weight"]), {}),
+    (
+        _Files(_OF_TRAIN_V2, _weight_of, _steps_of),
+        {
+            name: _Files(_OF_TRAIN_V2, _state_of(name), _steps_of)
+            for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+        },
     ),
 )
 
 
-def _read_parts(folder: Path, head: PartialFC, kind: _Kind | None) -> tuple[dict[str, Tensor], float]:
-    """Return the rows of the local classes, of the weight and of an optimizer's state, and its number of steps."""
-    version = next((v for v in _VERSIONS if _files_by_rank(folder, v.pattern)), None)
-    if version is None:
-        names = " or ".join(_name_of(v.pattern) for v in _VERSIONS)
-        raise ValueError(f"{folder} holds no file whose name is {names}")
-    files = _Files(folder, version.pattern, version.common)
-    rows, steps = {"weight": files.rows("weight", version.weight, head)}, 0.0
-    if kind is None:
-        return rows, steps
-    if version.state is None or (version.momentum_pattern is not None and kind.counts):
-        raise ValueError(f"files like {_name_of(version.pattern)} hold no {kind.content}; leave the optimizer out")
-    if version.momentum_pattern is not None:
-        files = _Files(folder, version.momentum_pattern, version.common)
-    for name in kind.names:
-        rows[name] = files.rows(f"{name} of {kind.name}", version.state(name), head)
-    if kind.counts:
-        steps = files.steps(version.state("step"))
-    return rows, steps
+def _version_in(folder: Path) -> tuple[_Files, Mapping[str, _Files]]:
+    """Return the files of the first version that has one in the folder."""
+    for weight, states in _VERSIONS:
+        if _files_by_rank(folder, weight):
+            return weight, states
+    names = " or ".join(_name_of(weight) for weight, _ in _VERSIONS)
+    raise ValueError(f"{folder} holds no file whose name is {names}")
 
 
-def _files_by_rank(folder: Path, pattern: str) -> dict[int, Path]:
-    return {int(m[1]): file for file in folder.glob("*.pt") if (m := re.fullmatch(pattern, file.name))}
+def _files_by_rank(folder: Path, files: _Files) -> dict[int, Path]:
+    return {int(m[1]): file for file in folder.glob("*.pt") if (m := re.fullmatch(files.pattern, file.name))}
 
 
-def _name_of(pattern: str) -> str:
-    return pattern.replace(_RANK, "0").replace("\\", "")
+def _name_of(files: _Files) -> str:
+    return files.pattern.replace(_RANK, "0").replace("\\", "")
 
 
-class _Files:
-    """The contents of the files of all ranks, in the order of the ranks."""
+def _local_rows(folder: Path, name: str, files: _Files, head: PartialFC) -> Tensor:
+    """Return the rows of the local classes."""
+    by_rank = _files_by_rank(folder, files)
+    missing = sorted(set(range(max(by_rank, default=0) + 1)) - by_rank.keys())
+    if missing:
+        raise ValueError(
+            f"{folder} has files like {_name_of(files)} of ranks {sorted(by_rank)}, those of {missing[:10]} are missing"
+        )
+    shards, common = dict[Path, StoredTensor](), dict[Path, Any]()
+    for _, file in sorted(by_rank.items()):
+        with TorchFile(file) as opened:
+            _check_name(files, file, opened.name)
+            shards[file] = _matrix(file, name, opened.content, files.take)
+            common[file] = _part(file, opened.content, files.common, "epoch and global_step")
+    (first, first_steps), *others = common.items()
+    for file, steps in others:
+        if steps != first_steps:
+            raise ValueError(f"{file} is of epoch and step {steps}, {first.name} of {first_steps}: of different saves")
+    rows, widths = sum(shard.shape[0] for shard in shards.values()), {shard.shape[1] for shard in shards.values()}
+    if rows != head.num_classes or widths != {head.embedding_size}:
+        raise ValueError(
+            f"the files in {folder} have {rows} classes of {sorted(widths)} numbers, the head has "
+            f"{head.num_classes} of {head.embedding_size}"
+        )
+    parts, start = [], 0
+    for file, shard in shards.items():
+        shared = overlap(start, shard.shape[0], head.local_classes.start, len(head.weight))
+        if shared is not None:
+            with TorchFile(file) as opened:
+                parts.append(opened.rows(shard, shared[0]).to(head.weight.dtype))
+        start += shard.shape[0]
+    return torch.cat(parts)
 
-    def __init__(self, folder: Path, pattern: str, common: Callable[[Any], Any]) -> None:
-        by_rank = _files_by_rank(folder, pattern)
-        missing = sorted(set(range(max(by_rank, default=0) + 1)) - by_rank.keys())
-        if missing:
-            raise ValueError(
-                f"{folder} has files like {_name_of(pattern)} of ranks {sorted(by_rank)}, those of {missing[:10]} are "
-                "missing"
-            )
-        self._folder, self._common, self._contents, self._checked = folder, common, dict[Path, Any](), set[Path]()
-        for rank, file in sorted(by_rank.items()):
-            self._contents[file], saved_as = read_torch_file(file)
-            was = re.fullmatch(pattern, f"{saved_as}.pt")
-            if was is not None and int(was[1]) != rank:
-                raise ValueError(f"{file} was saved as {was[0]}: another rank's classes; restore that name")
 
-    def rows(self, name: str, take: Callable[[Any], Any], head: PartialFC) -> Tensor:
-        """Return the rows of the local classes; the bytes of their files are compared with the checksums."""
-        shards = self._parts(take, f"the classifier's {name}")
-        for file, x in shards.items():
-            if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
-                raise ValueError(f"{file} must hold a matrix of floating-point numbers for the classifier's {name}")
-        (first, first_steps), *others = self._parts(self._common, "epoch and global_step").items()
-        for file, steps in others:
-            if steps != first_steps:
-                raise ValueError(
-                    f"{file} is of epoch and step {steps}, {first.name} of {first_steps}: of different saves"
-                )
-        rows, widths = sum(len(x) for x in shards.values()), {x.shape[1] for x in shards.values()}
-        if rows != head.num_classes or widths != {head.embedding_size}:
-            raise ValueError(
-                f"the files in {self._folder} have {rows} classes of {sorted(widths)} numbers, the head has "
-                f"{head.num_classes} of {head.embedding_size}"
-            )
-        parts, start = [], 0
-        for file, x in shards.items():
-            shared = overlap(start, len(x), head.local_classes.start, len(head.weight))
-            if shared is not None:
-                self._check_bytes(file)
-                parts.append(x.detach()[shared[0]].to(head.weight.dtype))
-            start += len(x)
-        return torch.cat(parts)
+def _steps_in(folder: Path, files: _Files) -> float:
+    """Return the number of the optimizer's steps, which is the same in all files."""
+    by_file = dict[Path, float]()
+    for _, file in sorted(_files_by_rank(folder, files).items()):
+        with TorchFile(file) as opened:
+            content = _part(file, opened.content, files.take, "the number of AdamW's steps")
+            if isinstance(content, StoredTensor) and content.shape in ((), (1,)):
+                content = opened.rows(replace(content, shape=(1, 1), stride=(1, 1)), slice(0, 1)).item()
+        if type(content) not in (int, float) or not 0 <= content < 2**24:
+            raise ValueError(f"{file} must hold the number of the optimizer's steps, got {shown(content)}")
+        by_file[file] = float(content)
+    (first, steps), *others = by_file.items()
+    for file, other in others:
+        if other != steps:
+            raise ValueError(f"{file} is of step {other:.0f} of the optimizer, {first.name} of {steps:.0f}")
+    return steps
 
-    def steps(self, take: Callable[[Any], Any]) -> float:
-        """Return the number of the optimizer's steps, which is the same in all files."""
-        by_file = self._parts(take, "the number of AdamW's steps")
-        for file, content in by_file.items():
-            self._check_bytes(file)
-            number = content.item() if isinstance(content, Tensor) and content.numel() == 1 else content
-            if type(number) not in (int, float) or not 0 <= number < 2**24:
-                raise ValueError(f"{file} must hold the number of the optimizer's steps, got {shown(content)}")
-            by_file[file] = float(number)
-        (first, steps), *others = by_file.items()
-        for file, other in others:
-            if other != steps:
-                raise ValueError(f"{file} is of step {other:.0f} of the optimizer, {first.name} of {steps:.0f}")
-        return float(steps)
 
-    def _parts(self, take: Callable[[Any], Any], name: str) -> dict[Path, Any]:
-        """Return a part of each file's content."""
-        parts = {}
-        for file, content in self._contents.items():
-            try:
-                parts[file] = take(content)
-            except (KeyError, IndexError, TypeError) as error:
-                raise ValueError(f"{file} must hold {name} where insightface writes it; it is missing there") from error
-        return parts
+def _check_name(files: _Files, file: Path, saved_as: str) -> None:
+    """Raise ValueError if the archive says that another rank saved the file."""
+    was = re.fullmatch(files.pattern, f"{saved_as}.pt")
+    now = re.fullmatch(files.pattern, file.name)
+    if was is not None and now is not None and was[1] != now[1]:
+        raise ValueError(f"{file} was saved as {was[0]}: another rank's classes; restore that name")
 
-    def _check_bytes(self, file: Path) -> None:
-        if file not in self._checked:
-            check_bytes(file)
-            self._checked.add(file)
+
+def _part(file: Path, content: Any, take: Callable[[Any], Any], name: str) -> Any:
+    try:
+        return take(content)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{file} must hold {name} where insightface writes it; it is missing there") from error
+
+
+def _matrix(file: Path, name: str, content: Any, take: Callable[[Any], Any]) -> StoredTensor:
+    matrix = _part(file, content, take, f"the classifier's {name}")
+    if not isinstance(matrix, StoredTensor) or len(matrix.shape) != 2 or not matrix.storage.dtype.is_floating_point:
+        raise ValueError(f"{file} must hold a matrix of floating-point numbers for the classifier's {name}")
+    return matrix
