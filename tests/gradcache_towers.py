@@ -43,7 +43,7 @@ def local_rows(counts):
 def without_checks(monkeypatch):
     """Turn off the checks for unreduced gradients and for parameters that drift apart."""
     monkeypatch.setattr("wholebatch.gradcache.step.check_not_passed_by", lambda *_: None)
-    monkeypatch.setattr("wholebatch.gradcache.replicas.History.due", lambda _: False)
+    monkeypatch.setattr("wholebatch.gradcache.same_parameters.History.due", lambda _: False)
 
 
 class OfSubclass(DistributedDataParallel):

@@ -15,7 +15,6 @@ import order
 
 import wholebatch as wb
 from wholebatch.comm import CommunicationError
-from wholebatch.comm.statement import HEADER_BYTES, NoStatementError, decode, encode
 from wholebatch.comm.torch_distributed import TorchTransport
 from wholebatch.contract import latest_call, reduction
 from wholebatch.testing import RankError, run_ranks
@@ -182,17 +181,6 @@ def test_facts_may_have_any_name():
     comm, facts = wb.comm.LocalCommunicator(), {"complaint": "x", "caller": 3, "length": 5, "kind of complaint": 1}
     assert comm.handshake(lambda: facts, caller="test") == [facts]
     assert comm.handshake(lambda: {"x": float("nan")}, caller="test", must_match=["x"])
-
-
-def test_bytes_that_are_not_a_statement_are_refused():
-    statement = encode({"caller": "clip_loss"})
-    assert decode(statement.ljust(2048)) == {"caller": "clip_loss"}
-    for damaged in (b"", bytes(2048), statement[1:], statement[:-1], statement[:-1] + b"!", b"{}".ljust(2048)):
-        with pytest.raises(NoStatementError):
-            decode(damaged)
-    header = statement[: HEADER_BYTES - 3] + b"xyz" + statement[HEADER_BYTES:]
-    with pytest.raises(NoStatementError, match="damaged header"):
-        decode(header)
 
 
 def data_body():

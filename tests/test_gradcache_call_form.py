@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.gradcache.inputs.call_form import takes_mapping
+from wholebatch.gradcache.inputs.trees import takes_mapping
 from wholebatch.testing import run_ranks
 
 FEATURES = {"a": 1, "b": 2}

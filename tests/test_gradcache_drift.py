@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from wholebatch._base.checksum import _weights
 from wholebatch.auditing.causes import NOT_REDUCED
-from wholebatch.gradcache.replicas import History, checksums
+from wholebatch.gradcache.same_parameters import History, checksums
 from wholebatch.testing import run_ranks
 
 APART = "an optimizer step has driven them apart"

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.gradcache.inputs.row_items import RowItems, counted
+from wholebatch.gradcache.inputs.image_counts import RowItems, counted
 from wholebatch.testing import run_ranks
 
 IMAGE, VIDEO, D = 18, 19, 5

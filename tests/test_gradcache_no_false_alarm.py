@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch._base.sharded import is_sharded, mark_sharded
-from wholebatch.gradcache.engines.bypassed import live_engines
+from wholebatch.gradcache.engines.lost_gradients import live_engines
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -160,7 +160,7 @@ def test_a_sharded_head_raises_no_false_alarm(counts):
 
 
 def test_on_one_rank_nothing_is_compared(monkeypatch):
-    monkeypatch.setattr("wholebatch.gradcache.replicas.checksums", None)
+    monkeypatch.setattr("wholebatch.gradcache.same_parameters.checksums", None)
     net = Towers()
     train(net, wb.GradCache([net.image, net.text], 2, loss_fn), batch(6))
     assert run_ranks(one_rank_body, 1) == [True]

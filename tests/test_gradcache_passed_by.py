@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch.auditing.causes import NOT_REDUCED
-from wholebatch.gradcache.engines.bypassed import live_engines
+from wholebatch.gradcache.engines.lost_gradients import live_engines
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -159,7 +159,7 @@ def not_reached_body():
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net)
     models = [lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("wholebatch.gradcache.backward._missing_from_graph", lambda *_: [])
+        monkeypatch.setattr("wholebatch.gradcache.one_pass._missing_from_graph", lambda *_: [])
         wb.GradCache(models, 2, loss_fn)(*local)
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):

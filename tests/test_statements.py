@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import wholebatch as wb
 from wholebatch.comm.records import RECORD_BYTES, WORDS, OnDevice, Records, record, take_numbers, with_slots
-from wholebatch.comm.statement import decode, encode
 from wholebatch.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -28,10 +27,10 @@ FACTS = [
 
 def there_and_back(facts):
     without, kinds, numbers, on_device = take_numbers(facts)
-    text = encode({"caller": "test", "facts": without, "numbers": kinds})
+    text = json.dumps({"caller": "test", "facts": without, "numbers": kinds}).encode()
     records = Records(record(text, numbers, [of.number for of in on_device], CPU))
     assert not [*records.foreign()]
-    filled = wb.comm.facts_by_rank.FactsByRank([with_slots(decode(text))["facts"]], records)
+    filled = wb.comm.facts_by_rank.FactsByRank([with_slots(json.loads(text))["facts"]], records)
     return filled[0], len(numbers) + len(on_device)
 
 
@@ -59,6 +58,34 @@ def test_ranks_with_one_length_and_other_texts_differ():
     one, same, other = (record(text, [1.0], [], CPU) for text in (b"abc", b"abc", b"abd"))
     assert Records(torch.cat([one, same])).different_lengths() is None
     assert Records(torch.cat([one, other])).different_lengths() == [3, 3]
+
+
+def overwritten_body():
+    """In the second round, take other bytes than the text that rank 1 has announced."""
+    comm, rank = wb.comm.TorchCommunicator(), dist.get_rank()
+    comm.handshake(dict, caller="test")
+    gather = comm.transport.all_gather_statements
+
+    def overwritten(x):
+        finish = gather(x)
+
+        def changed():
+            everyone = finish()
+            if everyone.dtype == torch.uint8:  # texts, not records
+                everyone[1, 5] += 1
+            return everyone
+
+        return changed
+
+    comm.transport.all_gather_statements = overwritten
+    with pytest.raises(wb.comm.CommunicationError) as caught:
+        comm.handshake(lambda: {"name": "x" * rank}, caller="test")
+    return str(caught.value)
+
+
+def test_a_text_that_was_not_announced_is_refused():
+    for text in run_ranks(overwritten_body, 2):
+        assert "in test: rank 1 sent bytes that are not the text of its statement" in text
 
 
 def rounds_body():

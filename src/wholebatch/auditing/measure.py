@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._base.graph import leaves_of
 from .._base.user_error import UserError
 from ..comm import select_communicator
-from ..gradcache.replicas import without_comparison
+from ..gradcache.same_parameters import without_comparison
 from ..partition import Partition
 from .batch import num_rows, take, with_gradient
 from .engine import broadcast_start, dense, differ_from_rank_0, reduce_gradients

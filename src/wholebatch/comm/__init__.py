@@ -4,15 +4,14 @@ communicator        the operations
 handle              the result of a nonblocking operation, which must be waited for
 select              the communicator for the argument `group=`
 
-entry               checks a call before it starts; row_entry for rows, message_entry for messages
+entry               checks a call before it starts; row_entry for rows, message_entry for messages, whose ends agree
 arguments           checks of one rank's arguments; binding checks them against the signature
-handshake           all ranks agree, or all raise; statement has the bytes that they send
-messages            both ends of a message agree, or both raise
+handshake           all ranks agree, or all raise; records has the bytes that they send
 
 maps                the table of linear maps and their adjoints; point_to_point has send and receive
 nonlinear           maximum, minimum and product
 autograd            maps in autograd's graph
-order               the backward pass in the order of the calls; call describes one of them
+order               a call, and the backward pass in the order of the calls
 compiled            collectives under torch.compile
 
 transport           the interface that moves bytes; wire has the dtypes that it moves

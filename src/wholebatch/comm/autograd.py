@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .call import Call
 from .maps import LinearMap
+from .order import Call
 from .transport import Finish
 
 # An input that always requires a gradient: the node exists, and its adjoint runs, on ranks whose x needs none.

@@ -21,16 +21,15 @@ from torch import Tensor
 from .._base.checks import check_flag, check_integer, shown
 from . import autograd, compiled, maps
 from .arguments import OPS, SUMS, check_tensor, checked_op
-from .call import Call
 from .compiled import collective, compiles_to, eager
 from .entry import Entry
 from .facts_by_rank import Facts, FactsByRank
 from .handle import Handle
 from .handshake import handshake
 from .maps import Loss
-from .message_entry import MessageEntry
-from .messages import End
+from .message_entry import End, MessageEntry
 from .nonlinear import reduce_nonlinearly
+from .order import Call
 from .point_to_point import Recv, Send
 from .row_entry import RowEntry
 from .transport import ABANDONED, CommunicationError, Transport

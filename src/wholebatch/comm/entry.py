@@ -19,11 +19,10 @@ from torch import Tensor
 from .._base.checks import check_choice, check_flag, check_instance, shown
 from .arguments import check_tensor
 from .binding import CallError, complaint
-from .call import Call
 from .facts_by_rank import Facts
 from .handshake import DTYPE, GRAD_ENABLED, NEEDS_GRAD, SHAPE, handshake
 from .maps import LOSSES, Loss
-from .order import Order
+from .order import Call, Order
 from .transport import Checked, Transport
 
 Counts = Sequence[int] | None

@@ -70,12 +70,6 @@ class FactsByRank(Sequence[Facts]):
             return [_value_at(of_rank, path) for of_rank in self._filled]
         return self._column(_value_at(self._facts[0], path))
 
-    def columns_of_list(self, name: str) -> list[list[Any]]:
-        """Return, for each entry of a fact that is a list, as long on all ranks, its value on every rank."""
-        if self._alike and name not in self._columns:
-            return [self._column(entry) for entry in self._facts[0][name]]
-        return [list(column) for column in zip(*self.column(name), strict=True)]
-
     def columns_of_mapping(self, name: str) -> dict[str, list[Any]] | None:
         """Return, for each entry of a fact that is a mapping, its value on every rank; None if the names differ."""
         if self._alike:

@@ -7,7 +7,7 @@ facts (row counts, dtypes, options) or its error. If one rank sends an error, al
     first round     a record of 512 bytes from each rank: the digest of its statement's text, and its numbers
     second round    the texts, if any two of them differ, or if they are errors
 
-See `statement` for both. The facts of W ranks with one text are made from it and from their numbers when asked for.
+See `records` for both. The facts of W ranks with one text are made from it and from their numbers when asked for.
 """
 
 from __future__ import annotations
@@ -31,8 +31,17 @@ from .compiled import eager
 from .facts_by_rank import Facts, FactsByRank
 from .join_context import refuse_join_context
 from .modules import calling, other_order
-from .records import RECORD_BYTES, OnDevice, Records, numbers_of_records, record, take_numbers, with_slots
-from .statement import FACTS, KINDS, NoStatementError, decode, encode
+from .records import (
+    FACTS,
+    KINDS,
+    RECORD_BYTES,
+    OnDevice,
+    Records,
+    numbers_of_records,
+    record,
+    take_numbers,
+    with_slots,
+)
 from .transport import Checked, CommunicationError, Transport, named
 
 GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
@@ -166,7 +175,9 @@ class _Local:
     text: bytes = b""
 
     def __post_init__(self) -> None:
-        self.text = self.text or encode(self.statement)  # raises for a fact that is no JSON value, such as an array
+        self.text = (
+            self.text or json.dumps(self.statement).encode()
+        )  # raises for a fact that is no JSON value, such as an array
 
     def record(self, transport: Transport) -> Tensor:
         """Return the record, on the device where the numbers are, if it travels from there."""
@@ -174,25 +185,19 @@ class _Local:
         alone = transport.size == 1 and bool(tensors) and wide_dtype(tensors[0].device) == torch.float64
         if tensors and (alone or transport.stays_on_device(tensors[0])):
             return record(self.text, self.numbers, tensors, tensors[0].device)
-        return record(self.text, [*self._on_host(), *self.numbers], [], torch.device("cpu"))
-
-    def _on_host(self) -> list[float]:
-        return [*on_host({index: fact.number for index, fact in enumerate(self.on_device)}).values()]
+        read = on_host(dict(enumerate(tensors)))
+        return record(self.text, [*read.values(), *self.numbers], [], torch.device("cpu"))
 
 
 def _read_back(facts: Mapping[str, Any]) -> Facts:
     """Return facts with all numbers, those on the device included, for which the host waits."""
     groups = {name: x for name, x in facts.items() if isinstance(x, Mapping)}
-    numbers = {(name, key): x for name, group in groups.items() for key, x in group.items() if _is_on_device(x)}
+    numbers = {(name, key): x for name, group in groups.items() for key, x in group.items() if isinstance(x, OnDevice)}
     read = on_host({place: x.number for place, x in numbers.items()})
     filled = {**facts}
     for name in {name for name, _ in read}:
         filled[name] = {key: read.get((name, key), x) for key, x in groups[name].items()}
     return filled
-
-
-def _is_on_device(value: object) -> bool:
-    return isinstance(value, OnDevice)
 
 
 def _refuse_non_json(value: object) -> None:
@@ -309,10 +314,10 @@ def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[li
         texts = _gathered(transport, local.who, checked, text)
     everyone: list[Facts] = []
     for rank, row in enumerate(texts):
-        try:
-            everyone.append(_parsed(bytes(bytes_of(row))))
-        except NoStatementError as error:
-            raise _foreign(transport, local.who, rank, str(error)) from error
+        their_text = bytes(bytes_of(row)[: lengths[rank]])
+        if not records.announce(rank, their_text):
+            raise _foreign(transport, local.who, rank, "bytes that are not the text of its statement")
+        everyone.append(_parsed(their_text))
     return everyone, records
 
 
@@ -333,7 +338,7 @@ def _compare_versions(transport: Transport, who: str, checked: Checked) -> None:
 @lru_cache(maxsize=64)
 def _parsed(text: bytes) -> Facts:
     """Return the statement of a text, with slots for its numbers: the text of a loss is the same in each step."""
-    return with_slots(decode(text))
+    return with_slots(json.loads(text))
 
 
 def _gathered(transport: Transport, who: str, checked: Checked, x: Tensor) -> Tensor:

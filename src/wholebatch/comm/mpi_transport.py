@@ -134,26 +134,6 @@ class MPITransport(Transport):
         ]
         return self._finisher(requests, lambda: out.to(x.device), wire)
 
-    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        wire = x.cpu()
-        out = wire.new_empty((sum(counts) if self.rank == root else 0, *x.shape[1:]))
-        if not sum(counts) or not all(x.shape[1:]):
-            return done(out.to(x.device))
-        rows = self._rows(wire)
-        receive = [self._buffer(out), counts, _starts(counts), rows] if self.rank == root else None
-        request = self._comm.Igatherv([self._buffer(wire), len(wire), rows], receive, root=root)
-        return self._finisher([request], lambda: out.to(x.device), wire, free=rows)
-
-    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        wire = x.cpu()
-        out = wire.new_empty((counts[self.rank], *x.shape[1:]))
-        if not sum(counts) or not all(x.shape[1:]):
-            return done(out.to(x.device))
-        rows = self._rows(out)
-        send = [self._buffer(wire), counts, _starts(counts), rows] if self.rank == root else None
-        request = self._comm.Iscatterv(send, [self._buffer(out), len(out), rows], root=root)
-        return self._finisher([request], lambda: out.to(x.device), wire, free=rows)
-
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
         wire = x.cpu()
         out = wire.new_empty((sum(receive_counts), *x.shape[1:]))

@@ -21,8 +21,8 @@ from torch.autograd import Function
 from .._base.autograd import once_differentiable
 from .._base.precision import accumulation_dtype
 from .autograd import ALWAYS, apply, is_differentiable
-from .call import Call
 from .maps import AllReduce, Loss, Map
+from .order import Call
 from .transport import Finish
 from .wire import wide
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from .._base.tensor_file import bytes_of
 from .modules import calling
-from .statement import FACTS, KINDS
 
+FACTS, KINDS = "facts", "numbers"  # the fields of a text: the facts, and the kinds of their numbers
 WORDS = 64
 RECORD_BYTES = 8 * WORDS
 _MODULE, _FIRST = 4, 5  # the word with the number of the module, and the words before the numbers
@@ -135,7 +135,7 @@ def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], d
         on_device: further numbers, shape () or [1], which come first.
         device: where the record travels.
     """
-    first, second = struct.unpack("=2q", blake2b(text, digest_size=16).digest())
+    first, second = _digest(text)
     words = bytearray(RECORD_BYTES)
     struct.pack_into("=5q", words, 0, _START, first, second, len(text), calling.get())
     struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
@@ -150,6 +150,11 @@ def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], d
         wide = [_number_on(device, number.detach().reshape(())) for number in on_device]
         numbers_of_records(packed, len(wide)).copy_(torch.stack(wide))
     return packed
+
+
+def _digest(text: bytes) -> tuple[int, int]:
+    first, second = struct.unpack("=2q", blake2b(text, digest_size=16).digest())
+    return first, second
 
 
 def as_unread(words: Tensor, count: int) -> Tensor:
@@ -202,6 +207,10 @@ class Records:
     def different_lengths(self) -> list[int] | None:
         """Return the length of each rank's text, or None if all ranks have the same text."""
         return None if self._has_one_text else self._words(3)
+
+    def announce(self, rank: int, text: bytes) -> bool:
+        """Return whether a rank's record has the digest of this text."""
+        return (self._words(1)[rank], self._words(2)[rank]) == _digest(text)
 
     def without_numbers(self, count: int) -> bytes | None:
         """Return all records without modules and the first `count` numbers of each; None if the ranks' texts differ."""

@@ -19,15 +19,12 @@ Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 def check_group(group: object) -> None:
     """Raise ValueError unless `select_communicator` may later make a communicator of `group`."""
     known = group is None or isinstance(group, Communicator | dist.ProcessGroup | DeviceMesh)
-    if not known and group is not dist.GroupMember.NON_GROUP_MEMBER and not _is_of_mpi4py(group):
+    of_mpi4py = type(group).__module__.partition(".")[0] == "mpi4py"
+    if not known and group is not dist.GroupMember.NON_GROUP_MEMBER and not of_mpi4py:
         raise ValueError(
             "group must be a wholebatch communicator, a torch.distributed.ProcessGroup, a one-dimensional "
             f"DeviceMesh, a communicator of mpi4py or None; got {type(group).__name__}"
         )
-
-
-def _is_of_mpi4py(group: object) -> bool:
-    return type(group).__module__.partition(".")[0] == "mpi4py"
 
 
 def select_communicator(group: object) -> Communicator:

@@ -217,18 +217,6 @@ class TorchTransport(Transport):
         work = dist.reduce(x, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
         return _finisher([work], lambda: x)
 
-    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        send_counts = [0] * self.size
-        send_counts[root] = counts[self.rank]
-        receive_counts = counts if self.rank == root else (0,) * self.size
-        return self.all_to_all(x, tuple(send_counts), receive_counts)
-
-    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        send_counts = counts if self.rank == root else (0,) * self.size
-        receive_counts = [0] * self.size
-        receive_counts[root] = counts[self.rank]
-        return self.all_to_all(x if self.rank == root else x[:0], send_counts, tuple(receive_counts))
-
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
         out = wire.new_empty((sum(receive_counts), *x.shape[1:]))

@@ -135,16 +135,22 @@ class Transport(ABC):
         """Sum x over the ranks; the result is on the root, elsewhere undefined. x may be overwritten."""
         return self.reduce(x, root)
 
-    @abstractmethod
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
         """Concatenate the ranks' rows on the root: (n_r, ...) -> (sum n_r, ...) there, (0, ...) elsewhere."""
+        send_counts = [0] * self.size
+        send_counts[root] = counts[self.rank]
+        receive_counts = counts if self.rank == root else (0,) * self.size
+        return self.all_to_all(x, tuple(send_counts), receive_counts)
 
-    @abstractmethod
     def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
         """Distribute the root's rows: (sum n_r, ...) -> (n_r, ...).
 
         The other ranks pass any tensor of the same trailing shape.
         """
+        send_counts = counts if self.rank == root else (0,) * self.size
+        receive_counts = [0] * self.size
+        receive_counts[root] = counts[self.rank]
+        return self.all_to_all(x if self.rank == root else x[:0], send_counts, tuple(receive_counts))
 
     @abstractmethod
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:

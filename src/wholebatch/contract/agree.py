@@ -324,7 +324,7 @@ class _Call:
         return Agreement(
             by_rank,
             rows,
-            [any(column) for column in by_rank.columns_of_list(NEEDS_GRAD)],
+            [any(of_input) for of_input in zip(*by_rank.column(NEEDS_GRAD), strict=True)],
             Products(by_rank.column(PRECISION)[0], named=options.precision != "auto"),
             _may_use_kernels(self.comm, options, by_rank),
         )

@@ -37,7 +37,7 @@ def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
 def check_inference(everyone: FactsByRank) -> None:
     """Raise ValueError, on every rank, if gradients are needed but some rank's inputs were made in inference mode."""
     inference = [rank for rank, flag in enumerate(everyone.column(_INFERENCE)) if flag]
-    if inference and torch.is_grad_enabled() and any(map(any, everyone.columns_of_list(NEEDS_GRAD))):
+    if inference and torch.is_grad_enabled() and any(map(any, everyone.column(NEEDS_GRAD))):
         raise ValueError(
             f"tensors of rank {', '.join(map(str, inference))} were made under torch.inference_mode() and cannot take "
             "part in a backward pass, which others need; make them under torch.no_grad(), or pass x.clone()"

@@ -6,25 +6,18 @@ functional          `cached` and other decorators, for a caller's own loop
 
 entry               ranks agree that their calls are valid
 step                the two passes of a step
-immediate           a step that makes its own backward pass
-deferred            a step whose second passes are made in the backward pass of a caller
-first_pass          forward, without graphs
-second_pass         forward again, and backward
-backward            one backward pass, seen by the chunk's engines or hidden from them
-one_pass            one forward pass with a graph; compares the second pass with the first
+step_loss           its loss, whose backward pass the step makes, or a caller
+passes              forward over all chunks; forward again, and backward
+one_pass            one forward pass with a graph, its comparison with the first, and one backward pass
 chunks              encoders, and the chunks of their batches
 kept_graphs         which chunks keep their graph, and need no second pass
-devices             where each encoder lies
 replay              random numbers, autocast and buffers are the same in both passes
-parameter_versions  parameters are the same in both passes
-agreement           if one rank raises, all ranks raise
-rollback            restores gradients after an error
-replicas            compares the parameters that ranks hold copies of
+same_parameters     parameters are the same in both passes, and their copies on all ranks
+agreement           if one rank raises, all ranks raise, with gradients as they were
+observe             which modules a model refers to, and which it calls
 
 inputs/             cuts a model's input into the parts of chunks
 engines/            keeps DDP, FSDP and DeepSpeed from synchronizing in each pass
-referred_modules    which modules a model refers to
-observe             which modules a model calls
 outer_engine        encoders that are called inside the engine's forward pass
 """
 

@@ -14,8 +14,7 @@ from .engines.known import Synchronized, synchronized
 from .inputs.padding import NO_MASK, padded_lengths
 from .inputs.parts import Part, index_of, numbers_of_rows
 from .inputs.trees import new_containers, representations, rows_of
-from .observe import Called
-from .referred_modules import modules_of
+from .observe import Called, modules_of
 from .replay import Buffers, Replay
 
 Index = slice | Tensor | tuple[slice | Tensor, slice]  # x[index]: some rows, or some rows and columns

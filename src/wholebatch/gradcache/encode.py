@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ..comm import Group
 from ..contract import bind_on_all_ranks
-from .chunks import Chunk
-from .deferred import with_second_passes
-from .entry import Options, first_passes
-from .grad_cache import ChunkSize, GradCache
+from .entry import first_passes
+from .grad_cache import ChunkSize, GradCache, no_loss
 from .kept_graphs import KeepGraphs
-from .referred_modules import modules_of
-from .replicas import History
+from .observe import modules_of
+from .same_parameters import History
+from .step_loss import with_second_passes
 
 _HISTORIES: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()  # by a model's first module
 
@@ -89,23 +88,17 @@ def encode(
     torch.Size([2, 3])
     """
 
-    def chunks() -> list[Chunk]:
-        cache = GradCache([model], chunk_size, _no_loss, split_input_fn, get_rep_fn)
-        result = cache._chunks([model_input])
-        result[0].encoder.may_be_frozen = True
-        return result
+    def cache() -> GradCache:
+        options: dict[str, Any] = {"keep_graphs": keep_graphs, "memory_budget": memory_budget, "unchecked": unchecked}
+        return GradCache([model], chunk_size, no_loss, split_input_fn, get_rep_fn, group=group, **options)
 
     first = next(iter(modules_of(model)), None)
     step = first_passes(
         "gradcache.encode",
-        chunks,
-        Options(keep_graphs, memory_budget, group, unchecked),
-        inputs=[model_input],
+        cache,
+        [model_input],
+        group=group,
         history=History() if first is None else _HISTORIES.setdefault(first, History()),
         deferred=True,
     )
     return step.formed(with_second_passes(step))[0]
-
-
-def _no_loss(*_reps: object) -> Tensor:
-    raise AssertionError("encode has no loss; please report this")

@@ -4,50 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..comm import Group, select_communicator
-from ..comm.select import check_group
 from .agreement import agree
 from .chunks import Chunk, facts_of, filled_up
-from .devices import devices_of
 from .engines.known import synchronized
-from .kept_graphs import Keeper, KeepGraphs, check_keep_graphs
-from .replicas import History
+from .kept_graphs import Keeper, devices_of
+from .same_parameters import History
 from .step import Step
 
 _GRAD_ENABLED = "torch.is_grad_enabled()"
 _latest = 0  # number of this rank's latest call
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a step, as in :class:`wholebatch.GradCache`."""
-
-    keep_graphs: KeepGraphs
-    memory_budget: int | None
-    group: Group
-    unchecked: Iterable[Tensor]
-    fp16: bool = False
-
-    def checked(self) -> list[Tensor]:
-        """Return the parameters that are not compared; raise ValueError unless all options are valid."""
-        check_group(self.group)
-        check_keep_graphs(self.keep_graphs, self.memory_budget)
-        return checked_parameters(self.unchecked)
-
-
 def first_passes(
     name: str,
-    make_chunks: Callable[[], list[Chunk]],
-    options: Options,
-    *,
+    make_cache: Callable[[], Any],  # a GradCache, whose module imports this one
     inputs: Sequence[Any],
+    *,
+    group: Group,
     history: History,
     deferred: bool,
 ) -> Step:
@@ -57,16 +36,16 @@ def first_passes(
 
     Args:
         name: of the caller, for messages.
-        make_chunks: makes this rank's chunks from its arguments; its errors raise on all ranks.
-        options: the caller's.
+        make_cache: returns the GradCache with the caller's options; its errors raise on all ranks.
         inputs: one for each model.
+        group: the caller's.
         history: the steps that were made before.
         deferred: whether autograd makes the second passes; without it, gradients must be enabled.
     """
     global _latest  # noqa: PLW0603
-    comm = select_communicator(options.group)
+    comm = select_communicator(group)
+    caches: list[Any] = []
     chunks: list[Chunk] = []
-    unchecked: list[Tensor] = []
 
     def split() -> dict[str, Any]:
         if not deferred and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
@@ -75,18 +54,19 @@ def first_passes(
                 "inference_mode; for the loss alone give GradCache deferred=True, or call the models, and loss_fn of "
                 "their representations"
             )
-        unchecked.extend(options.checked())
-        chunks.extend(make_chunks())
+        caches.append(make_cache())
+        chunks.extend(caches[0].chunks_of(inputs))
         visible = synchronized(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
         return {
             **facts_of(chunks, len(inputs)),
-            "keep_graphs": options.keep_graphs,
+            "keep_graphs": caches[0].keep_graphs,
             "collective": comm.size > 1 and any(engine.control.collective for engine in visible),
             "latest call": _latest,
             _GRAD_ENABLED: torch.is_grad_enabled(),
         }
 
     everyone = agree(comm, split, caller=name)
+    (cache,) = caches
     _latest = 1 + max(facts.pop("latest call") for facts in everyone)
     enabled = [facts[_GRAD_ENABLED] for facts in everyone]
     if any(other != enabled[0] for other in enabled):
@@ -96,12 +76,12 @@ def first_passes(
         )
     if any(facts["collective"] for facts in everyone):
         chunks = filled_up(chunks, everyone)
-    alike = all(facts == everyone[0] for facts in everyone) and options.keep_graphs != "auto"
+    alike = all(facts == everyone[0] for facts in everyone) and cache.keep_graphs != "auto"
     devices = [devices_of(c.encoder.visible, inputs[c.encoder.index]) for c in chunks if c.first]
-    step = Step(comm, chunks, unchecked, history, call_number=_latest, name=name, deferred=deferred)
+    step = Step(comm, chunks, cache.unchecked, history, call_number=_latest, name=name, deferred=deferred)
     kinds = {device.type for of_model in devices for device in of_model}
-    step.autocast = partial(_autocast, kinds if options.fp16 else ())
-    keeper = Keeper(options.keep_graphs, len(chunks), options.memory_budget, devices)
+    step.autocast = partial(_autocast, kinds if cache.fp16 else ())
+    keeper = Keeper(cache.keep_graphs, len(chunks), cache.memory_budget, devices)
     with step.autocast():
         step.encode(keeper, may_be_collective=alike or everyone[0]["collective"])
     return step
@@ -114,16 +94,3 @@ def _autocast(kinds: Iterable[str]) -> Iterator[None]:
         for kind in sorted(kinds):
             stack.enter_context(torch.autocast(kind, torch.float16))
         yield
-
-
-def checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:
-    """Return these parameters as a list; raise ValueError unless they are tensors."""
-    if isinstance(unchecked, nn.Module | Tensor | str | bytes) or not isinstance(unchecked, Iterable):
-        raise ValueError(
-            f"unchecked must be a list of parameters, such as experts.parameters(), got {type(unchecked).__name__}"
-        )
-    left_out: list[Any] = [*unchecked]
-    for p in left_out:
-        if not isinstance(p, Tensor):
-            raise ValueError(f"unchecked must be a list of parameters, got one with a {type(p).__name__}")
-    return left_out

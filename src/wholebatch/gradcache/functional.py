@@ -25,14 +25,11 @@ from .._base.graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
 from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group
-from .backward import backward, hidden_backward
 from .chunks import differentiable
-from .engines.bypassed import check_not_passed_by, live_engines
-from .engines.lost_gradients import watched
+from .engines.lost_gradients import check_not_passed_by, live_engines, watched
 from .inputs.trees import new_containers, representations
-from .observe import Observer
-from .one_pass import difference, with_graph
-from .referred_modules import modules_of
+from .observe import Observer, modules_of
+from .one_pass import backward, difference, hidden_backward, with_graph
 from .replay import Buffers, Replay, without_graph
 
 _P = ParamSpec("_P")

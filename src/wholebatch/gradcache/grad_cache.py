@@ -1,6 +1,6 @@
 """GradCache, the public class: the arguments of a step, and the methods that a subclass may replace.
 
-The two passes of a step are in `step`. Whether it goes backward itself is decided in `immediate` and `deferred`.
+The two passes of a step are in `step`, and its own or its caller's backward pass in `step_loss`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from ..comm import Group
 from ..comm.modules import built, numbered
 from ..comm.select import check_group
 from .chunks import Chunk, Encoder
-from .deferred import deferred_loss
-from .entry import Options, checked_parameters, first_passes
-from .immediate import Scaler, add_gradients
-from .inputs.parts import check_rows, part_of, split_by_tokens
-from .inputs.token_budget import TokenBudget, mask_in
-from .inputs.trees import call_model, check_input, check_parts, split_inputs
+from .entry import first_passes
+from .inputs.parts import check_rows, part_of, split_tree
+from .inputs.token_budget import TokenBudget
+from .inputs.trees import call_model, check_parts
 from .kept_graphs import KeepGraphs, check_keep_graphs
-from .replicas import History
+from .same_parameters import History
 from .step import Step
+from .step_loss import Scaler, add_gradients, deferred_loss
 
 ChunkSize = int | TokenBudget
+
+
+def no_loss(*_reps: object) -> Tensor:
+    """Stand for the loss of a cache that encodes for a loss of the caller."""
+    raise AssertionError("encode has no loss; please report this")
 
 
 class GradCache:
@@ -118,7 +122,7 @@ class GradCache:
         self.loss_fn, self.split_input_fn, self.get_rep_fn = loss_fn, split_input_fn, get_rep_fn
         self.fp16, self.scaler = fp16, scaler
         self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
-        self.unchecked, self.deferred = checked_parameters(unchecked), deferred
+        self.unchecked, self.deferred = _checked_parameters(unchecked), deferred
         self._history, self._number = History(), next(built)
 
     def __call__(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
@@ -170,17 +174,12 @@ class GradCache:
                 3.11 on); in the second pass of an engine whose passes are collective, on its rank alone.
         """
 
-        def chunks() -> list[Chunk]:
+        def cache() -> GradCache:
             check_flag("no_sync_except_last", no_sync_except_last)
-            return self._chunks(model_inputs)
+            return self
 
         step = first_passes(
-            "GradCache",
-            chunks,
-            Options(self.keep_graphs, self.memory_budget, self.group, self.unchecked, self.fp16),
-            inputs=model_inputs,
-            history=self._history,
-            deferred=self.deferred,
+            "GradCache", cache, model_inputs, group=self.group, history=self._history, deferred=self.deferred
         )
         step.loss_fn = self.compute_loss
         loss_of = partial(self._loss, step, loss_kwargs)
@@ -192,9 +191,7 @@ class GradCache:
         """Return the chunks of an input."""
         if self.split_input_fn is not None:
             return self.split_input_fn(model_input, chunk_size)
-        if isinstance(chunk_size, TokenBudget):
-            return split_by_tokens(model_input, chunk_size)
-        return split_inputs(model_input, chunk_size)
+        return split_tree(model_input, chunk_size, "the input")
 
     def model_call(self, model: Any, model_input: Any) -> object:  # any model, and what it takes
         """Return a model's output for a chunk."""
@@ -208,7 +205,7 @@ class GradCache:
         """Return the loss of all representations."""
         return self.loss_fn(*reps, **loss_kwargs)
 
-    def _chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
+    def chunks_of(self, model_inputs: Sequence[Any]) -> list[Chunk]:
         """Return the chunks of all models' inputs."""
         if len(model_inputs) != len(self.models):
             raise ValueError(
@@ -222,13 +219,11 @@ class GradCache:
             zip(self.models, model_inputs, self.chunk_sizes, strict=True)
         ):
             encoder = Encoder(model, index, call=self.model_call, get_reps=self.get_reps, count_rows=splits_trees)
+            encoder.may_be_frozen = self.loss_fn is no_loss
             name = f"the input of {encoder.name}"
-            if splits_trees:
-                by_tokens = isinstance(size, TokenBudget)
-                check_input(model_input, name, 1 if by_tokens else size)
-                if by_tokens:
-                    mask_in(model_input, size, name)
-            split: object = self.split_inputs(model_input, size)
+            split: object = (
+                split_tree(model_input, size, name) if splits_trees else self.split_inputs(model_input, size)
+            )
             if not isinstance(split, Iterable):
                 raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(split)}")
             parts = [part_of(x) for x in split]
@@ -277,3 +272,15 @@ def _check_sizes(chunk_sizes: ChunkSize | Sequence[ChunkSize], models: int) -> l
         if not isinstance(size, TokenBudget):
             check_count("chunk_sizes", size, "rows of a chunk (or a TokenBudget)")
     return sizes
+
+
+def _checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(unchecked, nn.Module | Tensor | str | bytes) or not isinstance(unchecked, Iterable):
+        raise ValueError(
+            f"unchecked must be a list of parameters, such as experts.parameters(), got {type(unchecked).__name__}"
+        )
+    left_out: list[Any] = [*unchecked]
+    for p in left_out:
+        if not isinstance(p, Tensor):
+            raise ValueError(f"unchecked must be a list of parameters, got one with a {type(p).__name__}")
+    return left_out

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._base.checks import shown
+from .._base.modules import parameters_in
+from .._base.trees import tensors_of
 from .._measure import free_memory
 
 KeepGraphs = int | float | Literal["auto"]
@@ -156,3 +158,19 @@ def _share_of_free(device: torch.device) -> int:
     if free is None:
         raise ValueError(f"keep_graphs='auto' cannot find out how much memory is free on {device}; give memory_budget=")
     return int(_SHARE * free)
+
+
+def devices_of(modules: Iterable[nn.Module], model_input: Any) -> tuple[torch.device, ...]:
+    """Return the devices of the modules' parameters; without parameters, of the input; without tensors, the CPU.
+
+    The meta device is none of them: modules there are not called.
+
+    >>> devices_of([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")], None)
+    (device(type='cpu'),)
+    """
+    of_modules = _real_devices(parameters_in(*modules))
+    return of_modules or _real_devices(tensors_of(model_input)) or (torch.device("cpu"),)
+
+
+def _real_devices(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    return (*dict.fromkeys(x.device for x in tensors if x.device.type != "meta"),)

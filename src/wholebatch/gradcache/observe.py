@@ -1,16 +1,21 @@
-"""Observe which modules a model calls, whether it has them from a closure, a global or an object's attribute.
+"""Which modules a model refers to, found without a call, and which it calls.
 
-A hook on all modules records them. The outermost ones are the models of the call: a step tracks their buffers and the
-gradients of their parameters. Engines are held before their forward pass decides whether they synchronize.
+From the modules that a model refers to ranks know, before any call, whether passes are collective. In a call, a hook on
+all modules records them, whether the model has them from a closure, a global or an object's attribute. The outermost
+ones are the models of the call: a step tracks their buffers and the gradients of their parameters. Engines are held
+before their forward pass decides whether they synchronize.
 
 Modules inside a compiled graph are not observed; the compiled module itself is, with all modules inside it.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
+import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +27,61 @@ from torch.nn.parallel import DistributedDataParallel
 from .._base.modules import modules_in, parameters_in
 from .engines.known import Synchronized, control_of, synchronized
 from .replay import Buffers
+
+_DEPTH, _MANY = 6, 1000  # how deep, and among how many objects, a function's modules are searched
+
+
+def modules_of(*objects: object) -> list[nn.Module]:
+    """Return the modules among these, and in functions' closures and globals, objects and containers among these."""
+    modules: dict[int, nn.Module] = {}
+    ids: set[int] = set()
+    level: list[object] = [*objects]
+    for _ in range(_DEPTH):
+        level = [x for x in level if id(x) not in ids and not isinstance(x, str | bytes | int | float | type)][:_MANY]
+        ids.update(map(id, level))
+        modules |= {id(x): x for x in level if isinstance(x, nn.Module)}
+        level = [inner for x in level if not isinstance(x, nn.Module) for inner in _referents(x)]
+    return [*modules.values()]
+
+
+def _referents(x: Any) -> Iterable[object]:
+    """Return the objects that an object refers to."""
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, types.FunctionType):
+        unwrapped = inspect.unwrap(x)
+        cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
+        return [*cells, *_globals_of(x.__code__, x.__globals__), *([] if unwrapped is x else [unwrapped])]
+    if isinstance(x, Mapping):
+        return list(x.values()) if len(x) <= _MANY else []
+    if isinstance(x, list | tuple | set | frozenset):
+        return list(x) if len(x) <= _MANY else []
+    return list(vars(x).values()) if hasattr(x, "__dict__") and not isinstance(x, types.ModuleType) else []
+
+
+def _globals_of(code: types.CodeType, names: Mapping[str, object]) -> list[object]:
+    """Return the globals that a function and its inner functions name; of Python modules, the named attributes."""
+    objects = []
+    for name in code.co_names:
+        x = names.get(name)
+        if isinstance(x, types.ModuleType):
+            objects += [vars(x).get(inner) for inner in code.co_names]
+        else:
+            objects.append(x)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            objects += _globals_of(constant, names)
+    return objects
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 class Observer:

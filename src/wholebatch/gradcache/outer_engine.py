@@ -26,10 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .chunks import Encoder
-from .engines.attributes import with_attributes
 from .engines.ddp import parameters_of_ddp
 from .engines.known import Synchronized
-from .engines.sync_control import SyncControl
+from .engines.sync_control import SyncControl, with_attributes
 
 
 def _bypass_engine(ddp: Any) -> AbstractContextManager[None]:

@@ -42,9 +42,9 @@ class Replay:
 
     def __init__(self) -> None:
         self._random = _random_state()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()
-        ]
+        device = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if device is None else ["cpu", device.type]
+        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self._cache = torch.is_autocast_cache_enabled()
 
     def rewind(self) -> None:
@@ -114,11 +114,6 @@ def _random_state() -> _State:
 def _set(state: _State) -> None:
     for setter, value in state:
         setter(value)
-
-
-def _autocast_kinds() -> list[str]:
-    device = torch.accelerator.current_accelerator()
-    return ["cpu"] if device is None else ["cpu", device.type]
 
 
 class Buffers:

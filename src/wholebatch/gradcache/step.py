@@ -10,8 +10,7 @@ At no time is there more than one chunk's graph, besides those that are kept. Th
 batch, so nothing is approximated; the second r_c must equal the first (see `replay`), and a step checks that it does.
 
 A step is the first pass, the checks, and the gradients g once they have arrived. `second_passes` makes the second
-passes of one step, or of all that one backward pass has reached. Who calls it is another matter: `immediate`, or
-autograd (`deferred`).
+passes of one step, or of all that one backward pass has reached. Who calls it is another matter: see `step_loss`.
 
 Engines synchronize in the last backward pass of their module, and these come in the order of the models on every rank,
 whatever each rank keeps: kept graphs have theirs before, and where an engine decides in the forward pass, no graph of a
@@ -32,21 +31,17 @@ from torch import Tensor, nn
 
 from .._base.modules import parameters_in
 from ..comm import Communicator
-from .agreement import agree, end_together
+from .agreement import Gradients, agree, end_together
 from .chunks import Chunk, Encoder, joined
-from .engines.bypassed import check_not_passed_by, live_engines
 from .engines.ddp import DDP
 from .engines.known import Synchronized
-from .engines.lost_gradients import HOW_TO_REGISTER
-from .first_pass import first_pass
+from .engines.lost_gradients import HOW_TO_REGISTER, check_not_passed_by, live_engines
 from .kept_graphs import Keeper
 from .observe import Observer
 from .outer_engine import Enclosing, enclosed_by, hooks_of_others
-from .parameter_versions import Versions
+from .passes import coalesced, first_pass, second_pass
 from .replay import Buffers
-from .replicas import History, check_same, checksums, digest, replicated
-from .rollback import Gradients
-from .second_pass import coalesced, second_pass
+from .same_parameters import History, Versions, check_same, checksums, digest, replicated
 
 _WAYS = 100  # to call modules, of which each is checked once
 

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from ..comm import select_communicator
 from ..partition import Partition
 from .classes import check_enough_classes, check_parts
+from .local_part import ROWS
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
-from .state_dict import ROWS
 
 _NUMBERS = 2**24  # gathered from a rank at a time, which bounds the memory of rank 0's device
 

@@ -45,10 +45,10 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         ValueError: on every rank: another rank's head, an unsupported optimizer, a folder that has a checkpoint or
             cannot be written.
     """
-    comm = _communicator(head)
+    comm = communicator_of(head)
 
     def state() -> dict[str, Any]:
-        _check_head(head)
+        check_head(head)
         checked_path("folder", folder)
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         if optimizer is not None and not _names_of(optimizer):
@@ -114,10 +114,10 @@ def load_head(
             is damaged or from another save, its number of classes or its embedding size differs, or it has no state of
             this kind of optimizer.
     """
-    comm, loaded = _communicator(head), dict[str, Any]()
+    comm, loaded = communicator_of(head), dict[str, Any]()
 
     def first() -> dict[str, Any]:
-        _check_head(head)
+        check_head(head)
         checked_path("folder", folder)
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         if save_id is not None and not is_save_id(save_id):
@@ -161,12 +161,13 @@ def load_head(
         head.seed.fill_(facts["seed"])
 
 
-def _communicator(head: PartialFC) -> Communicator:
+def communicator_of(head: PartialFC) -> Communicator:
     """Return the head's communicator; the default one if `head` is not a head, so that all ranks raise."""
     return select_communicator(head.options.group if isinstance(head, PartialFC) else None)
 
 
-def _check_head(head: object) -> None:
+def check_head(head: object) -> None:
+    """Raise ValueError unless this is a head with the local part of the classes."""
     if not isinstance(head, PartialFC):
         raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
     head.check_local()

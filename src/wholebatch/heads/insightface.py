@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from .._base.checks import check_instance, checked_path
 from .._base.settings import shown
-from ..comm import select_communicator
 from ..contract import bind_on_all_ranks
+from .checkpoint import check_head, communicator_of
 from .described_pickle import StoredTensor
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
@@ -54,13 +54,11 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             hold more than plain values and tensors, are of another optimizer, or have another number of classes or
             embedding size.
     """
-    comm, parts = select_communicator(head.options.group if isinstance(head, PartialFC) else None), dict[str, Tensor]()
+    comm, parts = communicator_of(head), dict[str, Tensor]()
     steps: list[float] = []
 
     def state() -> dict[str, Any]:
-        if not isinstance(head, PartialFC):
-            raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
-        head.check_local()
+        check_head(head)
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         if head.sub_centers > 1 or head.bias is not None:
             raise ValueError(

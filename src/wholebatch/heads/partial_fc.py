@@ -42,14 +42,13 @@ from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
 from .classes import NOT_HERE, PART, check_enough_classes, check_parts, part_checksum, rows_within
-from .engines import wrapped_by_ddp, wrapped_by_deepspeed
+from .local_part import check_classes, record_classes, wrapped_by_ddp, wrapped_by_deepspeed
 from .logits import OF_HEAD, SIZES, Logits, Normalize
 from .margins import ArcFace
 from .margins.interface import Margin
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
 from .sampling import drawn_classes, mix
-from .state_dict import check_classes, record_classes
 from .top_classes import LocalCenters, TopClasses, top_classes
 
 _BLOCK = 1024  # the number of consecutive classes whose centers are drawn from one generator

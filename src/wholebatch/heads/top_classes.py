@@ -97,7 +97,8 @@ def _best_local_classes(x: Tensor, k: int, local: LocalCenters, logits: Logits) 
     centers, bias, first = local.centers, local.bias, local.first
     x = x.to(accumulation_dtype(x.dtype))
     x = normalize_rows(x) if logits.unit_embeddings else x
-    values, class_ids = _no_classes(x, k)
+    values = x.new_full((len(x), k), float("-inf"))
+    class_ids = torch.full((len(x), k), -1, device=x.device)
     for start in range(0, len(centers), _CLASSES):
         some, best_of = flat(centers[start : start + _CLASSES])
         some = normalize_rows(some.to(x.dtype)) if logits.unit_centers else some.to(x.dtype)
@@ -111,11 +112,6 @@ def _best_local_classes(x: Tensor, k: int, local: LocalCenters, logits: Logits) 
                 torch.cat([values[rows], best], 1), torch.cat([class_ids[rows], columns + (first + start)], 1), k
             )
     return TopClasses(values, class_ids)
-
-
-def _no_classes(x: Tensor, k: int) -> TopClasses:
-    values = x.new_full((len(x), k), float("-inf"), dtype=accumulation_dtype(x.dtype))
-    return TopClasses(values, torch.full((len(x), k), -1, device=x.device))
 
 
 def _best(values: Tensor, classes: Tensor, k: int) -> TopClasses:

@@ -33,10 +33,10 @@ from .._base.checks import (
 )
 from .._base.graph import checked_loss, finite_value
 from ..comm import Communicator, Group, autograd, select_communicator
-from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
 from ..comm.maps import AllGather
 from ..comm.modules import built, numbered
+from ..comm.order import Call
 from ..comm.select import check_group
 from ..contract import (
     CALL,
@@ -186,7 +186,7 @@ class WholeBatch(nn.Module):
             return self.loss_fn(*arguments, **{name: swap.get(id(x), x) for name, x in kwargs.items()})
 
         check_inference(everyone)
-        needed = [any(column) for column in everyone.columns_of_list(NEEDS_GRAD)]
+        needed = [any(of_input) for of_input in zip(*everyone.column(NEEDS_GRAD), strict=True)]
         inputs = [*join(dict(enumerate(inputs)), needed).values()]
         call = number_call(comm.transport, [facts[CALL] for facts in everyone])
         if self.strategy == "root":

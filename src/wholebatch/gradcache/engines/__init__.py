@@ -5,6 +5,5 @@ known           the engines that are known, and the modules that they synchroniz
 ddp             DistributedDataParallel
 fsdp            FSDP, both versions
 deepspeed       DeepSpeed, ZeRO 0 to 3
-lost_gradients  finds engines that synchronize too early
-bypassed        finds calls that bypass the engine of their parameters
+lost_gradients  finds calls that bypass the engine of their parameters, and engines that synchronize too early
 """

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...comm.join_context import refuse_join_context
-from .attributes import with_attributes
-from .sync_control import SyncControl
+from .sync_control import SyncControl, with_attributes
 
 
 @contextmanager

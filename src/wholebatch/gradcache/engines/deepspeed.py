@@ -31,8 +31,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attributes import with_attributes
-from .sync_control import SyncControl
+from .sync_control import SyncControl, with_attributes
 
 _SWITCH = "_coalesce_grad_reduction"  # of the optimizers of ZeRO 1, 2 and 3: whether hooks do nothing
 
@@ -46,10 +45,6 @@ def _is_deepspeed(module: nn.Module) -> bool:
 
 def _stage(engine: Any) -> int:
     return int(engine.zero_optimization_stage())
-
-
-def _shards_parameters(module: Any) -> bool:
-    return _is_deepspeed(module) and _stage(module) == 3
 
 
 def _check(engine: Any) -> None:
@@ -68,13 +63,10 @@ def _check(engine: Any) -> None:
 
 def _loss_is_divided(engine: Any) -> bool:
     """Return whether the caller is in the backward() of an engine that has divided the loss by the micro-steps."""
-    tracker = getattr(sys.modules[_engine_class(engine).__module__], "_ENGINE_BACKWARD_GRAPH_TRACKER", None)
+    kind = next(kind for kind in type(engine).__mro__ if kind.__name__ == "DeepSpeedEngine")
+    tracker = getattr(sys.modules[kind.__module__], "_ENGINE_BACKWARD_GRAPH_TRACKER", None)
     others = bool(getattr(tracker, "_active_states", ()))
     return others or (engine._running_engine_backward and not hasattr(engine, "_scale_wrt_gas"))  # up to 0.19.4
-
-
-def _engine_class(engine: Any) -> type[Any]:
-    return next(kind for kind in type(engine).__mro__ if kind.__name__ == "DeepSpeedEngine")
 
 
 def _needs_scaler(engine: Any) -> bool:
@@ -162,5 +154,10 @@ DEEPSPEED = SyncControl(
     _is_deepspeed, coalesce=_coalesce, collective=False, check=_check, remember=_remember, state=_steps
 )
 DEEPSPEED_3 = SyncControl(
-    _shards_parameters, coalesce=_coalesce, check=_check, remember=_remember, state=_steps, sharded=True
+    lambda module: _is_deepspeed(module) and _stage(module) == 3,
+    coalesce=_coalesce,
+    check=_check,
+    remember=_remember,
+    state=_steps,
+    sharded=True,
 )

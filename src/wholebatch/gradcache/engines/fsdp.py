@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attributes import with_attributes
-from .sync_control import SyncControl, no_sync
+from .sync_control import SyncControl, no_sync, with_attributes
 
 _SWITCHES = ("reduce_grads", "all_reduce_grads")  # of FSDP2's groups of parameters
 _ARRIVED, _SET_ASIDE = "_post_backward_called", "_saved_grad_shard"  # of FSDP1's parameters

@@ -17,8 +17,8 @@ is held, and all of a step's passes stand inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,3 +88,19 @@ def no_sync(module: Any) -> AbstractContextManager[None]:
     """Return the module's `no_sync()`, the switch of most engines."""
     held: AbstractContextManager[None] = module.no_sync()
     return held
+
+
+_MISSING = object()
+
+
+@contextmanager
+def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside; afterward it has those that it had."""
+    before = {name: vars(owner).get(name, _MISSING) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(owner, name) if value is _MISSING else setattr(owner, name, value)

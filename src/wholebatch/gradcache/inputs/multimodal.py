@@ -18,11 +18,10 @@ from torch import Tensor
 
 from ..._base.checks import check_count, check_dense, check_integer, check_items, shown
 from ..._base.trees import LEFT_OUT, leaves, map_leaves, tensors_of
-from .image_counts import INPUT, OF_ROWS, Kind, items_of, rows_in
-from .parts import CutPart, Part, cut_tensor, index_of, is_uncut, split_by_tokens
-from .row_items import RowItems
+from .image_counts import INPUT, OF_ROWS, Kind, RowItems, items_of, rows_in
+from .parts import CutPart, cut_tensor, index_of, is_uncut, split_tree
 from .token_budget import TokenBudget, TokenChunk, even, is_named, mask_in
-from .trees import check_input, check_no_graph, check_no_list_of_rows, is_flat_list, split_inputs
+from .trees import check_no_graph, check_no_list_of_rows, is_flat_list
 
 _POSITIONS = "position_ids"  # may have shape (3, rows, length)
 
@@ -108,7 +107,7 @@ class MultimodalSplit:
         by_path = dict(leaves(model_input, is_leaf=is_flat_list))
         kinds = [kind for kind in kinds if any(is_named(path, name) for path in by_path for name in kind.names)]
         if not kinds and not any(is_named(path, name) for path in by_path for name in OF_ROWS):
-            return _split_tree(model_input, chunk_size)
+            return split_tree(model_input, chunk_size, INPUT)
         for x in tensors_of(model_input):
             check_dense(f"a tensor of {INPUT}", x)
         check_no_graph(model_input, INPUT)
@@ -126,14 +125,6 @@ class MultimodalSplit:
             raise ValueError(f"{INPUT} has {rows} rows, and its mask {chunk_size.mask!r} has {len(mask)}")
         split = _Split(by_path, rows, items, unused, length=mask.shape[1], budget=chunk_size)
         return _parts(model_input, split, chunk_size.chunks(mask))
-
-
-def _split_tree(tree: Any, chunk_size: int | TokenBudget) -> list[Any]:
-    if isinstance(chunk_size, TokenBudget):
-        check_input(tree, INPUT, 1)
-        return [*split_by_tokens(tree, chunk_size)]
-    check_input(tree, INPUT, chunk_size)
-    return [Part(part) for part in split_inputs(tree, chunk_size)]
 
 
 def _parts(tree: Any, split: _Split, plan: Sequence[TokenChunk]) -> list[Any]:

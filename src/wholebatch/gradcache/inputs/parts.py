@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._base.checks import check_sequence, shown
 from ..._base.trees import leaves, map_leaves, tensors_of
 from .token_budget import TokenBudget, TokenChunk, is_named, mask_in
-from .trees import may_be_empty, without_rows
+from .trees import check_input, may_be_empty, split_inputs, without_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,15 +141,22 @@ def index_of(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(numbers, device=device)
 
 
-def split_by_tokens(tree: Any, budget: TokenBudget) -> list[Part]:
-    """Return the parts of a tree of tensors, all of which have the batch's rows, by a budget of tokens.
+def split_tree(tree: Any, chunk_size: int | TokenBudget, name: str) -> list[Part]:
+    """Return the parts of a tree of tensors with the batch's rows: of so many rows each, or by a budget of tokens.
 
     >>> import torch
     >>> tree = {"ids": torch.tensor([[1, 2], [3, 0]]), "mask": torch.tensor([[1, 1], [1, 0]])}
-    >>> [part.tree["ids"].tolist() for part in split_by_tokens(tree, TokenBudget(2, mask="mask"))]
+    >>> [part.tree["ids"].tolist() for part in split_tree(tree, TokenBudget(2, mask="mask"), "the input")]
     [[[1, 2]], [[3]]]
+
+    Raises:
+        ValueError: with this name of the input, if it cannot be cut.
     """
-    mask = mask_in(tree, budget, "the input")
+    if not isinstance(chunk_size, TokenBudget):
+        check_input(tree, name, chunk_size)
+        return [Part(part) for part in split_inputs(tree, chunk_size)]
+    check_input(tree, name, 1)
+    budget, mask = chunk_size, mask_in(tree, chunk_size, name)
 
     def cut(whole: Any, chunk: TokenChunk) -> Any:
         selected = (

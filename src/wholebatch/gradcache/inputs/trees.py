@@ -3,7 +3,14 @@
     tensor                  model(x)                    list or tuple           model(*x)
     mapping                 model(**x), or model(x)     (list, mapping)         model(*x[0], **x[1])
 
-A model that cannot take a mapping's keys as keywords, but one argument, gets the mapping itself (see `call_form`).
+A model that cannot take a mapping's keys as keywords, but one argument, gets the mapping itself. Its signature decides;
+it is not called to find out. A wrapper such as DistributedDataParallel, whose forward takes anything, has the signature
+of the module inside.
+
+    def forward(self, input_ids, attention_mask)     keywords
+    def forward(self, **features)                    keywords
+    def forward(self, input, **kwargs)               the mapping itself, unless it has the key "input"
+
 Mappings are dict, UserDict, BatchEncoding and the like; trees nest, and a chunk's containers have the types of the
 input's. Every tensor in a tree has the batch's rows, except those of shape (). Every chunk gets these, and whatever is
 no tensor.
@@ -11,21 +18,16 @@ no tensor.
 
 from __future__ import annotations
 
+import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._base.checks import check_dense
 from ..._base.trees import leaves, map_leaves, tensors_of
-from .call_form import takes_mapping
-
-
-def lists_of(tree: Any) -> Iterator[list[Any]]:
-    """Yield the lists of a tree that hold no tensors or containers: names, numbers, texts."""
-    return (list(leaf) for _, leaf in leaves(tree, is_leaf=is_flat_list) if isinstance(leaf, list | tuple))
 
 
 def is_flat_list(tree: Any) -> bool:
@@ -48,8 +50,9 @@ def check_input(tree: Any, name: str, chunk_size: int) -> None:
         check_dense(f"a tensor of {name}, which is cut into chunks (a split_input_fn may cut others),", tensor)
     rows = rows_of(tree, name)
     check_no_graph(tree, name)
-    for x in lists_of(tree):
-        check_no_list_of_rows(x, rows, name, chunk_size)
+    for _, leaf in leaves(tree, is_leaf=is_flat_list):
+        if isinstance(leaf, list | tuple):
+            check_no_list_of_rows(leaf, rows, name, chunk_size)
 
 
 def check_no_graph(tree: Any, name: str) -> None:
@@ -117,11 +120,8 @@ def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
 
 def may_be_empty(tree: Any) -> bool:
     """Return whether a chunk without rows can be made like this one: of tensors with rows, numbers and the like."""
-    return all(isinstance(leaf, Tensor | int | float | None) for _, leaf in leaves(tree, is_leaf=_is_empty))
-
-
-def _is_empty(tree: Any) -> bool:
-    return isinstance(tree, list | tuple) and not tree
+    found = leaves(tree, is_leaf=lambda x: isinstance(x, list | tuple) and not x)
+    return all(isinstance(leaf, Tensor | int | float | None) for _, leaf in found)
 
 
 def without_rows(tree: Any) -> Any:
@@ -177,3 +177,48 @@ def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callabl
         f"{name} must return a tensor, or a tuple of tensors, got {type(output).__name__}{having}; "
         f"get_rep_fn=lambda output: {example}, for example, takes the representation out of it"
     )
+
+
+_INSIDE = ("_orig_mod", "module", "_fsdp_wrapped_module", "_forward_module")  # of torch.compile, engines and Fabric
+
+
+def takes_mapping(model: Callable[..., Any], mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a model cannot take the mapping as keywords, but as its one positional argument.
+
+    >>> takes_mapping(lambda features: features, {"x": 1}), takes_mapping(lambda x: x, {"x": 1})
+    (True, False)
+    """
+    signature = _signature_of(model)
+    if signature is None:
+        return False
+    try:
+        signature.bind(**mapping)
+    except TypeError:  # a key is no argument, or no string, or an argument has no key
+        try:
+            signature.bind(mapping)
+        except TypeError:
+            return False
+        return True
+    return False
+
+
+def _signature_of(model: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a model, or of the module in a wrapper; None if Python does not know it."""
+    called: Callable[..., Any] = model
+    if isinstance(model, nn.Module) and type(model).__call__ is nn.Module.__call__:
+        called = model.forward
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return None
+    if isinstance(model, nn.Module) and (_takes_anything(signature) or "_orig_mod" in model._modules):
+        inside = (getattr(model, name, None) for name in _INSIDE)
+        module = next((x for x in inside if isinstance(x, nn.Module)), None)
+        if module is not None:
+            return _signature_of(module)
+    return signature
+
+
+def _takes_anything(signature: inspect.Signature) -> bool:
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}

@@ -30,8 +30,8 @@ from ..._base.warnings import warn
 from ...comm import Group
 from ...gradcache import cached, cat_input_tensor, gather_input_tensor
 from ...gradcache.grad_cache import ChunkSize
-from ...gradcache.immediate import Scaler
 from ...gradcache.replay import Replay
+from ...gradcache.step_loss import Scaler
 from .._command import program_of
 from .._passages import passages_loss, refuse
 

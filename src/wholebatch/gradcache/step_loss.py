@@ -1,4 +1,4 @@
-"""Representations and losses whose backward pass, whoever calls it, makes the second pass over the chunks.
+"""The loss of a step, whose gradient the step takes itself, or the backward pass of a caller brings.
 
     forward     x_c -> r_c, without graphs;  r = all r_c, whose node stands for the encoders;  L(r), with its graph
     backward    node of L      check, before any gradient has changed, that these passes may be made
@@ -6,10 +6,11 @@
                 node of r      keep that gradient
                 at the end     forward again and backward, chunk by chunk, for all steps of this backward pass
 
-The second passes are made in a callback that autograd calls after all nodes, as the engines of DDP and FSDP do with
-their last work. So all steps that one backward pass reaches (several caches in one loss, several forward passes before
-one backward pass) are known by then, and an engine synchronizes once. Engines that have been called without caching in
-the same loss have finished their own reductions: a callback that installs another one is followed by it.
+In a backward pass of the caller the second passes are made in a callback that autograd calls after all nodes, as the
+engines of DDP and FSDP do with their last work. So all steps that one backward pass reaches (several caches in one
+loss, several forward passes before one backward pass) are known by then, and an engine synchronizes once. Engines that
+have been called without caching in the same loss have finished their own reductions: a callback that installs another
+one is followed by it.
 
 A step belongs to the graph. If its backward pass never comes, it is freed with the loss.
 """
@@ -19,16 +20,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
 from .._base.graph import leaves_of
-from .agreement import agree_after
+from .agreement import Gradients, agree_after
 from .engines.fsdp import keep_accumulated_of_fsdp1
-from .rollback import Gradients
 from .step import Step, second_passes
 
 _LOCK = threading.Lock()  # nodes of several devices run in several threads
@@ -180,3 +180,59 @@ def _error_of_this_backward_pass() -> ValueError | None:
     if torch.is_grad_enabled():
         return ValueError("the gradient of a cached step cannot be differentiated again: leave out create_graph=True")
     return None
+
+
+class Scaler(Protocol):
+    """Scales a loss, as `torch.amp.GradScaler` does."""
+
+    def scale(self, outputs: Tensor, /) -> Tensor:
+        """Return the loss times the scale."""
+        ...
+
+
+def add_gradients(step: Step, loss_of: Callable[[list[Tensor]], Tensor], scaler: Scaler | None) -> Tensor:
+    """Differentiate the loss of a step's representations and make its second passes; return the loss, detached.
+
+    Args:
+        step: after its first pass.
+        loss_of: representations, in the order of `step.leaves()` -> L.
+        scaler: scales the loss before its gradient is taken, or None.
+    """
+    gradients, sums = Gradients(), dict[str, int]()
+
+    def differentiate() -> Tensor:
+        loss = loss_of(with_second_passes(step))
+        scaled = loss if scaler is None else scaler.scale(loss)
+        step.of_loss = leaves_of([scaled])
+        gradients.remember(step.of_loss)
+        scaled.backward()
+        mistake = step.mistake()
+        if mistake is not None:
+            raise mistake
+        return _replace_backward(loss.detach())
+
+    step.remember(gradients)
+    with gradients.restored_after_an_error():
+        loss, digests = agree_after(step.comm, differentiate, lambda: step.digest(sums), caller=step.name)
+        step.compare(digests, sums)
+        second_passes([step], gradients)
+    return loss
+
+
+def _replace_backward(loss: Tensor) -> Tensor:
+    """Return a detached loss whose `backward` says that the step has made the backward pass.
+
+    Only the method of this one object is replaced. Whatever is computed from it, and its copies in files, are plain
+    tensors.
+    """
+    patched: Any = loss
+    patched.backward = _refuse
+    patched.__getstate__ = dict  # torch.save would write the attribute, which torch.load refuses to read
+    return loss
+
+
+def _refuse(*_arguments: object, **_keywords: object) -> NoReturn:
+    raise ValueError(
+        "this loss has no graph, because GradCache has made the backward pass: the gradients are in the .grad of the "
+        "parameters. Leave backward() out; or, where a trainer calls it, pass deferred=True to GradCache"
+    )

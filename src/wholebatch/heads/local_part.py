@@ -1,16 +1,46 @@
-"""The classes of a head's state_dict: those of one rank, or all of them.
+"""Whether a head's tensors are the local part of the classes: engines that take them for copies, and state_dicts.
 
-The classes are recorded beside the tensors, and compared before anything is loaded. A state_dict of one rank's part is
-loaded by a rank with the same classes. One of all classes, such as a head on one process has, is loaded by any rank,
-which takes the rows of its classes.
+The classes of a state_dict are recorded beside the tensors, and compared before anything is loaded. A state_dict of one
+rank's part is loaded by a rank with the same classes. One of all classes, such as a head on one process has, is loaded
+by any rank, which takes the rows of its classes.
 """
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_DEEPSPEED = "deepspeed.runtime.engine"
+
+
+def wrapped_by_ddp(p: Tensor) -> bool:
+    """Return whether the caller is in the forward pass of a DistributedDataParallel that reduces this parameter."""
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # set during its forward pass
+    return active is not None and any(
+        x is p and name not in active.parameters_to_ignore for name, x in active.module.named_parameters()
+    )
+
+
+def wrapped_by_deepspeed(p: Tensor) -> bool:
+    """Return whether the caller is in the forward pass of a DeepSpeed engine that has this parameter.
+
+    DeepSpeed sets no mark on parameters or modules with every stage of ZeRO, so its frame is looked for.
+    """
+    if _DEEPSPEED not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _DEEPSPEED:
+            module = getattr(frame.f_locals.get("self"), "module", None)
+            return isinstance(module, nn.Module) and any(x is p for x in module.parameters())
+        frame = frame.f_back
+    return False
+
 
 ROWS = ("weight", "bias")  # the tensors with a row for each class
 
