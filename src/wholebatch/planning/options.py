@@ -12,7 +12,7 @@ from .._base.settings import shown
 from .._base.user_error import UserError
 from .._measure import free_memory
 from .counted import forget
-from .declared import Declared, DeclaredLoss, declared, is_declared, name_of
+from .declared import DeclaredLoss, declared, is_declared, name_of
 from .given import given
 from .rates import Rates, check_rates
 from .report import Option, Plan
@@ -115,19 +115,10 @@ def plan(
     of_features: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
     rates = (given(sizes.device, of_features) if rates is None else rates).with_wire(bandwidth)
     check_rates(rates, DTYPES[sizes.dtype], sizes.device, ranks)
-    users = None if user is None else declared(user, accumulation_dtype(of_features))
-    if users is not None:
-        forget()
-        replace(sizes, towers=users.towers).check_encoders()
-        if embedding_size < users.similarities:
-            raise UserError(
-                f"embedding_size is that of all similarities together, at least {users.similarities}; got "
-                f"{embedding_size}"
-            )
-        if sizes.loss not in rates.tiles:
-            note = f"time of the functions of {sizes.loss} by the bytes that they move, not measured"
-            rates = replace(rates, source=f"{rates.source}; {note}")
-    shapes = shapes_of(sizes, users)
+    shapes = shapes_of(sizes, user)
+    if user is not None and sizes.loss not in rates.tiles:
+        note = f"time of the functions of {sizes.loss} by the bytes that they move, not measured"
+        rates = replace(rates, source=f"{rates.source}; {note}")
     of_towers = sizes.activations * shapes.towers if len(sizes.activations) == 1 else sizes.activations
     of_towers = tuple(each * items for each, items in zip(of_towers, shapes.items_per_example, strict=True))
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
@@ -153,8 +144,12 @@ def plan(
     )
 
 
-def shapes_of(sizes: Sizes, users: Declared | None) -> Shapes:
-    """Return the shapes of a step from checked sizes, and from what is known of a declared loss."""
+def shapes_of(sizes: Sizes, user: DeclaredLoss | None) -> Shapes:
+    """Return the shapes of a step from checked sizes, and from a declared loss if it has one.
+
+    Raises:
+        UserError: for a declared loss that cannot be planned with these sizes.
+    """
     dtype: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
     device = "cpu" if sizes.device == "cpu" else "cuda"
     form = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
@@ -165,6 +160,16 @@ def shapes_of(sizes: Sizes, users: Declared | None) -> Shapes:
             document_tokens=sizes.document_tokens,
             documents_per_query=sizes.documents_per_query or 1,
         )
+    users = None
+    if user is not None:
+        forget()
+        users = declared(user, accumulation_dtype(dtype))
+        replace(sizes, towers=users.towers).check_encoders()
+        if sizes.embedding_size < users.similarities:
+            raise UserError(
+                f"embedding_size is that of all similarities together, at least {users.similarities}; got "
+                f"{sizes.embedding_size}"
+            )
     rate = 1.0 if sizes.sample_rate is None else sizes.sample_rate
     return Shapes(*form, classes=sizes.classes or 0, sample_rate=rate, declared=users)
 
