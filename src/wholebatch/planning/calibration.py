@@ -19,9 +19,9 @@ from .._base.precision import accumulation_dtype
 from .._measure import seconds_of
 from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
-from .counted import Work, work_of
+from .counted import work_of
 from .declared import declared, is_declared
-from .rates import Rates
+from .rates import Rates, Work
 from .shapes import Shapes, TokenShapes
 from .sizes import LOSSES, MAX_SIM, PARTIAL_FC, TOKENS, LossName
 from .subject import make_step

@@ -37,6 +37,7 @@ from .._base.part_sizes import smaller_parts
 from .._base.statistics_request import not_collecting
 from ..sweep.memory import Memory
 from .equal_ranks import SENT, EqualRanks
+from .rates import Work
 from .shapes import ExchangeUsed, Shapes, TokenShapes
 from .subject import make_step
 
@@ -50,29 +51,6 @@ _SOME_ROWS, _WIDENED_ROWS, _WIDENED_TOKENS = 29, 17, 37
 # Ranks of two steps, which have no factor of a size: of an even number if this is so of the plan, and S is symmetric.
 _RANKS, _EVEN_RANKS, _TOKEN_RANKS, _OTHER_TOKEN_RANKS = (5, 7), (10, 14), (3, 9), (10, 14)
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # by the name: the place of the first factor
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one step on the rank with most.
-
-    Args:
-        flops: two for each multiply-add.
-        moved: bytes that operations on tiles read and write.
-        kept: the part of S, or of winners, that is kept from the forward pass for the backward pass, from 0 to 1.
-        kept_size: bytes of a kept entry; in late interaction `sizes.WINNERS`.
-        loss: bytes at the peak of the loss beside features and their gradients.
-        wire: bytes that the rank sends.
-        messages: collectives, or messages to other ranks, one after the other.
-    """
-
-    flops: float
-    moved: float
-    kept: float
-    kept_size: int
-    loss: int
-    wire: float
-    messages: int
 
 
 @dataclass(frozen=True)

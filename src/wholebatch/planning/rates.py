@@ -15,16 +15,35 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf, log
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .._base.bounded_json import parse_json
 from .._base.files import read_bounded
 from .._base.user_error import UserError
 
-if TYPE_CHECKING:  # it imports torch
-    from .counted import Work
-
 _MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one step on the rank with most.
+
+    Args:
+        flops: two for each multiply-add.
+        moved: bytes that operations on tiles read and write.
+        kept: the part of S, or of winners, that is kept from the forward pass for the backward pass, from 0 to 1.
+        kept_size: bytes of a kept entry; in late interaction `sizes.WINNERS`.
+        loss: bytes at the peak of the loss beside features and their gradients.
+        wire: bytes that the rank sends.
+        messages: collectives, or messages to other ranks, one after the other.
+    """
+
+    flops: float
+    moved: float
+    kept: float
+    kept_size: int
+    loss: int
+    wire: float
+    messages: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from math import ceil
 
 from ..exchange import USED_EXCHANGES
 from ..sweep.memory import Memory
-from .counted import Work, work_of
+from .counted import work_of
+from .rates import Work
 from .shapes import ExchangeUsed, Shapes
 
 _FILLED = 0.9  # of the limit, at most, is filled: a prediction may be some percent too small
