@@ -11,7 +11,6 @@ results/plan_pair_losses.json.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from wholebatch._launch.processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here, rise_of_a_step
-from wholebatch.planning.counted import moved_by_an_entry, work_of
+from wholebatch.planning.counted import work_of
 from wholebatch.planning.declared import declared
 from wholebatch.planning.rates import Rates
 from wholebatch.planning.shapes import ExchangeUsed, Shapes
@@ -42,10 +41,7 @@ def times_of(shapes: Shapes, exchange: ExchangeUsed, rates: Rates) -> dict[str, 
     of = check(shapes, exchange, "flat", rates, within_s=1e3)
     assert of.bytes is not None
     assert shapes.declared is not None
-    others = {loss: sizes for loss, sizes in rates.entry.items() if loss != shapes.loss}
-    times = moved_by_an_entry(shapes) / moved_by_an_entry(Shapes("clip", shapes.batch_size, shapes.embedding_size))
-    moved = replace(rates, entry=others).with_entry(shapes.loss, times)
-    by_moved = moved.seconds(shapes.loss, shapes.embedding_size, work_of(shapes, exchange, "flat"))
+    by_moved = rates.seconds("clip", shapes.embedding_size, work_of(shapes, exchange, "flat"))
     seconds = {"calibrated_s": of.predicted_seconds, "moved_s": by_moved, "measured_s": of.seconds}
     return {**_memory(of.predicted_bytes, of.bytes), **{name: round(one, 4) for name, one in seconds.items()}}
 

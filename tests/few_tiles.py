@@ -10,5 +10,5 @@ def with_few_tiles(fn: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function after the planner's calibration has been shortened in this process."""
     from wholebatch.planning import calibration
 
-    calibration._TILES, calibration._REPEATS, calibration._LONG_ENOUGH = {"cpu": (2, 1, 1)}, 1, 1e7
+    calibration._TILES, calibration._REPEATS, calibration._LONG_ENOUGH = {"cpu": (2, 1)}, 1, 1e7
     return fn(*arguments)

@@ -15,7 +15,6 @@ from wholebatch.bench import config as bench
 from wholebatch.bench.subjects import SUBJECTS
 from wholebatch.exchange import EXCHANGES
 from wholebatch.losses.catalog import CATALOG, Declaration, Sweep
-from wholebatch.planning.given import given
 from wholebatch.planning.shapes import Shapes
 from wholebatch.planning.sizes import LOSSES, num_towers
 
@@ -62,7 +61,6 @@ def test_planner_and_benchmarks_offer_the_losses_of_the_catalog():
     assert {*SUBJECTS} == {name for name in swept if CATALOG[name].kind != "labeled"}
     assert {entry.module.__name__ for entry in CATALOG.values()} <= {*presets.settings("wholebatch")}
     assert [CATALOG[name].work_units for name in ("clip", "info_nce", "siglip", "nt_xent")] == [4, 4, 3, 2]
-    assert {*given("cpu", torch.float32).entry} == {*LOSSES}
 
 
 def test_names_for_command_lines_are_those_of_the_modules():

@@ -172,7 +172,7 @@ MISTAKES = {
         lambda: wbj.partial_fc_loss(FEATURES, jnp.zeros(6, int), FEATURES, sample_rate=0.5),
         "sample_rate=0.5 needs key=",
     ),
-    "margin": (lambda: wbj.ArcFace(s=0.0), "s must be a positive number, got 0.0"),
+    "margin": (lambda: wbj.ArcFace(s=0.0), "s and m1 must be positive, got s=0.0"),
     "chunks": (lambda: wbj.chunked(encoder), "one of chunk_size and num_chunks"),
     "chunks of a mesh": (
         lambda: wbj.chunked(encoder, chunk_size=2, mesh=mesh_of(2), axis="batch")({}, FEATURES),

@@ -22,11 +22,10 @@ from wholebatch.losses.catalog import CATALOG
 from wholebatch.nodes import route
 from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
-from wholebatch.planning.cards import CARDS
 from wholebatch.planning.check import check
 from wholebatch.planning.counted import _smaller_parts, small, work_of
 from wholebatch.planning.equal_ranks import EqualRanks
-from wholebatch.planning.given import given
+from wholebatch.planning.given import CARDS, given
 from wholebatch.planning.shapes import Shapes
 from wholebatch.planning.sizes import LOSSES as EVERY_LOSS
 from wholebatch.planning.subject import make_step
@@ -390,14 +389,23 @@ def test_every_device_has_a_plan(device):
 
 
 def test_the_planned_time_is_the_sum_of_its_parts():
-    rates = Rates("here", {16: 1e9}, {16: 5e8}, {"clip": {0: 1e-9, 2: 2e-9}}, 1.0, 1e9, 1e6, 0.5, 1e9)
-    work = replace(work_of(Shapes("clip", 100, 16), "gather", "flat"), flops=2e9, again=5e8, entries=10**9, loss=10**9)
-    assert rates.seconds("clip", 16, work) == pytest.approx(1 + 2.5 + 1 + 1)
-    half_kept = replace(work, kept=5 * 10**8, kept_size=2, loss=2 * 10**9)
-    assert rates.seconds("clip", 16, half_kept) == pytest.approx(1 + 2.5 + 0.5 + 1 + 2)
+    rates = Rates("here", {16: 1e9}, {"clip": 1e9, "siglip": 2e9}, 1.0, 1e9, 1e6, 0.5, 1e9)
+    work = replace(work_of(Shapes("clip", 100, 16), "gather", "flat"), flops=2e9, moved=4e9, loss=10**9)
+    assert rates.seconds("clip", 16, work) == pytest.approx(1 + 2 + 4 + 1)
+    assert rates.seconds("siglip", 16, work) == pytest.approx(1 + 2 + 2 + 1)
+    assert rates.seconds("not_measured", 16, work) == rates.seconds("clip", 16, work)
     sent = replace(work, wire=2e6, messages=3)
-    assert rates.seconds("clip", 16, sent) == pytest.approx(5.5 + 2 + 1.5)
-    assert rates.with_wire(1e3).seconds("clip", 16, sent) == pytest.approx(5.5 + 2e3 + 1.5)
+    assert rates.seconds("clip", 16, sent) == pytest.approx(8 + 2 + 1.5)
+    assert rates.with_wire(1e3).seconds("clip", 16, sent) == pytest.approx(8 + 2e3 + 1.5)
+
+
+def test_bytes_of_tiles_are_those_of_the_operations_of_a_sweep():
+    """CLIP writes and reads 90 bytes of tiles for each entry of S; where exp(S) is kept, and in half of S, fewer."""
+    flat, kept = (work_of(Shapes("clip", 1024, 64), "gather", memory) for memory in ("flat", 2**28))
+    assert flat.moved == 90 * 1024**2
+    assert 70 * 1024**2 < kept.moved < flat.moved
+    half = Shapes("clip", 1024, 64).memory_for(0) + 2 * 1024**2 // 2
+    assert work_of(Shapes("clip", 1024, 64), "gather", half).kept == 0.5
 
 
 def test_rates_are_read_from_a_file_or_refused(tmp_path):
@@ -414,12 +422,8 @@ def test_rates_are_read_from_a_file_or_refused(tmp_path):
             Rates.from_json(path)
 
 
-def test_rates_of_another_loss_dtype_or_device_are_refused():
+def test_rates_of_another_dtype_or_device_are_refused():
     known = given("cpu", torch.float32)
-    with pytest.raises(ValueError, match=re.escape("these rates are of clip: measure them with --loss siglip")):
-        wb.plan(
-            batch_size=8, embedding_size=8, loss="siglip", rates=replace(known, entry={"clip": known.entry["clip"]})
-        )
     alone = replace(known, wire=None)
     assert wb.plan(batch_size=8, embedding_size=8, rates=alone).chosen
     with pytest.raises(ValueError, match="of one rank, without a network: measure on 2 ranks, or give bandwidth"):
@@ -523,7 +527,8 @@ def test_measure_calibrates_checks_and_saves_rates(capsys, tmp_path, calibration
     assert shown.out.count(" fastest\n") == 1
     assert len(re.findall(r" 600 +(?:gather|ring) +flat", shown.out)) == 2
     rates = Rates.from_json(path)
-    assert set(rates.entry) == {"siglip", "clip"}
+    assert set(rates.tiles) == {"siglip", "clip"}
+    assert all(1e7 < rate < 1e13 for rate in rates.tiles.values())
     assert [*rates.products] == [16, 64, 256, 1024]
     assert all(1e8 < rate < 1e14 for rate in rates.products.values())
     assert 0 < rates.wire < 1e13
@@ -537,6 +542,6 @@ def test_half_precision_on_a_gpu_is_multiplied_on_tensor_cores():
     ratio = of_half.products[512] / of_single.products[512]
     assert ratio == pytest.approx(CARDS["h100"].half / CARDS["h100"].float32)
     assert given("t4", torch.bfloat16).products == given("t4", torch.float32).products
-    assert of_half.of_entry("clip", 0) < of_single.of_entry("clip", 0)
+    assert of_half.tiles["clip"] > of_single.tiles["clip"]
     shapes = [Shapes("clip", 65536, 512, 8, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32)]
     assert [of.memory_for(2) - 2 * of.entries for of in shapes] == [4096**2 * 10, 4096**2 * 8]

@@ -5,18 +5,13 @@ The same as :mod:`wholebatch.heads.margins`, where they are derived. Any functio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf, pi
-from typing import Literal, Protocol
+from math import pi
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._base.settings import LARGEST, shown
-from . import checks
-
-Fold = Literal["extend", "linear", "clip", "none"]
-FOLDS = ("extend", "linear", "clip", "none")
+from .._base.angular_margin import AngularMargin, Fold
 
 
 class Margin(Protocol):
@@ -32,46 +27,13 @@ class Margin(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class CombinedMargin:
-    r"""phi = cos(m1 theta + m2) - m3, with scale s.
+class CombinedMargin(AngularMargin):
+    """phi = cos(m1 theta + m2) - m3, with scale s, and beyond m1 theta + m2 = pi as `fold` says.
 
-    Args:
-        s: multiplies all cosines.
-        m1: multiplies the angle (SphereFace).
-        m2: radians, added to the angle (ArcFace).
-        m3: subtracted from the cosine (CosFace).
-        fold: phi beyond m1 theta + m2 = pi. "extend": (-1)^k cos - 2k, SphereFace's, which keeps falling smoothly;
-            "linear": cos theta - m2 sin(m2), as in ArcFace's published code, for m1 = 1 only; "clip": -1, without a
-            gradient; "none": the cosine, which rises again.
-
-    Raises:
-        ValueError: s or m1 that is not positive, m2 or m3 that is negative, a fold that does not exist.
+    Args and errors are those of :class:`wholebatch.CombinedMargin`.
 
     Source: Deng et al., 2019, arXiv:1801.07698, equation 4; the fold, Liu et al., 2017, arXiv:1704.08063, section 3.3.
     """
-
-    s: float
-    m1: float
-    m2: float
-    m3: float
-    fold: Fold = "extend"
-
-    def __post_init__(self) -> None:
-        for name, above in (("s", 0.0), ("m1", 0.0), ("m2", -inf), ("m3", -inf)):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not max(above, -LARGEST) < value < LARGEST:
-                raise ValueError(
-                    f"{name} must be a {'positive' if above == 0 else 'finite'} number, got {shown(value)}"
-                )
-        if self.m2 < 0 or self.m3 < 0:
-            raise ValueError(
-                f"margins m2 and m3 must not be negative, got {self.m2} and {self.m3}; a margin lowers the logit"
-            )
-        checks.choice("fold", self.fold, FOLDS)
-        if self.fold == "linear" and self.m1 != 1:
-            raise ValueError(f"fold='linear' is defined for m1 = 1, got {self.m1}")
 
     def __call__(self, angles: Array, norms: Array) -> Array:
         return angular(angles, self.m1, self.m2, self.fold) - self.m3

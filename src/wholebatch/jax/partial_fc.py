@@ -21,14 +21,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._base.settings import shown
 from . import checks
-from .angles import angles_between
 from .axis import Axis, vary_alike
 from .exchange import ExchangeName
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .options import Memory, Options
 from .pairs import Codes, Tower
-from .products import inverse_norms, moderate, norms, sum_dtype
+from .products import angles_between, inverse_norms, moderate, norms, sum_dtype
 from .reduction import Reduction, reduce_losses
 from .softmax import SoftmaxPlan, softmax_statistics
 

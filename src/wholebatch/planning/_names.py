@@ -1,7 +1,7 @@
 """The public names of the planner."""
 
 from .calibration import calibrate
-from .cards import DEVICES
+from .given import DEVICES
 from .options import plan
 from .rates import Rates
 from .report import Option, Plan

@@ -1,7 +1,7 @@
 """Measure the rates of this machine, on W ranks that are all busy.
 
-    entry      a loss at d = 16, where products take least time, minus its products: flat, and with all entries kept
-    products   of tiles alone; except at d = 16, corrected by the ratio to CLIP's sweep without its entries
+    tiles      a step of the loss at d = 16, where products take least time, minus its products, timed alone
+    products   of a step of CLIP at each d, without the time of its tiles
     wire       an all-gather and a reduce-scatter of few bytes, and of many
 
 Batches are smaller than those of a plan: a calibration takes some seconds for each loss.
@@ -10,7 +10,6 @@ Batches are smaller than those of a plan: a calibration takes some seconds for e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -20,22 +19,19 @@ from .._base.precision import accumulation_dtype
 from .._measure import seconds_of
 from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
-from ..sweep import Memory
 from .counted import work_of
 from .declared import declared, is_declared
-from .rates import Rates, seconds_of_products
+from .rates import Rates, Work
 from .shapes import Shapes, TokenShapes
 from .sizes import LOSSES, MAX_SIM, PARTIAL_FC, TOKENS, LossName
 from .subject import make_step
 
 _SMALLEST, _SIZES = 16, (64, 256, 1024)  # embedding sizes
-# Tiles in a row of S: enough that calls weigh little; for the largest d; and few enough that a heap holds kept entries.
-_TILES = {"cpu": (6, 3, 4), "cuda": (2, 1, 2)}
-_CLASSES = 4
+_TILES = {"cpu": (6, 3), "cuda": (2, 1)}  # in a row of S: enough that calls weigh little; for the largest d
 _MORE_TOKENS = 2  # than rows, because products of tokens take less time than entries of S
 _REPEATS = 3
 _LONG_ENOUGH = 1e9  # flops
-_MOST_SHARED = 2.0  # products are at most this much faster in a sweep than alone; more is noise of a busy machine
+_LEAST = 0.2  # of a step's time at least is that of its products, or of its tiles; less is noise of a busy machine
 _SMALL, _LARGE = 2**12, 2**21  # numbers of a message
 _FRESH = 2**25  # numbers of memory that is written for the first time
 
@@ -51,7 +47,7 @@ def calibrate(
 
     Args:
         comm: the ranks, each of which calls this, with the threads of the planned run (`torch.set_num_threads`).
-        losses: names of the losses whose entries are measured, as in `plan`; CLIP's are in any case.
+        losses: names of the losses whose tiles are measured, as in `plan`; CLIP's are in any case.
         dtype: of features.
         device: of features, this rank's.
 
@@ -75,58 +71,43 @@ def calibrate(
         step()
         return median(seconds_of(comm, step, device) for _ in range(_REPEATS))
 
-    alone = LocalCommunicator()
-    users = {loss: declared(loss, accumulation_dtype(dtype)) for loss in losses if is_declared(loss)}
     smallest = Shapes("clip", 2, _SMALLEST, 1, dtype, device.type)
-    many, wide, few = (smallest.side * tiles for tiles in _TILES[device.type])
+    many, wide = (smallest.side * tiles for tiles in _TILES[device.type])
 
-    def shapes_of(loss: LossName, rows: int, embedding_size: int) -> Shapes:
+    def time_loss(loss: LossName, rows: int, embedding_size: int) -> tuple[float, Work]:
+        """Return the seconds of a step, without those of its calls, and its work."""
+        form = embedding_size, 1, dtype, device.type
         if loss == MAX_SIM:
             t, u = TOKENS.values()
             items = round(_MORE_TOKENS * rows / (t * u) ** 0.5)
-            return TokenShapes(loss, items, embedding_size, 1, dtype, device.type, query_tokens=t, document_tokens=u)
-        classes = _CLASSES * rows if loss == PARTIAL_FC else 0
-        each = 1 if loss in users else 2 if loss == PARTIAL_FC else CATALOG[loss].rows_per_example
-        return Shapes(
-            loss, rows // each, embedding_size, 1, dtype, device.type, classes=classes, declared=users.get(loss)
-        )
+            shapes: Shapes = TokenShapes(loss, items, *form, query_tokens=t, document_tokens=u)
+        elif loss == PARTIAL_FC:
+            shapes = Shapes(loss, rows // 2, *form, classes=2 * rows)
+        else:
+            user = declared(loss, accumulation_dtype(dtype)) if is_declared(loss) else None
+            each = CATALOG[loss].rows_per_example if user is None else 1
+            shapes = Shapes(loss, rows // each, *form, declared=user)
+        step = make_step(LocalCommunicator(), shapes, "gather", "flat", device)
+        return max(1e-9, took(step) - call), work_of(shapes, "gather", "flat")
 
-    def time_loss(loss: LossName, rows: int, embedding_size: int, kept: int) -> tuple[float, Shapes, Memory]:
-        shapes = shapes_of(loss, rows, embedding_size)
-        memory: Memory = shapes.memory_for(kept) if kept else "flat"
-        return took(make_step(alone, shapes, "gather", memory, device)), shapes, memory
-
-    tiles = {d: _rates_of_tiles(took, replace(smallest, embedding_size=d), device) for d in (_SMALLEST, *_SIZES)}
-    products, again = ({d: pair[which] for d, pair in tiles.items()} for which in (0, 1))
-    call = took(make_step(alone, smallest, "gather", "flat", device))
-    memory = 4 * _FRESH / took(lambda: torch.ones(_FRESH, device=device))
-
-    entry: dict[str, dict[int, float]] = {}
+    call = took(make_step(LocalCommunicator(), smallest, "gather", "flat", device))
+    alone = _rate_of_products(took, smallest, device)
+    tiles = {}
     for loss in dict.fromkeys((*losses, "clip")):
-        entry[loss] = {}
-        for kept in (0, *shapes_of(loss, few, _SMALLEST).kept_sizes()):
-            rows = few if kept and loss != MAX_SIM else many  # winners are few bytes
-            seconds, shapes, setting = time_loss(loss, rows, _SMALLEST, kept)
-            work = work_of(shapes, "gather", setting)
-            of_products = seconds_of_products(work, products[_SMALLEST], again[_SMALLEST])
-            entry[loss][kept] = max(0.0, seconds - call - of_products) / work.entries
+        seconds, work = time_loss(loss, many, _SMALLEST)
+        tiles[loss] = work.moved / max(_LEAST * seconds, seconds - work.flops / alone)
+    products = {_SMALLEST: alone}
     for d in _SIZES:
-        seconds, shapes, _ = time_loss("clip", wide if d == _SIZES[-1] else many, d, 0)
-        work = work_of(shapes, "gather", "flat")
-        alone_s = seconds_of_products(work, products[d], again[d])
-        in_sweep = max(alone_s / _MOST_SHARED, seconds - call - work.entries * entry["clip"][0])
-        share = alone_s / in_sweep
-        products[d] *= share
-        again[d] *= share
+        seconds, work = time_loss("clip", wide if d == _SIZES[-1] else many, d)
+        products[d] = work.flops / max(_LEAST * seconds, seconds - work.moved / tiles["clip"])
     wire, message = _rates_of_network(comm, took, device)
     x = torch.randn(_SIZES[-1], _SIZES[-1], device=device).to(dtype)
     return Rates(
         f"measured on {comm.size} rank{'s' if comm.size > 1 else ''}, {device}, {dtype}, torch {torch.__version__}",
         products,
-        again,
-        entry,
+        tiles,
         call,
-        memory,
+        4 * _FRESH / took(lambda: torch.ones(_FRESH, device=device)),
         wire,
         message,
         encoders=2 * len(x) ** 3 / took(lambda: torch.mm(x, x)),  # a linear map stands for an encoder
@@ -136,10 +117,8 @@ def calibrate(
     )
 
 
-def _rates_of_tiles(
-    took: Callable[[Callable[[], object]], float], shapes: Shapes, device: torch.device
-) -> tuple[float, float]:
-    """Return the flops per second of a tile's three products, as a sweep computes them, and of the first of them."""
+def _rate_of_products(took: Callable[[Callable[[], object]], float], shapes: Shapes, device: torch.device) -> float:
+    """Return the flops per second of a tile's products, S twice and both gradients, as a sweep computes them."""
     side, dtype = shapes.side, accumulation_dtype(shapes.dtype)
     x, y = (torch.randn(side, shapes.embedding_size, dtype=dtype, device=device) for _ in range(2))
     u, v = torch.zeros_like(x), torch.zeros_like(y)
@@ -147,17 +126,14 @@ def _rates_of_tiles(
     of_one = 2 * side**2 * shapes.embedding_size
     often = max(1, round(_LONG_ENOUGH / of_one))
 
-    def all_three() -> None:
+    def step() -> None:
         for _ in range(often):
-            torch.mm(x, y.T, out=tile)
+            for _ in range(2):
+                torch.mm(x, y.T, out=tile)
             u.addmm_(tile, y)
             v.addmm_(tile.T, x)
 
-    def the_first() -> None:
-        for _ in range(often):
-            torch.mm(x, y.T, out=tile)
-
-    return 3 * often * of_one / took(all_three), often * of_one / took(the_first)
+    return 4 * often * of_one / took(step)
 
 
 def _rates_of_network(

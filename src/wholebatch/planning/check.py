@@ -70,33 +70,20 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
     Raises:
         RankError: if a process fails.
     """
-    kept = work_of(shapes, exchange, memory)
-
-    def setting(sizes: Shapes) -> Memory:
-        if not kept.kept:
-            return memory
-        flat = sizes.memory_for(0)
-        return flat + int((sizes.memory_for(kept.kept_size) - flat) * kept.kept / kept.entries)
-
-    def seconds(sizes: Shapes) -> float:
-        return rates.seconds(sizes.loss, sizes.embedding_size, work_of(sizes, exchange, setting(sizes)))
-
-    while (_STEPS + 3) * seconds(shapes) > within_s and shapes.batch_size >= 2 * shapes.ranks:
+    share, kept_size, _ = shapes.kept(memory)
+    while True:
+        work = work_of(shapes, exchange, memory)
+        predicted = rates.seconds(shapes.loss, shapes.embedding_size, work)
+        if (_STEPS + 3) * predicted <= within_s or shapes.batch_size < 2 * shapes.ranks:
+            break
         shapes = replace(shapes, batch_size=shapes.batch_size // 2)
-    memory = setting(shapes)
+        if share:  # as large a part is kept
+            flat = shapes.memory_for(0)
+            memory = flat + int((shapes.memory_for(kept_size) - flat) * share)
     arguments, backend = (shapes, exchange, memory), _backend(shapes.device)
     took = run_processes(_time, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
     rise = run_processes(rise_of_a_step, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
-    predicted = work_of(shapes, exchange, memory)
-    return Measured(
-        shapes,
-        exchange,
-        memory,
-        predicted.loss,
-        rise,
-        rates.seconds(shapes.loss, shapes.embedding_size, predicted),
-        took,
-    )
+    return Measured(*arguments, work.loss, rise, predicted, took)
 
 
 def _backend(device: str) -> str:
@@ -117,7 +104,6 @@ def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, dev
 
 
 def _time(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> float:
-    """Return the seconds of a step."""
     comm, device, step = _run_first_step(shapes, exchange, memory)
     return median(seconds_of(comm, step, device) for _ in range(_STEPS))
 

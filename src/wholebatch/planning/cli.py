@@ -93,8 +93,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     sizes.check()
     rates = None if config.rates is None else _rates(config.rates)
     if rates is not None:
-        loss = "clip" if sizes.declared else sizes.loss  # that of a declared loss is known after it is imported
-        check_rates(rates.with_wire(sizes.bandwidth), loss, DTYPES[sizes.dtype], sizes.device, sizes.ranks)
+        check_rates(rates.with_wire(sizes.bandwidth), DTYPES[sizes.dtype], sizes.device, sizes.ranks)
     from .command import run
 
     return run(arguments, rates, measure=config.measure, save=config.save, as_json=config.json)

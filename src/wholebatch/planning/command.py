@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .._base.precision import accumulation_dtype
 from .._base.user_error import UserError
 from .._launch.processes import RankError
 from .check import Measured, check, rates_here
-from .declared import declared, is_declared
 from .display import print_measured, print_plan
-from .given import given
 from .options import plan, shapes_of
 from .rates import Rates
-from .report import Plan
 from .sizes import Sizes
 
 _CHECK_S = 15.0  # of each setting
@@ -40,14 +36,27 @@ def run(arguments: Mapping[str, Any], rates: Rates | None, *, measure: bool, sav
     """
     measured: list[Measured] = []
     if measure:
-        gpus, ranks = torch.cuda.device_count(), arguments["ranks"]
-        if arguments["device"] == "cuda" and gpus < ranks:
-            raise UserError(f"--measure needs a GPU for each of {ranks} ranks, and there are {gpus}")
-        estimated = replace(given("cpu", torch.float32), device=arguments["device"])
-        rates = _measure_rates(plan(**arguments, rates=estimated), arguments["device"], save)
+        sizes = Sizes.from_arguments(**arguments)
+        gpus = torch.cuda.device_count()
+        if sizes.device == "cuda" and gpus < sizes.ranks:
+            raise UserError(f"--measure needs a GPU for each of {sizes.ranks} ranks, and there are {gpus}")
+        shapes = shapes_of(sizes, sizes.loss if sizes.declared else None)
+        try:
+            rates = rates_here((shapes.loss,), shapes.ranks, dtype=shapes.dtype, device=shapes.device)
+        except RankError as error:
+            raise UserError(f"the calibration failed: {error}") from error
+        if save is not None:
+            try:
+                save.write_text(rates.to_json())
+            except OSError as error:
+                raise UserError(f"--save cannot write {save}: {error}") from error
     result = plan(**arguments, rates=rates)
     if measure:
-        measured = _checks(result, arguments)
+        settings = {(option.exchange or "gather", option.memory): None for option in result.options if option.fits}
+        try:
+            measured = [check(shapes, *setting, result.rates, within_s=_CHECK_S) for setting in settings]  # type: ignore[arg-type]
+        except RankError as error:
+            raise UserError(f"a check on this machine failed: {error}") from error
     if as_json:
         of_checks = [{**asdict(x), "shapes": {**asdict(x.shapes), "dtype": result.dtype}} for x in measured]
         print(json.dumps({**result.to_dict(), **({"measured": of_checks} if measured else {})}, indent=1))
@@ -58,31 +67,3 @@ def run(arguments: Mapping[str, Any], rates: Rates | None, *, measure: bool, sav
         elif measure:
             print("no option fits, so none was run")
     return 0 if result.chosen is not None else 1
-
-
-def _measure_rates(sizes: Plan, device: str, save: Path | None) -> Rates:
-    try:
-        rates = rates_here((sizes.loss,), sizes.ranks, dtype=getattr(torch, sizes.dtype), device=device)
-    except RankError as error:
-        raise UserError(f"the calibration failed: {error}") from error
-    if save is not None:
-        try:
-            save.write_text(rates.to_json())
-        except OSError as error:
-            raise UserError(f"--save cannot write {save}: {error}") from error
-    return rates
-
-
-def _checks(result: Plan, arguments: Mapping[str, Any]) -> list[Measured]:
-    """Run each option that fits, once."""
-    dtype = accumulation_dtype(getattr(torch, result.dtype))
-    users = declared(result.loss, dtype) if is_declared(result.loss) else None
-    shapes = shapes_of(Sizes.from_arguments(**arguments), users)
-    settings = {(option.exchange or "gather", option.memory): None for option in result.options if option.fits}
-    try:
-        return [
-            check(shapes, exchange, memory, result.rates, within_s=_CHECK_S)  # type: ignore[arg-type]
-            for exchange, memory in settings
-        ]
-    except RankError as error:
-        raise UserError(f"a check on this machine failed: {error}") from error

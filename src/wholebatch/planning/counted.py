@@ -22,7 +22,7 @@ are not written down anywhere: they are the products of few rows, for each entry
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,8 +36,9 @@ from .._base.live_bytes import LiveBytes
 from .._base.part_sizes import smaller_parts
 from .._base.statistics_request import not_collecting
 from ..sweep.memory import Memory
-from .equal_ranks import SENT, EqualRanks, EqualTransport
-from .shapes import ExchangeUsed, Kept, Shapes, TokenShapes
+from .equal_ranks import SENT, EqualRanks
+from .rates import Work
+from .shapes import ExchangeUsed, Shapes, TokenShapes
 from .subject import make_step
 
 Terms = Counter[tuple[str, ...]]  # a sum of products of named sizes: the coefficient of each
@@ -53,42 +54,15 @@ _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # by the name: the pl
 
 
 @dataclass(frozen=True)
-class Work:
-    """The work of one step on the rank with most.
-
-    Args:
-        flops: two for each multiply-add.
-        again: the part of `flops` that computes S a second time.
-        entries: of S; in late interaction products of tokens, and some for each winner.
-        kept: the part of `entries` that is kept from the forward pass for the backward pass.
-        kept_size: bytes of a kept entry; in late interaction `sizes.WINNERS`.
-        loss: bytes at the peak of the loss beside features and their gradients.
-        wire: bytes that the rank sends.
-        messages: collectives, or messages to other ranks, one after the other.
-    """
-
-    flops: float
-    again: float
-    entries: int
-    kept: int
-    kept_size: int
-    loss: int
-    wire: float
-    messages: int
-
-
-@dataclass(frozen=True)
 class Counted:
     """The counts of one step of few rows.
 
     Args:
-        shapes: of the step.
         moments: bytes at each moment that may be the peak, without those that are never the largest.
         products: multiply-adds.
         moved: bytes that operations on tiles read and write for each entry of S.
     """
 
-    shapes: Shapes
     moments: tuple[Terms, ...]
     products: int
     moved: float
@@ -103,10 +77,11 @@ def _value(terms: Terms, sizes: Mapping[str, float]) -> float:
 
 
 class _Count(LiveBytes):
-    """Count the bytes, the products, and the work on tiles of a step; tensors have these named sizes."""
+    """Count the bytes, the products, and the work on tiles of a step of these shapes."""
 
-    def __init__(self, sizes: Mapping[str, float]) -> None:
+    def __init__(self, shapes: Shapes, memory: Memory) -> None:
         super().__init__()
+        self._shapes, sizes = shapes, shapes.named_sizes(memory)
         # The largest first: the batch has the factor of the rows.
         self._named = sorted(((int(size), name) for name, size in sizes.items() if size > 1), reverse=True)
         self._held, self._grows = Terms(), False
@@ -130,15 +105,8 @@ class _Count(LiveBytes):
             self._factors[size] = tuple(names), rest
         return self._factors[size]
 
-    def sum(self, sizes: Iterable[int]) -> Terms:
-        """Return the sum of these bytes."""
-        total = Terms()
-        for names, rest in map(self.factors, sizes):
-            total[names] += rest
-        return total
-
-    def moments(self) -> list[Terms]:
-        """Return the bytes at each moment that may be the peak."""
+    def result(self) -> Counted:
+        """Return the counts since `begin`."""
         self.notice_freed()
         largest = list[Terms]()
         for peak in sorted(self._peaks, key=lambda terms: sum(rest for _, rest in terms), reverse=True):
@@ -146,12 +114,9 @@ class _Count(LiveBytes):
             moment.subtract(self._before)
             if not any(_covers(larger, moment) for larger in largest):
                 largest.append(moment)
-        return largest
-
-    @property
-    def moved(self) -> float:
-        """Return the bytes that operations on whole tiles read and write, for each entry of these."""
-        return self._moved / max(1, self._tiles)
+        # Late interaction multiplies all tokens in the forward pass; elsewhere whole tiles alone are counted.
+        entries = self._shapes.entries if isinstance(self._shapes, TokenShapes) else self._tiles * self._shapes.side**2
+        return Counted(tuple(largest), self.products, self._moved / max(1, entries))
 
     def allocated(self, size: int) -> None:
         names, rest = self.factors(size)
@@ -174,20 +139,15 @@ class _Count(LiveBytes):
             in_forward = torch._C._current_graph_task_id() == -1
             self._tiles += in_forward and sides == [("side",), ("width",), ("side",)]
         for x in (*inputs, *results):
-            names, rest = self.factors(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
-            self._moved += rest if names == ("side", "side") else 0
+            size = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+            names = self.factors(size)[0]
+            of_tokens = "document tokens" in names and "width" not in names
+            self._moved += size if names == ("side", "side") or of_tokens else 0
 
 
 def _covers(larger: Terms, smaller: Terms) -> bool:
     """Return whether a sum is at least as large as another one, whatever the sizes are."""
     return all(larger.get(names, 0) >= smaller.get(names, 0) for names in {*larger, *smaller})
-
-
-def _make(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> tuple[EqualTransport, Callable[[], None]]:
-    """Return ranks that all pass the same, and a step on one of them."""
-    comm = EqualRanks(shapes.ranks)
-    step = make_step(comm, shapes, exchange, memory, torch.device("cpu"))
-    return comm.transport, step
 
 
 @contextmanager
@@ -212,25 +172,29 @@ def _smaller_parts(shapes: Shapes) -> Iterator[None]:
 def _count(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Counted:
     """Run two steps of few rows, and count the second."""
     with _smaller_parts(shapes):
-        _, step = _make(shapes, exchange, memory)
-        count = _Count(shapes.named_sizes(memory))
+        step = make_step(EqualRanks(shapes.ranks), shapes, exchange, memory, torch.device("cpu"))
+        count = _Count(shapes, memory)
         with count if shapes.of_classes else nullcontext():  # of classes, a step frees the last one's gradient
             step()
         count.begin()
         with count:
             step()
-        count.notice_freed()
-    return Counted(shapes, tuple(count.moments()), count.products, count.moved)
+        return count.result()
 
 
 @cache
 def _calls(shapes: Shapes, exchange: ExchangeUsed) -> tuple[tuple[str, Terms], ...]:
-    """Return what a step of few rows sends."""
+    """Return what a step of few rows sends: for each call its name in `SENT`, and the bytes."""
     with _smaller_parts(shapes):
-        transport, step = _make(shapes, exchange, "flat")
-        count = _Count(shapes.named_sizes("flat"))
-        step()
-    return tuple((name, count.sum(sent)) for name, sent in transport.calls)
+        comm = EqualRanks(shapes.ranks)
+        make_step(comm, shapes, exchange, "flat", torch.device("cpu"))()
+        count, calls = _Count(shapes, "flat"), []
+        for name, sizes in comm.transport.calls:
+            total = Terms()
+            for names, rest in map(count.factors, sizes):
+                total[names] += rest
+            calls.append((name, total))
+    return tuple(calls)
 
 
 def forget() -> None:
@@ -264,19 +228,23 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     >>> work.flops / (2 * 8192**2 * 512), work.loss // 10**6
     (4.0, 37)
     >>> kept = work_of(Shapes("clip", 8192, 512), "gather", 2**30)
-    >>> kept.flops / work.flops, kept.kept == kept.entries
-    (0.75, True)
+    >>> kept.flops / work.flops, kept.kept
+    (0.75, 1.0)
     """
-    kept, unit = shapes.kept(memory), 2 * shapes.embedding_size * shapes.entries
-    units, again = _units(shapes, exchange), 0 if shapes.one_pass else 1 - kept.share
-    wire, messages = _wire(shapes, exchange, shapes.named_sizes(memory))
+    share, size, kept_bytes = shapes.kept(memory)
+    few = small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0])
+    flat = _count(few, exchange, "flat")
+    kept = _count(few, exchange, few.memory_for(size)) if share else flat
+    sizes = shapes.named_sizes(memory)
+    peak = kept.peak(sizes) if share == 1 else flat.peak(sizes) + kept_bytes
+    of_halves = int(shapes.products.bytes_of_gradients * sizes["side"] ** 2)  # a CPU has no such products
+    wire, messages = _wire(shapes, exchange, sizes)
     return Work(
-        flops=(units - (not shapes.one_pass) + again) * unit,
-        again=again * unit,
-        entries=shapes.weighted_entries,
-        kept=round(kept.share * shapes.weighted_entries),
-        kept_size=kept.size,
-        loss=_peak(shapes, exchange, memory, kept),
+        flops=(_units(shapes, exchange) - share) * 2 * shapes.embedding_size * shapes.entries,
+        moved=((1 - share) * flat.moved + share * kept.moved) * shapes.weighted_entries,
+        kept=share,
+        kept_size=size if share else 0,
+        loss=int(peak) + of_halves,
         wire=wire,
         messages=messages,
     )
@@ -287,12 +255,13 @@ def _units(shapes: Shapes, exchange: ExchangeUsed) -> float:
 
     Tiles on the diagonal of a symmetric S take fewer: there it is the difference of two steps with different others.
     """
-    if not shapes.symmetric:
-        few = _count(small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0]), exchange, "flat")
-        return few.products / (few.shapes.entries * few.shapes.embedding_size)
-    few, more = (_count(small(shapes, ranks), exchange, "flat") for ranks in _RANKS)
-    entries = more.shapes.entries - few.shapes.entries
-    return (more.products - few.products) / (entries * few.shapes.embedding_size)
+    if shapes.symmetric:
+        steps = [small(shapes, ranks) for ranks in _RANKS]
+    else:
+        steps = [small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0])]
+    entries = steps[-1].entries - sum(step.entries for step in steps[:-1])
+    counts = [_count(step, exchange, "flat").products for step in steps]
+    return (counts[-1] - sum(counts[:-1])) / (entries * steps[0].embedding_size)
 
 
 def _wire(shapes: Shapes, exchange: ExchangeUsed, sizes: Mapping[str, float]) -> tuple[float, int]:
@@ -312,22 +281,8 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed, sizes: Mapping[str, float]) ->
     return sent + further * (more_sent - sent), messages
 
 
-def moved_by_an_entry(shapes: Shapes) -> float:
-    """Return the bytes that operations read and write in tiles for each entry of S."""
-    return _count(small(shapes, 1), "gather", "flat").moved
-
-
 def _ranks(shapes: Shapes) -> tuple[int, int]:
     """Return two numbers of ranks on which few rows run; documents of a query must not be as many."""
     if not isinstance(shapes, TokenShapes):
         return _RANKS
     return _TOKEN_RANKS if shapes.documents_per_query % _TOKEN_RANKS[0] else _OTHER_TOKEN_RANKS
-
-
-def _peak(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, kept: Kept) -> int:
-    """Return the bytes at the peak of the loss."""
-    few, sizes = small(shapes, 1 if shapes.ranks == 1 else _ranks(shapes)[0]), shapes.named_sizes(memory)
-    of_halves = int(shapes.products.bytes_of_gradients * sizes["side"] ** 2)  # a CPU has no such products
-    if kept.share == 1:
-        return int(_count(few, exchange, few.memory_for(kept.size)).peak(sizes)) + of_halves
-    return int(_count(few, exchange, "flat").peak(sizes)) + of_halves + kept.bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ SENT: dict[str, Callable[[int], float]] = {
     "all_gather": lambda w: w - 1,
     "all_to_all": lambda w: (w - 1) / w,
     "all_reduce": lambda w: 2 * (w - 1) / w,
-    "broadcast": lambda w: (w - 1) / w,
     "message": lambda w: 1,
 }
 
@@ -47,8 +47,10 @@ class EqualTransport(Transport):
     def check_open(self) -> None:
         self.check_not_closed()
 
-    def split(self, members: Sequence[int], *, member: bool, name: str) -> Transport | None:
-        raise AssertionError("a counted step splits no communicator; please report this")
+    def _unused(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a counted step gathers and reduces on all ranks alike; please report this")
+
+    split = broadcast = reduce = gather = scatter = _unused
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         self._sent("all_gather", x)
@@ -63,21 +65,9 @@ class EqualTransport(Transport):
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
         self._sent("all_reduce", x)
-        return done(self._sum(x) if op == "sum" else x**self.size if op == "prod" else x.clone())
-
-    def broadcast(self, x: Tensor, root: int) -> Finish:
-        self._sent("broadcast", x)
-        return done(x.clone())
-
-    def reduce(self, x: Tensor, root: int) -> Finish:
-        self._sent("broadcast", x)
-        return done(self._sum(x))
-
-    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        return self.all_gather(x, counts)
-
-    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        return self.all_to_all(x, counts, (counts[0],) + (0,) * (self.size - 1))
+        if op == "sum":
+            return done(x | x if x.dtype == torch.bool else x * self.size)
+        return done(x**self.size if op == "prod" else x.clone())
 
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
         self._sent("all_to_all", x)
@@ -96,9 +86,6 @@ class EqualTransport(Transport):
 
     def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish:
         return lambda: out.copy_(self._under_way[wire_tag].popleft())
-
-    def _sum(self, x: Tensor) -> Tensor:
-        return x | x if x.dtype == torch.bool else x * self.size
 
     def _sent(self, name: str, *tensors: Tensor) -> None:
         self.calls.append((name, tuple(x.numel() * x.element_size() for x in tensors)))

@@ -11,14 +11,14 @@ from .._base.precision import accumulation_dtype
 from .._base.settings import shown
 from .._base.user_error import UserError
 from .._measure import free_memory
-from .counted import forget, moved_by_an_entry, work_of
-from .declared import Declared, DeclaredLoss, declared, is_declared, name_of
+from .counted import forget
+from .declared import DeclaredLoss, declared, is_declared, name_of
 from .given import given
 from .rates import Rates, check_rates
 from .report import Option, Plan
 from .shapes import Shapes, TokenShapes
 from .sizes import DTYPES, MAX_SIM, LossName, Sizes
-from .step import Setting, Step, largest_batch, num_chunks, peak_with, worthwhile_settings
+from .step import Setting, Step, largest_batch, worthwhile_settings
 
 _USABLE = 0.9  # of a device's memory; the rest is CUDA's, NCCL's and fragments that an allocator cannot reuse
 _SIMILAR = 0.05  # of the chunks
@@ -89,7 +89,7 @@ def plan(
 
     Raises:
         ValueError: for sizes that contradict each other or are missing; for an unknown device, dtype or loss; for rates
-            of another device, dtype or loss; for "cuda" without a GPU, or with an unknown one; where the system does
+            of another device or dtype; for "cuda" without a GPU, or with an unknown one; where the system does
             not report its free memory.
 
     Source: how a step is counted is in `wholebatch.planning.counted`.
@@ -112,37 +112,27 @@ def plan(
     sizes.check()
     if not isinstance(rates, Rates | None):
         raise UserError(f"rates must be wholebatch.planning.Rates, or None; got {shown(rates)}")
-    name, device = sizes.loss, sizes.device
     of_features: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
-    users = None if user is None else declared(user, accumulation_dtype(of_features))
-    rates = (given(device, of_features) if rates is None else rates).with_wire(bandwidth)
-    if users is not None:
-        forget()
-        replace(sizes, towers=users.towers).check_encoders()
-        if embedding_size < users.similarities:
-            raise UserError(
-                f"embedding_size is that of all similarities together, at least {users.similarities}; got "
-                f"{embedding_size}"
-            )
-    shapes = shapes_of(sizes, users)
-    if users is not None and name not in rates.entry:
-        clip = Shapes("clip", batch_size, embedding_size)
-        rates = rates.with_entry(name, moved_by_an_entry(shapes) / moved_by_an_entry(clip))
-    check_rates(rates, name, DTYPES[sizes.dtype], device, ranks)
+    rates = (given(sizes.device, of_features) if rates is None else rates).with_wire(bandwidth)
+    check_rates(rates, DTYPES[sizes.dtype], sizes.device, ranks)
+    shapes = shapes_of(sizes, user)
+    if user is not None and sizes.loss not in rates.tiles:
+        note = f"time of the functions of {sizes.loss} by the bytes that they move, not measured"
+        rates = replace(rates, source=f"{rates.source}; {note}")
     of_towers = sizes.activations * shapes.towers if len(sizes.activations) == 1 else sizes.activations
     of_towers = tuple(each * items for each, items in zip(of_towers, shapes.items_per_example, strict=True))
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
-    limit = _limit(device, of_features, ranks) if memory_limit is None else memory_limit
+    limit = _limit(sizes.device, of_features, ranks) if memory_limit is None else memory_limit
     options = [
         _option(step, setting, limit, rates) for setting in worthwhile_settings(step, limit, chunk_size, keep_graphs)
     ]
     return Plan(
-        loss=name,
+        loss=sizes.loss,
         batch_size=batch_size,
         embedding_size=embedding_size,
         ranks=ranks,
         dtype=DTYPES[sizes.dtype],
-        device=device,
+        device=sizes.device,
         limit=limit,
         rates=rates,
         options=tuple(options),
@@ -150,12 +140,16 @@ def plan(
         encoders=bool(encoder_flops),
         query_tokens=query_tokens,
         document_tokens=document_tokens,
-        documents_per_query=(documents_per_query or 1) if name == MAX_SIM else None,
+        documents_per_query=(documents_per_query or 1) if sizes.loss == MAX_SIM else None,
     )
 
 
-def shapes_of(sizes: Sizes, users: Declared | None) -> Shapes:
-    """Return the shapes of a step from checked sizes, and from what is known of a declared loss."""
+def shapes_of(sizes: Sizes, user: DeclaredLoss | None) -> Shapes:
+    """Return the shapes of a step from checked sizes, and from a declared loss if it has one.
+
+    Raises:
+        UserError: for a declared loss that cannot be planned with these sizes.
+    """
     dtype: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
     device = "cpu" if sizes.device == "cpu" else "cuda"
     form = sizes.loss, sizes.batch_size, sizes.embedding_size, sizes.ranks, dtype, device
@@ -166,6 +160,16 @@ def shapes_of(sizes: Sizes, users: Declared | None) -> Shapes:
             document_tokens=sizes.document_tokens,
             documents_per_query=sizes.documents_per_query or 1,
         )
+    users = None
+    if user is not None:
+        forget()
+        users = declared(user, accumulation_dtype(dtype))
+        replace(sizes, towers=users.towers).check_encoders()
+        if sizes.embedding_size < users.similarities:
+            raise UserError(
+                f"embedding_size is that of all similarities together, at least {users.similarities}; got "
+                f"{sizes.embedding_size}"
+            )
     rate = 1.0 if sizes.sample_rate is None else sizes.sample_rate
     return Shapes(*form, classes=sizes.classes or 0, sample_rate=rate, declared=users)
 
@@ -193,20 +197,15 @@ def _limit(device: str, dtype: torch.dtype, ranks: int) -> int:
 
 
 def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
-    shapes = step.shapes
-    memory = setting.memory(shapes)
-    work = work_of(shapes, setting.exchange, memory)
-    peak = peak_with(step, setting, work)
-    again = 0.0
-    if setting.chunk_size is not None:
-        again = 1 - setting.kept_graphs / (len(step.activations) * num_chunks(step, setting))
+    shapes, work, peak = step.shapes, step.work(setting), step.peak(setting)
+    again = 1 - setting.kept_graphs / step.num_chunks(setting) if setting.chunk_size is not None else 0.0
     encoding = (3 + again) * step.forward * shapes.rows
     largest = largest_batch(step, setting, limit)
     return Option(
         exchange=setting.exchange if shapes.ranks > 1 else "",
-        memory=memory,
-        kept=work.kept / work.entries if work.entries else 0.0,
-        kept_size=work.kept_size if work.kept else 0,
+        memory=setting.memory(shapes),
+        kept=work.kept,
+        kept_size=work.kept_size,
         chunk_size=setting.chunk_size,
         kept_graphs=setting.kept_graphs,
         encoded_again=again,
@@ -231,25 +230,20 @@ def _matches_auto(shapes: Shapes, setting: Setting) -> tuple[bool, bool]:
 
 
 def _call(shapes: Shapes, setting: Setting) -> str:
-    arguments = []
     exchange, memory = _matches_auto(shapes, setting)
-    module = "PartialFC"
     if shapes.declared is not None:
-        module = "PairLoss"
-        arguments += ["...", *([] if exchange else [f'exchange="{setting.exchange}"'])]
+        module, arguments = "PairLoss", ["..."]
     elif isinstance(shapes, TokenShapes):
-        module = "MaxSimLoss"
-        arguments += [] if exchange else [f'exchange="{setting.exchange}"']
+        module, arguments = "MaxSimLoss", []
     elif shapes.entry is None:
-        arguments += [str(shapes.embedding_size), str(shapes.classes)]
+        module, arguments = "PartialFC", [str(shapes.embedding_size), str(shapes.classes)]
         arguments += [f"sample_rate={shapes.sample_rate!r}"] if shapes.sample_rate < 1 else []
         arguments += [f"dtype={shapes.dtype}"] if shapes.dtype != torch.float32 else []
         arguments += ['device="cuda"'] if shapes.device == "cuda" else []
     else:
-        module = shapes.entry.module.__name__
         settings = shapes.entry.required_settings(shapes.embedding_size)
-        arguments += [f"{name}={value!r}" for name, value in settings.items()]
-        arguments += [] if exchange else [f'exchange="{setting.exchange}"']
+        module, arguments = shapes.entry.module.__name__, [f"{name}={value!r}" for name, value in settings.items()]
+    arguments += [] if exchange else [f'exchange="{setting.exchange}"']
     if not memory:
         bytes_ = setting.memory(shapes)
         arguments.append('memory="flat"' if bytes_ == "flat" else f"memory={bytes_}")

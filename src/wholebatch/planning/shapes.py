@@ -27,17 +27,11 @@ _WINNER = 40  # entries of late interaction that take as long as a winner's grad
 
 
 class Kept(NamedTuple):
-    """The part of exp(S), or of late interaction's winners, that the forward pass keeps for the backward pass.
+    """The part of exp(S), or of late interaction's winners, that is kept for the backward pass."""
 
-    Args:
-        share: from 0 to 1.
-        size: bytes of an entry; `WINNERS` of late interaction.
-        bytes: of all of it.
-    """
-
-    share: float
-    size: int
-    bytes: int
+    share: float  # from 0 to 1
+    size: int  # bytes of an entry; `WINNERS` of late interaction
+    bytes: int  # of all of it
 
 
 @dataclass(frozen=True)
@@ -91,9 +85,11 @@ class Shapes:
         return self.entry is not None and self.entry.kind == "labeled"
 
     @property
-    def sums_size(self) -> int:
-        """Return the bytes of a number in sums and gradients."""
-        return accumulation_dtype(self.dtype).itemsize
+    def symmetric(self) -> bool:
+        """Return whether S holds features against themselves."""
+        if self.declared is not None:
+            return self.declared.symmetric
+        return self.entry is not None and self.entry.symmetric
 
     @property
     def towers(self) -> int:
@@ -101,6 +97,32 @@ class Shapes:
         if self.declared is not None:
             return self.declared.towers
         return 1 if self.entry is None else self.entry.inputs
+
+    @property
+    def items_per_example(self) -> tuple[int, ...]:
+        """Return how many inputs of each encoder an example has."""
+        return (1,) * self.towers
+
+    @property
+    def similarities(self) -> int:
+        """Return the number of similarities, which share the numbers of a row."""
+        return 1 if self.declared is None else self.declared.similarities
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Return the dtype of sums and gradients."""
+        return accumulation_dtype(self.dtype)
+
+    @property
+    def side(self) -> int:
+        """Return the side of a tile."""
+        return self.tile_side or default_side(torch.device(self.device))
+
+    @property
+    def products(self) -> Products:
+        """Return the precision of products that "auto" chooses, with TF32 forbidden."""
+        halves = self.device == "cuda" and self.dtype.itemsize == 2
+        return Products(str(self.dtype).removeprefix("torch.")) if halves else Products()
 
     @property
     def rows(self) -> int:
@@ -124,27 +146,10 @@ class Shapes:
         return min(ceil(self.classes / self.ranks), ceil(expected + 3 * deviation))
 
     @property
-    def symmetric(self) -> bool:
-        """Return whether S holds features against themselves."""
-        if self.declared is not None:
-            return self.declared.symmetric
-        return self.entry is not None and self.entry.symmetric
-
-    @property
     def partition(self) -> Partition:
         """Return which rank owns which rows of Y; of a symmetric S these are the rows of all views."""
         each = 1 if self.entry is None else self.entry.rows_per_example
         return Partition(tuple(each * n for n in Partition.even(self.batch_size, self.ranks).counts))
-
-    @property
-    def similarities(self) -> int:
-        """Return the number of similarities, which share the numbers of a row."""
-        return 1 if self.declared is None else self.declared.similarities
-
-    @property
-    def items_per_example(self) -> tuple[int, ...]:
-        """Return how many inputs of each encoder an example has."""
-        return (1,) * self.towers
 
     @property
     def feature_bytes(self) -> int:
@@ -154,20 +159,8 @@ class Shapes:
     @property
     def center_bytes(self) -> int:
         """Return the bytes of PartialFC's centers, and of their gradient, which has a sample's rows or all."""
-        if not self.of_classes:
-            return 0
-        return (ceil(self.classes / self.ranks) + self.sampled) * self.embedding_size * self.dtype.itemsize
-
-    @property
-    def side(self) -> int:
-        """Return the side of a tile."""
-        return self.tile_side or default_side(torch.device(self.device))
-
-    @property
-    def products(self) -> Products:
-        """Return the precision of products that "auto" chooses, with TF32 forbidden."""
-        halves = self.device == "cuda" and self.dtype.itemsize == 2
-        return Products(str(self.dtype).removeprefix("torch.")) if halves else Products()
+        centers = ceil(self.classes / self.ranks) + self.sampled if self.of_classes else 0
+        return centers * self.embedding_size * self.dtype.itemsize
 
     @property
     def entries(self) -> int:
@@ -187,7 +180,7 @@ class Shapes:
         """Return the exchange that "auto" selects."""
         if self.of_classes:
             return "gather"
-        return automatic(self.partition.total, self.embedding_size * self.sums_size)
+        return automatic(self.partition.total, self.embedding_size * self.sums.itemsize)
 
     def budget(self, memory: Memory) -> Budget:
         """Return the budget that `memory=` gives."""
@@ -196,21 +189,17 @@ class Shapes:
             memory,
             entries=self.entries if self.kept_sizes() else 0,
             side=self.side,
-            dtype=accumulation_dtype(self.dtype),
-            bytes_of_entry=times * bytes_of_an_entry(accumulation_dtype(self.dtype), self.products),
+            dtype=self.sums,
+            bytes_of_entry=times * bytes_of_an_entry(self.sums, self.products),
             exact=self.exact,
         )
 
     def kept(self, memory: Memory) -> Kept:
-        """Return the part of exp(S) that the forward pass keeps for the backward pass."""
+        """Return the part of exp(S), or of winners, that the forward pass keeps for the backward pass."""
         budget = self.budget(memory)
-        share = min(1.0, budget.kept / self.entries) if self.entries else 0.0
-        return Kept(share, budget.kept_dtype.itemsize, budget.kept * budget.kept_dtype.itemsize)
-
-    def memory_for(self, itemsize: int) -> int:
-        """Return the value of `memory=` that keeps all of exp(S), with `itemsize` bytes for each entry."""
-        of_tiles = self.side**2 * bytes_of_an_entry(accumulation_dtype(self.dtype), self.products)
-        return of_tiles + self.entries * itemsize
+        size = budget.kept_dtype.itemsize
+        kept, most = budget.kept * size, self.memory_for(size) - self.memory_for(0)
+        return Kept(min(1.0, kept / most) if most else 0.0, size, kept)
 
     def kept_sizes(self) -> tuple[int, ...]:
         """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept.
@@ -219,7 +208,12 @@ class Shapes:
         """
         if self.one_pass or self.declared is not None:
             return ()
-        return (self.sums_size,) if self.sums_size == 8 or self.exact else (2, self.sums_size)
+        size = self.sums.itemsize
+        return (size,) if size == 8 or self.exact else (2, size)
+
+    def memory_for(self, itemsize: int) -> int:
+        """Return the value of `memory=` that keeps everything, with `itemsize` bytes for each entry; for 0, nothing."""
+        return self.side**2 * bytes_of_an_entry(self.sums, self.products) + self.entries * itemsize
 
     def named_sizes(self, memory: Memory) -> Mapping[str, float]:
         """Return the sizes whose products are the numbers of elements of a step's tensors."""
@@ -239,7 +233,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class TokenShapes(Shapes):
-    """The shapes of a step of late interaction. The tower with fewer tokens travels.
+    """The shapes of a step of late interaction. The tower with fewer tokens travels; its tiles hold items, not tokens.
 
     Numbers of tokens are means; tiles are planned as if all items had as many.
 
@@ -262,18 +256,26 @@ class TokenShapes(Shapes):
         return 2
 
     @property
-    def queries(self) -> Partition:
-        """Return which rank owns which queries."""
-        return Partition.even(self.batch_size, self.ranks)
-
-    @property
-    def documents(self) -> Partition:
-        """Return which rank owns which documents."""
-        return Partition(tuple(self.documents_per_query * n for n in self.queries.counts))
-
-    @property
     def items_per_example(self) -> tuple[int, ...]:
         return 1, self.documents_per_query
+
+    @property
+    def items(self) -> tuple[Partition, Partition]:
+        """Return which rank owns which queries, and which documents."""
+        queries = Partition.even(self.batch_size, self.ranks)
+        return queries, Partition(tuple(self.documents_per_query * n for n in queries.counts))
+
+    @property
+    def tokens(self) -> tuple[Partition, Partition]:
+        """Return which rank owns which tokens of queries, and of documents."""
+        sides = zip(self.items, (self.query_tokens, self.document_tokens), strict=True)
+        queries, documents = (Partition(tuple(ceil(each * n) for n in items.counts)) for items, each in sides)
+        return queries, documents
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Return the tokens of a query, and of a document, in tiles."""
+        return ceil(self.query_tokens), ceil(self.document_tokens)
 
     @property
     def documents_stay(self) -> bool:
@@ -283,28 +285,16 @@ class TokenShapes(Shapes):
     @property
     def partition(self) -> Partition:
         """Return which rank owns which of the tokens that travel."""
-        return self._tokens[1 - self.documents_stay]
+        return self.tokens[1 - self.documents_stay]
 
     @property
     def staying(self) -> int:
         """Return the tokens on the rank with most of the tower that stays."""
-        return max(self._tokens[self.documents_stay].counts)
-
-    @property
-    def _tokens(self) -> tuple[Partition, Partition]:
-        """Return which rank owns which tokens of queries, and which of documents."""
-        sides = (self.queries, self.query_tokens), (self.documents, self.document_tokens)
-        queries, documents = (Partition(tuple(ceil(each * n) for n in items.counts)) for items, each in sides)
-        return queries, documents
+        return max(self.tokens[self.documents_stay].counts)
 
     @property
     def feature_bytes(self) -> int:
         return (self.staying + max(self.partition.counts)) * self.embedding_size * self.dtype.itemsize
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Return the tokens of a query, and of a document, in tiles."""
-        return ceil(self.query_tokens), ceil(self.document_tokens)
 
     @property
     def entries(self) -> int:
@@ -318,45 +308,32 @@ class TokenShapes(Shapes):
     @property
     def bytes_of_all_winners(self) -> int:
         """Return the bytes that keeping all winners of a rank takes, an integer for each query token and document."""
-        tokens, _ = self._tokens
-        of_queries, of_documents = tokens.counts[0], self.documents.total
-        queries = self.queries.counts[0]
+        (queries, documents), tokens = self.items, self.tokens[0]
         if self.documents_stay:
-            of_queries, of_documents, queries = tokens.total, self.documents.counts[0], self.queries.total
-        return bytes_of_winners(of_queries, of_documents, queries, self.longest[1], accumulation_dtype(self.dtype))
+            form = tokens.total, documents.counts[0], queries.total
+        else:
+            form = tokens.counts[0], documents.total, queries.counts[0]
+        return bytes_of_winners(*form, self.longest[1], self.sums)
 
     def budget(self, memory: Memory) -> TokenBudget:
         """Return the budget that `memory=` gives; `kept` counts bytes."""
-        return fit_tokens(
-            memory,
-            longest=self.longest,
-            side=self.side,
-            dtype=accumulation_dtype(self.dtype),
-            kept=self.bytes_of_all_winners,
-        )
-
-    def kept(self, memory: Memory) -> Kept:
-        budget = self.budget(memory)
-        return Kept(budget.kept / self.bytes_of_all_winners, WINNERS, budget.kept)
-
-    def memory_for(self, itemsize: int) -> int:
-        """Return the value of `memory=` that keeps all winners; for 0, that of a flat sweep."""
-        flat = bytes_of_flat(self.longest, self.side, accumulation_dtype(self.dtype))
-        return flat + (self.bytes_of_all_winners if itemsize else 0)
+        return fit_tokens(memory, longest=self.longest, side=self.side, dtype=self.sums, kept=self.bytes_of_all_winners)
 
     def kept_sizes(self) -> tuple[int, ...]:
         return (WINNERS,)
 
+    def memory_for(self, itemsize: int) -> int:
+        return bytes_of_flat(self.longest, self.side, self.sums) + (self.bytes_of_all_winners if itemsize else 0)
+
     def named_sizes(self, memory: Memory) -> Mapping[str, float]:
         """Return the sizes of a step's tensors: also those of the parts into which a tile of late interaction falls."""
-        budget, longest = self.budget(memory), self.longest[1]
-        columns = (self.queries if self.documents_stay else self.documents).total
-        rows = (self.documents if self.documents_stay else self.queries).counts[0]
-        rows, columns = min(budget.side, rows), min(budget.side, columns)
-        queries, documents = (columns, rows) if self.documents_stay else (rows, columns)
-        tokens, device = ceil(queries * self.query_tokens), torch.device(self.device)
+        budget, longest, (queries, documents) = self.budget(memory), self.longest[1], self.items
+        stay, travel = (documents, queries) if self.documents_stay else (queries, documents)
+        rows, columns = min(budget.side, stay.counts[0]), min(budget.side, travel.total)
+        in_tile = (columns, rows) if self.documents_stay else (rows, columns)
+        tokens, device = ceil(in_tile[0] * self.query_tokens), torch.device(self.device)
         of_part = max(1, min(tokens, TOKENS_OF_A_PART, budget.products // longest))
-        some, of_some = at_once(tokens, documents, longest, self.embedding_size, budget.products, device)
+        some, of_some = at_once(tokens, in_tile[1], longest, self.embedding_size, budget.products, device)
         return {
             "kept": self.kept(memory).bytes,
             "batch": self.batch_size,
@@ -367,7 +344,7 @@ class TokenShapes(Shapes):
             "products": budget.products**0.5,
             "maxima": of_part * max(1, budget.products // of_part // longest),
             "tokens at once": some,
-            "documents at once": min(of_some, documents),
+            "documents at once": min(of_some, in_tile[1]),
             **_parts(self.staying, self.embedding_size, device),
             "width": self.embedding_size,
         }

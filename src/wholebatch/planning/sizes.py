@@ -11,7 +11,7 @@ from .._base.settings import shown
 from .._base.spelling import did_you_mean
 from .._base.user_error import UserError
 from .._cli.declared_names import LABELED_LOSSES, SWEPT_LOSSES
-from .cards import DEVICES
+from .given import DEVICES
 
 PARTIAL_FC = "partial_fc"  # a head, with classes instead of a second tower
 MAX_SIM = "max_sim"  # late interaction, with tokens instead of rows

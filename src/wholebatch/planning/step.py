@@ -22,31 +22,13 @@ from math import ceil
 
 from ..exchange import USED_EXCHANGES
 from ..sweep.memory import Memory
-from .counted import Work, work_of
+from .counted import work_of
+from .rates import Work
 from .shapes import ExchangeUsed, Shapes
 
 _FILLED = 0.9  # of the limit, at most, is filled: a prediction may be some percent too small
 _LEAST_KEPT = 0.1  # of S: keeping a smaller part is not worth a line
 _LARGEST = 2**40 - 1  # rows of a rank
-
-
-@dataclass(frozen=True)
-class Step:
-    """The planned step, without the settings to choose.
-
-    Args:
-        shapes: of the loss.
-        model: bytes of parameters, optimizer and all else that a rank holds throughout.
-        gradients: bytes of the parameters' gradients, which appear in the backward pass.
-        activations: bytes that each encoder keeps of a row for its backward pass; () if they are not known.
-        forward: flops of encoding an example, all towers.
-    """
-
-    shapes: Shapes
-    model: int
-    gradients: int
-    activations: tuple[int, ...]
-    forward: float
 
 
 @dataclass(frozen=True)
@@ -74,6 +56,48 @@ class Setting:
         return shapes.memory_for(self.kept_size) if self.kept_bytes is None else self.kept_bytes
 
 
+@dataclass(frozen=True)
+class Step:
+    """The planned step, without the settings to choose.
+
+    Args:
+        shapes: of the loss.
+        model: bytes of parameters, optimizer and all else that a rank holds throughout.
+        gradients: bytes of the parameters' gradients, which appear in the backward pass.
+        activations: bytes that each encoder keeps of a row for its backward pass; () if they are not known.
+        forward: flops of encoding an example, all towers.
+    """
+
+    shapes: Shapes
+    model: int
+    gradients: int
+    activations: tuple[int, ...]
+    forward: float
+
+    def work(self, setting: Setting) -> Work:
+        """Return the work of the loss."""
+        return work_of(self.shapes, setting.exchange, setting.memory(self.shapes))
+
+    def num_chunks(self, setting: Setting) -> int:
+        """Return the number of chunks of all encoders; 0 without gradient caching."""
+        return 0 if setting.chunk_size is None else len(self.activations) * ceil(self.shapes.rows / setting.chunk_size)
+
+    def peak(self, setting: Setting) -> int:
+        """Return the bytes at the peak."""
+        features, of_loss = self.shapes.feature_bytes, self.work(setting).loss
+        held = self.model + self.shapes.center_bytes + features
+        if setting.chunk_size is None:
+            return held + max(self.shapes.rows * sum(self.activations) + of_loss, self.gradients)
+        rows = min(setting.chunk_size, self.shapes.rows)
+        kept, left = 0, setting.kept_graphs
+        for bytes_of_row in self.activations:
+            graphs = min(left, self.num_chunks(setting) // len(self.activations))
+            kept, left = kept + graphs * rows * bytes_of_row, left - graphs
+        of_chunk = rows * max(self.activations)
+        second_pass = features + max(self.gradients + of_chunk, kept)  # kept graphs are freed as gradients appear
+        return held + features + max(kept + max(of_loss, of_chunk), second_pass)
+
+
 def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_graphs: int | None) -> list[Setting]:
     """Return the settings of a step, without gradient caching and with it.
 
@@ -83,7 +107,7 @@ def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_gra
         chunk_size: rows that are encoded at a time; None: small enough that four chunks fit.
         keep_graphs: chunks that are not encoded again; None: none, and as many as fit in nine tenths of the limit.
     """
-    shapes = step.shapes
+    shapes, room = step.shapes, int(_FILLED * limit)
     rings = shapes.ranks > 1 and not shapes.of_classes and shapes.device == "cpu"
     exchanges: tuple[ExchangeUsed, ...] = USED_EXCHANGES if rings else ("gather",)
     settings = []
@@ -95,67 +119,30 @@ def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_gra
                     rows = _chunk(step, setting, limit) if chunk_size is None else chunk_size
                     setting = replace(setting, chunk_size=rows, kept_graphs=keep_graphs or 0)
                 settings.append(setting)
-                if kept_size == min(shapes.kept_sizes(), default=0) and _peak(step, setting) > limit:
-                    settings += _keep_partly(step, setting, int(_FILLED * limit))
-                graphs = _graphs_that_fit(step, setting, int(_FILLED * limit)) if keep_graphs is None else 0
-                if graphs:
-                    settings.append(replace(setting, kept_graphs=graphs))
+                if kept_size == min(shapes.kept_sizes(), default=0) and step.peak(setting) > limit:
+                    settings += _keep_partly(step, setting, room)
+                if chunked and keep_graphs is None:
+                    fits = lambda kept, of=setting: step.peak(replace(of, kept_graphs=kept)) <= room  # noqa: E731
+                    graphs = _largest_fitting(step.num_chunks(setting) - 1, fits)
+                    settings += [replace(setting, kept_graphs=graphs)] if graphs else []
     return settings
 
 
 def _keep_partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
     """Return the setting that keeps as much of exp(S) as fits, if that is worth a line."""
-    flat = replace(setting, kept_size=0)
-    room = limit - _peak(step, flat)
-    whole = step.shapes.memory_for(setting.kept_size) - step.shapes.memory_for(0)
-    if room < _LEAST_KEPT * whole:
+    room, tiles = limit - step.peak(replace(setting, kept_size=0)), step.shapes.memory_for(0)
+    if room < _LEAST_KEPT * (step.shapes.memory_for(setting.kept_size) - tiles):
         return []
-    tiles = step.shapes.memory_for(0)
     kept_part = replace(setting, kept_bytes=tiles + room)
-    return [kept_part] if _peak(step, kept_part) <= limit else []
+    return [kept_part] if step.peak(kept_part) <= limit else []
 
 
 def _chunk(step: Step, setting: Setting, limit: int) -> int:
     """Return the largest power of two such that four chunks fit."""
-    most, rows = max(step.activations), step.shapes.rows
-    room = limit - _peak(step, replace(setting, chunk_size=1)) + most
-    fits = max(1, min(room // (4 * most), ceil(rows / 2)))
+    most = max(step.activations)
+    room = limit - step.peak(replace(setting, chunk_size=1)) + most
+    fits = max(1, min(room // (4 * most), ceil(step.shapes.rows / 2)))
     return 1 << (int(fits).bit_length() - 1)
-
-
-def num_chunks(step: Step, setting: Setting) -> int:
-    """Return the number of chunks of one encoder."""
-    assert setting.chunk_size is not None
-    return ceil(step.shapes.rows / setting.chunk_size)
-
-
-def _graphs_that_fit(step: Step, setting: Setting, limit: int) -> int:
-    """Return the number of chunks whose graphs fit, fewer than all."""
-    if setting.chunk_size is None:
-        return 0
-    chunks = len(step.activations) * num_chunks(step, setting)
-    return _largest_fitting(chunks - 1, lambda kept: _peak(step, replace(setting, kept_graphs=kept)) <= limit)
-
-
-def _peak(step: Step, setting: Setting) -> int:
-    work = work_of(step.shapes, setting.exchange, setting.memory(step.shapes))
-    return peak_with(step, setting, work)
-
-
-def peak_with(step: Step, setting: Setting, work: Work) -> int:
-    """Return the bytes at the peak of a step whose loss does this work."""
-    features = step.shapes.feature_bytes
-    held = step.model + step.shapes.center_bytes + features
-    if setting.chunk_size is None:
-        return held + max(step.shapes.rows * sum(step.activations) + work.loss, step.gradients)
-    rows = min(setting.chunk_size, step.shapes.rows)
-    kept, chunks, left = 0, num_chunks(step, setting), setting.kept_graphs
-    for bytes_of_row in step.activations:
-        kept += min(left, chunks) * rows * bytes_of_row
-        left -= min(left, chunks)
-    of_chunk = rows * max(step.activations)
-    second_pass = features + max(step.gradients + of_chunk, kept)  # kept graphs are freed as gradients appear
-    return held + features + max(kept + max(work.loss, of_chunk), second_pass)
 
 
 def largest_batch(step: Step, setting: Setting, limit: int) -> int:
@@ -163,7 +150,7 @@ def largest_batch(step: Step, setting: Setting, limit: int) -> int:
     ranks = step.shapes.ranks
 
     def fits(rows: int) -> bool:
-        return _peak(replace(step, shapes=replace(step.shapes, batch_size=rows * ranks)), setting) <= limit
+        return replace(step, shapes=replace(step.shapes, batch_size=rows * ranks)).peak(setting) <= limit
 
     return ranks * _largest_fitting(_LARGEST, fits)
 

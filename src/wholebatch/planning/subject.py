@@ -52,8 +52,8 @@ def make_step(
     elif isinstance(shapes, TokenShapes):
         arguments = {"documents_per_query": shapes.documents_per_query, **options}
         for name, side, items, each in (
-            ("queries", "query", shapes.queries, shapes.query_tokens),
-            ("documents", "document", shapes.documents, shapes.document_tokens),
+            ("queries", "query", shapes.items[0], shapes.query_tokens),
+            ("documents", "document", shapes.items[1], shapes.document_tokens),
         ):
             lengths = Partition.even(ceil(each * items.counts[comm.rank]), items.counts[comm.rank])
             arguments[name] = features(lengths.total)

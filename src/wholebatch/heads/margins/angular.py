@@ -12,21 +12,15 @@ Beyond m1 theta + m2 = pi the cosine rises again, so that a larger angle would b
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..._base.checks import check_choice, check_number
+from ..._base.angular_margin import AngularMargin, Fold
 from .interface import Targets, check_targets
 
-Fold = Literal["extend", "linear", "clip", "none"]
-FOLDS = ("extend", "linear", "clip", "none")
 
-
-@dataclass(frozen=True)
-class CombinedMargin:
+class CombinedMargin(AngularMargin):
     r"""The combined margin, phi = cos(m1 theta + m2) - m3.
 
     Args:
@@ -40,23 +34,6 @@ class CombinedMargin:
 
     Source: Deng et al., 2019, arXiv:1801.07698, equation 4; the fold, Liu et al., 2017, arXiv:1704.08063, section 3.3.
     """
-
-    s: float
-    m1: float
-    m2: float
-    m3: float
-    fold: Fold = "extend"
-
-    def __post_init__(self) -> None:
-        for name in ("s", "m1", "m2", "m3"):
-            check_number(name, getattr(self, name))
-        if self.s <= 0 or self.m1 <= 0:
-            raise ValueError(f"s and m1 must be positive, got s={self.s} and m1={self.m1}")
-        if self.m2 < 0 or self.m3 < 0:
-            raise ValueError(f"m2 and m3 must not be negative, got m2={self.m2} and m3={self.m3}")
-        check_choice("fold", self.fold, FOLDS)
-        if self.fold == "linear" and self.m1 != 1:
-            raise ValueError(f"fold='linear' is defined for m1=1 only, got m1={self.m1}; pass fold='extend'")
 
     def __call__(self, targets: Targets) -> Tensor:
         check_targets(targets)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..._base.angular_margin import FOLDS, Fold
 from ..._base.checks import check_choice, check_fraction, check_positive_number, check_weight
-from .angular import FOLDS, Fold, angular
+from .angular import angular
 from .interface import Targets, check_targets
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..._base.angular_margin import FOLDS, Fold
 from ..._base.checks import (
     check_choice,
     check_fraction,
@@ -22,7 +23,7 @@ from ..._base.checks import (
     check_weight,
     shown,
 )
-from .angular import FOLDS, Fold, angular
+from .angular import angular
 from .interface import Targets, check_targets
 
 _ADAFACE_NORMS = (1e-3, 100.0)
