@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -64,9 +62,6 @@ def _problem(
     symmetric: bool = False,
     as_it_is: bool = False,
 ) -> Problem:
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}  # as launched
-
     model, loss_fn = _Encoder(), loss() if as_it_is else _Loss(loss())
     args = TrainingArguments(
         tempfile.gettempdir(),

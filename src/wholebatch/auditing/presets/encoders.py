@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,33 +62,38 @@ def tokens(**longest: int) -> dict[str, Tensor]:
     return columns
 
 
-def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, engine: Engine = "ddp", **options: Any) -> Problem:
+def problem(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batch: Mapping[str, Tensor],
+    *,
+    beside: Sequence[str] = (),
+    engine: Engine = "ddp",
+    **options: Any,
+) -> Problem:
+    """Return a problem for a loss of a model's outputs, and then of the columns that it does not take, `beside`."""
+
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        columns = [x for name, x in batch.items() if name not in beside]
+        return loss(*model(*columns), *(batch[name] for name in beside))
+
+    return Problem(model, batch, of_rank, engine=engine, **options)
+
+
+def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, **options: Any) -> Problem:
     """Return a problem for a loss of image features, text features, scale and perhaps bias."""
-
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return loss(*model(batch["images"], batch["texts"]))
-
     batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN)}
-    return Problem(TwoTowers(bias=bias), batch, of_rank, engine=engine, **options)
+    return problem(TwoTowers(bias=bias), loss, batch, **options)
 
 
-def two_views(loss: Callable[..., Tensor], *, engine: Engine = "ddp", **options: Any) -> Problem:
+def two_views(loss: Callable[..., Tensor], **options: Any) -> Problem:
     """Return a problem for a loss of two views of the same examples."""
-
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return loss(*model(batch["view_0"], batch["view_1"]))
-
     view = torch.randn(ROWS, IN)
     batch = {"view_0": view, "view_1": view + 0.3 * torch.randn(ROWS, IN)}
-    return Problem(OneTower(), batch, of_rank, engine=engine, **options)
+    return problem(OneTower(), loss, batch, **options)
 
 
-def labeled(loss: Callable[..., Tensor], *, engine: Engine = "ddp", classes: int = 3, **options: Any) -> Problem:
+def labeled(loss: Callable[..., Tensor], **options: Any) -> Problem:
     """Return a problem for a loss of features and labels."""
-
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        (features,) = model(batch["images"])
-        return loss(features, batch["labels"])
-
-    batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % classes}
-    return Problem(OneTower(), batch, of_rank, engine=engine, **options)
+    batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 3}
+    return problem(OneTower(), loss, batch, beside=("labels",), **options)

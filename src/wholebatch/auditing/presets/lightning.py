@@ -56,9 +56,8 @@ def _replicated() -> nn.Module:
 
 
 def _problem(head: Callable[[], nn.Module], strategy: Callable[[], Any], *, uneven: bool = False) -> Problem:
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0"}
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # as launched
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # as launched, beside what the audit sets
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     def step(model: _Classifier, batch: Mapping[str, Tensor]) -> float:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from swift.loss.embedding import InfonceLoss
 from torch import Tensor, nn
@@ -27,8 +26,6 @@ _QWEN3 = dict.fromkeys(("INFONCE_MASK_FAKE_NEGATIVE", "INFONCE_INCLUDE_QQ", "INF
 
 def _problem(loss: Callable[[Any, Any], Any], **variables: str) -> Problem:
     """Return the problem of a model under DDP with queries, positives and two negatives each."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}  # as launched
     PartialState(cpu=True)  # by which ms-swift gathers
     loss_fn = loss(None, None)
 

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, normalize
 import wholebatch as wb
 
 from ..problem import Problem
-from .encoders import IN, ROWS, mlp
+from .encoders import IN, ROWS, mlp, problem
 from .recipes import Gather, local_put_back, summed
 
 _PASSAGES, _TEMPERATURE = 2, 0.2  # of a query: its positive and one more
@@ -65,9 +65,6 @@ def _ours(queries: Tensor, passages: Tensor) -> Tensor:
 
 
 def _problem(loss: _Loss, *, in_batch: bool = True, ours: bool = False) -> Problem:
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return loss(*model(**batch))
-
     def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         queries, passages = model(**batch)
         if not in_batch:
@@ -75,7 +72,7 @@ def _problem(loss: _Loss, *, in_batch: bool = True, ours: bool = False) -> Probl
         return cross_entropy(queries @ passages.T / _TEMPERATURE, torch.arange(len(queries)) * _PASSAGES)
 
     batch = {"queries": torch.randn(ROWS, IN), "passages": torch.randn(ROWS, _PASSAGES, IN)}
-    return Problem(_BiEncoder(), batch, of_rank, reference=of_whole_batch, engine="ddp", uneven=ours, empty=ours)
+    return problem(_BiEncoder(), loss, batch, reference=of_whole_batch, uneven=ours, empty=ours)
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {

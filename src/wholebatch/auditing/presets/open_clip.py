@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +91,9 @@ def _model(*, bias: bool) -> nn.Module:
     )
 
 
-def _problem(build: Callable[..., nn.Module], reference: Callable[..., Tensor], steps: int, *, bias: bool) -> Problem:
+def _problem(
+    build: Callable[..., nn.Module], reference: Callable[..., Tensor], steps: int = 1, *, bias: bool = False
+) -> Problem:
     loss = build(rank=dist.get_rank(), world_size=dist.get_world_size())
     batch = {
         "images": torch.randn(_ROWS, 3, _PIXELS, _PIXELS),
@@ -99,47 +101,34 @@ def _problem(build: Callable[..., nn.Module], reference: Callable[..., Tensor], 
     }
 
     def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        out = model(batch["images"], batch["texts"])
-        return reference(*out.values())
+        return reference(*model(*batch.values()).values())
 
-    return Problem(
-        _model(bias=bias), batch, step=partial(_train_step, loss, steps), reference=of_whole_batch, engine="ddp"
-    )
+    step = partial(_train_step, loss, steps)
+    return Problem(_model(bias=bias), batch, step=step, reference=of_whole_batch, engine="ddp")
 
 
-def _clip(steps: int = 1, **flags: bool) -> Problem:
-    return _problem(partial(ClipLoss, **flags), wb.reference.clip_loss, steps, bias=False)
+def _clip(steps: int = 1, loss: type[nn.Module] = ClipLoss, **flags: bool) -> Problem:
+    def build(**ranks: int) -> nn.Module:
+        loss_fn: nn.Module = loss(**ranks, **flags)
+        return ours.InMicroSteps(loss_fn, steps) if steps > 1 and loss is ours.ClipLoss else loss_fn
+
+    return _problem(build, wb.reference.clip_loss, steps)
 
 
-def _siglip(dist_impl: str) -> Problem:
-    return _problem(partial(SigLipLoss, dist_impl=dist_impl), wb.reference.siglip_loss, 1, bias=True)
+def _siglip(loss: type[nn.Module] = SigLipLoss, **flags: str) -> Problem:
+    return _problem(partial(loss, **flags), wb.reference.siglip_loss, bias=True)
 
 
-def _our_clip(steps: int = 1) -> Problem:
-    def build(rank: int, world_size: int) -> nn.Module:
-        loss = ours.ClipLoss(rank=rank, world_size=world_size)
-        return loss if steps == 1 else ours.InMicroSteps(loss, steps)
-
-    return _problem(build, wb.reference.clip_loss, steps, bias=False)
-
-
-def _our_siglip() -> Problem:
-    return _problem(ours.SigLipLoss, wb.reference.siglip_loss, 1, bias=True)
-
-
-_EXACT: Sequence[str] = ("local_loss", "gather_with_grad")
+_EXACT: dict[str, Any] = {"local_loss": True, "gather_with_grad": True}
 SETTINGS: dict[str, Callable[[], Problem]] = {
     "ClipLoss, default flags": _clip,
     "ClipLoss, --local-loss": partial(_clip, local_loss=True),
     "ClipLoss, --gather-with-grad": partial(_clip, gather_with_grad=True),
-    "ClipLoss, --local-loss --gather-with-grad": partial(_clip, **dict.fromkeys(_EXACT, True)),
-    "the same, --accum-freq 2": partial(_clip, 2, **dict.fromkeys(_EXACT, True)),
-    "the same, --accum-freq 4": partial(_clip, 4, **dict.fromkeys(_EXACT, True)),
-    "SigLipLoss, bidir": partial(_siglip, "bidir"),
-    "SigLipLoss, shift": partial(_siglip, "shift"),
-    "SigLipLoss, reduce": partial(_siglip, "reduce"),
-    "SigLipLoss, gather": partial(_siglip, "gather"),
-    "ClipLoss of wholebatch.integrations": _our_clip,
-    "ClipLoss of wholebatch.integrations, --accum-freq 4": partial(_our_clip, 4),
-    "SigLipLoss of wholebatch.integrations": _our_siglip,
+    "ClipLoss, --local-loss --gather-with-grad": partial(_clip, **_EXACT),
+    "the same, --accum-freq 2": partial(_clip, 2, **_EXACT),
+    "the same, --accum-freq 4": partial(_clip, 4, **_EXACT),
+    **{f"SigLipLoss, {name}": partial(_siglip, dist_impl=name) for name in ("bidir", "shift", "reduce", "gather")},
+    "ClipLoss of wholebatch.integrations": partial(_clip, 1, ours.ClipLoss),
+    "ClipLoss of wholebatch.integrations, --accum-freq 4": partial(_clip, 4, ours.ClipLoss),
+    "SigLipLoss of wholebatch.integrations": partial(_siglip, ours.SigLipLoss),
 }

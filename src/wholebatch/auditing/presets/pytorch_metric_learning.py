@@ -4,44 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+from torch import nn
 
 from ...integrations import pytorch_metric_learning as ours
 from ..problem import Problem
 from .encoders import labeled, two_views
 
 
-def _alone(loss: str) -> Problem:
-    return labeled(getattr(losses, loss)())
+def _labeled(make: Callable[[], nn.Module], **options: Any) -> Problem:
+    return labeled(make(), **options)
 
 
-def _wrap(loss: str, *, efficient: bool) -> Problem:
-    return labeled(DistributedLossWrapper(getattr(losses, loss)(), efficient=efficient))
-
-
-def _ours(loss: str) -> Problem:
-    return labeled(getattr(ours, loss)(), uneven=True, empty=True)
-
-
-def _our_wrapper() -> Problem:
-    return labeled(ours.DistributedLossWrapper(losses.TripletMarginLoss()), uneven=True, empty=True)
-
-
-def _our_views() -> Problem:
-    return two_views(ours.SelfSupervisedLoss(ours.NTXentLoss()), uneven=True, empty=True)
+def _wrapped(loss: str, *, efficient: bool) -> nn.Module:
+    return DistributedLossWrapper(getattr(losses, loss)(), efficient=efficient)
 
 
 _LOSSES = ("NTXentLoss", "SupConLoss", "MultiSimilarityLoss")
+_ANY: dict[str, Any] = {"uneven": True, "empty": True}
 SETTINGS: dict[str, Callable[[], Problem]] = {
-    **{f"{loss} alone": partial(_alone, loss) for loss in _LOSSES},
+    **{f"{loss} alone": partial(_labeled, getattr(losses, loss)) for loss in _LOSSES},
     **{
-        f"DistributedLossWrapper({loss}, efficient={efficient})": partial(_wrap, loss, efficient=efficient)
+        f"DistributedLossWrapper({loss}, efficient={efficient})": partial(
+            _labeled, partial(_wrapped, loss, efficient=efficient)
+        )
         for loss in (*_LOSSES, "TripletMarginLoss")
         for efficient in (False, True)
     },
-    **{f"{loss} of wholebatch.integrations": partial(_ours, loss) for loss in (*_LOSSES, "CircleLoss")},
-    "DistributedLossWrapper(TripletMarginLoss) of wholebatch.integrations": _our_wrapper,
-    "SelfSupervisedLoss(NTXentLoss) of wholebatch.integrations": _our_views,
+    **{
+        f"{loss} of wholebatch.integrations": partial(_labeled, getattr(ours, loss), **_ANY)
+        for loss in (*_LOSSES, "CircleLoss")
+    },
+    "DistributedLossWrapper(TripletMarginLoss) of wholebatch.integrations": partial(
+        _labeled, lambda: ours.DistributedLossWrapper(losses.TripletMarginLoss()), **_ANY
+    ),
+    "SelfSupervisedLoss(NTXentLoss) of wholebatch.integrations": lambda: two_views(
+        ours.SelfSupervisedLoss(ours.NTXentLoss()), **_ANY
+    ),
 }

@@ -92,40 +92,21 @@ def _times_w(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return dist.get_world_size() * global_by_global(local_put_back, x, y, scale)
 
 
-def _no_gather() -> Problem:
-    return two_towers(local_rows_only)
-
-
-def _global() -> Problem:
-    return two_towers(partial(global_by_global, local_put_back))
-
-
-def _global_times_w() -> Problem:
-    return two_towers(_times_w)
-
-
-def _local() -> Problem:
-    return two_towers(partial(local_by_global, local_put_back))
-
-
-def _summed() -> Problem:
-    return two_towers(partial(local_by_global, summed))
-
-
-def _averaged() -> Problem:
-    return two_towers(partial(local_by_global, averaged, local_gathered=True))
-
-
 def _wholebatch() -> Problem:
     return two_towers(wb.CLIPLoss(), uneven=True, empty=True)
 
 
+_RECIPES: dict[str, Callable[..., Tensor]] = {
+    "local rows only, nothing gathered": local_rows_only,
+    "global x global, gathered without gradient, local rows put back": partial(global_by_global, local_put_back),
+    "the same, the loss times W": _times_w,
+    "local x global, gathered without gradient, local rows put back": partial(local_by_global, local_put_back),
+    "local x global, all_reduce (sum) in the gather's backward (ED4CT)": partial(local_by_global, summed),
+    "local x global, all_reduce (average) in the gather's backward (DisCo-CLIP)": partial(
+        local_by_global, averaged, local_gathered=True
+    ),
+}
 SETTINGS: dict[str, Callable[[], Problem]] = {
-    "local rows only, nothing gathered": _no_gather,
-    "global x global, gathered without gradient, local rows put back": _global,
-    "the same, the loss times W": _global_times_w,
-    "local x global, gathered without gradient, local rows put back": _local,
-    "local x global, all_reduce (sum) in the gather's backward (ED4CT)": _summed,
-    "local x global, all_reduce (average) in the gather's backward (DisCo-CLIP)": _averaged,
+    **{name: partial(two_towers, recipe) for name, recipe in _RECIPES.items()},
     "wholebatch.CLIPLoss": _wholebatch,
 }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -52,9 +50,6 @@ def _function(model: nn.Module, args: TrainingArguments) -> Any:
 
 
 def _problem(make: Callable[..., Any], **settings: Any) -> Problem:
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}  # as launched
-
     model = _Model()
     args = TrainingArguments(tempfile.gettempdir(), use_cpu=True, report_to=[], remove_unused_columns=False)
     trainer = make(model, args, **settings)  # here, and not in the step, since a Trainer sets the seed

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, softplus
 
 import wholebatch as wb
 
 from ...losses.catalog import CATALOG, Declaration
 from ..problem import Problem
-from . import declared_losses
-from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labeled, two_towers, two_views
+from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labeled, mlp, problem, two_towers, two_views
 
 _ANY: dict[str, Any] = {"uneven": True, "empty": True, "engine": "mean"}
+_CANDIDATES = 2  # own ones of each row
 
 
 def _loss(entry: Declaration, **settings: Any) -> Problem:
@@ -63,16 +63,88 @@ def _cached(*, dropout: bool) -> Problem:
     return Problem(model, batch, step=step, **_ANY)
 
 
+# Declared losses: what is learned, and how rows meet columns, differs.
+
+
+def _others(x: Any, y: Any) -> Any:
+    return x.index != y.index
+
+
+def _same(x: Any, y: Any) -> Any:
+    return (x.label == y.label) & _others(x, y)
+
+
+def _contrastive() -> Problem:
+    """Return a problem for rows and columns with a learned scale, and partners in the scores."""
+    loss_fn = wb.PairLoss(
+        {
+            "rows": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - x.partner)),
+            "cols": wb.terms.LogSumExp(lambda s, x, y, p: p.scale * (s - y.partner)),
+        },
+        lambda r, x, p: r.rows / 2,
+        column_loss=lambda r, y, p: r.cols / 2,
+        parameters={"scale": nn.Parameter(torch.tensor(4.0))},
+    )
+
+    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
+        x, y, _ = model["towers"](batch["images"], batch["texts"])
+        return model["loss"](x, y)
+
+    batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN)}
+    towers = TwoTowers()
+    towers.logit_scale.requires_grad_(False)  # the loss has its own
+    return Problem(nn.ModuleDict({"towers": towers, "loss": loss_fn}), batch, of_rank, **_ANY)
+
+
+def _with_margin(*, symmetric: bool) -> Problem:
+    """Return a problem for rows among themselves, with labels, a learned margin, and a distance."""
+    loss_fn = wb.PairLoss(
+        {
+            "far": wb.terms.LogSumExp(lambda s, x, y, p: (1e-9 - s).sqrt(), where=_same),
+            "near": wb.terms.LogSumExp(lambda s, x, y, p: p.margin - (1e-9 - s).sqrt(), where=_others),
+        },
+        lambda r, x, p: softplus(r.far + r.near),
+        similarity="neg_squared_distance",
+        symmetric=symmetric,
+        parameters={"margin": nn.Parameter(torch.tensor(1.0))},
+    )
+
+    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
+        (x,) = model["tower"](batch["images"])
+        return model["loss"](x, x_data={"label": batch["labels"]})
+
+    batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 3}
+    return Problem(nn.ModuleDict({"tower": OneTower(), "loss": loss_fn}), batch, of_rank, **_ANY)
+
+
+def _tempered() -> Problem:
+    """Return a problem with a predicted temperature of each row, and own candidates beside those of the batch."""
+    loss_fn = wb.PairLoss(
+        {
+            "all": wb.terms.LogSumExp(lambda s, x, y, p: s / x.temperature, over="both"),
+            "own": wb.terms.Partner(lambda s, x, y, p: s / x.temperature),
+        },
+        lambda r, x, p: r.all - r.own,
+        similarity="cosine",
+    )
+
+    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Any:
+        x, y, own = (model["tower"](x.flatten(0, -2))[0] for x in batch.values())
+        temperature = 0.5 + softplus(model["temperature"](batch["images"])[:, 0])
+        candidates = own.view(len(x), _CANDIDATES, OUT)
+        return model["loss"](x, y, x_data={"temperature": temperature}, candidates=candidates)
+
+    model = nn.ModuleDict({"tower": OneTower(), "temperature": mlp(), "loss": loss_fn})
+    names = {"images": (ROWS, IN), "texts": (ROWS, IN), "candidates": (ROWS, _CANDIDATES, IN)}
+    return Problem(model, {name: torch.randn(shape) for name, shape in names.items()}, of_rank, **_ANY)
+
+
 _Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of image features, text features, scale and labels
 
 
 def _recipe(call: _Call) -> Problem:
-    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        x, y, scale = model(batch["images"], batch["texts"])
-        return call(x, y, scale, batch["labels"])
-
     batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 3}
-    return Problem(TwoTowers(), batch, of_rank, **_ANY)
+    return problem(TwoTowers(), call, batch, beside=("labels",), **_ANY)
 
 
 _RECIPES: dict[str, _Call] = {
@@ -90,10 +162,10 @@ _RECIPES: dict[str, _Call] = {
 SETTINGS: dict[str, Callable[[], Problem]] = {
     **{entry.module.__name__: partial(_loss, entry) for entry in CATALOG.values()},
     'CLIPLoss(exchange="ring")': partial(_loss, CATALOG["clip"], exchange="ring"),
-    "PairLoss, x and y, a learned scale": lambda: declared_losses.two_towers(declared_losses.contrastive(), **_ANY),
-    "PairLoss, x alone, a learned margin": partial(declared_losses.labeled, symmetric=False, **_ANY),
-    "the same, symmetric": partial(declared_losses.labeled, symmetric=True, **_ANY),
-    "PairLoss, data with a gradient, own candidates": partial(declared_losses.tempered, **_ANY),
+    "PairLoss, x and y, a learned scale": _contrastive,
+    "PairLoss, x alone, a learned margin": partial(_with_margin, symmetric=False),
+    "the same, symmetric": partial(_with_margin, symmetric=True),
+    "PairLoss, data with a gradient, own candidates": _tempered,
     **{f"recipes.{name}": partial(_recipe, call) for name, call in _RECIPES.items()},
     "PartialFC, ArcFace": _head,
     "GradCache of CLIPLoss, chunks of 2": partial(_cached, dropout=False),
