@@ -50,8 +50,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
-        "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py",
-        "lock",
+        "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "lock",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"

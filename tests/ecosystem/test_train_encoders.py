@@ -38,7 +38,7 @@ from wholebatch_train.encoders.make import make_encoder
 from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
 from wholebatch_train.encoders.tune import merged_state
 from wholebatch_train.tasks.make import make_task
-from wholebatch_train.using.overlap import case_ignored_by
+from wholebatch_train.using.items import case_ignored_by
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

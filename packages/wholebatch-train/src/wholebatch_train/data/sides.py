@@ -58,15 +58,6 @@ class Texts(Side):
         texts = [self._texts[row] for row in rows.tolist()]
         return [each if isinstance(each, str) else each.as_py() for each in texts]
 
-    def column(self, rows: Tensor) -> Any:
-        """Return the texts of these rows (n,) as a column of Arrow."""
-        import pyarrow as pa
-
-        texts: Any = self._texts
-        if not isinstance(texts, pa.ChunkedArray):
-            texts = pa.chunked_array([pa.array([*texts], pa.string())])
-        return texts.cast(pa.large_string()).take(pa.array(rows.numpy()))
-
 
 class DrawnPictures(Side):
     """Pictures that were drawn in memory, already as the built-in encoder reads them."""

@@ -130,9 +130,6 @@ def open_dual_encoder(folder: Path | str, *, trust: bool = False) -> DualEncoder
 def digest_of(folder: Path) -> str:
     """Return a digest of the names and the contents of the files from which the encoders of a run are built.
 
-    The modules that the run's model.py imports, beside the encoders' folders, are not among them, nor what Python keeps
-    of these.
-
     Raises:
         ValueError: there is a link, a pipe or a device among them.
         OSError: one cannot be read.
@@ -140,8 +137,6 @@ def digest_of(folder: Path) -> str:
     hasher = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
         name = path.relative_to(folder)
-        if name.parts[0] == "__pycache__" or (path.parent == folder and path.suffix == ".py"):
-            continue
         with open_regular(path) as file:
             digest = hashlib.sha256(file.read()).hexdigest()
         hasher.update(json.dumps([name.as_posix(), digest]).encode())

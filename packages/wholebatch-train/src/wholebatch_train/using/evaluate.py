@@ -29,7 +29,6 @@ from .items import Items, features_of, opened, with_progress
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed
 from .output import say, show_table, written
-from .overlap import seen_in_training
 
 _TOP = 5
 _OPTIONAL = ("negatives", "group")
@@ -42,13 +41,9 @@ def evaluate(options: EvaluateConfig) -> None:
     pairs = _pairs(run, options)
     figures = _classification if run.config.task == "identify" else _search
     report = figures(run, pairs, options)
-    trained, line = seen_in_training(run, pairs)
-    report = {
-        "data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), "trained_on": trained, **report,
-    }  # fmt: skip
+    report = {"data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), **report}
     if options.data == run.config.data or Path(options.data).absolute() == Path(run.config.data).absolute():
-        line = f"{line}; these are the data of the run, whose report.json has the figures of items held out"
-    say(line)
+        say("note: these are the data of the run, whose report.json has the figures of items held out")
     _show(run, report)
     if options.out is not None:
         with written(options.out, "the figures") as file:

@@ -1,26 +1,22 @@
 """Files of features: .parquet with the columns of the data, or .npy alone; written row by row, read tile by tile.
 
 `wholebatch search` keeps the features that it computes in the folder of the run, one file for a side of some data and a
-kind of weights: the final, the best and the last checkpoint's. These are tensors of some rows each, which are verified
-when they are read. A file is replaced when the run has other weights of its kind; a search that reads it goes on, since
-it is open.
+kind of weights: the final, the best and the last checkpoint's. A file is replaced when the run has other weights of its
+kind; a search that reads it goes on, since it is open. Pages have checksums, which are verified when they are read.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholebatch.app import UserError, parse_json
-from wholebatch.app.tensors import TensorFile, write_tensors
+from wholebatch.app import UserError, open_regular, parse_json, replacing
 
 from ..data.sides import FilePictures, Texts
 from ..data.tables.table import LINE, MEMBER, REASON, ROW, Table
@@ -52,8 +48,8 @@ def write_npy(file: Any, tiles: Iterable[Tensor], items: Items, width: int, _wei
     assert done == len(items)
 
 
-def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str) -> None:
-    """Write the same beside the columns of the items, with the hash of the weights of the model."""
+def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, weights: str, digest: str = "") -> None:
+    """Write the same beside the columns of the items, with the hash of the weights of the model, and of the items."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -61,7 +57,7 @@ def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, 
     facts = {
         "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
         "folder": "" if items.table is None else str(items.table.folder.absolute()),
-        "member": repeated, "captions": items.captions,
+        "member": repeated, "captions": items.captions, "digest": digest,
     }  # fmt: skip
     # An older column of features is left out, too.
     columns = _columns(items, {COLUMN, REASON, MEMBER} if repeated else {COLUMN, REASON})
@@ -106,6 +102,10 @@ class FeatureFile:
     items: Items | None
     weights: str
     """Hash of the weights of the model."""
+    digest: str
+    """That of the items, where the file does not have them."""
+    count: int
+    """Number of rows."""
     read: Callable[[int], Iterator[Tensor]] = field(repr=False)
     """Yields the features, at most so many rows at a time."""
 
@@ -153,7 +153,7 @@ def open_features(path: Path) -> FeatureFile:
             flat = batch.column(0).flatten().to_numpy(zero_copy_only=False)
             yield torch.from_numpy(flat.reshape(-1, kind.list_size).copy())
 
-    return FeatureFile(path, kind.list_size, items, facts["weights"], read)
+    return FeatureFile(path, kind.list_size, items, facts["weights"], facts["digest"], file.metadata.num_rows, read)
 
 
 def _items_in(file: Any, facts: dict[str, Any]) -> Items:
@@ -172,53 +172,41 @@ def _items_in(file: Any, facts: dict[str, Any]) -> Items:
 
 
 def kept_features(run: OpenRun, items: Items, options: EncodingOptions) -> FeatureFile:
-    """Return the features of all these items, which are computed if the folder of the run does not have them.
-
-    Args:
-        run: the run.
-        items: the rows of the data.
-        options: how to compute.
-    """
-    data = f"{items.name}-{items.digest()[:_DIGITS]}"
-    path = run.folder / FOLDER / f"{data}-{run.kind_of_weights}.safetensors"
+    """Return the features of all these items, which are computed if the folder of the run does not have them."""
+    digest = items.digest()[:_DIGITS]
+    path = run.folder / FOLDER / f"{items.name}-{digest}-{run.kind_of_weights}.parquet"
     if path.parent.is_symlink():
         raise UserError(f"{path.parent} is a link; expected the folder itself: remove it")
-    expected = {
-        str(number): torch.empty(len(part), run.width, dtype=torch.float32, device="meta")
-        for number, part in enumerate(items.rows.split(TILE))
-    }
-    facts = {"rows": data, "weights": run.weights}
     try:
         path.parent.mkdir(exist_ok=True)
-        kept = _open(path) if path.exists() else None
-        if kept is None or kept.metadata.get("weights") != run.weights:
-            if kept is not None:
-                kept.close()
+        kept = _open_kept(path) if path.exists() else None
+        if kept is None or kept.weights != run.weights:
             say(f"embedding {len(items):,} rows of {items.source}, once: {path} keeps their features")
             tiles = with_progress(features_of(run, items, options), len(items))
-            rows = (row for tile in tiles for row in tile.split(1))
-            write_tensors(path, expected, facts, (torch.cat([*islice(rows, len(x))]) for x in expected.values()))
-            kept = _open(path)
-            if kept.metadata.get("weights") != run.weights:
-                kept.close()
+            with replacing(path) as file:
+                write_parquet(file, tiles, replace(items, table=None, column=""), run.width, run.weights, digest)
+            kept = _open_kept(path)
+            if kept.weights != run.weights:
                 raise UserError(f"{path} was replaced meanwhile by features of other weights; run this command again")
     except OSError as error:
         raise UserError(
             f"{str(path.parent)!r} cannot be written or read ({error.strerror or error}); write the features elsewhere "
             "with `wholebatch embed`, and search them with --in FILE.parquet"
         ) from error
-    layout = {name: (entry.shape, entry.dtype) for name, entry in kept.entries.items()}
-    if (kept.metadata, layout) != (facts, {name: (x.shape, x.dtype) for name, x in expected.items()}):
-        kept.close()
-        raise UserError(f"{path} is damaged, or has features of other rows; remove it")
-    return FeatureFile(path, run.width, items, run.weights, partial(_read_kept, kept))
+    if (kept.digest, kept.count, kept.width) != (digest, len(items), run.width):
+        raise _damaged(path)
+    return replace(kept, items=items)
 
 
-def _open(path: Path) -> TensorFile:
-    with reading(path, "features", (OSError,), named=(ValueError,)):
-        return TensorFile(path)
+def _open_kept(path: Path) -> FeatureFile:
+    try:
+        open_regular(path).close()
+        return open_features(path)
+    except UserError as error:
+        raise _damaged(path) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
-def _read_kept(kept: TensorFile, _: int = TILE) -> Iterator[Tensor]:
-    with kept as file:
-        yield from (file.read(str(number)) for number in range(len(file.entries)))
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path} is damaged, or has features of other rows; remove it")

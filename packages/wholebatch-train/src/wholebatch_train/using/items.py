@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -27,13 +25,14 @@ from ..data.tables.folders import PICTURES
 from ..data.tables.open_table import open_table
 from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.tables.table import Table
-from ..encoders.encoder import to_device
+from ..encoders.encoder import Encoder, to_device
+from ..encoders.small import TextEncoder
+from ..encoders.words import identity
 from ..ranks.all_ranks import device_of
 from ..tasks.batches import Reader, RowInputs
 from .open_run import OpenRun, open_run
 from .options import EncodingOptions, renamed
 from .output import say
-from .overlap import case_ignored_by
 
 _LINE_EVERY_S = 10
 
@@ -162,6 +161,22 @@ def distinct(run: OpenRun, items: Items) -> Items:
     return replace(items, rows=items.rows[sorted(first.values())])
 
 
+def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:
+    """Return the function that removes from a text what this encoder ignores; None: it distinguishes case."""
+    if isinstance(encoder, TextEncoder):
+        return identity
+    prepare = getattr(encoder, "prepare", None)
+    tokenizer = getattr(prepare, "tokenizer", None)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = getattr(fast, "normalizer", None)
+    lowers = (
+        getattr(prepare, "lower", False)
+        or (normalizer is not None and normalizer.normalize_str("A") == normalizer.normalize_str("a"))
+        or (fast is None and getattr(tokenizer, "do_lower_case", False))
+    )
+    return str.lower if lowers else None
+
+
 def check_side(run: OpenRun, side: str | None) -> None:
     """Raise UserError unless the run has this side; None is any."""
     if side is not None and side not in run.sides:
@@ -232,23 +247,13 @@ def opened(options: EncodingOptions) -> OpenRun:
 def features_of(run: OpenRun, items: Items, options: EncodingOptions) -> Iterator[Tensor]:
     """Yield the features of the items, (at most `options.batch_size`, width), in order.
 
-    The GPUs of this machine take turns: each encodes while the others still do.
-
     Raises:
         UserError: an item that cannot be read.
     """
-    parts = [*items.rows.split(options.batch_size)]
-    replicas = [run, *(run.on(device) for device in _further_devices(run.device)[: len(parts) - 1])]
-    encoded = deque[Tensor]()
+    prepare = RowInputs(items.side, Reader.of(run.encoder(items.name)))
     try:
-        prepare = RowInputs(items.side, Reader.of(run.encoder(items.name)))
-        read = prepared(prepare, parts, workers=_workers(items, options))
-        for replica, inputs in zip(cycle(replicas), read, strict=False):
-            encoded.append(replica.encode(items.name, to_device(inputs, replica.device)))
-            if len(encoded) == len(replicas):
-                yield run.finite(encoded.popleft().cpu())
-        for features in encoded:
-            yield run.finite(features.cpu())
+        for inputs in prepared(prepare, [*items.rows.split(options.batch_size)], workers=_workers(items, options)):
+            yield run.finite(run.encode(items.name, to_device(inputs, run.device)).cpu())
     except WorkerDiedError as error:
         raise UserError(f"a process that reads the rows {error}") from error
 
@@ -259,12 +264,6 @@ def _workers(items: Items, options: EncodingOptions) -> int:
         return options.workers
     is_quick = not isinstance(items.side, (FilePictures, Chosen)) or len(items) <= options.batch_size
     return 0 if is_quick else automatic_workers(1)
-
-
-def _further_devices(first: torch.device) -> list[torch.device]:
-    """Return the other GPUs of this machine, if the first one is a GPU."""
-    count = torch.cuda.device_count() if first.type == "cuda" else 0
-    return [device for number in range(count) if (device := torch.device("cuda", number)) != first]
 
 
 def with_progress(tiles: Iterable[Tensor], count: int) -> Iterator[Tensor]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,6 @@ from wholebatch.app import UserError
 
 from ..data.pictures.reading import open_picture
 from ..data.sides import Side
-from ..data.tables.columns import in_rows
-from ..data.tables.roles import find_roles, text_column
-from ..data.tables.table import Table
-from ..encoders.words import in_upper_case, split_words
 from ..report.content import Candidate, Evidence, Gallery, Item, Query, Report
 from ..report.page import render
 from .feature_files import FeatureFile, has_features, kept_features, open_features
@@ -35,10 +30,6 @@ _CHARACTERS = 100  # of a text that are printed
 _MOST_QUERIES, _MOST_PICTURES = 20, 12  # of a page
 _MOST_PRODUCTS = 2**22  # similarities that are held at a time
 _LAST = 2**32 - 1  # rows are numbered below it
-_ROWS = 8192  # texts that are searched at a time
-_SHOWN = 10  # words in a note
-# Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
-_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
 
 class Given(Side):
@@ -78,11 +69,6 @@ def search(options: SearchConfig) -> None:
             _print(_query_in_words(queries, number), each, is_one=len(queries) == 1)
     else:
         _write(options.out, queries, hits)
-    if candidates.items is not None and not options.data and queries.side.kind == "text":
-        # Of other data nobody knows whether they have the words that the encoder has learned.
-        unknown = unknown_words(run, queries.side.items(queries.rows), queries.name, candidates.items.table)
-        if unknown:
-            say(note_of(unknown))
     if candidates.items is not None and candidates.items.side.kind == "image":
         path = options.sheet or options.run / "search.html"
         page = render(_page(run, queries, candidates.items, hits))
@@ -245,47 +231,3 @@ def ordered(similarities: Tensor) -> Tensor:
 def _similarities(order: Tensor) -> Tensor:
     bits = order.int()
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
-
-
-def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table | None) -> list[str]:
-    """Return the words, in lower case, that no text which the encoder has read has; [] for another encoder's texts.
-
-    The texts are read once, however many queries there are.
-
-    Args:
-        run: the run.
-        queries: texts.
-        side: the side that reads them.
-        table: the data of the run. None: the embedded characters.
-    """
-    if run.config.text_encoder != "small" or table is None:
-        return []
-    roles = [*find_roles(table, run.config.columns, task=run.config.task).items()][:2]
-    columns = [
-        text_column(in_rows(table, names[:1])[0], role, names[0], {})
-        for name, (role, names) in zip(run.sides, roles, strict=True)
-        if run.encoder(name) is run.encoder(side)
-    ]
-    left = dict.fromkeys(word for query in queries for word in split_words(query))
-    for texts in (some for column in columns for some in _parts(column)):
-        inside = {word for word in left if word in texts}  # which is found out much faster
-        known = {word for word in inside if _WITHOUT_SPACES.search(word)}
-        if inside - known:
-            known |= inside.intersection(split_words(texts))
-        left = {word: None for word in left if word not in known}
-        if not left:
-            break
-    return [word.lower() for word in left]
-
-
-def note_of(words: Sequence[str]) -> str:
-    """Return the line about these words."""
-    shown = ", ".join(f'"{word}"' for word in words[:_SHOWN])
-    more = f" and {len(words) - _SHOWN:,} more" if len(words) > _SHOWN else ""
-    return f"note: no text of the data has {shown}{more}; the built-in encoder only knows the words of your texts"
-
-
-def _parts(column: Any) -> Iterator[str]:
-    """Yield the texts in upper case, many at a time, a line each."""
-    for start in range(0, len(column), _ROWS):
-        yield in_upper_case("\n".join(column.slice(start, _ROWS).to_pylist()))
