@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +11,7 @@ from torch.nn import functional as F
 
 from wholebatch.app.tensors import accumulation_dtype
 
-from ..ranks.sharding import local_parts
 from .encoder import Encoder, Inputs
-
-
-class Unused(NamedTuple):
-    """Inputs whose features have no rows: with sharded weights all ranks call an encoder equally often."""
-
-    inputs: Inputs
 
 
 class DualEncoder(nn.Module):
@@ -55,28 +47,21 @@ class DualEncoder(nn.Module):
                 if sides[name].width != embedding_size
             }
         )
-        # of shape (1,): FSDP2 takes no parameters of shape ()
         self.log_logit_scale = nn.Parameter(torch.tensor([initial_logit_scale]).log())
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if bias else None
 
-    def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | Unused | None) -> tuple[Tensor | None, ...]:
+    def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | None) -> tuple[Tensor | None, ...]:
         """Return unit features of both sides' inputs, (b, d) each, the scale, the bias if there is one, of negatives.
 
         Args:
             first: inputs of b items of the first side.
             second: inputs of b items of the second side.
-            negatives: where the data have some, inputs of n further items of the second side; if n is 0, None, or
-                Unused where the encoder is to be called nevertheless.
+            negatives: where the data have some, inputs of n further items of the second side; None if n is 0.
         """
         x, y = (self._attach_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
-        others = [_take_no_rows(y) if inputs is None else self._encode_negatives(inputs) for inputs in negatives]
+        others = [y[:0] if z is None else self._attach_graph(self.encode(self.sides[1], z)) for z in negatives]
         bias = None if self.logit_bias is None else self.logit_bias.sum()
         return x, y, self.logit_scale, bias, *others
-
-    def _encode_negatives(self, inputs: Inputs | Unused) -> Tensor:
-        if isinstance(inputs, Unused):
-            return self._attach_graph(_take_no_rows(self.encode(self.sides[1], inputs.inputs)))
-        return self._attach_graph(self.encode(self.sides[1], inputs))
 
     def _attach_graph(self, features: Tensor) -> Tensor:
         """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
@@ -103,15 +88,9 @@ class DualEncoder(nn.Module):
     @property
     def logit_scale(self) -> Tensor:
         """The scale of similarities, (): exp of the parameter."""
-        return self.log_logit_scale.exp().sum()  # of one entry; a view would make FSDP2 warn
+        return self.log_logit_scale.exp().sum()
 
     @torch.no_grad()
     def limit_logit_scale(self) -> None:
         """Clamp the scale to `max_logit_scale` after a step; a clamped forward pass would end its gradient for good."""
-        for part in local_parts([self.log_logit_scale]):
-            part.clamp_(max=math.log(self.max_logit_scale))
-
-
-def _take_no_rows(x: Tensor) -> Tensor:
-    """Return none of the rows, (0, d), with their graph; a copy, because FSDP2 warns of views."""
-    return x.index_select(0, torch.empty(0, dtype=torch.int64, device=x.device))
+        self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))

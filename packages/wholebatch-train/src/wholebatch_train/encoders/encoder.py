@@ -37,13 +37,6 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     return map_tensors(lambda x: x.to(device, non_blocking=True), inputs)
 
 
-def number_of_rows(inputs: Inputs) -> int:
-    """Return the number of items that the inputs were prepared from."""
-    if isinstance(inputs, Tensor):
-        return len(inputs)
-    return len(next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs)))
-
-
 def rows_of(inputs: Inputs, rows: slice) -> Inputs:
     """Return these rows of every tensor."""
     return map_tensors(lambda x: x[rows], inputs)
@@ -81,10 +74,6 @@ class Encoder(nn.Module):
 
         pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
         return Image.fromarray(pixels).convert("L" if self.channels == 1 else "RGB")
-
-    def first(self, inputs: Inputs, count: int) -> Inputs:
-        """Return the inputs of the first so many items, padded as they are."""
-        return rows_of(inputs, slice(0, count))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the files that building this encoder again needs into `folder`, without the weights.

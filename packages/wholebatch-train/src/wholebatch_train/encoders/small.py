@@ -13,9 +13,9 @@ from torch import Tensor
 from wholebatch.app import require
 
 from ..config import ModelConfig
-from .encoder import Encoder, Inputs
+from .encoder import Encoder
 from .networks import ImageNetwork, TextNetwork
-from .words import TextBatch, split_batch, tokenize
+from .words import TextBatch, tokenize
 
 FEWEST_WORDS = 12  # that an encoder reads where `max_words` is 0
 
@@ -89,10 +89,6 @@ class TextEncoder(TextNetwork, Encoder):
         )  # fmt: skip
         self.config, self.width = config, config.embedding_size
         self.prepare = Words(config.max_words, config.text_buckets)
-
-    def first(self, inputs: Inputs, count: int) -> Inputs:
-        """Return the first so many texts with their words alone."""
-        return next(split_batch(inputs, count))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Return the sizes."""
