@@ -134,7 +134,7 @@ def open_items(
         if run.kind(name) == "image":
             _check_pictures(table, column, may_be_empty=skip_bad)
             pictures = FilePictures(table, column)
-            rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
+            rows = readable_rows(pictures, say, workers=workers)[0] if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column, _captions(run, table))
         table, _ = in_rows(table, [column])
         empty: dict[int, str] | None = {} if skip_bad else None

@@ -1,12 +1,10 @@
 """The cache of tables: what is slow to read is written once as an Arrow file, which all ranks of a machine map.
 
-The name of a file holds the path, time and size of its sources, so that a changed source is read again, and a checksum
-of its own content but for the bytes of pictures: a file that a full disk or a loss of power has cut short is written
-again, and a start takes as long with large pictures as with small ones. All bytes but those of pictures are checked
-before Arrow interprets any of them, because a damaged Arrow file can end the process that opens it; the places of the
-bytes of pictures, which cannot be decoded if they are damaged, stand behind the Arrow file.
+The name of a file holds the path, time and size of its sources, so that a changed source is read again. A file appears
+under its name when the disk has all of it. A start validates everything but the bytes of pictures, because a damaged
+Arrow file can end the process that reads it; a start takes as long with large pictures as with small ones.
 
-PATHS-FACTS-CHECKSUM.arrow       a table; PATHS is a hash of the paths of its sources, FACTS of their sizes and times
+PATHS-FACTS.arrow                a table; PATHS is a hash of the paths of its sources, FACTS of their sizes and times
 PATHS-COLUMN-STAMP-KEY.ENDING    a result about the pictures of a column
 PATHS.lock, PATHS-COLUMN.lock    locks of the processes that write these
 """
@@ -17,28 +15,21 @@ import hashlib
 import os
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from wholebatch.app import UserError, amount, flock
 
-from ..tables.columns import is_bytes
 from ..tables.table import need_pyarrow
 
-_VERSION = 6  # of the cached files
+_VERSION = 7  # of the cached files
 _MOST_BYTES = 2**30  # of sources whose table is kept in memory where the cache cannot be written
 _PARTIAL = ".partial"
 _ABANDONED_S = 86400  # without a write
-_INTEGER, _KIND = 8, "<i8"  # bytes; the places are pairs of an offset and a size, followed by the number of pairs
 Batches = Callable[[], Iterator[Any]]
 """Yields record batches, one at least."""
-Places = list[tuple[int, int]]
-"""Offsets and sizes in a file, in order."""
 
 
 def cached(
@@ -58,35 +49,30 @@ def cached(
     name = f"{of_paths}-{short_hash(repr((_VERSION, [(x.st_mtime_ns, x.st_size) for x in states])), 16)}"
     try:
         folder = cache_folder()
-        if (table := _find(folder, name)) is not None:  # without the lock, on which ranks would wait for each other
+        whole = folder / f"{name}.arrow"
+        if (table := _find(whole)) is not None:  # without the lock, on which ranks would wait for each other
             return table, ()
         before_writing(folder)
         with alone(folder / f"{of_paths}.lock"):
-            if (table := _find(folder, name)) is not None:
+            if (table := _find(whole)) is not None:
                 return table, ()
             with new_file(folder) as file:
-                write_table(file, batches)
-                file.flush()
-                os.fsync(file.fileno())
-                partial = Path(file.name)
-                whole = partial.replace(folder / f"{name}-{checksum_of(partial)}.arrow")
-            for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources, or damaged
-                if old != whole:  # without locks another process may have written it as well
+                _write_table(file, batches)
+                Path(file.name).replace(whole)
+            for old in folder.glob(f"{of_paths}-*.arrow"):  # of earlier versions of the sources
+                if old != whole:
                     remove_file(old)
         return mapped(whole), ()
     except OSError as error:
         return _read_into_memory(batches, sum(x.st_size for x in states), error)
 
 
-def _find(folder: Path, name: str) -> Any | None:
-    """Return the table of a cached file whose checksum is that of its name; None if there is none."""
-    for file in folder.glob(f"{name}-*.arrow"):
-        try:
-            if checksum_of(file) == file.stem.rpartition("-")[2]:
-                return mapped(file)
-        except (OSError, ValueError):  # removed by another process, or damaged: it is written again
-            continue
-    return None
+def _find(file: Path) -> Any | None:
+    """Return the table of a cached file; None if there is none, or a damaged one, which is written again."""
+    try:
+        return mapped(file)
+    except (OSError, ValueError):
+        return None
 
 
 def _read_into_memory(batches: Batches, size: int, error: OSError) -> tuple[Any, tuple[str, ...]]:
@@ -160,8 +146,8 @@ def remove_file(path: Path) -> None:
         path.unlink()
 
 
-def write_table(file: Any, batches: Batches) -> None:
-    """Write record batches into an open file with a name."""
+def _write_table(file: Any, batches: Batches) -> None:
+    """Write record batches into an open file with a name, and wait until the disk has them."""
     pa = need_pyarrow()
     each = batches()
     first = next(each)
@@ -170,73 +156,17 @@ def write_table(file: Any, batches: Batches) -> None:
         for batch in each:
             writer.write_batch(batch)
     file.flush()
-    places = sorted(_places_of_pictures(_content(Path(file.name))))
-    file.write(np.array([*(number for place in places for number in place), len(places)], _KIND).tobytes())
+    os.fsync(file.fileno())
 
 
 def mapped(path: Path) -> Any:
-    """Return the table of a file whose checksum is right; its pages are read when they are needed.
+    """Return the table of a file; its pages are read when they are needed.
 
     Raises:
-        OSError: it cannot be read.
+        OSError, ValueError: it cannot be read, or is damaged in a way that would end the process that reads a row.
     """
     pa = need_pyarrow()
-    whole = _content(path)
-    return pa.ipc.open_file(pa.BufferReader(whole.slice(0, _ends(whole)[0]))).read_all()
-
-
-def checksum_of(path: Path) -> str:
-    """Return a checksum of a file but for the bytes of pictures.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file.
-    """
-    whole = _content(path)
-    _, places = _ends(whole)
-    checksum, start = 0, 0
-    for offset, size in [*places, (whole.size, 0)]:
-        if not start <= offset <= offset + size <= whole.size:
-            raise ValueError("its places are not in order")
-        checksum = zlib.crc32(whole.slice(start, offset - start), checksum)
-        start = offset + size
-    return f"{checksum:08x}"
-
-
-def _content(path: Path) -> Any:
-    with need_pyarrow().memory_map(str(path)) as file:
-        return file.read_buffer()
-
-
-def _ends(whole: Any) -> tuple[int, Places]:
-    """Return where the Arrow file ends, and the places behind it."""
-    start = whole.size - _INTEGER
-    count = int(np.frombuffer(whole, _KIND, 1, start)[0]) if start >= 0 else -1
-    end = start - 2 * _INTEGER * count
-    if count < 0 or end < 0:
-        raise ValueError("it has not so many places")
-    return end, [(offset, size) for offset, size in np.frombuffer(whole, _KIND, 2 * count, end).reshape(-1, 2).tolist()]
-
-
-def _places_of_pictures(whole: Any) -> Iterator[tuple[int, int]]:
-    """Yield the places of the bytes of pictures, which Arrow calls binary, in an Arrow file."""
-    pa = need_pyarrow()
-    for column in pa.ipc.open_file(pa.BufferReader(whole)).read_all().columns:
-        for chunk in column.chunks:
-            for buffer in _bytes_of(chunk):
-                if buffer.size:  # an empty one may lie anywhere
-                    yield buffer.address - whole.address, buffer.size
-
-
-def _bytes_of(array: Any) -> Iterator[Any]:
-    """Yield the memory that holds the bytes of a binary column, or of one inside of a column."""
-    import pyarrow.types as is_type
-
-    kind = array.type
-    if is_bytes(kind):
-        yield from filter(None, array.buffers()[2:])
-    elif is_type.is_struct(kind):
-        for place in range(kind.num_fields):
-            yield from _bytes_of(array.field(place))
-    elif is_type.is_list(kind) or is_type.is_large_list(kind):
-        yield from _bytes_of(array.values)
+    with pa.memory_map(str(path)) as file:
+        table = pa.ipc.open_file(file).read_all()
+    table.validate(full=True)
+    return table

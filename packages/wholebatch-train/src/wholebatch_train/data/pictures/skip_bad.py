@@ -1,14 +1,13 @@
 """`--skip-bad`: rows whose picture cannot be read, found by reading all of them once, in worker processes.
 
-What the files hold decides for good, until one changes, or Pillow does. What the system refuses, such as a file without
-permission or a disk that is not there, may pass without a change of any file, so these rows are tried at each start.
+The cache keeps which rows these are, until a file changes, or Pillow does. They are tried again at each start: what the
+system refuses, such as a file without permission or a disk that is not there, may pass without a change of any file.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from wholebatch.app import UserError, cpus_of_a_rank, replacing
 
-from ..cache.kept_results import Tensors, kept, text_of, text_tensor
+from ..cache.kept_results import Tensors, kept
 from ..loader import WorkerDiedError, prepared
 from ..sides import FilePictures
 from ..tables.table import Table
@@ -29,31 +28,10 @@ FILE = "left_out.csv"
 _SHOWN = 5
 
 
-class _BadRow(NamedTuple):
-    """A row whose picture cannot be read."""
-
-    row: int
-    reason: str
-    may_pass: bool
-    """Whether it is the system's error, not that of the file."""
-
-
-Bad = list[_BadRow]
-"""In the order of the rows."""
-
-
-class Readable(NamedTuple):
-    """The rows of a table whose picture can be read, and the others."""
-
-    rows: Tensor
-    """int64, (n,), in order."""
-    left_out: tuple[LeftOut, ...]
-
-
 def readable_rows(
     side: FilePictures, say: Callable[[str], None], *, workers: int, said: Sequence[LeftOut] = ()
-) -> Readable:
-    """Return the rows whose picture can be read; the number of the others is said, and the first of them.
+) -> tuple[Tensor, tuple[LeftOut, ...]]:
+    """Return the rows whose picture can be read, and the others, whose number is said, and the first of them.
 
     Args:
         side: the pictures.
@@ -68,33 +46,25 @@ def readable_rows(
 
     def find() -> Tensors:
         say(f"--skip-bad: reading all {count:,} pictures, once")
-        return {"bad": text_tensor(json.dumps(_find(side, torch.arange(count), workers)))}
+        return {"bad": torch.tensor([row for row, _ in _find(side, torch.arange(count), workers)], dtype=torch.int64)}
 
     def not_kept(error: OSError) -> None:
         say(f"--skip-bad reads all pictures at each start: the cache cannot be written ({error.strerror or error})")
 
     result = kept(side, f"Pillow {PIL.__version__}", ".unreadable", find, not_kept)
-    bad = [_BadRow(*each) for each in json.loads(text_of(result["bad"]))]
-    bad = _read_again(side, bad, workers)
-    left_out = tuple(LeftOut(side.table.where(each.row), each.reason) for each in bad)
+    bad = _find(side, result["bad"], workers if len(result["bad"]) > _ROWS else 0)
+    left_out = tuple(LeftOut(side.table.where(row), reason) for row, reason in bad)
     if len(bad) == count:
         raise UserError(f"none of the {count} pictures of --data can be read; the first: {left_out[0]}")
     places = {each.place for each in said}
     say_left_out([each for each in left_out if each.place not in places], count, "their picture cannot be read", say)
     is_readable = torch.ones(count, dtype=torch.bool)
-    is_readable[[each.row for each in bad]] = False
-    return Readable(is_readable.nonzero()[:, 0], left_out)
+    is_readable[[row for row, _ in bad]] = False
+    return is_readable.nonzero()[:, 0], left_out
 
 
-def _read_again(side: FilePictures, bad: Bad, workers: int) -> Bad:
-    """Return the bad rows once those that may pass have been read again."""
-    passing = [each.row for each in bad if each.may_pass]
-    if not passing:
-        return bad
-    return sorted([*(each for each in bad if not each.may_pass), *_find(side, torch.tensor(passing), workers)])
-
-
-def _find(side: FilePictures, rows: Tensor, workers: int) -> Bad:
+def _find(side: FilePictures, rows: Tensor, workers: int) -> list[tuple[int, str]]:
+    """Return those of these rows that cannot be read, in order, and why."""
     parts = prepared(_Mistakes(side), [*rows.split(_ROWS)], workers=workers)
     try:
         return [each for part in parts for each in part]
@@ -108,23 +78,14 @@ class _Mistakes:
     def __init__(self, side: FilePictures) -> None:
         self._side = side
 
-    def __call__(self, rows: Tensor) -> Bad:
+    def __call__(self, rows: Tensor) -> list[tuple[int, str]]:
         bad = []
         for row in rows.tolist():
             try:
                 self._side.read(row)
             except UserError as error:
-                reason = str(error).removeprefix(f"{self._side.table.where(row)}: ")
-                bad.append(_BadRow(row, reason, _is_of_system(error)))
+                bad.append((row, str(error).removeprefix(f"{self._side.table.where(row)}: ")))
         return bad
-
-
-def _is_of_system(error: BaseException) -> bool:
-    """Return whether an error comes from one of the system, which has a number. A file that is not there may come."""
-    cause = error.__cause__
-    if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None):
-        return not isinstance(cause, FileNotFoundError)  # whose coming changes the stamp of the pictures
-    return cause is not None and _is_of_system(cause)
 
 
 class LeftOut(NamedTuple):
