@@ -6,10 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,21 +98,6 @@ def test_metrics_and_lines_have_the_figures_of_speed_and_memory(data, tmp_path, 
         assert word in lines[1], word
     assert lines[0].startswith("step    3/12")
     assert "left" not in lines[-1], "nothing is left after the last step"
-
-
-def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
-    printed = io.StringIO()
-    progress = Progress()
-    progress._console = Console(file=printed, force_terminal=True, width=80, soft_wrap=True, color_system=None)
-    task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
-    progress.start(TrainConfig(), task, size=1, done=0, steps=300)
-    figures = {"loss": 1.25, "grad_norm": 0.51, "logit_scale": 14.3, "examples_per_second": 3810.0, "seconds": 75.0}
-    progress.step({"step": 1, "peak_rss_bytes": 8e8, "peak_cuda_bytes": 7e9, "validation": {}, **figures})
-    progress.stop()
-    shown = " ".join(printed.getvalue().split())
-    assert "loss 1.2500, grad norm 0.51, logit scale 14.3, 3,810 examples/s, 7 GB on the GPU, 800 MB, 75 s, " in shown
-    assert "validation recall@1 0.610 among 325" in shown
-    assert "1/300" in shown
 
 
 def lines_of(*, done, steps, to):
@@ -220,45 +204,6 @@ def test_a_missing_tensorboard_is_one_line(data, tmp_path, monkeypatch, capsys):
     assert main(["train", *options(data, tmp_path / "b", "--no-audit", "--no-tensorboard", steps=2)]) == 0
     assert "TensorBoard" not in capsys.readouterr().out
     assert not (tmp_path / "b" / "tensorboard").exists()
-
-
-def test_weights_and_biases_continues_its_run(data, tmp_path, monkeypatch):
-    """The stand-in for wandb keeps its rules: a resumed run goes on after its last step, and refuses earlier ones."""
-    logged, started = {}, []
-
-    class Run:
-        def __init__(self, **options):
-            started.append(options)
-            self.step = max(logged, default=-1) + 1
-
-        def log(self, figures, *, step):
-            assert step >= self.step
-            self.step = step
-            logged.setdefault(step, {}).update(figures)
-
-        def finish(self):
-            started[-1]["finished"] = True
-
-    module = ModuleType("wandb")
-    module.init, module.__spec__ = Run, ModuleSpec("wandb", None)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    run = tmp_path / "run"
-    killed_in(monkeypatch, 8, *options(data, run, *QUICK, "--wandb", "characters"))
-    assert main(["train", "--resume", str(run)]) == 0
-    assert [each["project"] for each in started] == ["characters"] * 2
-    assert started[0]["id"] == started[1]["id"] == (run / "wandb-id").read_text().strip()
-    assert started[0]["config"]["batch_size"] == int(SMALL[SMALL.index("--batch-size") + 1])
-    assert all(each["finished"] for each in started)
-    assert sorted(logged) == list(range(1, 13))
-    assert logged[12]["train/loss"] == metrics(run)[-1]["loss"]
-
-
-def test_a_missing_wandb_is_a_mistake(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("wholebatch_train.cli.find_spec", lambda name: None)
-    assert "--wandb needs wandb: pip install wandb" in one_line(
-        capsys, *options(data, tmp_path / "run", "--wandb", "characters")
-    )
-    assert not (tmp_path / "run").exists()
 
 
 # Extensions.
@@ -428,19 +373,6 @@ def test_an_extension_gives_patience_a_new_start():
     assert best(6, [0.5, 0.4, 0.3]).step == 2, "the best one is that of the whole run"
 
 
-def test_a_run_whose_last_third_made_nothing_better_says_so():
-    def remark(figures, **more):
-        task = SimpleNamespace(headline_figure=lambda validation: validation["x"])
-        rows = [{"step": 10 * i + 10, "validation": {"x": x}} for i, x in enumerate(figures)]
-        return Best(task, 0, 0, rows).remark(10 * len(figures), **more)
-
-    assert remark([0.1, 0.2, 0.3], is_kept=False) == ""
-    assert remark([0.1, 0.2, 0.3, 0.3], is_kept=False) == "", "a quarter of the steps"
-    assert "best validation was after step 20 of 30; --keep-best keeps" in remark([0.1, 0.3, 0.3], is_kept=False)
-    assert "after step 10 of 30; its weights are in best" in remark([0.5, 0.3, 0.4], is_kept=True)
-    assert remark([], is_kept=False) == ""
-
-
 def test_patience_must_not_be_negative():
     with pytest.raises(UserError, match="--patience must be at least 0, got -1"):
         check_options(TrainConfig(patience=-1))
@@ -568,11 +500,11 @@ def test_every_option_can_be_in_the_file(tmp_path, monkeypatch):
     file.write_text('task = "identify"\n[head]\nm = 0.2\nmargin = "arcface"\n')
     config = parsed(monkeypatch, "--config", str(file), "--head.m", "0.3")
     assert (config.task, config.steps, config.head.m, config.head.margin) == ("identify", 450, 0.3, "arcface")
-    file.write_text('steps = 7\nlearning-rate = 1\nwandb = "x"\nresume = "elsewhere"\nrun_folder = "/abs/run"\n')
+    file.write_text('steps = 7\nlearning-rate = 1\ncolumns = "x"\nresume = "elsewhere"\nrun_folder = "/abs/run"\n')
     from wholebatch_train.config_file import with_file
 
     config = with_file(TrainConfig(), file)
-    assert (config.learning_rate, type(config.learning_rate), config.wandb) == (1.0, float, "x")
+    assert (config.learning_rate, type(config.learning_rate), config.columns) == (1.0, float, "x")
     assert (config.resume, config.run_folder) == (tmp_path / "elsewhere", Path("/abs/run"))
 
 

@@ -133,7 +133,6 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         (config, data, _, folder, *_), path, done, schedule = _agree(
             lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
         )
-        held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.say(f"run folder: {folder.path}")
@@ -157,7 +156,6 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             raise RankDiedError(
                 f"a process that reads the data for rank {rank} of {size} {error}{requests.how_to_resume}"
             ) from error
-        progress.stop()
         if folder is not None:
             progress.report(path, config, task, report)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,7 @@ from .run.pace import Pace, peak_memory
 from .run.record import Start, read_record
 from .run.run_folder import RunFolder
 from .run.schedule import Schedule, describe_extension
-from .run.trackers import Tracker, figures_of, figures_of_step, start_trackers
+from .run.trackers import TENSORBOARD, TensorBoard, figures_of, figures_of_step
 from .tasks.task import PassState, Task, not_finite
 
 
@@ -58,15 +58,15 @@ def train(
         done, seconds = facts["step"], facts["seconds"]
     saved_at = done
     progress.start(config, task, size=size, done=done, steps=schedule.steps)
-    trackers = _begin(config, folder, progress, schedule, start)
+    tensorboard = _begin(config, folder, progress, schedule, start)
     wait = WaitForFirstRank()
 
     def save(state: PassState, step: int) -> None:
         with _name_last_checkpoint(saved_at, requests):
             metrics = None if folder is None else folder.digest_of_metrics(step)
             task.save(path, state, step=step, seconds=seconds, metrics=metrics)
-            for tracker in trackers:
-                tracker.flush()
+            if tensorboard is not None:
+                tensorboard.flush()
         wait()
 
     def save_last(step: int) -> None:
@@ -119,8 +119,8 @@ def train(
             if folder is not None:
                 with _name_last_checkpoint(saved_at, requests):
                     folder.append(metrics)
-                    for tracker in trackers:
-                        tracker.log(done, figures_of_step(metrics))
+                    if tensorboard is not None:
+                        tensorboard.log(done, figures_of_step(metrics))
                 progress.step(metrics)
             is_better = best.is_beaten_by(metrics)
             if "validation" in metrics and keeps_best:
@@ -151,8 +151,6 @@ def train(
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
                 + more
             )
-        elif folder is not None and (remark := best.remark(done, is_kept=keeps_best)):
-            progress.say(remark)
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
             save_last(done)
         report = figures = task.test()
@@ -169,13 +167,15 @@ def train(
                 folder=folder.path, schedule=schedule, best=of_best,
             )  # fmt: skip
             folder.write_page(page)
-            for tracker in trackers:
-                tracker.log(done, figures_of(figures, "test/"))
+            if tensorboard is not None:
+                tensorboard.log(done, figures_of(figures, "test/"))
     except BaseException:
         with suppress(UserError):  # of a disk that is full, which the error of the run names
-            _close(trackers)
+            if tensorboard is not None:
+                tensorboard.close()
         raise
-    _close(trackers)
+    if tensorboard is not None:
+        tensorboard.close()
     wait()
     asked = requests.combined()
     if asked.stop:
@@ -185,21 +185,23 @@ def train(
 
 def _begin(
     config: TrainConfig, folder: RunFolder | None, progress: Progress, schedule: Schedule, start: Start
-) -> Sequence[Tracker]:
+) -> TensorBoard | None:
     """Write the first lines of this start into the run folder, now that a checkpoint has been read. All ranks."""
 
-    def write() -> tuple[Sequence[Tracker], str]:
+    def write() -> TensorBoard | None:
         if folder is None:
-            return [], ""
+            return None
         folder.begin(start, schedule.extensions)
-        return start_trackers(config, folder.path, start.step)
+        try:
+            return TensorBoard(folder.path / TENSORBOARD, start.step) if config.tensorboard else None
+        except ImportError:
+            progress.say("no TensorBoard files, because tensorboard is not installed: pip install tensorboard")
+            return None
 
-    (trackers, missing), _ = on_all_ranks("set-up", write)
-    if missing:
-        progress.say(missing)
+    tensorboard, _ = on_all_ranks("set-up", write)
     if schedule.extensions:
         progress.say(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
-    return trackers
+    return tensorboard
 
 
 def _check_finite(task: Task, done: int) -> None:
@@ -216,11 +218,6 @@ def _check_finite(task: Task, done: int) -> None:
     on_all_ranks("weights", check)
 
 
-def _close(trackers: Sequence[Tracker]) -> None:
-    for tracker in trackers:
-        tracker.close()
-
-
 @contextmanager
 def _name_last_checkpoint(step: int, requests: Requests) -> Iterator[None]:
     """Add to an error of writing, such as that of a full disk, from where the run can be resumed."""
@@ -233,7 +230,6 @@ def _name_last_checkpoint(step: int, requests: Requests) -> Iterator[None]:
 
 def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, finished: bool = False) -> Stopped:
     """Show how to resume, wait until all ranks are done, and return the exception that ends the run."""
-    progress.stop()
     stopped = f"stopped after step {step}, which has a checkpoint{requests.how_to_resume}"
     progress.say(f"{name(asked.stop)}: {'the run was finished' if finished else stopped}")
     requests.combined()  # a launcher may end the other ranks as soon as one has ended

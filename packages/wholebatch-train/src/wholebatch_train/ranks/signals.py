@@ -191,7 +191,6 @@ class Requests:
         try:
             if self._announce:
                 show(f"{name(number)}: ended {when}{self.how_to_resume}")
-                show_cursor()
         finally:
             os._exit(128 + number)
 
@@ -233,12 +232,6 @@ def end_by(signum: int) -> NoReturn:
 def show(line: str) -> None:
     """Print a line about the run on stderr."""
     print(f"wholebatch train: {line}", file=sys.stderr, flush=True)
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor again, after a progress bar that had no time to do so."""
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h")
 
 
 def name(number: int) -> str:

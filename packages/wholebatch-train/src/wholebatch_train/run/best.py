@@ -69,15 +69,3 @@ class Best:
             f"loss has fallen from {self._loss_of_best:.3g} to {self._loss:.3g} and no validation was better; "
             "Ctrl-C ends it" + (f", and {FILE} has the weights of step {self.step:,}" if is_kept else "")
         )
-
-    def remark(self, done: int, *, is_kept: bool) -> str:
-        """Return a line about a run of `done` steps that has not become better for a third of them, else "".
-
-        Args:
-            done: steps that were made.
-            is_kept: the best weights are in a file.
-        """
-        if not self.step or 3 * (done - self.step) < done:
-            return ""
-        advice = f"its weights are in {FILE}" if is_kept else "--keep-best keeps its weights"
-        return f"note: the best validation was after step {self.step:,} of {done:,}; {advice}"

@@ -23,7 +23,7 @@ from .schedule import Extension
 CONFIG = "config.json"
 _MOST_BYTES = 2**20
 _MOST_STARTS, _MOST_STEPS = 1000, 10**9
-REPEATED = ("ranks", "device", "chunk_size", "workers", "patience", "keep_best", "tensorboard", "wandb")
+REPEATED = ("ranks", "device", "chunk_size", "workers", "patience", "keep_best", "tensorboard")
 """Options that may change when a run is resumed, and that a later command to resume repeats."""
 FREE = (*REPEATED, "run_folder", "config", "resume", "trust", "until_step", "audit")
 """All options that may change: they do not change the numbers."""

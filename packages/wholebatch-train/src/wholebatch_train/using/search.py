@@ -29,7 +29,6 @@ _OTHER = {"image": "text", "text": "image", "query": "document", "document": "qu
 _CHARACTERS = 100  # of a text that are printed
 _MOST_QUERIES, _MOST_PICTURES = 20, 12  # of a page
 _MOST_PRODUCTS = 2**22  # similarities that are held at a time
-_LAST = 2**32 - 1  # rows are numbered below it
 
 
 class Given(Side):
@@ -210,24 +209,12 @@ def most_similar(queries: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Tens
     >>> most_similar(torch.tensor([[0.6, 0.8]]), rows.split(2), 2)[1]
     tensor([[1, 0]])
     """
-    best = torch.empty(len(queries), 0, dtype=torch.int64)
-    start = 0
-    step = max(1, _MOST_PRODUCTS // max(1, len(queries)))
+    values, rows = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+    start, step = 0, max(1, _MOST_PRODUCTS // max(1, len(queries)))
     for tile in tiles:
-        for rows in tile.split(step):
-            keys = ordered(queries @ rows.T) << 32 | (_LAST - torch.arange(start, start + len(rows)))
-            best = torch.cat([best, keys.topk(min(k, len(rows)), dim=1).values], dim=1)
-            best = best.topk(min(k, best.shape[1]), dim=1).values
-            start += len(rows)
-    return _similarities(best >> 32), _LAST - (best & _LAST)
-
-
-def ordered(similarities: Tensor) -> Tensor:
-    """Return float32 numbers as integers of 32 bits, in int64, with the same order; equal numbers stay equal."""
-    bits = (similarities.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-
-
-def _similarities(order: Tensor) -> Tensor:
-    bits = order.int()
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
+        for part in tile.split(step):
+            numbers = torch.arange(start, start + len(part)).expand(len(queries), -1)
+            values, places = torch.cat([values, queries @ part.T], 1).sort(dim=1, descending=True, stable=True)
+            rows = torch.cat([rows, numbers], 1).gather(1, places)[:, :k]
+            values, start = values[:, :k], start + len(part)
+    return values, rows
