@@ -23,11 +23,10 @@ from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
 from wholebatch_train.data.load import load_data
-from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.data.open_table import open_table
 from wholebatch_train.run.record import read_config
-from wholebatch_train.tasks.evaluation import features_of_rows
-from wholebatch_train.tasks.retrieval import chance
-from wholebatch_train.using.feature_files import open_features
+from wholebatch_train.tasks.evaluation import chance, features_of_rows
+from wholebatch_train.using.embed import open_features
 from wholebatch_train.using.items import features_of, open_items
 from wholebatch_train.using.open_run import open_run
 from wholebatch_train.using.options import EmbedConfig

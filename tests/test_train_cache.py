@@ -15,11 +15,11 @@ from data_sets import FORMS, png
 
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.cache.tables import cache_folder, new_file
-from wholebatch_train.data.pairs.from_table import table_pairs
-from wholebatch_train.data.pictures import equal as equal_pictures
-from wholebatch_train.data.pictures.reading import bytes_of
-from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.data import pictures as equal_pictures
+from wholebatch_train.data.cache import cache_folder, new_file
+from wholebatch_train.data.from_table import table_pairs
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.data.reading import bytes_of
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 
@@ -41,7 +41,7 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(tmp_path, monke
     path = FORMS["csv"](tmp_path)
     first = pairs_of(path).digest
     (name,) = arrow_files()
-    monkeypatch.setattr("wholebatch_train.data.tables.open_table.read_separated", None)
+    monkeypatch.setattr("wholebatch_train.data.open_table.read_separated", None)
     assert pairs_of(path).digest == first, "from the cache"
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -78,7 +78,7 @@ def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monk
     expected = pairs_of(path).digest
     shutil.rmtree(tmp_path / "cache")
     if where == "write":
-        monkeypatch.setattr("wholebatch_train.data.cache.tables.new_file", _file_that_is_full)
+        monkeypatch.setattr("wholebatch_train.data.cache.new_file", _file_that_is_full)
     else:
         monkeypatch.setattr(
             {"open": "tempfile.NamedTemporaryFile", "fsync": "os.fsync", "mkdir": "pathlib.Path.mkdir"}[where], fails
@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_the_memory_of_the_rank(tmp_path, monk
     assert pairs.digest == expected
     assert "the table is in the memory of each rank: the cache" in said[0]
     assert "No space left on device" in said[0]
-    monkeypatch.setattr("wholebatch_train.data.cache.tables._MOST_BYTES", 10)
+    monkeypatch.setattr("wholebatch_train.data.cache._MOST_BYTES", 10)
     with pytest.raises(UserError, match=r"cannot be written: No space left on device; set XDG_CACHE_HOME to a folder"):
         open_table(str(path))
     monkeypatch.undo()
@@ -115,7 +115,7 @@ def test_an_error_of_the_source_is_not_taken_for_one_of_the_cache(tmp_path):
 
 def test_processes_that_start_together_read_the_source_once(tmp_path, monkeypatch):
     """Threads stand for processes: each opens the lock file for itself, which is what flock goes by."""
-    from wholebatch_train.data.tables import open_table as module
+    from wholebatch_train.data import open_table as module
 
     path, reads, original = FORMS["csv"](tmp_path), [], module.read_separated
     monkeypatch.setattr(module, "read_separated", lambda path: (reads.append(path), original(path))[1])

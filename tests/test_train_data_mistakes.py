@@ -24,13 +24,13 @@ from wholebatch._base.user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch_train import launch
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.cache.tables import cache_folder
+from wholebatch_train.data.cache import cache_folder
+from wholebatch_train.data.from_table import table_pairs
 from wholebatch_train.data.load import load_data
-from wholebatch_train.data.pairs.from_table import table_pairs
-from wholebatch_train.data.pictures.reading import open_picture
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.data.reading import open_picture
+from wholebatch_train.data.roles import asked_roles
 from wholebatch_train.data.sides import FilePictures
-from wholebatch_train.data.tables.open_table import open_table
-from wholebatch_train.data.tables.roles import asked_roles
 from wholebatch_train.run.record import DataFacts, read_record
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
@@ -148,7 +148,7 @@ def test_values_that_no_role_needs_may_be_anything(tmp_path):
 
 def test_a_type_that_changes_far_down(tmp_path, monkeypatch):
     """The rows before are already written."""
-    monkeypatch.setattr("wholebatch_train.data.tables.text_files._ROWS", 2)
+    monkeypatch.setattr("wholebatch_train.data.text_files._ROWS", 2)
     rows = [{"query": f"q{i}", "positive": f"p{i}", "negatives": ["n"]} for i in range(4)]
     for last, message in (
         ({"negatives": "n"}, r"lines 5 to 5: 'negatives' is not of the type of the lines before them; expected a text"),
@@ -565,7 +565,7 @@ def test_bad_pictures_without_a_cache_are_found_at_each_start(tmp_path, monkeypa
         raise OSError(30, "Read-only file system")
 
     path, said = with_bad_pictures(tmp_path), []
-    monkeypatch.setattr("wholebatch_train.data.cache.kept_results.write_tensors", fails)
+    monkeypatch.setattr("wholebatch_train.data.cache.write_tensors", fails)
     for _ in range(2):
         table_pairs(open_table(str(path)), replace(CONFIG, skip_bad=True), said.append)
     assert len(pictures_read) == 40

@@ -23,11 +23,15 @@ from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.config_file import from_values, to_json
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
-from wholebatch_train.encoders.dual import DualEncoder
-from wholebatch_train.encoders.encoder import check_batch_norm, map_tensors, to_device, used_parameters
+from wholebatch_train.encoders.encoder import DualEncoder, check_batch_norm, map_tensors, to_device, used_parameters
 from wholebatch_train.encoders.libraries import folder_of
-from wholebatch_train.encoders.make import make_dual_encoder, make_encoder
-from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
+from wholebatch_train.encoders.make import (
+    make_dual_encoder,
+    make_encoder,
+    open_dual_encoder,
+    open_encoder,
+    save_encoder,
+)
 from wholebatch_train.encoders.small import ImageEncoder, TextEncoder
 from wholebatch_train.encoders.words import tokenize
 from wholebatch_train.option_checks import check_options

@@ -14,12 +14,12 @@ from data_sets import picture, write_pictures
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.cache.kept_results import stamp_of_pictures
+from wholebatch_train.data.cache import stamp_of_pictures
+from wholebatch_train.data.from_table import table_pairs
 from wholebatch_train.data.load import load_data
-from wholebatch_train.data.pairs.answers import stated_pairs
-from wholebatch_train.data.pairs.from_table import table_pairs
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.data.pairs import stated_pairs
 from wholebatch_train.data.sides import Texts
-from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.encoders import small
 from wholebatch_train.encoders.words import identity, split_words, tokenize
 from wholebatch_train.using.items import Items, distinct

@@ -26,11 +26,8 @@ from wholebatch_train.option_checks import check_options
 from wholebatch_train.progress import Progress
 from wholebatch_train.ranks.all_ranks import from_first_rank
 from wholebatch_train.run import checkpoint
-from wholebatch_train.run.best import Best
-from wholebatch_train.run.pace import MEASURED, Pace
-from wholebatch_train.run.record import read_record
-from wholebatch_train.run.schedule import Extension, Schedule
-from wholebatch_train.run.trackers import TensorBoard
+from wholebatch_train.run.figures import MEASURED, Best, Pace, TensorBoard
+from wholebatch_train.run.record import Extension, Schedule, read_record
 from wholebatch_train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
@@ -141,7 +138,7 @@ def test_the_peak_of_memory_grows_with_a_tensor():
     """In a process of its own: the peak of this one may be that of another test."""
     program = """
 import torch
-from wholebatch_train.run.pace import peak_memory
+from wholebatch_train.run.figures import peak_memory
 
 before = peak_memory(torch.device("cpu"))["peak_rss_bytes"]
 kept = torch.ones(2**27)
@@ -184,7 +181,7 @@ def test_without_a_purge_steps_would_come_twice(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
     killed_in(monkeypatch, 8, *options(data, run, "--no-audit"))
-    monkeypatch.setattr("wholebatch_train.run.trackers.TensorBoard.__init__", _without_purge)
+    monkeypatch.setattr("wholebatch_train.run.figures.TensorBoard.__init__", _without_purge)
     assert main(["train", "--resume", str(run)]) == 0
     steps = [step for step, _ in curve_of(run)]
     assert len(steps) > len({*steps})

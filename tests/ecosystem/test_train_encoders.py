@@ -34,8 +34,13 @@ from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
 from wholebatch_train.encoders.hugging_face import pool, rule_of_sentences
-from wholebatch_train.encoders.make import make_encoder
-from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
+from wholebatch_train.encoders.make import (
+    make_encoder,
+    open_dual_encoder,
+    open_encoder,
+    save_dual_encoder,
+    save_encoder,
+)
 from wholebatch_train.encoders.tune import merged_state
 from wholebatch_train.tasks.make import make_task
 from wholebatch_train.using.items import case_ignored_by

@@ -25,8 +25,8 @@ from .config import TrainConfig
 from .data.classes import LabeledImages
 from .data.load import Data, load_data
 from .data.loader import WorkerDiedError
-from .data.pairs.pairs import Pairs
-from .data.pictures.skip_bad import FILE as LEFT_OUT
+from .data.pairs import Pairs
+from .data.pictures import FILE as LEFT_OUT
 from .loop import train
 from .option_checks import number_of_ranks
 from .progress import Progress
@@ -34,10 +34,9 @@ from .ranks.all_ranks import device_of, on_all_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .ranks.signals import Requests, show
 from .run.checkpoint import last_step
-from .run.record import CONFIG, DataFacts, Start, read_record
+from .run.record import CONFIG, DataFacts, Extension, Schedule, Start, read_record
 from .run.resume import how_to_resume
 from .run.run_folder import RunFolder
-from .run.schedule import Extension, Schedule
 from .tasks.make import check_encoders, make_task
 from .tasks.precision import Precision
 

@@ -20,13 +20,10 @@ from .progress import Progress
 from .ranks.all_ranks import WaitForFirstRank, from_first_rank, on_all_ranks
 from .ranks.signals import Asked, Requests, Stopped, name
 from .report.from_run import report_of_run
-from .run.best import Best
 from .run.checkpoint import FILE
-from .run.pace import Pace, peak_memory
-from .run.record import Start, read_record
+from .run.figures import TENSORBOARD, Best, Pace, TensorBoard, figures_of, figures_of_step, peak_memory
+from .run.record import Schedule, Start, describe_extension, read_record
 from .run.run_folder import RunFolder
-from .run.schedule import Schedule, describe_extension
-from .run.trackers import TENSORBOARD, TensorBoard, figures_of, figures_of_step
 from .tasks.task import PassState, Task, not_finite
 
 

@@ -16,11 +16,10 @@ from wholebatch.app import UserError
 from ..config import TrainConfig, for_glyphs
 from ..encoders.small import FEWEST_WORDS
 from ..encoders.words import split_words
-from .classes import LabeledImages, classes_of_texts
-from .glyphs import glyph_classes, glyph_pairs
-from .pairs.from_table import table_pairs
-from .pairs.pairs import Pairs, Split, check_ids, split_groups
-from .tables.open_table import open_table
+from .classes import LabeledImages, classes_of_texts, glyph_classes, glyph_pairs
+from .from_table import table_pairs
+from .open_table import open_table
+from .pairs import Pairs, Split, check_ids, split_groups
 
 Data = tuple[Pairs, Split] | LabeledImages
 _LARGE = 10  # images of a class, on average

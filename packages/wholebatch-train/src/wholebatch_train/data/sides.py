@@ -14,9 +14,8 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from .pictures.reading import open_picture
-from .tables.columns import is_bytes, is_text
-from .tables.table import Table
+from .reading import open_picture
+from .table import Table, is_bytes, is_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,26 +1,31 @@
-"""The interface of one side's network, its inputs, and what those of libraries and of users have in common.
+"""The interface of one side's network, its inputs, and two encoders in one module.
 
-Those have no dropout, and no statistics of a batch.
+Encoders of libraries and of users have no dropout, and no statistics of a batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from wholebatch.app import UserError
-from wholebatch.app.tensors import leaves_of
-
-from .networks import as_float
+from wholebatch.app.tensors import accumulation_dtype, leaves_of
 
 Inputs = Any
 """A tensor, a named tuple of tensors or a dictionary of tensors: it crosses processes, and goes to a device whole."""
 Prepare = Callable[[Sequence[Any]], Inputs]
+
+
+def as_float(images: Tensor) -> Tensor:
+    """Convert uint8 images to floats in [0, 1]; floats stay."""
+    return images.float() / 255 if images.dtype == torch.uint8 else images
 
 
 def map_tensors(act: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -145,3 +150,85 @@ class Normalized(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Map uint8 or float pixels in [0, 1], (b, channels, h, w), to floats."""
         return (as_float(images) - self.mean) / self.std
+
+
+class DualEncoder(nn.Module):
+    """Both encoders, the learnable scale and an optional bias, in one module for an engine such as DDP to wrap.
+
+    The names of the sides are attributes and begin the names of their weights. An encoder that both sides share has the
+    first name only. An encoder whose width is not `embedding_size` gets a linear projection without bias.
+
+    Args:
+        sides: two encoders by name, in the order of the arguments of `forward`.
+        embedding_size: d, the length of a feature.
+        initial_logit_scale: scale of the similarities before the first step (1 / temperature).
+        bias: whether the similarities have a learnable bias.
+    """
+
+    max_logit_scale = 100.0
+
+    def __init__(
+        self, sides: Mapping[str, Encoder], *, embedding_size: int, initial_logit_scale: float, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.sides, self.embedding_size = tuple(sides), embedding_size
+        self._module_of: dict[str, str] = {}
+        for side, encoder in sides.items():
+            shared = next((name for name, other in self.named_children() if other is encoder), None)
+            self._module_of[side] = shared or side
+            if shared is None:
+                setattr(self, side, encoder)
+        self.projections = nn.ModuleDict(
+            {
+                name: nn.Linear(sides[name].width, embedding_size, bias=False)
+                for name in dict.fromkeys(self._module_of.values())
+                if sides[name].width != embedding_size
+            }
+        )
+        self.log_logit_scale = nn.Parameter(torch.tensor([initial_logit_scale]).log())
+        self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if bias else None
+
+    def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | None) -> tuple[Tensor | None, ...]:
+        """Return unit features of both sides' inputs, (b, d) each, the scale, the bias if there is one, of negatives.
+
+        Args:
+            first: inputs of b items of the first side.
+            second: inputs of b items of the second side.
+            negatives: where the data have some, inputs of n further items of the second side; None if n is 0.
+        """
+        x, y = (self._attach_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
+        others = [y[:0] if z is None else self._attach_graph(self.encode(self.sides[1], z)) for z in negatives]
+        bias = None if self.logit_bias is None else self.logit_bias.sum()
+        return x, y, self.logit_scale, bias, *others
+
+    def _attach_graph(self, features: Tensor) -> Tensor:
+        """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
+        has_none = torch.is_grad_enabled() and not features.requires_grad
+        return features + 0 * self.log_logit_scale if has_none else features
+
+    def encode(self, side: str, inputs: Inputs) -> Tensor:
+        """Map the inputs of one side's b items to unit rows (b, d)."""
+        name = self._module_of[side]
+        features = getattr(self, name)(inputs)
+        if name in self.projections:
+            features = self.projections[name](features)
+        return F.normalize(features.to(accumulation_dtype(features.dtype)), dim=-1)
+
+    def name_of(self, side: str) -> str:
+        """Return the attribute of a side's encoder: the side's name, or the first side's if they share it."""
+        return self._module_of[side]
+
+    def encoder(self, side: str) -> Encoder:
+        """Return the encoder of a side."""
+        encoder: Encoder = getattr(self, self._module_of[side])
+        return encoder
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The scale of similarities, (): exp of the parameter."""
+        return self.log_logit_scale.exp().sum()
+
+    @torch.no_grad()
+    def limit_logit_scale(self) -> None:
+        """Clamp the scale to `max_logit_scale` after a step; a clamped forward pass would end its gradient for good."""
+        self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))

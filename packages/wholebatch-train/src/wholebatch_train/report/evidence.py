@@ -11,9 +11,9 @@ from torch import Tensor
 from wholebatch.app.tensors import are_right, first_ranks
 
 from ..data.classes import LabeledImages
-from ..data.pairs.answers import Stated
+from ..data.pairs import Stated
 from ..data.randomness import seeded
-from .content import Candidate, Evidence, Gallery, Item, Query
+from .page import Candidate, Evidence, Gallery, Item, Query
 
 _SHOWN, _TOP = 12, 5
 _ROWS_OF_NEGATIVES = 448  # of each side: 200,000 pairs

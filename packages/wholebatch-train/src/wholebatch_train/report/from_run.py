@@ -12,10 +12,9 @@ from typing import Any
 from wholebatch.app import amount, duration
 
 from ..config import GLYPHS, TrainConfig, names_of, value_of
-from ..run.record import Start
-from ..run.schedule import Schedule
+from ..run.record import Schedule, Start
 from ..tasks.task import Task
-from .content import Chart, Fact, Line, Report, Setting, Table
+from .page import Chart, Fact, Line, Report, Setting, Table
 
 Metrics = Sequence[Mapping[str, Any]]
 _RUN_ONLY = ("run_folder", "resume", "until_step")  # of a start, not of the numbers

@@ -30,17 +30,15 @@ from torch import Tensor
 from wholebatch.app import UserError, parse_json, replacing, writing
 
 from ..config import TrainConfig
-from ..data.pictures.skip_bad import LeftOut, write_left_out
-from ..encoders.saved import FOLDER as ENCODERS
-from ..encoders.saved import digest_of
-from ..report.content import Report
-from ..report.page import render
+from ..data.pictures import LeftOut, write_left_out
+from ..encoders.make import FOLDER as ENCODERS
+from ..encoders.make import digest_of
+from ..report.page import Report, render
 from ..tasks.task import Task
-from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
+from .figures import FILE as BEST
 from .lock import Lock, check_is_free
-from .record import DataFacts, Record, Start, digests_of_run, read_record
-from .schedule import Extension
+from .record import DataFacts, Extension, Record, Start, digests_of_run, read_record
 
 
 class RunFolder:

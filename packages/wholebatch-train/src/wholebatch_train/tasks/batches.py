@@ -15,12 +15,11 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig
 from ..data.classes import LabeledImages
-from ..data.pairs.negatives import FalseNegatives
-from ..data.pairs.pairs import Order, Pairs, batch_of_step
+from ..data.from_table import FalseNegatives
+from ..data.pairs import Order, Pairs, batch_of_step
 from ..data.randomness import seeded
 from ..data.sides import Side
-from ..encoders.encoder import Encoder, Inputs, Prepare
-from ..encoders.networks import as_float
+from ..encoders.encoder import Encoder, Inputs, Prepare, as_float
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from ..config import TrainConfig
 from ..data.classes import LabeledImages
 from ..data.loader import Feed, workers_of_a_rank
 from ..encoders.encoder import Inputs, rows_of, to_device
-from ..encoders.make import make_encoder
-from ..encoders.saved import save_encoder
-from ..report.content import Evidence, Item
+from ..encoders.make import make_encoder, save_encoder
 from ..report.evidence import classes_evidence, surest_mistakes
+from ..report.page import Evidence, Item
 from .batches import ImageBatches, Reader, augmented, rows_of_chunks
+from .evaluation import best_possible, verify
 from .head import check_head_folder, has_reference, load_head, make_head, remove_other_heads, save_head
 from .task import Curve, PassState, Task, finite_loss, not_finite
-from .verification import best_possible, verify
 
 _TOP = 5
 

@@ -18,11 +18,10 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig
 from ..data.sides import Side
-from ..encoders.dual import DualEncoder
-from ..encoders.encoder import Encoder
+from ..encoders.encoder import DualEncoder, Encoder
 from ..encoders.tune import merged_state
 from ..ranks.all_ranks import on_all_ranks
-from ..report.content import Evidence
+from ..report.page import Evidence
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .evaluation import features_of_rows
 from .precision import Precision

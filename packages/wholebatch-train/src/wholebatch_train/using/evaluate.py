@@ -14,17 +14,15 @@ import wholebatch as wb
 from wholebatch.app import UserError
 
 from ..config import TrainConfig, for_glyphs
-from ..data.glyphs import glyph_pairs
-from ..data.pairs.answers import stated_pairs
-from ..data.pairs.from_table import table_pairs
-from ..data.pairs.pairs import Pairs
+from ..data.classes import glyph_pairs
+from ..data.from_table import table_pairs
+from ..data.open_table import open_table
+from ..data.pairs import Pairs, stated_pairs
+from ..data.roles import asked_roles
 from ..data.sides import Side
-from ..data.tables.open_table import open_table
-from ..data.tables.roles import asked_roles
-from ..data.tables.table import Table
+from ..data.table import Table
+from ..tasks.evaluation import FAR, report_of_search, table, verify, ways_of
 from ..tasks.head import make_head
-from ..tasks.retrieval import report_of_search, table, ways_of
-from ..tasks.verification import FAR, verify
 from .items import Items, features_of, opened, with_progress
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed

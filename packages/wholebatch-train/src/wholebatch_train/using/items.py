@@ -15,16 +15,15 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..config import for_glyphs
-from ..data.cache.kept_results import stamp_of_pictures
-from ..data.glyphs import glyph_pairs
+from ..data.cache import stamp_of_pictures
+from ..data.classes import glyph_pairs
+from ..data.folders import PICTURES
 from ..data.loader import WorkerDiedError, automatic_workers, prepared
-from ..data.pictures.skip_bad import readable_rows, rows_with_texts
+from ..data.open_table import open_table
+from ..data.pictures import readable_rows, rows_with_texts
+from ..data.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.sides import Chosen, FilePictures, Side, Texts
-from ..data.tables.columns import digest_of, in_rows, is_bytes, is_text
-from ..data.tables.folders import PICTURES
-from ..data.tables.open_table import open_table
-from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
-from ..data.tables.table import Table
+from ..data.table import Table, digest_of, in_rows, is_bytes, is_text
 from ..encoders.encoder import Encoder, to_device
 from ..encoders.small import TextEncoder
 from ..encoders.words import identity

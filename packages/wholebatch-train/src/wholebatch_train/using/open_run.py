@@ -20,14 +20,12 @@ from wholebatch.app.tensors import TensorFile
 
 from ..config import TrainConfig, files_of_encoders
 from ..data.sides import Kind
-from ..encoders.dual import DualEncoder
-from ..encoders.encoder import Encoder, Inputs
-from ..encoders.make import make_dual_encoder, make_encoder
-from ..encoders.saved import FOLDER as ENCODERS
-from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
-from ..run.best import FILE as BEST
+from ..encoders.encoder import DualEncoder, Encoder, Inputs
+from ..encoders.make import FOLDER as ENCODERS
+from ..encoders.make import digest_of, make_dual_encoder, make_encoder, open_dual_encoder, open_encoder
 from ..run.checkpoint import FILE as CHECKPOINT
 from ..run.checkpoint import check_fits, check_is_of_run
+from ..run.figures import FILE as BEST
 from ..run.record import read_record
 from .options import Weights
 from .output import reading

@@ -14,8 +14,8 @@ import tyro
 
 from wholebatch.app import UserError
 
+from ..data.folders import PICTURES
 from ..data.paths import check_path, near_miss
-from ..data.tables.folders import PICTURES
 from ..run.record import CONFIG
 
 FEATURES = (".parquet", ".npy")

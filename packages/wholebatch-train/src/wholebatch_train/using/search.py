@@ -15,11 +15,10 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..data.pictures.reading import open_picture
+from ..data.reading import open_picture
 from ..data.sides import Side
-from ..report.content import Candidate, Evidence, Gallery, Item, Query, Report
-from ..report.page import render
-from .feature_files import FeatureFile, has_features, kept_features, open_features
+from ..report.page import Candidate, Evidence, Gallery, Item, Query, Report, render
+from .embed import FeatureFile, has_features, kept_features, open_features
 from .items import Items, check_side, distinct, features_of, open_items, opened
 from .open_run import OpenRun
 from .options import SearchConfig
@@ -138,7 +137,7 @@ def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
 
 def _column_of_run(run: OpenRun, side: str) -> str:
     """Return the column that `--columns` of the run names for a side; "" if it names none."""
-    from ..data.tables.roles import asked_roles
+    from ..data.roles import asked_roles
 
     roles = asked_roles(run.config.columns)
     names = {"text": ("text", "label"), "document": ("positive",)}.get(side, (side,))

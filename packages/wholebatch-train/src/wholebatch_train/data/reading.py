@@ -1,7 +1,4 @@
-"""Reading a user's picture: upright, opaque, eight bits per channel.
-
-A run has a copy of this file, which reads pictures without this package. So it imports nothing of it.
-"""
+"""Reading a user's picture: upright, opaque, eight bits per channel."""
 
 from __future__ import annotations
 

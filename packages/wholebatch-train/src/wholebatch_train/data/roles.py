@@ -11,9 +11,7 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..pictures.equal import numbers_of_texts
-from .columns import is_bytes, is_number, is_text
-from .table import Table
+from .table import Table, is_bytes, is_number, is_text, text_codes
 
 USUAL = {
     "image": ("image", "filepath", "file_path", "file_name", "filename", "file", "path", "image_path", "img",
@@ -155,7 +153,7 @@ def group_numbers(table: Table, name: str) -> Tensor:
         column = pc.if_else(pc.is_nan(column), None, column)
     if not is_bytes(column.type):
         column = pc.utf8_trim_whitespace(column if is_text(column.type) else column.cast(pa.string()))
-    numbers = numbers_of_texts(pc.if_else(pc.equal(pc.binary_length(column), 0), None, column))
+    numbers = text_codes(pc.if_else(pc.equal(pc.binary_length(column), 0), None, column))[1]
     alone = int(numbers.max()) + 1 + torch.arange(len(numbers))
     return torch.where(numbers < 0, alone, numbers)
 

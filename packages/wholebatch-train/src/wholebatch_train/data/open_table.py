@@ -14,12 +14,11 @@ from typing import Any
 
 from wholebatch.app import UserError, amount
 
-from ..cache.tables import Batches, cached
-from ..paths import check_path, expand_shards
-from .columns import plain_schema
+from .cache import Batches, cached
 from .folders import folder_batches, folder_facts, is_saved_dataset
+from .paths import check_path, expand_shards
 from .shards import shard_batches
-from .table import Table, need_pyarrow
+from .table import Table, need_pyarrow, plain_schema
 from .text_files import read_json_lines, read_separated
 
 _ROWS = 1024  # of a parquet file that are held at a time
