@@ -22,12 +22,7 @@ _EARLY = 2  # steps after the first one of a start, by which the time left can b
 
 
 class Progress:
-    """A line every few steps.
-
-    Args:
-        clock: the time in seconds.
-        is_quiet: print nothing, as on all ranks but the first.
-    """
+    """A line every few steps."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_quiet: bool = False) -> None:
         self._clock = clock

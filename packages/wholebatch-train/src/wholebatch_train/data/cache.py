@@ -186,15 +186,7 @@ def kept(
     find: Callable[[], Tensors],
     not_kept: Callable[[OSError], None] = lambda _: None,
 ) -> Tensors:
-    """Return what `find` has found, now or at an earlier start with the same files.
-
-    Args:
-        side: the pictures.
-        key: what else the result depends on.
-        ending: of the result's file, such as ".unreadable".
-        find: computes the result, which a file keeps with digests.
-        not_kept: called with the error where the cache cannot be written.
-    """
+    """Return what `find` has found, now or at an earlier start with the same files."""
     try:
         folder = cache_folder()
     except OSError as error:

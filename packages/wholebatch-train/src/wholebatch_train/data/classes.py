@@ -50,11 +50,9 @@ class LabeledImages:
     """The rows that `--skip-bad` has left out."""
 
     def __len__(self) -> int:
-        """Number of classes."""
         return len(self.names)
 
     def picture(self, row: Tensor) -> Any:
-        """Return the picture of a row."""
         return self.pictures.items(row[None])[0]
 
     def example(self, label: int) -> Tensor:

@@ -46,7 +46,6 @@ class Negatives:
         return Negatives(self.texts.filter(pa.array(kept.numpy())), before[self.first], self._numbers[kept])
 
     def __len__(self) -> int:
-        """Number of texts."""
         return len(self._numbers)
 
 
@@ -73,13 +72,7 @@ class FalseNegatives:
         self._stated = torch.unique(queries[has_group][query_row] * self._count + positives[has_group][positive_row])
 
     def ids(self, negatives: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
-        """Return for each negative (m,) the group of the query that it is a positive of, or -1.
-
-        Args:
-            negatives: numbers of negatives.
-            rows: the rows of the global batch, (B,).
-            groups: their groups, all different.
-        """
+        """Return for each negative (m,) the group of the query that it is a positive of, or -1."""
         index, is_positive = _search(self._positives, negatives)
         in_order, places = groups.sort()
         in_batch, is_here = _search(in_order, self._groups[index])
@@ -100,12 +93,6 @@ def find_negatives(
     """Return the negatives in one column of lists, or in one or more columns of texts.
 
     Null and empty texts are left out.
-
-    Args:
-        table: the data.
-        names: the columns of negatives.
-        others: the columns of queries and of positives.
-        identity: texts are equal for which it returns the same.
 
     Returns:
         The negatives, and for each of the other columns a number of each row, equal for equal texts of all columns.

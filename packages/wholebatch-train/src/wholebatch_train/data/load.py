@@ -33,11 +33,6 @@ _MOST_WORDS = 128  # the memory of a text grows with them
 def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambda _: None) -> tuple[TrainConfig, Data]:
     """Load pairs split by text for --task retrieve, or labeled images for --task identify.
 
-    Args:
-        config: the configuration of the run.
-        size: number of ranks.
-        say: called with a line about each choice that was left to the data.
-
     Returns:
         The configuration with those choices made, and the data.
     """

@@ -27,10 +27,6 @@ _ROWS = 1024  # of a parquet file that are held at a time
 def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
     """Return the table of `--data`; its first use on a machine writes a file into the cache.
 
-    Args:
-        data: `--data`.
-        say: called with a line before much is written.
-
     Raises:
         UserError: nothing there, nothing in it, or a row that cannot be read, with its file and line.
     """
@@ -67,7 +63,6 @@ def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
 
 
 def _cached(path: Path, files: list[Path], batches: Batches, say: Callable[[str], None], *said: str) -> Table:
-    """Return the table of some files, from the cache if it has it."""
 
     def read() -> Iterator[Any]:
         with _reading(str(path)):

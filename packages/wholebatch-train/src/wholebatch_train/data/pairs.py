@@ -79,13 +79,6 @@ class Pairs:
 
         Rows of a group keep their order.
 
-        Args:
-            sides: the two sides.
-            group: the number of each row's group.
-            rows: the rows, (n,). None: all.
-            digest: a hash of the data.
-            numbers: by side a number for each of its rows, equal for equal items.
-
         >>> Pairs.grouped({}, torch.tensor([4, 2, 4])).first
         tensor([0, 2, 3])
         """
@@ -101,7 +94,6 @@ class Pairs:
         return cls(sides, order if rows is None else rows[order], first, digest, numbers or {})
 
     def __len__(self) -> int:
-        """Number of groups."""
         return len(self.first) - 1
 
     @property

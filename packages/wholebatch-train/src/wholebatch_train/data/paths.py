@@ -43,12 +43,7 @@ def check_path(data: str) -> None:
 
 
 def near_miss(path: Path, endings: tuple[str, ...] = ()) -> str:
-    """Return "; did you mean ...?" if beside a path that is not there is a similar one, else "".
-
-    Args:
-        path: the path.
-        endings: those of files that may be meant; a folder may be.
-    """
+    """Return "; did you mean ...?" if beside a path that is not there is a similar one, else ""."""
     similar: list[str] = []
     with suppress(OSError), os.scandir(path.parent) as entries:  # no such folder, or none that can be read
         fitting = [x.name for x in islice(entries, _MOST_NAMES) if x.name.endswith(endings) or x.is_dir()]

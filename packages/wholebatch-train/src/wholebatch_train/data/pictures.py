@@ -47,10 +47,6 @@ def numbers_of_pictures(side: FilePictures, rows: Tensor | None = None) -> Numbe
     """Return a number for each row, equal for equal pictures.
 
     Pictures of different sizes differ, so only those of equal sizes are read. A path named twice is one picture.
-
-    Args:
-        side: the pictures.
-        rows: the rows that count; None: all.
     """
     column = side.table.arrow[side.column]
     rows = torch.arange(len(column)) if rows is None else rows
@@ -135,7 +131,6 @@ def _merge_equal(side: FilePictures, numbers: Tensor, first: Tensor, sizes: Tens
 
 
 def digests_of(side: FilePictures, rows: Tensor) -> Iterator[bytes]:
-    """Yield a digest of the bytes of each of these pictures, in order."""
     with ThreadPoolExecutor(_READERS) as readers:  # reading and hashing leave the interpreter to others
         for some in rows.split(_READERS * _ROWS):
             for part in readers.map(lambda each: [_digest(side, row) for row in each.tolist()], some.split(_ROWS)):
@@ -159,14 +154,7 @@ _SHOWN = 5
 def readable_rows(
     side: FilePictures, say: Callable[[str], None], *, workers: int, said: Sequence[LeftOut] = ()
 ) -> tuple[Tensor, tuple[LeftOut, ...]]:
-    """Return the rows whose picture can be read, and the others, whose number is said, and the first of them.
-
-    Args:
-        side: the pictures.
-        say: called with lines.
-        workers: processes that read; -1: as many as there are CPUs, at most 32.
-        said: rows that have been said to be left out.
-    """
+    """Return the rows whose picture can be read, and the others, whose number is said, and the first of them."""
     import PIL
 
     workers = workers if workers >= 0 else min(_MOST_WORKERS, cpus_of_a_rank(1))
@@ -241,7 +229,6 @@ def rows_with_texts(
 
 
 def say_left_out(rows: Sequence[LeftOut], count: int, reason: str, say: Callable[[str], None]) -> None:
-    """Say how many of `count` rows are left out, and the first of them."""
     if rows:
         say(f"{len(rows):,} of {count:,} rows are left out, because {reason}:")
         for each in rows[:_SHOWN]:

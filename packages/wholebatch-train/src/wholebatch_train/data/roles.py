@@ -50,11 +50,6 @@ def asked_roles(columns: str) -> Roles:
 def find_roles(table: Table, columns: str, *, task: str) -> Roles:
     """Return the columns of the roles that the task needs: image and text, query and positive, or image and label.
 
-    Args:
-        table: the data.
-        columns: `--columns`; what it does not name is recognized by USUAL names.
-        task: "retrieve" or "identify".
-
     Returns:
         The columns of two sides; with `negatives` and `group` behind them, if there are any.
 

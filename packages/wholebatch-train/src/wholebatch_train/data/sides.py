@@ -50,7 +50,6 @@ class Texts(Side):
         self._texts = texts
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._texts)
 
     def items(self, rows: Tensor) -> list[str]:
@@ -175,7 +174,6 @@ class FilePictures(Side):
         return UserError(f"{self.table.where(row)}: {reason}; --skip-bad leaves such rows out")
 
     def _quoted_path(self, row: int) -> str:
-        """Return the path of a row's picture in quotes; "" if it has none, or if the place of the row is this path."""
         place = self.place(row)
         if not isinstance(place, Path) or str(place).endswith(self.table.where(row)):
             return ""

@@ -46,7 +46,6 @@ class Table:
     """The files that the rows come from; () for a folder, whose rows name them."""
 
     def __len__(self) -> int:
-        """Number of rows."""
         return int(self.arrow.num_rows)
 
     @property
@@ -65,7 +64,6 @@ class Table:
         return f"{self.source}, row {number}"
 
     def why_empty(self, row: int, role: str, name: str) -> str:
-        """Return why a row has no value in the column of a role."""
         noted = self.arrow[REASON][row].as_py() if REASON in self.arrow.column_names else None
         return noted or f"the {role}, column {name!r}, is empty"
 
@@ -191,9 +189,6 @@ def in_rows(table: Table, names: Sequence[str]) -> tuple[Table, Tensor | None]:
 
 def text_codes(column: Any) -> tuple[Any, Tensor]:
     """Return the distinct texts in the order of their first rows, and the place of each row's text among them.
-
-    Args:
-        column: an Arrow column of texts or of bytes, of one type.
 
     Returns:
         An Arrow array, and int64 (n,); -1 for null.

@@ -189,13 +189,7 @@ class DualEncoder(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if bias else None
 
     def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | None) -> tuple[Tensor | None, ...]:
-        """Return unit features of both sides' inputs, (b, d) each, the scale, the bias if there is one, of negatives.
-
-        Args:
-            first: inputs of b items of the first side.
-            second: inputs of b items of the second side.
-            negatives: where the data have some, inputs of n further items of the second side; None if n is 0.
-        """
+        """Return unit features of both sides, (b, d) each, the scale, the bias if there is one, and those of negatives."""
         x, y = (self._attach_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
         others = [y[:0] if z is None else self._attach_graph(self.encode(self.sides[1], z)) for z in negatives]
         bias = None if self.logit_bias is None else self.logit_bias.sum()
@@ -219,7 +213,6 @@ class DualEncoder(nn.Module):
         return self._module_of[side]
 
     def encoder(self, side: str) -> Encoder:
-        """Return the encoder of a side."""
         encoder: Encoder = getattr(self, self._module_of[side])
         return encoder
 

@@ -32,10 +32,6 @@ Kind = Literal["image", "text"]
 def make_encoders(config: TrainConfig, kinds: Mapping[str, Kind]) -> dict[str, Encoder]:
     """Make the encoder of each side, in this order; sides of one kind share theirs, unless `--two-encoders`.
 
-    Args:
-        config: the configuration of the run.
-        kinds: the kind of the items of each side, by the side's name.
-
     Raises:
         UserError: a model that is not on this machine, or options that do not fit it.
     """

@@ -29,12 +29,7 @@ FINISHING = "{}: the run completes this step or its report and ends, with a chec
 
 
 class Stopped(Exception):  # noqa: N818  not an error
-    """A signal has ended the run.
-
-    Args:
-        signum: the signal.
-        message: a line that is still to be shown; empty if it has been.
-    """
+    """A signal has ended the run."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         super().__init__(signum, message)

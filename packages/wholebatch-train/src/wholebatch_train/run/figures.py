@@ -65,9 +65,6 @@ class Best:
         """Return a line, once, about a run that learns by heart while it can still be ended, else "".
 
         That is a run whose training loss falls though no validation has been better for a while, and the last is worse.
-
-        Args:
-            is_kept: the best weights are in a file.
         """
         if self._is_said or self._without < _WHILE or self._figure >= self.figure or self._loss >= self._loss_of_best:
             return ""
@@ -86,12 +83,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class Pace:
-    """The rate of the last steps of this process, validations and checkpoints among them.
-
-    Args:
-        batch_size: examples in a step.
-        clock: the time in seconds.
-    """
+    """The rate of the last steps of this process, validations and checkpoints among them."""
 
     def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._batch_size, self._clock = batch_size, clock
@@ -130,10 +122,6 @@ TENSORBOARD = "tensorboard"
 
 class TensorBoard:
     """Event files. Steps that a resumed run makes again replace those of before.
-
-    Args:
-        folder: the folder of the event files.
-        done: steps that the run has made.
 
     Raises:
         ImportError: if tensorboard is not installed.

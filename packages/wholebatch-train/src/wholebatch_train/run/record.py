@@ -162,7 +162,6 @@ class Record(NamedTuple):
 
 
 def read_record(folder: Path) -> Record:
-    """Return the record of the run in the folder."""
     file, values = folder / CONFIG, _values(folder)
     try:
         run = _run_of(values)
@@ -178,7 +177,6 @@ def read_record(folder: Path) -> Record:
 
 
 def read_config(folder: Path) -> TrainConfig:
-    """Return the configuration of the run in the folder."""
     return read_record(folder).config
 
 
@@ -231,6 +229,5 @@ _Part = TypeVar("_Part", DataFacts, Extension, Start)
 
 
 def _check_types(kind: type[_Part], value: Any) -> _Part:
-    """Return the values of a part, each of its type; ValueError otherwise."""
     types = {name: get_args(hint) or hint for name, hint in get_type_hints(kind).items()}
     return kind(**check_fields(value, RUN, types))

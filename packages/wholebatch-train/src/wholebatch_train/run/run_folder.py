@@ -155,7 +155,6 @@ class RunFolder:
             read_record(self.path).with_start(start, extensions).write(self.path)
 
     def write_page(self, report: Report) -> None:
-        """Write report.html."""
         with self._writing(), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
 

@@ -255,12 +255,7 @@ def accepted_at(
 
 
 def best_possible(numbers: Sequence[int], labels: Tensor) -> float:
-    """Return the largest accuracy of a method that sees only the pictures: equal ones get equal answers.
-
-    Args:
-        numbers: of n pictures, equal for equal pictures.
-        labels: (n,).
-    """
+    """Return the largest accuracy of a method that sees only the pictures: equal ones get equal answers."""
     classes: dict[int, Counter[int]] = defaultdict(Counter)
     for number, label in zip(numbers, labels.tolist(), strict=True):
         classes[number][label] += 1

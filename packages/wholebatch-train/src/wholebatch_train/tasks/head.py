@@ -46,7 +46,6 @@ def has_reference(head: HeadConfig) -> bool:
 
 
 def make_margin(head: HeadConfig) -> Any:
-    """Make the margin with its scale, and with its size if one is configured."""
     margins: dict[str, Callable[..., Any]] = {
         "arcface": wb.ArcFace,
         "cosface": wb.CosFace,

@@ -43,16 +43,7 @@ class PassState(NamedTuple):
 
 
 class Task(ABC):
-    """One rank's part of a task. Calls marked "all ranks" communicate.
-
-    Args:
-        config: the configuration of the run.
-        encoders: those to train, with random state from the seed.
-        device: where they are trained.
-        rank: r, this rank.
-        size: W, the number of ranks.
-        dense: the loss is computed by this process alone.
-    """
+    """One rank's part of a task. Calls marked "all ranks" communicate."""
 
     optimizers: Sequence[Optimizer]
     """For replicated parameters, and for sharded ones if any; each group's `peak` is its largest learning rate."""
@@ -137,16 +128,7 @@ class Task(ABC):
         self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
         save: str | None = None,
     ) -> None:  # fmt: skip
-        """Write a checkpoint. All ranks.
-
-        Args:
-            folder: the run folder.
-            before: the state before the last pass, or the present `pass_state`.
-            step: number of steps made.
-            seconds: time that they took.
-            metrics: on rank 0 the digest of these steps in metrics.jsonl. None: it is computed from the file.
-            save: the id that other parts of the checkpoint repeat. None: there are none.
-        """
+        """Write a checkpoint. All ranks."""
         if self._rank == 0:
             save_checkpoint(
                 folder, self._state.state_dict() | dict(before.loss), self._optimizer, step=step, seconds=seconds,

@@ -61,7 +61,6 @@ class Items:
     captions: str = ""
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.rows)
 
     def where(self, row: int) -> str:
@@ -107,18 +106,6 @@ def open_items(
     say: Callable[[str], None] = lambda _: None,
     workers: int = 0,
 ) -> Items:
-    """Return the items of a column of the data.
-
-    Args:
-        run: the run whose encoders will read them.
-        data: the path, or "glyphs".
-        argument: its name on the command line, for errors.
-        column: the column. "": the usual one of the side.
-        side: the side that reads it. None: as the column is.
-        skip_bad: leave out rows without a text or a readable picture.
-        say: called with lines about the data.
-        workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
-    """
     check_side(run, side)
     if data == "glyphs":
         name = side or run.sides[0]
@@ -183,7 +170,6 @@ def check_side(run: OpenRun, side: str | None) -> None:
 
 
 def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tuple[str, str]:
-    """Return the side and its column."""
     if column and column not in table.names:
         raise UserError(f"--column: {table.source} has no column {column!r}; its columns are {', '.join(table.names)}")
     if column:

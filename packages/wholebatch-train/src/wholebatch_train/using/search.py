@@ -82,7 +82,6 @@ def search(options: SearchConfig) -> None:
 
 
 def _queries(run: OpenRun, options: SearchConfig) -> Items:
-    """Return the queries as items."""
     check_side(run, options.side)
     if options.queries:
         side = _OTHER.get(options.side or "")
