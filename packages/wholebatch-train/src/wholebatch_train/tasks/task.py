@@ -34,14 +34,6 @@ class Curve(NamedTuple):
     keys: tuple[str, ...]  # its path in a validation
 
 
-class PassState(NamedTuple):
-    """The tensors that a pass over a batch changes: a run that resumes before the optimizers' step makes it again."""
-
-    loss: Mapping[str, Tensor]
-    scaler: Mapping[str, Tensor]
-    """Of the scale of --precision fp16; {} without one."""
-
-
 class Task(ABC):
     """One rank's part of a task. Calls marked "all ranks" communicate."""
 
@@ -116,38 +108,23 @@ class Task(ABC):
             figure = figure[key]
         return float(figure)
 
-    def pass_state(self) -> PassState:
-        """Return a copy of the tensors that a pass over a batch changes, before the optimizers' step."""
-        return PassState(self.loss_state(), self.precision.state())
-
-    @abstractmethod
-    def loss_state(self) -> dict[str, Tensor]:
-        """Return a copy of the tensors that a forward pass changes."""
-
-    def save(
-        self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
-        save: str | None = None,
-    ) -> None:  # fmt: skip
+    def save(self, folder: Path, *, step: int, seconds: float, save: str | None = None) -> None:
         """Write a checkpoint. All ranks."""
         if self._rank == 0:
-            save_checkpoint(
-                folder, self._state.state_dict() | dict(before.loss), self._optimizer, step=step, seconds=seconds,
-                save=save, metrics=metrics, scaler=before.scaler,
-            )  # fmt: skip
+            state, optimizer = self._state.state_dict(), self._optimizer
+            save_checkpoint(folder, state, optimizer, step=step, seconds=seconds, save=save)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore the last checkpoint; return its facts. All ranks."""
 
         def read() -> Checkpoint:
-            steps, scaler = self._config.steps, self.precision.state()
-            checkpoint = read_checkpoint(folder, self._state, self._optimizer, steps=steps, scaler=scaler)
+            checkpoint = read_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
             self._check_beside(folder, checkpoint.facts)
             return checkpoint
 
         checkpoint, _ = on_all_ranks("resume", read)
         self._load_beside(folder, checkpoint.facts)
         checkpoint.restore(self._state, self._optimizer)
-        self.precision.restore(checkpoint.scaler)
         return checkpoint.facts
 
     def _check_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:  # noqa: B027  # most have one file
