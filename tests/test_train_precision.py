@@ -10,7 +10,7 @@ from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch_train.run.checkpoint import FILE
 from wholebatch_train.tasks import identify, retrieve
-from wholebatch_train.tasks.precision import Precision
+from wholebatch_train.tasks.task import Precision
 
 pytestmark = pytest.mark.usefixtures("nothing_is_drawn")  # in this process
 

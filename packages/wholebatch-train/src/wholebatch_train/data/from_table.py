@@ -130,7 +130,8 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
     """Return the pairs of a table: rows that share a text, a picture or a value of the column `group` are one group."""
     roles = find_roles(table, config.columns, task=config.task)
     first, second = [*roles][:2]
-    for line in (*table.said, _roles_in_words(roles)):
+    in_words = [f"{role} is {' + '.join(names)}" if names != [role] else role for role, names in roles.items()]
+    for line in (*table.said, f"columns: {', '.join(in_words)}"):
         say(line)
     texts_of = {role: roles[role][0] for role in (first, second) if role != "image"}
     spread, owner = in_rows(table, [*texts_of.values()]) if config.task == "retrieve" else (table, None)
@@ -180,9 +181,3 @@ def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = 
         group = group if ids is None else joined([group, ids[rows]])
     pairs = Pairs.grouped(sides, group, rows=rows, digest=digest_of(*fingerprint), numbers=numbers)
     return replace(pairs, negatives=negatives or None, ids=ids, left_out=left_out)
-
-
-def _roles_in_words(roles: dict[str, list[str]]) -> str:
-    return "columns: " + ", ".join(
-        f"{role} is {' + '.join(names)}" if names != [role] else role for role, names in roles.items()
-    )

@@ -103,17 +103,15 @@ def usual_columns(table: Table, role: str, option: str, used: Collection[str] = 
     usual = [name for name in table.names if name.lower() in USUAL[role] and name not in used]
     usual.sort(key=lambda name: USUAL[role].index(name.lower()))
     # Of equal ones the first: img2dataset writes a caption twice.
-    distinct = [name for place, name in enumerate(usual) if not (place and _equal(table, usual[0], name))]
+    distinct = [
+        name for place, name in enumerate(usual) if not (place and table.arrow[usual[0]].equals(table.arrow[name]))
+    ]
     if len(distinct) > 1:
         raise UserError(
             f"{table.source} has several columns that could be the {role}: {', '.join(distinct)}; name one, for "
             f"instance {option}{distinct[0]}"
         )
     return distinct
-
-
-def _equal(table: Table, first: str, second: str) -> bool:
-    return bool(table.arrow[first].equals(table.arrow[second]))
 
 
 def _refuse_addresses(table: Table, role: str) -> None:

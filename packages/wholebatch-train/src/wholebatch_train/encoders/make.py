@@ -49,7 +49,9 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
     side: SideConfig = config.image if kind == "image" else config.text
     named, value = Named.parse(text), f"--{kind}-encoder {text}"
     if named.library == "small":
-        small = _make_small(config, kind)
+        small: Encoder = TextEncoder(config.model)
+        if kind == "image":
+            small = ImageEncoder(config.model, config.image_channels or 1, config.image_size)
         small.learning_rate_factor = side.learning_rate_factor or 1.0
         if side.tune == "frozen":
             small.requires_grad_(False)
@@ -68,12 +70,6 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
         encoder, side, value, is_pretrained=side.pretrained and named.library != "file", is_file=named.library == "file"
     )
     return encoder
-
-
-def _make_small(config: TrainConfig, kind: Kind) -> Encoder:
-    if kind == "image":
-        return ImageEncoder(config.model, config.image_channels or 1, config.image_size)
-    return TextEncoder(config.model)
 
 
 def _make_of_transformers(name: str, value: str, side: SideConfig) -> FixedEncoder:

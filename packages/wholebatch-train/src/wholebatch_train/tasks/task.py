@@ -1,10 +1,11 @@
-"""A task for the training loop: data, networks, a loss of the global batch, and measures of the result."""
+"""A task for the training loop: data, networks, their precision, a loss of the global batch, measures of the result."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,34 @@ from ..ranks.all_ranks import on_all_ranks
 from ..report.page import Evidence
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .evaluation import features_of_rows
-from .precision import Precision
+
+
+class Precision:
+    """Weights, gradients and the optimizer stay in float32; the products of the encoders have this precision.
+
+    The loss gets unit rows in float32. Under autocast, on a GPU, it rounds them to bfloat16 before it multiplies them,
+    and sums in float32.
+
+    Raises:
+        UserError: the device does not have this precision.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if device.type != "cuda" and name == "tf32":
+            raise UserError(
+                f"--precision {name} needs a GPU, and the run is on the {device.type.upper()}; bf16 runs there"
+            )
+        if device.type == "cuda":
+            if name == "bf16" and not torch.cuda.is_bf16_supported():
+                raise UserError("--precision bf16 needs a GPU that multiplies bfloat16, which this one does not")
+            float32 = "tf32" if name == "tf32" else "ieee"
+            torch.backends.cuda.matmul.fp32_precision = float32
+            torch.backends.cudnn.conv.fp32_precision = float32  # type: ignore[attr-defined]  # of torch's stubs
+        self._device, self._is_half = device.type, name == "bf16"
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which encoders and loss are called."""
+        return torch.autocast(self._device, torch.bfloat16) if self._is_half else nullcontext()
 
 
 class Curve(NamedTuple):
@@ -149,14 +177,13 @@ class Task(ABC):
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         """Return the report as a table: title, names of the columns, rows."""
 
+    @abstractmethod
     def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the headline of the report: the name of a figure, its value, and a note such as the chance."""
-        _, columns, rows = self.table(report)
-        return f"{rows[0][0]} {columns[1]}".strip(), rows[0][1], ""
 
+    @abstractmethod
     def evidence(self) -> Evidence:
         """Return examples of the results of `test` and their similarities, on rank 0."""
-        return Evidence()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the final weights, on rank 0. All ranks."""

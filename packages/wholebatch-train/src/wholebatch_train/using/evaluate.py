@@ -22,7 +22,7 @@ from ..data.roles import asked_roles
 from ..data.sides import Side
 from ..data.table import Table
 from ..tasks.evaluation import FAR, report_of_search, table, verify, ways_of
-from ..tasks.head import make_head
+from ..tasks.identify import make_head
 from .items import Items, features_of, opened, with_progress
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed

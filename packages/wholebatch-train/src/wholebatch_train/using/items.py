@@ -24,7 +24,7 @@ from ..data.pictures import readable_rows, rows_with_texts
 from ..data.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.sides import Chosen, FilePictures, Side, Texts
 from ..data.table import Table, digest_of, in_rows, is_bytes, is_text
-from ..encoders.encoder import Encoder, to_device
+from ..encoders.encoder import to_device
 from ..encoders.small import TextEncoder
 from ..encoders.words import identity
 from ..ranks.all_ranks import device_of
@@ -118,7 +118,6 @@ def open_items(
             say(line)
         name, column = find_column(run, table, column, side)
         if run.kind(name) == "image":
-            _check_pictures(table, column, may_be_empty=skip_bad)
             pictures = FilePictures(table, column)
             rows = readable_rows(pictures, say, workers=workers)[0] if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column, _captions(run, table))
@@ -142,25 +141,9 @@ def distinct(run: OpenRun, items: Items) -> Items:
     """Return the first row of each text that the encoder tells from others; pictures stay as they are."""
     if items.side.kind != "text":
         return items
-    same = case_ignored_by(run.encoder(items.name)) or str
+    same = identity if isinstance(run.encoder(items.name), TextEncoder) else str
     first = {same(text): place for place, text in reversed([*enumerate(items.side.items(items.rows))])}
     return replace(items, rows=items.rows[sorted(first.values())])
-
-
-def case_ignored_by(encoder: Encoder) -> Callable[[str], str] | None:
-    """Return the function that removes from a text what this encoder ignores; None: it distinguishes case."""
-    if isinstance(encoder, TextEncoder):
-        return identity
-    prepare = getattr(encoder, "prepare", None)
-    tokenizer = getattr(prepare, "tokenizer", None)
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    normalizer = getattr(fast, "normalizer", None)
-    lowers = (
-        getattr(prepare, "lower", False)
-        or (normalizer is not None and normalizer.normalize_str("A") == normalizer.normalize_str("a"))
-        or (fast is None and getattr(tokenizer, "do_lower_case", False))
-    )
-    return str.lower if lowers else None
 
 
 def check_side(run: OpenRun, side: str | None) -> None:
@@ -175,19 +158,15 @@ def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tu
     if column:
         return side or _side_of(run, table, column), column
     for name in (side,) if side else run.sides:
-        if column := _usual(table, name):
-            return name, column
+        for role in ROLES[name]:
+            if columns := usual_columns(table, role, "--column "):
+                return name, columns[0]
     names = [ROLES[name][0] for name in ((side,) if side else run.sides)]
     usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
     raise UserError(
         f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. "
         f"Name one with --column NAME (usual names need no option: {usual})"
     )
-
-
-def _usual(table: Table, side: str) -> str:
-    """Return the usual column of a side, as `wholebatch train` finds it; "" if there is none."""
-    return next((columns[0] for role in ROLES[side] if (columns := usual_columns(table, role, "--column "))), "")
 
 
 def _side_of(run: OpenRun, table: Table, column: str) -> str:
@@ -210,15 +189,6 @@ def _holds_pictures(table: Table, column: str) -> bool:
     if is_text(values.type):
         return os.path.splitext(values[0].as_py() or "")[1].lower() in PICTURES
     return pa.types.is_struct(values.type) or is_bytes(values.type)
-
-
-def _check_pictures(table: Table, column: str, *, may_be_empty: bool) -> None:
-    import pyarrow.compute as pc
-
-    values = table.arrow[column]
-    if values.null_count and not may_be_empty:
-        row = pc.index(pc.is_null(values), True).as_py()
-        raise UserError(f"{table.where(row)}: {table.why_empty(row, 'image', column)}")
 
 
 def opened(options: EncodingOptions) -> OpenRun:
