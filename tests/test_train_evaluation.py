@@ -1,5 +1,6 @@
 """Validation and test on several ranks, in parts; the waits for the first rank; and what a checkpoint reads."""
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -196,3 +197,26 @@ def test_checkpoints_do_not_read_the_metrics_again(data, tmp_path, monkeypatch):
     assert reads == [None, 12, 12, None], "at the start, by the checkpoint, to keep these lines, and for the report"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 20
     assert main(["train", "--resume", str(run), "--until-step", "21"]) == 0, "the digest was that of the file"
+
+
+def test_the_digest_of_lines_is_that_of_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = RunFolder(tmp_path)
+    assert lines.digest_of_metrics(0) is None
+    digests = []
+    for step in range(1, 5):
+        lines.append({"step": step, "loss": 1 / step})
+        digests.append(lines.digest_of_metrics(step))
+        assert lines.digest_of_metrics(step) == digest(path)
+        assert lines.digest_of_metrics(step - 1) is None
+    again = RunFolder(tmp_path)
+    again.resume_after(2)
+    assert again.digest_of_metrics(2) is None, "until the file is cut"
+    again.append({"step": 3, "loss": 7.0})
+    assert [row["loss"] for row in again.metrics()] == [1.0, 0.5, 7.0]
+    assert again.digest_of_metrics(3) == digest(path)
+    assert again.digest_of_metrics(3) != digests[2]
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()

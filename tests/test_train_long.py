@@ -384,6 +384,38 @@ def test_the_best_weights_are_kept_unless_the_run_is_not_to(whole, data, tmp_pat
     assert not (tmp_path / "run" / "best.safetensors").exists()
 
 
+def test_a_run_that_learns_by_heart_says_so_once_while_it_can_be_ended():
+    def warnings(figures, losses, **more):
+        """Return the steps after whose validation there is a line, and the lines."""
+        best = Best(SimpleNamespace(headline_figure=lambda validation: validation["x"]), 0, 0, [])
+        found = {}
+        for i, (figure, loss) in enumerate(zip(figures, losses, strict=True)):
+            best.is_beaten_by({"step": 10 * i + 5, "loss": loss + 0.5})  # a mean of the steps since a validation counts
+            best.is_beaten_by({"step": 10 * i + 10, "loss": loss - 0.5, "validation": {"x": figure}})
+            if line := best.warning(is_kept=True, **more):
+                found[10 * i + 10] = line
+        return found
+
+    falling = [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    ((step, line),) = warnings([0.1, 0.4, 0.3, 0.3, 0.2, 0.2], falling).items()
+    assert step == 50, "three validations after the best, and once"
+    assert "since step 20, whose validation was the best, the training loss has fallen from 5 to 2 and no" in line
+    assert line.endswith("; Ctrl-C ends it, and best.safetensors has the weights of step 20")
+    assert [*warnings([0.4, 0.3, 0.3, 0.3, 0.5, 0.2], falling)] == [40], "a better one later starts again"
+    assert not warnings([0.4, 0.3, 0.3, 0.3, 0.3, 0.3], [5.0] * 6), "nothing is learned, by heart or else"
+    assert not warnings([0.4, 0.4, 0.4, 0.4, 0.4, 0.4], falling), "as good as the best is not worse"
+    assert not warnings([0.1, 0.2, 0.3, 0.4, 0.3, 0.3], falling), "not for a while yet"
+    assert not warnings([0.1], [5.0])
+
+
+def test_the_line_of_a_run_that_learns_by_heart_comes_before_its_end(data, tmp_path, monkeypatch, capsys):
+    validations(monkeypatch, [0.4, 0.3, 0.3, 0.2, 0.2, 0.2])
+    assert main(["train", *options(data, tmp_path / "run", *QUICK, "--validate-every", "2", steps=12)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = (i for i, line in enumerate(lines) if line.startswith("note: the run learns by heart: since step 2"))
+    assert lines[place - 1].startswith("step    8/12"), "after three validations that were worse, and then no more"
+
+
 # A full disk.
 def test_a_full_disk_leaves_the_last_checkpoint_whole(data, whole, tmp_path, monkeypatch, capsys):
     run, save = tmp_path / "run", checkpoint.write_tensors

@@ -283,7 +283,7 @@ def test_a_checkpoint_of_adapters_continues(models, data, tmp_path):
     whole, first, second = (task_of(config) for _ in range(3))
     make_steps(whole, 0, 4)
     make_steps(first, 0, 2)
-    first.save(tmp_path, step=2, seconds=0.0)
+    first.save(tmp_path, first.pass_state(), step=2, seconds=0.0)
     make_steps(second, 0, 1)  # another state, which the checkpoint replaces
     assert second.load(tmp_path)["step"] == 2
     make_steps(second, 2, 4)

@@ -130,7 +130,7 @@ def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> N
             optimizer.zero_grad()
         folder.append({"step": step + 1, "loss": loss.item(), "seconds": 0.5 * step})
         torch.rand(seed + 1)
-        task.save(path, step=step + 1, seconds=0.5)
+        task.save(path, task.pass_state(), step=step + 1, seconds=0.5)
         if step == 0 and name == "whole":
             shutil.copytree(path, path.with_name("earlier"))
 
@@ -194,7 +194,7 @@ def reader(kind: str, base: Path) -> tuple[Callable[[Path], None], State]:
     def run_state() -> list[bytes]:
         heads = [task.head.state_dict()] if kind == "identify" else []
         return [
-            as_bytes([task.weights(), task._state.state_dict(), *heads, torch.get_rng_state()]),
+            as_bytes([task.weights(), task.loss_state(), task.precision.state(), *heads, torch.get_rng_state()]),
             as_bytes([optimizer.state_dict() for optimizer in task.optimizers]),
             json.dumps({name: str(value) for name, value in found.items()}, sort_keys=True).encode(),
         ]

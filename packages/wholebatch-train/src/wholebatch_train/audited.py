@@ -81,7 +81,7 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
         UserError: on all ranks, if they differ on one.
     """
     examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
-    precision = "fp32" if config.precision == "bf16" else config.precision  # whose rounding is no mistake
+    precision = "fp32" if config.precision in ("bf16", "fp16") else config.precision  # whose rounding is no mistake
     smaller = replace(
         config,
         workers=0,

@@ -112,8 +112,8 @@ class TrainConfig:
     a quarter of them, or at most 64."""
     chunk_size: int = 0
     """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all."""
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Precision of the encoders' products. tf32 needs a GPU. Weights, gradients and sums stay in float32."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Precision of the encoders' products. tf32 and fp16 need a GPU. Weights, gradients and sums stay in float32."""
     compile: bool = False
     """Compile the encoders with torch.compile; without --chunk-size only."""
     learning_rate: float = 2e-3

@@ -38,7 +38,7 @@ from .run.record import CONFIG, DataFacts, Extension, Schedule, Start, read_reco
 from .run.resume import how_to_resume
 from .run.run_folder import RunFolder
 from .tasks.make import check_encoders, make_task
-from .tasks.task import Precision
+from .tasks.precision import Precision
 
 _VERSIONS = f"wholebatch {wb.__version__}, Python {platform.python_version()}, torch {torch.__version__}"
 

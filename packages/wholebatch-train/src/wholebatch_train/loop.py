@@ -24,7 +24,7 @@ from .run.checkpoint import FILE
 from .run.figures import TENSORBOARD, Best, Pace, TensorBoard, figures_of, figures_of_step, peak_memory
 from .run.record import Schedule, Start, describe_extension, read_record
 from .run.run_folder import RunFolder
-from .tasks.task import Task, not_finite
+from .tasks.task import PassState, Task, not_finite
 
 
 def train(
@@ -58,13 +58,18 @@ def train(
     tensorboard = _begin(config, folder, progress, schedule, start)
     wait = WaitForFirstRank()
 
-    def save(step: int) -> None:
-        _check_finite(task, step)
+    def save(state: PassState, step: int) -> None:
         with _name_last_checkpoint(saved_at, requests):
-            task.save(path, step=step, seconds=seconds)
+            metrics = None if folder is None else folder.digest_of_metrics(step)
+            task.save(path, state, step=step, seconds=seconds, metrics=metrics)
             if tensorboard is not None:
                 tensorboard.flush()
         wait()
+
+    def save_last(step: int) -> None:
+        """Save what the step has made, which no later pass has shown to be finite."""
+        _check_finite(task, step)
+        save(task.pass_state(), step)
 
     try:
         since = schedule.extensions[-1].at if schedule.extensions else 0
@@ -80,10 +85,16 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = schedule.rate(group["peak"], step)
                 optimizer.zero_grad()
+            # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
+            due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
+            before = task.pass_state() if due else None
             loss = task.add_gradients(step)
             grad_norm = task.grad_norm()
             if not math.isfinite(grad_norm):
                 raise not_finite(step, f"the norm of the gradient is {grad_norm}")
+            if before is not None:  # only now the weights of the last step are known to give a finite loss and gradient
+                save(before, step)
+                saved_at = step
             for optimizer in task.optimizers:
                 optimizer.step()
             task.after_step()
@@ -117,9 +128,11 @@ def train(
                             folder.keep_best(task, weights, done)
                     wait()
                 is_over = from_first_rank(best.is_over, device)
+            if done < schedule.steps and not is_over and (warning := best.warning(is_kept=keeps_best)):
+                progress.say(warning)
             asked = requests.combined()
-            if asked.stop or asked.checkpoint or done % config.checkpoint_every == 0:
-                save(done)
+            if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
+                save_last(done)
                 saved_at = done
             if asked.stop:
                 raise _end(asked, requests, progress, step=done)
@@ -136,7 +149,7 @@ def train(
                 + more
             )
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
-            save(done)
+            save_last(done)
         report = figures = task.test()
         wait()
         weights = task.weights()
@@ -189,7 +202,10 @@ def _begin(
 
 
 def _check_finite(task: Task, done: int) -> None:
-    """Raise UserError on all ranks unless all trained weights are finite after `done` steps, before they are saved."""
+    """Raise UserError on all ranks unless all weights that are trained are finite after `done` steps.
+
+    Without another pass only this shows what the last step has made of them, and a checkpoint replaces the one before.
+    """
 
     def check() -> None:
         groups = [group["params"] for optimizer in task.optimizers for group in optimizer.param_groups]

@@ -189,7 +189,7 @@ class DualEncoder(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if bias else None
 
     def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | None) -> tuple[Tensor | None, ...]:
-        """Return unit features of both sides, (b, d) each, the scale, the bias if there is one, those of negatives."""
+        """Return unit features of both sides, (b, d) each, the scale, the bias if there is one, and those of negatives."""
         x, y = (self._attach_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
         others = [y[:0] if z is None else self._attach_graph(self.encode(self.sides[1], z)) for z in negatives]
         bias = None if self.logit_bias is None else self.logit_bias.sum()

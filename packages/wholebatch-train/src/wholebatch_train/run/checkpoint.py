@@ -1,4 +1,4 @@
-"""One file per checkpoint: weights, optimizer and random state as safetensors, replaced in one step.
+"""One file per checkpoint: weights, optimizer, loss scale and random state as safetensors, replaced in one step.
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a complete
 checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of the run's record
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from .record import CONFIG, digests_of_run
 
 FILE = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _MOST_METRICS_BYTES = 2**30
-_FORMAT = "wholebatch-train-6"
+_FORMAT = "wholebatch-train-5"
 _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
     "metrics": (str, type(None)), "extensions": (str, type(None)),
@@ -42,7 +44,9 @@ def save_checkpoint(
     *,
     step: int,
     seconds: float,
+    scaler: Mapping[str, Tensor] = _NOTHING,
     save: str | None = None,
+    metrics: str | None = None,
 ) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training.
 
@@ -52,24 +56,26 @@ def save_checkpoint(
         optimizer: its state is saved, its settings are not.
         step: number of steps made.
         seconds: time that they took.
+        scaler: the state of the loss's scale; {} if there is none.
         save: the id that other parts of the checkpoint repeat; None if there are no other parts.
+        metrics: the digest of the first `step` lines of metrics.jsonl. None: it is computed from the file.
     """
     sync_file(folder / METRICS)  # the checkpoint holds its digest
     facts = {
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
-        **_digests(folder, step),
+        **_digests(folder, step, metrics),
     }  # fmt: skip
-    tensors = _tensors(state, optimizer.state_dict()["state"])
+    tensors = _tensors(state, optimizer.state_dict()["state"], scaler)
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
 def _tensors(
-    state: Mapping[str, Tensor],
-    optimizer: Mapping[int, Mapping[str, Tensor]],
+    state: Mapping[str, Tensor], optimizer: Mapping[int, Mapping[str, Tensor]], scaler: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in state.items()}
     for index, of_parameter in optimizer.items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in of_parameter.items()}
+    tensors |= {f"scaler.{name}": value for name, value in scaler.items()}
     return tensors | {"rng.cpu": torch.get_rng_state()}
 
 
@@ -79,6 +85,12 @@ class Checkpoint:
 
     facts: dict[str, Any]
     tensors: Mapping[str, Tensor]
+
+    @property
+    def scaler(self) -> dict[str, Tensor]:
+        """The state of the loss's scale; {} if it has none."""
+        items = self.tensors.items()
+        return {name.removeprefix("scaler."): x for name, x in items if name.startswith("scaler.")}
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         of_model = {name.removeprefix("model."): x for name, x in self.tensors.items() if name.startswith("model.")}
@@ -98,8 +110,9 @@ def read_checkpoint(
     optimizer: torch.optim.Optimizer,
     *,
     steps: int,
+    scaler: Mapping[str, Tensor] = _NOTHING,
 ) -> Checkpoint:
-    """Read the checkpoint of a run of `steps` steps; change nothing.
+    """Read the checkpoint of a run of `steps` steps, with a `scaler` state like this; change nothing.
 
     Raises:
         UserError: if any bit of it has changed, or it does not belong to this run and this model.
@@ -110,7 +123,7 @@ def read_checkpoint(
         check_is_of_run(file, folder, _digests(folder, facts["step"]))
         if not 0 <= facts["step"] <= steps:
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
-        expected = _expected(model, optimizer)
+        expected = _expected(model, optimizer, scaler)
         specs = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
         check_fits(path, "this configuration's model", specs, expected)
         tensors = {name: file.read(name) for name in expected}
@@ -126,12 +139,15 @@ def read_checkpoint(
         x, most = tensors[name], facts["step"] if name.endswith(".step") else math.inf
         if not bool((x.isfinite() & ((x >= 0) | name.endswith(".exp_avg")) & (x <= most)).all()):
             raise UserError(f"{path} has no state of an optimizer in {name!r}; was it edited?")
-    return Checkpoint(facts, tensors)
+    checkpoint = Checkpoint(facts, tensors)
+    of_scaler = {name: x.item() for name, x in checkpoint.scaler.items()}
+    if not all(math.isfinite(x) and (x > 0 if name == "scale" else x >= 0) for name, x in of_scaler.items()):
+        raise UserError(f"{path} has no state of a loss scale in 'scaler': expected positive numbers, got {of_scaler}")
+    return checkpoint
 
 
 def _expected(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Mapping[str, Tensor]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every tensor of a checkpoint.
 
@@ -147,7 +163,7 @@ def _expected(
     make: Callable[..., torch.optim.Optimizer] = type(optimizer)
     copy = make(groups)
     copy.step()
-    tensors = _tensors(model.state_dict(), copy.state_dict()["state"])
+    tensors = _tensors(model.state_dict(), copy.state_dict()["state"], scaler)
     return {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
 
@@ -192,13 +208,13 @@ def _facts(file: TensorFile) -> dict[str, Any]:
     return facts
 
 
-def _digests(folder: Path, step: int) -> dict[str, str | None]:
+def _digests(folder: Path, step: int, of_metrics: str | None = None) -> dict[str, str | None]:
     """Return the digests of the run's record and first steps; None for a file that is not there."""
     metrics = folder / METRICS
     with _reading(folder):
-        content = b"".join(first_lines(metrics, step)) if metrics.exists() else None
-        digest = None if content is None else hashlib.sha256(content).hexdigest()
-        return digests_of_run(folder, step) | {"metrics": digest}
+        if of_metrics is None and metrics.exists():
+            of_metrics = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
+        return digests_of_run(folder, step) | {"metrics": of_metrics}
 
 
 def check_is_of_run(file: TensorFile, folder: Path, digests: Mapping[str, str | None] | None = None) -> None:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from wholebatch.app import writing
 from ..tasks.task import Task
 
 FILE = "best.safetensors"
+_WHILE = 3  # validations without a better one, after which a run that learns by heart is warned of
 
 
 class Best:
@@ -33,17 +35,23 @@ class Best:
         self._task, self._patience, self._since = task, patience, since
         self.step, self.figure = 0, float("-inf")
         self._without = 0
+        self._figure = self._loss = self._loss_of_best = float("nan")  # of the last validation, and of the best
+        self._losses: list[float] = []  # since the last validation
+        self._is_said = False
         for metrics in earlier:
             self.is_beaten_by(metrics)
 
     def is_beaten_by(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the validation of this step, if it has one, is the best so far."""
+        loss = metrics.get("loss")
+        self._losses.append(math.inf if loss is None else loss)
         if not metrics.get("validation"):
             return False
-        figure, step = self._task.headline_figure(metrics["validation"]), metrics["step"]
-        better = figure > self.figure
+        self._loss, self._losses = fmean(self._losses), []
+        self._figure, step = self._task.headline_figure(metrics["validation"]), metrics["step"]
+        better = self._figure > self.figure
         if better:
-            self.step, self.figure = step, figure
+            self.step, self.figure, self._loss_of_best, self._is_said = step, self._figure, self._loss, False
         if step > self._since:
             self._without = 0 if better else self._without + 1
         return better
@@ -52,6 +60,20 @@ class Best:
     def is_over(self) -> bool:
         """Whether patience has ended."""
         return 0 < self._patience <= self._without
+
+    def warning(self, *, is_kept: bool) -> str:
+        """Return a line, once, about a run that learns by heart while it can still be ended, else "".
+
+        That is a run whose training loss falls though no validation has been better for a while, and the last is worse.
+        """
+        if self._is_said or self._without < _WHILE or self._figure >= self.figure or self._loss >= self._loss_of_best:
+            return ""
+        self._is_said = True
+        return (
+            f"note: the run learns by heart: since step {self.step:,}, whose validation was the best, the training "
+            f"loss has fallen from {self._loss_of_best:.3g} to {self._loss:.3g} and no validation was better; "
+            "Ctrl-C ends it" + (f", and {FILE} has the weights of step {self.step:,}" if is_kept else "")
+        )
 
 
 MEASURED = ("seconds", "examples_per_second", "peak_rss_bytes", "peak_cuda_bytes")

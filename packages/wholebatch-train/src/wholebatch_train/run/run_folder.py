@@ -17,6 +17,7 @@ tensorboard/             TensorBoard's event files
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ class RunFolder:
         self._metrics = path / METRICS
         self._rows: list[dict[str, Any]] | None = None  # those of the file, from a read until the next line
         self._keep: int | None = None  # lines to keep when the next one is added
+        self._lines, self._digest = 0, hashlib.sha256()
+        self._is_begun = False  # whether these two are those of the file
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig, data: DataFacts, left_out: Sequence[LeftOut] = ()) -> RunFolder:
@@ -97,18 +100,36 @@ class RunFolder:
         }
         line = json.dumps(finite).encode() + b"\n"
         with self._writing():
-            if self._keep is not None and self._metrics.exists():
-                with replacing(self._metrics) as whole:
-                    whole.write(b"".join(first_lines(self._metrics, self._keep)))
+            if not self._is_begun:
+                self._begin()
             with self._metrics.open("ab") as file:
                 file.write(line)
-        self._rows = self._keep = None
+        self._rows = None
+        self._count(line)
+
+    def _begin(self) -> None:
+        """Keep the lines of the steps before, and count them."""
+        kept = first_lines(self._metrics, self._keep) if self._metrics.exists() else []
+        if self._keep is not None:
+            with replacing(self._metrics) as whole:
+                whole.write(b"".join(kept))
+        for line in kept:
+            self._count(line)
+        self._keep, self._is_begun = None, True
+
+    def _count(self, line: bytes) -> None:
+        self._lines += 1
+        self._digest.update(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, one for each step, without a last line that a kill cut short."""
         if self._rows is None:
             self._rows = _read_metrics(self._metrics)
         return self._rows
+
+    def digest_of_metrics(self, step: int) -> str | None:
+        """Return the digest of the first `step` lines of metrics.jsonl, if these are all that there are; else None."""
+        return self._digest.hexdigest() if self._is_begun and self._lines == step else None
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Write the final weights and the report."""

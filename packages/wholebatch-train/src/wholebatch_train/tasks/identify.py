@@ -31,7 +31,7 @@ from ..report.evidence import classes_evidence, surest_mistakes
 from ..report.page import Evidence, Item
 from .batches import ImageBatches, Reader, augmented, rows_of_chunks
 from .evaluation import best_possible, verify
-from .task import Curve, Task, finite_loss, not_finite
+from .task import Curve, PassState, Task, finite_loss, not_finite
 
 _COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
 
@@ -169,6 +169,7 @@ class Identify(Task):
                 config.chunk_size,
                 self._loss,
                 split_input_fn=self._split,
+                scaler=self.precision.scaler,
             )
         self._workers = workers_of_a_rank(config, {"image": data.pictures}, size)
         self._batches = Feed(
@@ -190,12 +191,14 @@ class Identify(Task):
         images = augmented(to_device(batch.images, self._device), self._config, self._rows, step)
         named: dict[str, Any] = {"step": step, "labels": batch.labels.to(self._device)}
 
-        with self.precision.autocast():
-            if self._cached is not None:
-                return self._cached(images, **named)
-            loss = self._loss(self._encode(images), **named)
-        loss.backward()
-        return loss.detach()
+        def compute() -> Tensor:
+            with self.precision.autocast():
+                if self._cached is not None:
+                    return self._cached(images, **named)
+                loss = self._loss(self._encode(images), **named)
+            return self.precision.backward(loss)
+
+        return self.precision.add_gradients(compute, self.optimizers, self.head)
 
     def _encode(self, images: Inputs) -> Tensor:
         if self._is_trained:
@@ -242,9 +245,18 @@ class Identify(Task):
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
 
-    def save(self, folder: Path, *, step: int, seconds: float, save: str | None = None) -> None:
+    def loss_state(self) -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in self.head.named_buffers()}
+
+    def save(
+        self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
+        save: str | None = None,
+    ) -> None:  # fmt: skip
+        present = self.loss_state()
+        self.head.load_state_dict(before.loss, strict=False)
         save = save_head(folder, step, self.head, self._head_optimizer, rank=self._rank)
-        super().save(folder, step=step, seconds=seconds, save=save)
+        self.head.load_state_dict(present, strict=False)
+        super().save(folder, before._replace(loss={}), step=step, seconds=seconds, metrics=metrics, save=save)
         if self._rank == 0:
             remove_other_heads(folder, step)
 

@@ -66,8 +66,9 @@ class Retrieve(Task):
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_drop_none
-            )
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_drop_none,
+                scaler=self.precision.scaler,
+            )  # fmt: skip
         self._workers = workers_of_a_rank(config, pairs.sides, size)
         self._readers = {name: Reader.of(self._encoder.encoder(name)) for name in pairs.sides}
         self._batches = Feed(
@@ -95,12 +96,14 @@ class Retrieve(Task):
         if self._pairs.negatives is not None:
             named["negative_names"] = batch.negative_names.to(self._device)
 
-        with self.precision.autocast():
-            if self._cached is not None:
-                return self._cached(_Whole(batch.chunks, step), **named)
-            loss = self._loss(_drop_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
-        loss.backward()
-        return loss.detach()
+        def compute() -> Tensor:
+            with self.precision.autocast():
+                if self._cached is not None:
+                    return self._cached(_Whole(batch.chunks, step), **named)
+                loss = self._loss(_drop_none(self._model(*self._chunk(batch.chunks[0], step))), **named)
+            return self.precision.backward(loss)
+
+        return self.precision.add_gradients(compute, self.optimizers, self._objective)
 
     def _loss(self, features: Sequence[Tensor], *, step: int, **names: Tensor) -> Tensor:
         first, second, scale, *rest = features
@@ -160,6 +163,9 @@ class Retrieve(Task):
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation[self._ways[0]]['recall@1']:.3f} among {len(self._validated.rows[1])}"
+
+    def loss_state(self) -> dict[str, Tensor]:
+        return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
     def test(self) -> dict[str, Any]:
         stated, other = self._tested, self._pairs.names[1]

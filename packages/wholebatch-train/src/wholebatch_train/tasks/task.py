@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,34 +24,7 @@ from ..ranks.all_ranks import on_all_ranks
 from ..report.page import Evidence
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .evaluation import features_of_rows
-
-
-class Precision:
-    """Weights, gradients and the optimizer stay in float32; the products of the encoders have this precision.
-
-    The loss gets unit rows in float32. Under autocast, on a GPU, it rounds them to bfloat16 before it multiplies them,
-    and sums in float32.
-
-    Raises:
-        UserError: the device does not have this precision.
-    """
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        if device.type != "cuda" and name == "tf32":
-            raise UserError(
-                f"--precision {name} needs a GPU, and the run is on the {device.type.upper()}; bf16 runs there"
-            )
-        if device.type == "cuda":
-            if name == "bf16" and not torch.cuda.is_bf16_supported():
-                raise UserError("--precision bf16 needs a GPU that multiplies bfloat16, which this one does not")
-            float32 = "tf32" if name == "tf32" else "ieee"
-            torch.backends.cuda.matmul.fp32_precision = float32
-            torch.backends.cudnn.conv.fp32_precision = float32  # type: ignore[attr-defined]  # of torch's stubs
-        self._device, self._is_half = device.type, name == "bf16"
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which encoders and loss are called."""
-        return torch.autocast(self._device, torch.bfloat16) if self._is_half else nullcontext()
+from .precision import Precision
 
 
 class Curve(NamedTuple):
@@ -60,6 +32,14 @@ class Curve(NamedTuple):
 
     label: str
     keys: tuple[str, ...]  # its path in a validation
+
+
+class PassState(NamedTuple):
+    """The tensors that a pass over a batch changes: a run that resumes before the optimizers' step makes it again."""
+
+    loss: Mapping[str, Tensor]
+    scaler: Mapping[str, Tensor]
+    """Of the scale of --precision fp16; {} without one."""
 
 
 class Task(ABC):
@@ -136,23 +116,38 @@ class Task(ABC):
             figure = figure[key]
         return float(figure)
 
-    def save(self, folder: Path, *, step: int, seconds: float, save: str | None = None) -> None:
+    def pass_state(self) -> PassState:
+        """Return a copy of the tensors that a pass over a batch changes, before the optimizers' step."""
+        return PassState(self.loss_state(), self.precision.state())
+
+    @abstractmethod
+    def loss_state(self) -> dict[str, Tensor]:
+        """Return a copy of the tensors that a forward pass changes."""
+
+    def save(
+        self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
+        save: str | None = None,
+    ) -> None:  # fmt: skip
         """Write a checkpoint. All ranks."""
         if self._rank == 0:
-            state, optimizer = self._state.state_dict(), self._optimizer
-            save_checkpoint(folder, state, optimizer, step=step, seconds=seconds, save=save)
+            save_checkpoint(
+                folder, self._state.state_dict() | dict(before.loss), self._optimizer, step=step, seconds=seconds,
+                save=save, metrics=metrics, scaler=before.scaler,
+            )  # fmt: skip
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore the last checkpoint; return its facts. All ranks."""
 
         def read() -> Checkpoint:
-            checkpoint = read_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
+            steps, scaler = self._config.steps, self.precision.state()
+            checkpoint = read_checkpoint(folder, self._state, self._optimizer, steps=steps, scaler=scaler)
             self._check_beside(folder, checkpoint.facts)
             return checkpoint
 
         checkpoint, _ = on_all_ranks("resume", read)
         self._load_beside(folder, checkpoint.facts)
         checkpoint.restore(self._state, self._optimizer)
+        self.precision.restore(checkpoint.scaler)
         return checkpoint.facts
 
     def _check_beside(self, folder: Path, facts: Mapping[str, Any]) -> None:  # noqa: B027  # most have one file
