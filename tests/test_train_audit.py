@@ -14,6 +14,7 @@ from wholebatch_train import audited as train_audit
 from wholebatch_train.audited import Outcome, audit_start
 from wholebatch_train.config import LOSSES, HeadConfig, ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
+from wholebatch_train.planned import plan_start
 from wholebatch_train.tasks import retrieve
 from wholebatch_train.tasks.make import make_task
 from wholebatch_train.tasks.objectives import Objective, make_objective
@@ -161,5 +162,21 @@ def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data
     assert main([*command, str(tmp_path / "a"), "--ranks", "2"]) == 0
     printed = capfd.readouterr().out
     assert "audit: on 2 processes the gradient of" in printed
+    assert "plan: clip on 2 processes, similarities kept, fp32: " in printed
     assert main([*command, str(tmp_path / "b"), "--no-audit"]) == 0
     assert "audit" not in capfd.readouterr().out
+
+
+def test_the_plan_has_the_settings_of_the_run(data, faces):
+    def line(size=1, **more):
+        config = replace(CONFIG, **{"data": data, **more})
+        return plan_start(*load_data(config, size), torch.device("cpu"), size=size)
+
+    assert line().startswith("plan: clip on 1 process, similarities kept, fp32: ")
+    assert "computed twice" in line(label_smoothing=0.1)  # with it nothing is kept
+    assert "computed once" in line(loss="siglip", size=2)
+    assert "exchange gather" in line(loss="siglip", size=2)
+    assert "plan: none, because the planner does not know --loss circle" in line(loss="circle")
+    assert "4 rows encoded at a time" in line(chunk_size=4)
+    assert "classes on 2 processes" in line(task="identify", data=faces, size=2)
+    assert "plan: none" in line(task="identify", data=faces, head=HeadConfig(margin="curricularface"))

@@ -23,7 +23,8 @@ from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.config_file import from_values, to_json
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
-from wholebatch_train.encoders.encoder import DualEncoder, check_batch_norm, map_tensors, to_device, used_parameters
+from wholebatch_train.encoders.dual import DualEncoder
+from wholebatch_train.encoders.encoder import check_batch_norm, map_tensors, to_device, used_parameters
 from wholebatch_train.encoders.libraries import folder_of
 from wholebatch_train.encoders.make import (
     make_dual_encoder,
@@ -35,6 +36,8 @@ from wholebatch_train.encoders.make import (
 from wholebatch_train.encoders.small import ImageEncoder, TextEncoder
 from wholebatch_train.encoders.words import tokenize
 from wholebatch_train.option_checks import check_options
+from wholebatch_train.tasks import chunking
+from wholebatch_train.tasks.chunking import with_chunk_size
 from wholebatch_train.tasks.make import make_task
 from wholebatch_train.tasks.task import make_adamw
 
@@ -231,6 +234,7 @@ def test_the_optimizer_leaves_out_frozen_weights_and_scales_the_rate_of_a_side()
         ({"text": TextSideConfig(tune="frozen", learning_rate_factor=2.0)}, "with --text.tune frozen, got 2.0"),
         ({"text": TextSideConfig(learning_rate_factor=0.0)}, "--text.learning-rate-factor must be in "),
         ({"compile": True, "chunk_size": 8}, "--compile must be left out with --chunk-size 8, got True"),
+        ({"compile": True, "chunk_size": "auto"}, "--compile must be left out with --chunk-size auto"),
         ({"chunk_size": -1}, "--chunk-size must be at least 0, got -1"),
     ],
 )  # fmt: skip
@@ -241,7 +245,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 def test_options_of_encoders_survive_json(tmp_path):
     config = replace(
-        CONFIG, chunk_size=8, text_encoder="transformers:x", text=TextSideConfig(max_tokens=5, tune="lora")
+        CONFIG, chunk_size="auto", text_encoder="transformers:x", text=TextSideConfig(max_tokens=5, tune="lora")
     )
     values = json.loads(to_json(config))
     assert from_values(values, tmp_path) == config
@@ -461,6 +465,24 @@ def test_bfloat16_is_near_float32_and_the_loss_in_float32(data):
     assert_same(rounded_loss, loss, relative=0.02)
 
 
+def test_an_automatic_chunk_fits_the_memory_and_changes_no_gradient(data, monkeypatch):
+    config = replace(CONFIG, data=data, batch_size=48, validation_texts=2, test_texts=2, workers=0, chunk_size="auto")
+    config, loaded = load_data(config, 1)
+    assert with_chunk_size(config, loaded, CPU, rank=0, size=1).chunk_size == 0, "all 48 rows fit"
+    whole = make_task(replace(config, chunk_size=0), loaded, CPU, rank=0, size=1)
+    held = {n: chunking.memory_of_graph(whole, n, CPU) for n in (1, 8, 16)}
+    assert 1.5 < held[16] / held[8] < 2.1
+    weights = sum(p.nbytes for p in whole.module.parameters())
+    monkeypatch.setattr(chunking, "free_memory", lambda _: round(2.2 * held[8]) + 3 * weights)
+    found = with_chunk_size(config, loaded, CPU, rank=0, size=1)
+    assert found.chunk_size == 8
+    cached = make_task(found, loaded, CPU, rank=0, size=1)
+    for task in (whole, cached):
+        task.add_gradients(0)
+    for name, x in whole.gradients().items():
+        assert_same(cached.gradients()[name], x, relative=1e-5)
+
+
 def test_compiled_encoders_have_the_same_gradient(data, monkeypatch):
     """By a backend that is quick to compile: whether the encoders are traced in full is the question, not the code."""
     compiled = []
@@ -490,9 +512,18 @@ def faces(tmp_path_factory):
     return str(write_pairs(tmp_path_factory.mktemp("faces"), faces=("DejaVuSans", "DejaVuSerif", "DejaVuSansMono")))
 
 
-def test_chunks_of_a_frozen_encoder_of_classes(faces):
+def test_chunks_of_a_frozen_encoder_of_classes(faces, monkeypatch):
     """Nothing in the encoder needs a gradient, on a GPU as little as here: the classifier's is the same in chunks."""
     config = replace(CONFIG, data=faces, batch_size=24, workers=0, **FROZEN)
     (loss, whole), (in_chunks, same) = gradients(config), gradients(config, chunk_size=5)
     assert_same(in_chunks, loss, relative=1e-6)
     assert_same(same, whole, relative=1e-5)
+    config, loaded = load_data(replace(config, chunk_size="auto"), 1)
+    assert with_chunk_size(config, loaded, CPU, rank=0, size=1).chunk_size == 0, "no graph is held"
+    allocated = iter([0, 100, 0, 10**12])
+    for name, found in (("synchronize", None), ("reset_peak_memory_stats", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(allocated))
+    task = make_task(replace(config, chunk_size=0), loaded, CPU, rank=0, size=1)
+    assert [chunking.memory_of_graph(task, n, torch.device("cuda")) for n in (1, 2)] == [100, 10**12]

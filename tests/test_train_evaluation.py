@@ -69,6 +69,7 @@ def reports(data, queries):
         found(configured(data)),
         found(configured(data, task="identify")),
         found(configured(queries, test_texts=2)),
+        found(configured(data, fsdp=True)),
     ]
     if dist.is_initialized():
         check_the_wait()

@@ -279,6 +279,7 @@ def test_the_report_of_a_search_has_its_figures(tmp_path):
     assert "retrieve · pairs.jsonl" in page.texts
     assert f"{report['image_to_text']['recall@1']:.4f}" in page.texts
     assert f"{report['image_to_text']['chance']['recall@1']:.4f}" in page.texts
+    assert any(text.startswith("plan: clip on 1 process") for text in page.texts)
     assert any(text.startswith("audit: on 1 process the gradient") for text in page.texts)
     assert "best validation" in page.texts
     assert any("<b>GREEK</b>" in text for text in page.texts)

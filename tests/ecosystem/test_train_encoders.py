@@ -92,7 +92,7 @@ def task_of(config):
 
 
 def trained(config):
-    """Return the final weights of two steps on the ranks of this call."""
+    """Return the final weights of two steps on the ranks of this call, in parts if --fsdp."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     config, loaded = load_data(config, size)
     task = make_task(config, loaded, CPU, rank=dist.get_rank() if size > 1 else 0, size=size)
@@ -135,20 +135,22 @@ def test_the_gradient_is_exact_in_chunks_and_on_two_ranks(models, data):
     assert first.keys() == second.keys()
     for name, x in first.items():
         assert (second[name] - x).abs().max() < 1e-5 * max(1e-3, float(x.abs().max())), name
+    sharded = replace(adapted, fsdp=True)
     expected = trained(replace(adapted, chunk_size=0))
-    for errors, weights in run_ranks(of_ranks, 2, adapted, (whole, in_chunks, adapted)):
+    for errors, weights in run_ranks(of_ranks, 2, sharded, (whole, in_chunks, adapted)):
         assert max(errors) < 1e-5
         assert weights.keys() == expected.keys()
-        for name, x in expected.items():  # adapters are merged
+        for name, x in expected.items():  # adapters are merged, whether they are whole or in parts
             assert (weights[name] - x).abs().max() < 1e-4, name
 
 
-def test_mined_negatives_of_which_a_rank_has_none(models, tmp_path):
+def test_mined_negatives_of_which_a_rank_has_none_with_sharded_weights(models, tmp_path):
+    """The text that is encoded for nothing has the columns of its own chunk."""
     rows = range(30)
     lines = [{"query": f"one {i}", "positive": f"two {i * i}", "negatives": ["a b"] * (not i % 7)} for i in rows]
     (tmp_path / "queries.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     encoder = f"transformers:{models / 'bert'}"
-    whole = TrainConfig(data=str(tmp_path / "queries.jsonl"), text_encoder=encoder, **SIZES)
+    whole = TrainConfig(data=str(tmp_path / "queries.jsonl"), text_encoder=encoder, fsdp=True, **SIZES)
     for errors in run_ranks(audited, 2, replace(whole, batch_size=9), replace(whole, batch_size=9, chunk_size=2)):
         assert max(errors) < 1e-5
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from compare import assert_same
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 
 from wholebatch._base.third_party import declare_torchvision_operators
 
@@ -102,6 +103,24 @@ def test_the_gradient_is_exact_in_chunks_and_on_two_ranks(models, data):
     recomputed = replace(config, chunk_size=7, image=SideConfig(recompute=True))
     for errors in run_ranks(audited, 2, config, recomputed):
         assert max(errors) < 1e-4
+
+
+def units(config):
+    """Return the modules of the model whose weights are sharded by themselves, and the error of the audit."""
+    config, loaded = load_data(config, 2)
+    task = make_task(config, loaded, CPU, rank=dist.get_rank(), size=2)
+    model = task.module.image.model
+    return [name for name, m in model.named_modules() if isinstance(m, FSDPModule)], audited(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("test_vit", {"blocks.0", "blocks.5"}), ("test_resnet", {"layer1.0", "layer4.0"})]
+)
+def test_blocks_are_sharded_one_by_one(models, data, name, blocks):
+    config = TrainConfig(data=data, image_encoder=f"timm:{models / name}", fsdp=True, chunk_size=5, **SIZES)
+    found, error = run_ranks(units, 2, config)[0]
+    assert blocks <= {*found}
+    assert error < 1e-4
 
 
 def test_batch_norm_is_frozen_with_weights_and_refused_without(models):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class Outcome:
 def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Outcome:
     """Compare this rank's final gradient with that of the dense loss on one process. All ranks.
 
+    Of sharded weights no device may have room for the whole: rank 0 alone compares, on its CPU.
+
     Raises:
         UserError: on all ranks, if they differ on one.
     """
@@ -90,21 +92,26 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
         chunk_size=min(config.chunk_size, max(1, examples // size // 2)),
     )
     grads = _gradients(make_task(smaller, data, device, rank=rank, size=size))
-    whole = replace(smaller, chunk_size=0)
+    is_sharded = config.fsdp and size > 1
+    whole = replace(smaller, chunk_size=0, precision="fp32" if is_sharded else precision)
 
     def compare() -> Outcome:
-        expected = _gradients(make_task(whole, data, device, rank=0, size=1, dense=True))
+        if is_sharded and rank:
+            return Outcome(examples, size, 0.0)
+        where = torch.device("cpu") if is_sharded else device
+        expected = _gradients(make_task(whole, data, where, rank=0, size=1, dense=True))
         error = _relative_error(grads, expected)
         if error < _WRONG:
             return Outcome(examples, size, error)
-        if _distance(grads, expected) <= _rounding(whole, data, device):
+        if _distance(grads, expected) <= _rounding(whole, data, where):
             return Outcome(examples, size, error, is_rounding=True)
         raise UserError(
             f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: "
             f"relative error {error:.2g}. Nothing was trained; --no-audit trains without this check"
         )
 
-    return on_all_ranks("audit", compare, patient=True)[0]
+    _, of_ranks = on_all_ranks("audit", compare, asdict, patient=True)
+    return Outcome(**of_ranks[0 if is_sharded else rank])
 
 
 def _gradients(task: Task) -> dict[str, Tensor]:

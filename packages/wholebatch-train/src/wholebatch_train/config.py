@@ -19,8 +19,10 @@ from .encoder_options import Named, SideConfig, TextSideConfig
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
     Loss = str
+    ChunkSize = int  # "auto" is replaced by a number before any other module reads it
 else:
     Loss = Literal[LOSSES]
+    ChunkSize = int | Literal["auto"]
 
 Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "magface", "curricularface"]
 
@@ -110,8 +112,9 @@ class TrainConfig:
     batch_size: int = 0
     """Examples in the global batch, over all ranks. 0: 1024, or of fewer than 4096 to train on a power of two: at most
     a quarter of them, or at most 64."""
-    chunk_size: int = 0
-    """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all."""
+    chunk_size: ChunkSize = 0
+    """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all.
+    "auto": the largest power of two whose measured memory is at most half of the free memory, or all."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of the encoders' products. tf32 and fp16 need a GPU. Weights, gradients and sums stay in float32."""
     compile: bool = False
@@ -126,6 +129,9 @@ class TrainConfig:
     """The loss of the global batch for --task retrieve; docs/losses.md helps to choose."""
     label_smoothing: float = 0.0
     """Weight of the uniform distribution in the targets of the clip loss or of the classifier, 0 to 1."""
+    fsdp: bool = False
+    """Keep weights, gradients and the optimizer's state in parts, one on each rank (FSDP2): for encoders that do not
+    fit. The numbers are the same."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 0
@@ -166,6 +172,11 @@ class TrainConfig:
     text: TextSideConfig = field(default_factory=TextSideConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
+
+    @property
+    def has_automatic_chunks(self) -> bool:
+        """Whether the chunk size is "auto"."""
+        return str(self.chunk_size) == "auto"
 
 
 PARTS: dict[str, Any] = {"image": SideConfig, "text": TextSideConfig, "model": ModelConfig, "head": HeadConfig}

@@ -29,6 +29,7 @@ from .data.pairs import Pairs
 from .data.pictures import FILE as LEFT_OUT
 from .loop import train
 from .option_checks import number_of_ranks
+from .planned import plan_start
 from .progress import Progress
 from .ranks.all_ranks import device_of, on_all_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
@@ -37,6 +38,7 @@ from .run.checkpoint import last_step
 from .run.record import CONFIG, DataFacts, Extension, Schedule, Start, read_record
 from .run.resume import how_to_resume
 from .run.run_folder import RunFolder
+from .tasks.chunking import with_chunk_size
 from .tasks.make import check_encoders, make_task
 from .tasks.precision import Precision
 
@@ -135,13 +137,16 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.say(f"run folder: {folder.path}")
+        config = with_chunk_size(config, data, device, rank=rank, size=size)
+        plan = plan_start(config, data, device, size=size)
+        progress.say(plan)
         audit = None
         if config.audit and config.resume is None:
             audit = str(audit_start(config, data, device, rank=rank, size=size))
             progress.say(audit)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
         now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-        start = Start(now, done, size, name, _VERSIONS, audit)
+        start = Start(now, done, size, name, _VERSIONS, plan, audit)
         task = make_task(dataclasses.replace(config, steps=schedule.steps), data, device, rank=rank, size=size)
         facts: dict[str, Any] = {"size": size, "schedule": schedule, "start": start, "device": device}
         try:

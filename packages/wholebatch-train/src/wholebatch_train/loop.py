@@ -18,6 +18,7 @@ from wholebatch.app.tensors import kernel_choices
 from .config import DEFAULTS, TrainConfig
 from .progress import Progress
 from .ranks.all_ranks import WaitForFirstRank, from_first_rank, on_all_ranks
+from .ranks.sharding import local_parts
 from .ranks.signals import Asked, Requests, Stopped, name
 from .report.from_run import report_of_run
 from .run.checkpoint import FILE
@@ -209,7 +210,7 @@ def _check_finite(task: Task, done: int) -> None:
 
     def check() -> None:
         groups = [group["params"] for optimizer in task.optimizers for group in optimizer.param_groups]
-        if not all(bool(x.isfinite().all()) for params in groups for x in params):
+        if not all(bool(x.isfinite().all()) for some in groups for x in local_parts(p.detach() for p in some)):
             raise not_finite(done - 1, "weights are not finite after it")
 
     on_all_ranks("weights", check)

@@ -29,12 +29,12 @@ _RANGES: dict[str, tuple[int, float]] = {
 def check_options(config: TrainConfig) -> None:
     """Refuse values that make no sense, before anything is loaded."""
     for name, (low, high) in _RANGES.items():
-        value = value_of(config, name)
-        require(value >= low, name, f"at least {low}", value)
-        require(value <= high, name, f"at most {high}", value)
+        if (value := value_of(config, name)) != "auto":
+            require(value >= low, name, f"at least {low}", value)
+            require(value <= high, name, f"at most {high}", value)
     require("\0" not in config.data, "data", "'glyphs' or a path", repr(config.data))
     # Gradient caching observes the calls of modules by hooks, for which torch would compile in every step again.
-    both = config.compile and config.chunk_size > 0
+    both = config.compile and (config.has_automatic_chunks or config.chunk_size > 0)
     require(not both, "compile", f"left out with --chunk-size {config.chunk_size}", config.compile)
     for name in ("weight_decay", "augment"):
         require(0 <= getattr(config, name) <= 1e30, name, "in [0, 1e30]", getattr(config, name))

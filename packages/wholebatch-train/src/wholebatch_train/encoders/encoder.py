@@ -1,22 +1,20 @@
-"""The interface of one side's network, its inputs, and two encoders in one module.
+"""The interface of one side's network, and its inputs.
 
 Encoders of libraries and of users have no dropout, and no statistics of a batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from wholebatch.app import UserError
-from wholebatch.app.tensors import accumulation_dtype, leaves_of
+from wholebatch.app.tensors import leaves_of
 
 Inputs = Any
 """A tensor, a named tuple of tensors or a dictionary of tensors: it crosses processes, and goes to a device whole."""
@@ -40,6 +38,13 @@ def map_tensors(act: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     """Move every tensor to the device; from pinned memory the host does not wait."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), inputs)
+
+
+def number_of_rows(inputs: Inputs) -> int:
+    """Return the number of items that the inputs were prepared from."""
+    if isinstance(inputs, Tensor):
+        return len(inputs)
+    return len(next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs)))
 
 
 def rows_of(inputs: Inputs, rows: slice) -> Inputs:
@@ -79,6 +84,10 @@ class Encoder(nn.Module):
 
         pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
         return Image.fromarray(pixels).convert("L" if self.channels == 1 else "RGB")
+
+    def first(self, inputs: Inputs, count: int) -> Inputs:
+        """Return the inputs of the first so many items, padded as they are."""
+        return rows_of(inputs, slice(0, count))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the files that building this encoder again needs into `folder`, without the weights.
@@ -150,78 +159,3 @@ class Normalized(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Map uint8 or float pixels in [0, 1], (b, channels, h, w), to floats."""
         return (as_float(images) - self.mean) / self.std
-
-
-class DualEncoder(nn.Module):
-    """Both encoders, the learnable scale and an optional bias, in one module for an engine such as DDP to wrap.
-
-    The names of the sides are attributes and begin the names of their weights. An encoder that both sides share has the
-    first name only. An encoder whose width is not `embedding_size` gets a linear projection without bias.
-
-    Args:
-        sides: two encoders by name, in the order of the arguments of `forward`.
-        embedding_size: d, the length of a feature.
-        initial_logit_scale: scale of the similarities before the first step (1 / temperature).
-        bias: whether the similarities have a learnable bias.
-    """
-
-    max_logit_scale = 100.0
-
-    def __init__(
-        self, sides: Mapping[str, Encoder], *, embedding_size: int, initial_logit_scale: float, bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.sides, self.embedding_size = tuple(sides), embedding_size
-        self._module_of: dict[str, str] = {}
-        for side, encoder in sides.items():
-            shared = next((name for name, other in self.named_children() if other is encoder), None)
-            self._module_of[side] = shared or side
-            if shared is None:
-                setattr(self, side, encoder)
-        self.projections = nn.ModuleDict(
-            {
-                name: nn.Linear(sides[name].width, embedding_size, bias=False)
-                for name in dict.fromkeys(self._module_of.values())
-                if sides[name].width != embedding_size
-            }
-        )
-        self.log_logit_scale = nn.Parameter(torch.tensor([initial_logit_scale]).log())
-        self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if bias else None
-
-    def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | None) -> tuple[Tensor | None, ...]:
-        """Return unit features of both sides, (b, d) each, the scale, the bias if there is one, and those of negatives."""
-        x, y = (self._attach_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
-        others = [y[:0] if z is None else self._attach_graph(self.encode(self.sides[1], z)) for z in negatives]
-        bias = None if self.logit_bias is None else self.logit_bias.sum()
-        return x, y, self.logit_scale, bias, *others
-
-    def _attach_graph(self, features: Tensor) -> Tensor:
-        """Return features with a graph, even those of a frozen encoder: gradient caching expects one of both sides."""
-        has_none = torch.is_grad_enabled() and not features.requires_grad
-        return features + 0 * self.log_logit_scale if has_none else features
-
-    def encode(self, side: str, inputs: Inputs) -> Tensor:
-        """Map the inputs of one side's b items to unit rows (b, d)."""
-        name = self._module_of[side]
-        features = getattr(self, name)(inputs)
-        if name in self.projections:
-            features = self.projections[name](features)
-        return F.normalize(features.to(accumulation_dtype(features.dtype)), dim=-1)
-
-    def name_of(self, side: str) -> str:
-        """Return the attribute of a side's encoder: the side's name, or the first side's if they share it."""
-        return self._module_of[side]
-
-    def encoder(self, side: str) -> Encoder:
-        encoder: Encoder = getattr(self, self._module_of[side])
-        return encoder
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The scale of similarities, (): exp of the parameter."""
-        return self.log_logit_scale.exp().sum()
-
-    @torch.no_grad()
-    def limit_logit_scale(self) -> None:
-        """Clamp the scale to `max_logit_scale` after a step; a clamped forward pass would end its gradient for good."""
-        self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))

@@ -21,7 +21,8 @@ from wholebatch.app import UserError, open_regular, parse_json, read_bounded, sh
 from ..config import ModelConfig, TrainConfig
 from ..config_file import options_of
 from ..encoder_options import Named, SideConfig, TextSideConfig
-from .encoder import DualEncoder, Encoder, FixedEncoder
+from .dual import DualEncoder
+from .encoder import Encoder, FixedEncoder
 from .libraries import folder_of
 from .small import ImageEncoder, TextEncoder
 from .tune import tune

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from wholebatch.app import require
 
 from ..config import ModelConfig
-from .encoder import Encoder, as_float
-from .words import TextBatch, tokenize
+from .encoder import Encoder, Inputs, as_float
+from .words import TextBatch, split_batch, tokenize
 
 
 class ResidualBlock(nn.Module):
@@ -178,6 +178,10 @@ class TextEncoder(TextNetwork, Encoder):
         )  # fmt: skip
         self.config, self.width = config, config.embedding_size
         self.prepare = Words(config.max_words, config.text_buckets)
+
+    def first(self, inputs: Inputs, count: int) -> Inputs:
+        """Return the first so many texts with their words alone."""
+        return next(split_batch(inputs, count))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Return the sizes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -43,6 +43,24 @@ def tokenize(texts: Sequence[str], *, max_words: int, buckets: int) -> TextBatch
     lengths = torch.tensor([0, *map(len, pieces)])
     flat = torch.tensor([piece for word in pieces for piece in word], dtype=torch.int64)
     return TextBatch(words, flat, lengths.cumsum(0)[:-1])
+
+
+def split_batch(batch: TextBatch, size: int) -> Iterator[TextBatch]:
+    """Yield chunks of `size` texts: the same tokens as those of `tokenize` on these texts.
+
+    >>> whole = tokenize(["a b", "c a", "b"], max_words=2, buckets=64)
+    >>> [part.words.tolist() for part in split_batch(whole, 2)]
+    [[[1, 2], [3, 1]], [[1, 0]]]
+    """
+    starts = batch.offsets.tolist()
+    ends = [*starts[1:], len(batch.pieces)]
+    for rows in batch.words.split(size):
+        distinct = [word for word in dict.fromkeys(rows.flatten().tolist()) if word]  # in the order of the texts
+        place = torch.zeros(len(starts) + 1, dtype=torch.int64)
+        place[distinct] = torch.arange(1, len(distinct) + 1)
+        pieces = [batch.pieces[starts[word - 1] : ends[word - 1]] for word in distinct]
+        lengths = torch.tensor([0, *map(len, pieces)])
+        yield TextBatch(place[rows], torch.cat([batch.pieces[:0], *pieces]), lengths.cumsum(0)[:-1])
 
 
 def split_words(text: str) -> list[str]:

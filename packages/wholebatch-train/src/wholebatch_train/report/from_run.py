@@ -43,6 +43,7 @@ def report_of_run(
         table=Table(title, columns, rows),
         curves=_charts(task, metrics, [start.step for start in starts if start.step]),
         evidence=task.evidence(),
+        plan=next((start.plan for start in reversed(starts) if start.plan), ""),
         audit=next((start.audit for start in reversed(starts) if start.audit), ""),
         starts=_starts(starts),
         settings=[

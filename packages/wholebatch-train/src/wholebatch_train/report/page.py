@@ -126,6 +126,8 @@ class Report(NamedTuple):
     """The figures of the test set, beside chance."""
     curves: Sequence[Chart] = ()
     evidence: Evidence = Evidence()
+    plan: str = ""
+    """A line about the planned cost of the loss; "": none."""
     audit: str = ""
     starts: Table | None = None
     settings: Sequence[Setting] = ()

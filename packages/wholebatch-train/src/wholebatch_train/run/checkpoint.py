@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from wholebatch.app import Types, UserError, check_fields, parse_json, read_bounded, shown, sync_file, writing
 from wholebatch.app.tensors import TensorFile, is_save_id, new_save_id, write_tensors
 
+from ..ranks.sharding import as_in, optimizer_state_as_in, whole_state
 from .record import CONFIG, digests_of_run
 
 FILE = "checkpoint.safetensors"
@@ -47,8 +48,11 @@ def save_checkpoint(
     scaler: Mapping[str, Tensor] = _NOTHING,
     save: str | None = None,
     metrics: str | None = None,
+    writes: bool = True,
 ) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training.
+
+    With sharded weights all ranks call it, to gather them.
 
     Args:
         folder: the run folder.
@@ -59,13 +63,18 @@ def save_checkpoint(
         scaler: the state of the loss's scale; {} if there is none.
         save: the id that other parts of the checkpoint repeat; None if there are no other parts.
         metrics: the digest of the first `step` lines of metrics.jsonl. None: it is computed from the file.
+        writes: whether this rank writes the file.
     """
+    state = whole_state(state, kept=writes)
+    of_parameters = {i: whole_state(entry, kept=writes) for i, entry in optimizer.state_dict()["state"].items()}
+    if not writes:
+        return
     sync_file(folder / METRICS)  # the checkpoint holds its digest
     facts = {
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step, metrics),
     }  # fmt: skip
-    tensors = _tensors(state, optimizer.state_dict()["state"], scaler)
+    tensors = _tensors(state, of_parameters, scaler)
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
@@ -99,8 +108,10 @@ class Checkpoint:
             if key.startswith("optimizer."):
                 _, index, name = key.split(".")
                 state.setdefault(int(index), {})[name] = x
-        model.load_state_dict(of_model)
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        model.load_state_dict({name: as_in(of_model[name], x) for name, x in model.state_dict().items()})
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": optimizer_state_as_in(state, parameters), "param_groups": groups})
         torch.set_rng_state(self.tensors["rng.cpu"])
 
 

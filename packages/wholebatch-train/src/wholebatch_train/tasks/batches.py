@@ -51,7 +51,7 @@ class RowInputs:
 def rows_of_chunks(rows: slice, config: TrainConfig, size: int) -> list[slice]:
     """Return the places of each chunk's rows among a rank's rows: as many chunks on every rank.
 
-    Engines whose passes are collective need as many. A chunk has at most `config.chunk_size` rows.
+    Engines whose passes are collective, such as FSDP2, need as many. A chunk has at most `config.chunk_size` rows.
     Where a rank has fewer rows than another has chunks of one row, the other has a chunk of two.
 
     Args:

@@ -18,7 +18,8 @@ from ..data.loader import prepared
 from ..data.pairs import Pairs, Stated, other_items
 from ..data.randomness import seeded
 from ..data.sides import Side
-from ..encoders.encoder import DualEncoder, Encoder, to_device
+from ..encoders.dual import DualEncoder
+from ..encoders.encoder import Encoder, to_device
 from .batches import Reader, RowInputs
 
 _ROWS = 512  # that are encoded at a time, or fewer with a smaller `--chunk-size`
@@ -40,8 +41,8 @@ def features_of_rows(
 
     With several ranks each encodes a part, and only rank 0 gets the features; the others get (0, d). Rows are encoded
     in the same parts on any number of ranks: part i by rank i mod W. After each turn the features go to rank 0, so that
-    no rank waits longer than for one part. In the last turn a rank without a part encodes the last one again, and
-    its features are dropped.
+    no rank waits longer than for one part. In the last turn a rank without a part encodes the last one again, because
+    sharded weights need all ranks, and its features are dropped.
 
     Args:
         model: both encoders, or one.

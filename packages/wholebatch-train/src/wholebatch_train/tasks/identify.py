@@ -200,6 +200,11 @@ class Identify(Task):
 
         return self.precision.add_gradients(compute, self.optimizers, self.head)
 
+    def encode_rows(self, rows: int) -> Tensor:
+        images = to_device(self._encoder.first(self._batches.at(0).images, rows), self._device)
+        with self.precision.autocast():
+            return self._encoder(augmented(images, self._config, slice(0, rows), 0)).float().sum()
+
     def _encode(self, images: Inputs) -> Tensor:
         if self._is_trained:
             return self._model(images)

@@ -17,8 +17,10 @@ from ..config import TrainConfig
 from ..data.loader import Feed, workers_of_a_rank
 from ..data.pairs import Pairs, Split, Stated, stated_of_groups
 from ..data.sides import Side
-from ..encoders.encoder import Inputs, to_device
+from ..encoders.dual import Unused
+from ..encoders.encoder import Inputs, number_of_rows, to_device
 from ..encoders.make import make_dual_encoder, save_dual_encoder
+from ..ranks.sharding import whole
 from ..report.evidence import search_evidence
 from ..report.page import Evidence, Item
 from .batches import Chunk, PairBatches, Reader, augmented, rows_of_chunks
@@ -105,16 +107,27 @@ class Retrieve(Task):
 
         return self.precision.add_gradients(compute, self.optimizers, self._objective)
 
+    def encode_rows(self, rows: int) -> Tensor:
+        chunk, sides = self._batches.at(0).chunks[0], self._encoder.sides
+        first, second = (self._encoder.encoder(side).first(x, rows) for side, x in zip(sides, chunk[:2], strict=True))
+        negatives = chunk.negatives
+        if negatives is not None:
+            share = -(-number_of_rows(negatives) * rows // len(range(*chunk.rows.indices(chunk.rows.stop))))
+            negatives = self._encoder.encoder(sides[1]).first(negatives, share)
+        with self.precision.autocast():
+            features = self._encoder(*self._chunk(Chunk(first, second, negatives, slice(0, rows)), 0))
+        return torch.stack([x.float().sum() for x in _drop_none(features)]).sum()
+
     def _loss(self, features: Sequence[Tensor], *, step: int, **names: Tensor) -> Tensor:
         first, second, scale, *rest = features
         if self._pairs.negatives is not None:
             names["negatives"] = rest.pop()
         return finite_loss(self._objective, first, second, scale, rest[0] if rest else None, step=step, **names)
 
-    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | None, ...]]:
+    def _chunks(self, batch: _Whole, _: int) -> list[tuple[Inputs | Unused | None, ...]]:
         return [self._chunk(chunk, batch.step) for chunk in batch.chunks]
 
-    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | None, ...]:
+    def _chunk(self, chunk: Chunk, step: int) -> tuple[Inputs | Unused | None, ...]:
         """Return the arguments of the encoders, on the device; images are augmented."""
         arguments = []
         start = self._rows.start
@@ -124,17 +137,21 @@ class Retrieve(Task):
             arguments.append(augmented(moved, self._config, rows, step) if side.kind == "image" else moved)
         if self._pairs.negatives is None:
             return tuple(arguments)
-        return (*arguments, None if chunk.negatives is None else to_device(chunk.negatives, self._device))
+        if chunk.negatives is not None:
+            return (*arguments, to_device(chunk.negatives, self._device))
+        # With sharded weights the ranks call each encoder together, and other ranks may have negatives here.
+        first_row = self._encoder.encoder(self._encoder.sides[1]).first(chunk.second, 1) if self._is_sharded else None
+        return (*arguments, None if first_row is None else Unused(to_device(first_row, self._device)))
 
     def grad_norm(self) -> float:
         grads = [p.grad for p in self._encoder.parameters() if p.grad is not None]
-        return nn.utils.get_total_norm(grads).item()
+        return whole(nn.utils.get_total_norm(grads)).item()
 
     def after_step(self) -> None:
         self._encoder.limit_logit_scale()
 
     def metrics(self) -> dict[str, Any]:
-        return {"logit_scale": self._encoder.log_logit_scale.exp().item()}
+        return {"logit_scale": whole(self._encoder.log_logit_scale.detach()).exp().item()}
 
     def validate(self) -> dict[str, Any]:
         stated = self._validated

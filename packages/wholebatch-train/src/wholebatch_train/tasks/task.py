@@ -18,9 +18,11 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig
 from ..data.sides import Side
-from ..encoders.encoder import DualEncoder, Encoder
+from ..encoders.dual import DualEncoder
+from ..encoders.encoder import Encoder
 from ..encoders.tune import merged_state
 from ..ranks.all_ranks import on_all_ranks
+from ..ranks.sharding import shard_weights, whole_state
 from ..report.page import Evidence
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .evaluation import features_of_rows
@@ -70,12 +72,16 @@ class Task(ABC):
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         self.module, self.precision = encoders, Precision(config.precision, device)
         self._is_trained = any(p.requires_grad for p in encoders.parameters())
-        encoders.to(device)
+        self._is_sharded = config.fsdp and size > 1 and not dense
+        if self._is_sharded:
+            shard_weights(encoders, device)
+        else:
+            encoders.to(device)
         if config.compile:
             for each in [m for m in encoders.modules() if isinstance(m, Encoder)]:
                 each.compile(dynamic=True)
         self._optimizer = make_adamw(encoders, config)
-        is_replicated = size > 1 and self._is_trained
+        is_replicated = size > 1 and self._is_trained and not self._is_sharded
         self._model: nn.Module = DistributedDataParallel(encoders) if is_replicated else encoders
 
     @abstractmethod
@@ -86,9 +92,14 @@ class Task(ABC):
     def add_gradients(self, step: int) -> Tensor:
         """Return the loss of the step's global batch, and add its gradient to the parameters'. All ranks."""
 
+    @abstractmethod
+    def encode_rows(self, rows: int) -> Tensor:
+        """Return one number that depends on the features of the first so many rows of a batch, with its graph."""
+
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by parameter, as the optimizers get them. All ranks."""
-        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        """Return the gradients by parameter, as the optimizers get them: whole, sharded ones on rank 0. All ranks."""
+        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        return whole_state(gradients, kept=self._rank == 0 or not self._is_sharded)
 
     @abstractmethod
     def grad_norm(self) -> float:
@@ -128,11 +139,20 @@ class Task(ABC):
         self, folder: Path, before: PassState, *, step: int, seconds: float, metrics: str | None = None,
         save: str | None = None,
     ) -> None:  # fmt: skip
-        """Write a checkpoint. All ranks."""
-        if self._rank == 0:
+        """Write a checkpoint. All ranks.
+
+        Args:
+            folder: the run folder.
+            before: the state before the last pass, or the present `pass_state`.
+            step: number of steps made.
+            seconds: time that they took.
+            metrics: on rank 0 the digest of these steps in metrics.jsonl. None: it is computed from the file.
+            save: the id that other parts of the checkpoint repeat. None: there are none.
+        """
+        if self._rank == 0 or self._is_sharded:
             save_checkpoint(
                 folder, self._state.state_dict() | dict(before.loss), self._optimizer, step=step, seconds=seconds,
-                save=save, metrics=metrics, scaler=before.scaler,
+                save=save, metrics=metrics, scaler=before.scaler, writes=self._rank == 0,
             )  # fmt: skip
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -182,7 +202,7 @@ class Task(ABC):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the final weights, on rank 0. All ranks."""
-        return merged_state(self.module)
+        return whole_state(merged_state(self.module), kept=True)
 
     def facts(self) -> dict[str, str]:
         """Return the metadata of the file of final weights."""

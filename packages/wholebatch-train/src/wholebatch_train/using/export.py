@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wholebatch.app import UserError, writing
 from wholebatch.app.tensors import write_tensors
 
-from ..encoders.encoder import DualEncoder
+from ..encoders.dual import DualEncoder
 from ..encoders.hugging_face import quiet
 from ..encoders.libraries import needed
 from ..encoders.timm_image import TimmImage

@@ -20,7 +20,8 @@ from wholebatch.app.tensors import TensorFile
 
 from ..config import TrainConfig, files_of_encoders
 from ..data.sides import Kind
-from ..encoders.encoder import DualEncoder, Encoder, Inputs
+from ..encoders.dual import DualEncoder
+from ..encoders.encoder import Encoder, Inputs
 from ..encoders.make import FOLDER as ENCODERS
 from ..encoders.make import digest_of, make_dual_encoder, make_encoder, open_dual_encoder, open_encoder
 from ..run.checkpoint import FILE as CHECKPOINT
