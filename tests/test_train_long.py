@@ -6,9 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -201,6 +202,45 @@ def test_a_missing_tensorboard_is_one_line(data, tmp_path, monkeypatch, capsys):
     assert main(["train", *options(data, tmp_path / "b", "--no-audit", "--no-tensorboard", steps=2)]) == 0
     assert "TensorBoard" not in capsys.readouterr().out
     assert not (tmp_path / "b" / "tensorboard").exists()
+
+
+def test_weights_and_biases_continues_its_run(data, tmp_path, monkeypatch):
+    """The stand-in for wandb keeps its rules: a resumed run goes on after its last step, and refuses earlier ones."""
+    logged, started = {}, []
+
+    class Run:
+        def __init__(self, **options):
+            started.append(options)
+            self.step = max(logged, default=-1) + 1
+
+        def log(self, figures, *, step):
+            assert step >= self.step
+            self.step = step
+            logged.setdefault(step, {}).update(figures)
+
+        def finish(self):
+            started[-1]["finished"] = True
+
+    module = ModuleType("wandb")
+    module.init, module.__spec__ = Run, ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    run = tmp_path / "run"
+    killed_in(monkeypatch, 8, *options(data, run, *QUICK, "--wandb", "characters"))
+    assert main(["train", "--resume", str(run)]) == 0
+    assert [each["project"] for each in started] == ["characters"] * 2
+    assert started[0]["id"] == started[1]["id"] == (run / "wandb-id").read_text().strip()
+    assert started[0]["config"]["batch_size"] == int(SMALL[SMALL.index("--batch-size") + 1])
+    assert all(each["finished"] for each in started)
+    assert sorted(logged) == list(range(1, 13))
+    assert logged[12]["train/loss"] == metrics(run)[-1]["loss"]
+
+
+def test_a_missing_wandb_is_a_mistake(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("wholebatch_train.cli.find_spec", lambda name: None)
+    assert "--wandb needs wandb: pip install wandb" in one_line(
+        capsys, *options(data, tmp_path / "run", "--wandb", "characters")
+    )
+    assert not (tmp_path / "run").exists()
 
 
 # Extensions.

@@ -7,11 +7,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import tyro
 
-from wholebatch.app import UserError, launcher_size, use_variables_of_slurm
+from wholebatch.app import UserError, launcher_size, needs, use_variables_of_slurm
 
 from .config import DEFAULTS, TrainConfig, files_of_encoders
 from .config_file import with_file
@@ -54,6 +55,8 @@ def _check(config: TrainConfig) -> None:
     """Refuse mistakes that can be found without torch. The ranks of a launcher check paths later, together."""
     check_options(config)
     number_of_ranks(config)
+    if config.wandb is not None and find_spec("wandb") is None:
+        raise UserError(needs("--wandb", "wandb"))
     if launcher_size() is not None:
         return
     if config.data != "glyphs":

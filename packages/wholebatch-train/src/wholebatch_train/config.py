@@ -157,6 +157,8 @@ class TrainConfig:
     """Keep the weights of the best validation in best.safetensors; --patience does so in any case."""
     tensorboard: bool = True
     """Write TensorBoard event files into the folder tensorboard/ of the run, where tensorboard is installed."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log to, where wandb is installed. None: do not."""
     seed: int = 0
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
     audit: bool = True

@@ -22,7 +22,7 @@ from .ranks.sharding import local_parts
 from .ranks.signals import Asked, Requests, Stopped, name
 from .report.from_run import report_of_run
 from .run.checkpoint import FILE
-from .run.figures import TENSORBOARD, Best, Pace, TensorBoard, figures_of, figures_of_step, peak_memory
+from .run.figures import Best, Pace, Tracker, figures_of, figures_of_step, peak_memory, start_trackers
 from .run.record import Schedule, Start, describe_extension, read_record
 from .run.run_folder import RunFolder
 from .tasks.task import PassState, Task, not_finite
@@ -56,15 +56,15 @@ def train(
         done, seconds = facts["step"], facts["seconds"]
     saved_at = done
     progress.start(config, task, size=size, done=done, steps=schedule.steps)
-    tensorboard = _begin(config, folder, progress, schedule, start)
+    trackers = _begin(config, folder, progress, schedule, start)
     wait = WaitForFirstRank()
 
     def save(state: PassState, step: int) -> None:
         with _name_last_checkpoint(saved_at, requests):
             metrics = None if folder is None else folder.digest_of_metrics(step)
             task.save(path, state, step=step, seconds=seconds, metrics=metrics)
-            if tensorboard is not None:
-                tensorboard.flush()
+            for tracker in trackers:
+                tracker.flush()
         wait()
 
     def save_last(step: int) -> None:
@@ -117,8 +117,8 @@ def train(
             if folder is not None:
                 with _name_last_checkpoint(saved_at, requests):
                     folder.append(metrics)
-                    if tensorboard is not None:
-                        tensorboard.log(done, figures_of_step(metrics))
+                    for tracker in trackers:
+                        tracker.log(done, figures_of_step(metrics))
                 progress.step(metrics)
             is_better = best.is_beaten_by(metrics)
             if "validation" in metrics and keeps_best:
@@ -165,15 +165,15 @@ def train(
                 folder=folder.path, schedule=schedule, best=of_best,
             )  # fmt: skip
             folder.write_page(page)
-            if tensorboard is not None:
-                tensorboard.log(done, figures_of(figures, "test/"))
+            for tracker in trackers:
+                tracker.log(done, figures_of(figures, "test/"))
     except BaseException:
         with suppress(UserError):  # of a disk that is full, which the error of the run names
-            if tensorboard is not None:
-                tensorboard.close()
+            for tracker in trackers:
+                tracker.close()
         raise
-    if tensorboard is not None:
-        tensorboard.close()
+    for tracker in trackers:
+        tracker.close()
     wait()
     asked = requests.combined()
     if asked.stop:
@@ -183,23 +183,21 @@ def train(
 
 def _begin(
     config: TrainConfig, folder: RunFolder | None, progress: Progress, schedule: Schedule, start: Start
-) -> TensorBoard | None:
+) -> list[Tracker]:
     """Write the first lines of this start into the run folder, now that a checkpoint has been read. All ranks."""
 
-    def write() -> TensorBoard | None:
+    def write() -> tuple[list[Tracker], str]:
         if folder is None:
-            return None
+            return [], ""
         folder.begin(start, schedule.extensions)
-        try:
-            return TensorBoard(folder.path / TENSORBOARD, start.step) if config.tensorboard else None
-        except ImportError:
-            progress.say("no TensorBoard files, because tensorboard is not installed: pip install tensorboard")
-            return None
+        return start_trackers(config, folder.path, start.step)
 
-    tensorboard, _ = on_all_ranks("set-up", write)
+    (trackers, missing), _ = on_all_ranks("set-up", write)
+    if missing:
+        progress.say(missing)
     if schedule.extensions:
         progress.say(describe_extension(*schedule.extensions[-1], schedule.warmup_steps))
-    return tensorboard
+    return trackers
 
 
 def _check_finite(task: Task, done: int) -> None:

@@ -41,6 +41,7 @@ def check_options(config: TrainConfig) -> None:
     until, most = config.until_step, _RANGES["steps"][1]
     require(until is None or 1 <= until <= most, "until_step", f"from 1 to {most}", until)
     require(until is None or config.resume is not None, "until_step", "given with --resume, to extend a run", until)
+    require(config.wandb is None or config.wandb.strip() != "", "wandb", "the name of a project", repr(config.wandb))
     require(0 < config.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", config.learning_rate)
     require(-(2**63) <= config.seed < 2**63, "seed", "an integer of 64 bits", config.seed)
     glyphs_in_color = config.data == "glyphs" and config.image_channels == 3

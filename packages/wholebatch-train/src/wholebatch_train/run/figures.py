@@ -1,8 +1,10 @@
-"""The figures of a run: its best validation, its speed and memory, and its curves for TensorBoard."""
+"""The figures of a run: its best validation, its speed and memory, and its curves in TensorBoard and elsewhere."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import secrets
 import sys
 import time
 from collections import deque
@@ -13,8 +15,9 @@ from typing import Any
 
 import torch
 
-from wholebatch.app import writing
+from wholebatch.app import UserError, read_bounded, replacing, writing
 
+from ..config import TrainConfig
 from ..tasks.task import Task
 
 FILE = "best.safetensors"
@@ -117,7 +120,8 @@ def _peak_resident() -> int | None:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
 
 
-TENSORBOARD = "tensorboard"
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
+_MOST_ID_BYTES = 100
 
 
 class TensorBoard:
@@ -154,6 +158,59 @@ class TensorBoard:
             self._writer.close()
 
 
+class WeightsAndBiases:
+    """A run of Weights & Biases, which ignores steps that a resumed run makes again.
+
+    Args:
+        config: the configuration, with the project.
+        folder: the run folder. The run's id is kept there, so that a resumed run continues its curves.
+    """
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(f"--wandb needs the package wandb, which cannot be imported: {error}") from error
+        with writing(repr(str(folder))):
+            self._run: Any = wandb.init(
+                project=config.wandb,
+                name=folder.name,
+                id=_id_of(folder / WANDB_ID),
+                resume="allow",
+                dir=str(folder),
+                config=dataclasses.asdict(config),
+            )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Receive the figures after `step` steps."""
+        if step >= self._run.step:
+            self._run.log(dict(figures), step=step)
+
+    def flush(self) -> None:
+        """Do nothing: wandb sends or writes by itself."""
+
+    def close(self) -> None:
+        """End, after the last figures."""
+        self._run.finish()
+
+
+Tracker = TensorBoard | WeightsAndBiases
+
+
+def start_trackers(config: TrainConfig, folder: Path, done: int) -> tuple[list[Tracker], str]:
+    """Return the trackers of this run, and a line about one that is missing, or ""."""
+    trackers: list[Tracker] = []
+    missing = ""
+    if config.wandb is not None:
+        trackers.append(WeightsAndBiases(config, folder))
+    if config.tensorboard:
+        try:
+            trackers.append(TensorBoard(folder / TENSORBOARD, done))
+        except ImportError:
+            missing = "no TensorBoard files, because tensorboard is not installed: pip install tensorboard"
+    return trackers, missing
+
+
 def figures_of(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the finite numbers of nested values, by their path.
 
@@ -173,3 +230,16 @@ def figures_of_step(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of a line of metrics.jsonl, with those of training under train/."""
     training = {name: value for name, value in metrics.items() if name not in ("step", "validation")}
     return figures_of(training, "train/") | figures_of(metrics.get("validation", {}), "validation/")
+
+
+def _id_of(file: Path) -> str:
+    """Return the id of the run at Weights & Biases, from the file that keeps it."""
+    if file.exists():
+        text = read_bounded(file, _MOST_ID_BYTES).decode(errors="replace").strip()
+        if not text.isascii() or not text.isalnum():
+            raise UserError(f"{file} must hold the id of a run at Weights & Biases; remove it to start one there")
+        return text
+    run_id = secrets.token_hex(8)
+    with replacing(file) as new:
+        new.write(f"{run_id}\n".encode())
+    return run_id

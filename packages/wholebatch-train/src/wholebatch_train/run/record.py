@@ -101,7 +101,7 @@ def _steps_of_line(start: int, steps: int, warmup_steps: int) -> int:
 CONFIG = "config.json"
 _MOST_BYTES = 2**20
 _MOST_STARTS, _MOST_STEPS = 1000, 10**9
-REPEATED = ("ranks", "device", "chunk_size", "workers", "fsdp", "patience", "keep_best", "tensorboard")
+REPEATED = ("ranks", "device", "chunk_size", "workers", "fsdp", "patience", "keep_best", "tensorboard", "wandb")
 """Options that may change when a run is resumed, and that a later command to resume repeats."""
 FREE = (*REPEATED, "run_folder", "config", "resume", "trust", "until_step", "audit")
 """All options that may change: they do not change the numbers."""

@@ -13,6 +13,7 @@ lock                     the process that writes here, which holds its lock
 report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
 report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
 tensorboard/             TensorBoard's event files
+wandb-id, wandb/         with --wandb: the id of the run at Weights & Biases, and its files
 """
 
 from __future__ import annotations
