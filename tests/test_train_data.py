@@ -680,6 +680,7 @@ def test_a_negative_that_equals_a_positive_is_no_candidate_of_its_query(tmp_path
         ("a space.csv", 'image, text\n0.png, "x, big"\n1.png, b\n', ["x, big", "b"]),
         ("no name.csv", "image,text,,\n0.png,a,,\n1.png,b,,1\n", ["a", "b"]),
         ("no values.csv", "image,text\n0.png,a\n,\n1.png,b\n , \n,\n", ["a", "b"]),
+        ("excel.csv", "sep=;\nimage;text\n0.png;a, b\n1.png;c\n", ["a, b", "c"]),
         ("long.csv", "image,text\n0.png," + "x" * 200_000 + "\n", ["x" * 200_000]),
     ],
     ids=lambda of: of if isinstance(of, str) and "." in of[:20] and "\n" not in of else "",

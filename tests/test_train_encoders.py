@@ -348,7 +348,8 @@ def test_an_encoder_of_texts_from_a_file(mine):
         ("Blind", r"must have prepare\(items\), or preprocess\(item\), or tokenize\(texts\)"),
         ("Wrong", r"must map 2 items to floats \(2, width\), got torch.float32 \(2, 20, 12\)"),
         ("Integers", r"must map 2 items to floats \(2, width\), got torch.int64 \(2, 20\)"),
-        ("Halving", r"must map 2 items to floats \(2, width\), got torch.float32 \(1, 12\)"),
+        ("Narrow", "the module's width is 7, but its rows have 12 columns"),
+        ("Halving", r"prepare must return tensors with .* got rows \[1\]"),
         ("Listing", "prepare must return a tensor, a named tuple of tensors or a dictionary of tensors, got list"),
     ],
 )

@@ -557,18 +557,21 @@ def test_every_option_can_be_in_the_file(tmp_path, monkeypatch):
         ("audit = 1", "run.toml: --audit must be true or false, got 1"),
         ('loss = "clpi"', "got 'clpi'; perhaps 'clip'"),
         ("model = 3", "run.toml: model must be a table, [model]; got 3"),
-        ("steps = 0", "--steps must be at least 1, got 0"),
-        ("[model]\ntext-heads = 3", "--model.text-width must be a multiple of --model.text-heads (3)"),
+        ("steps = 0", "run.toml: --steps must be at least 1, got 0"),
+        ("[model]\ntext-heads = 3", "run.toml: --model.text-width must be a multiple of --model.text-heads (3)"),
         ("steps = 3\nsteps = 4", "run.toml is no file of options: "),
         ("validate-every = 3\nvalidate_every = 4", "run.toml names validate_every twice"),
-        ('data = "none.csv"', "--data: there is no file "),
+        ('data = "none.csv"', "run.toml: --data: there is no file "),
         ("\0", "run.toml is no file of options: "),
     ],
 )
 def test_mistakes_in_a_file_are_named(tmp_path, capsys, text, message):
     file = tmp_path / "run.toml"
     file.write_text(text)
-    assert message in one_line(capsys, "--config", str(file))
+    line = one_line(capsys, "--config", str(file))
+    assert message in line
+    if "steps = 0" in text:
+        assert "run.toml" not in one_line(capsys, "--config", str(file), "--steps", "-1"), "the flag is wrong"
 
 
 def test_other_mistakes_of_files(tmp_path, capsys):

@@ -76,6 +76,7 @@ def report_with(text, picture=None):
         table=Table(text, ["", text], [[text, text], ["chance", "0.1"]]),
         curves=[Chart(text, [Line(text, [1, 2], [0.1, None]), Line("b", [1, 2], [1.0, 2.0])], note=text, marks=[1])],
         evidence=Evidence([Gallery(text, text, [query, missed])], torch.rand(9), torch.rand(30), text),
+        plan=text,
         audit=text,
         starts=Table("", [text], [[text]]),
         settings=[Setting(text, text, "1"), Setting("steps", "300", "300")],

@@ -15,7 +15,7 @@ import tyro
 from wholebatch.app import UserError, launcher_size, needs, use_variables_of_slurm
 
 from .config import DEFAULTS, TrainConfig, files_of_encoders
-from .config_file import with_file
+from .config_file import naming_file, with_file
 from .data.paths import check_path
 from .encoder_options import absolute, check_present
 from .option_checks import check_options, number_of_ranks
@@ -35,7 +35,10 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         raise UserError(f"the data have an option: {prog} --data {shlex.join(argv)}")
     meeting = use_variables_of_slurm()
     config = _config(argv, prog)
-    _check(config)
+    try:
+        _check(config)
+    except UserError as error:
+        raise naming_file(error, config) from error
     if os.environ.get("RANK", "0").strip() == "0":
         print("loading torch and the data ...", flush=True)
         if meeting:

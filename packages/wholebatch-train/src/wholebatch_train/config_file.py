@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from wholebatch.app import DIGEST, UserError, option, parse_json, read_bounded, shown
 
-from .config import PARTS, TrainConfig
+from .config import PARTS, TrainConfig, value_of
 from .encoder_options import absolute
 from .option_checks import check_options
 
@@ -34,6 +35,21 @@ _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does n
 
 def with_file(base: TrainConfig, path: Path | None) -> TrainConfig:
     return base if path is None else merged(base, _values(path), path)
+
+
+def naming_file(error: UserError, config: TrainConfig) -> UserError:
+    """Return the error, with the configuration's file in front if an option that it names has its value from there."""
+    if config.config is None:
+        return error
+    values, from_file = _values(config.config), with_file(TrainConfig(), config.config)
+    for option_name in re.findall(r"--([a-z][a-z0-9.-]*)", str(error)):
+        name = option_name.replace("-", "_")
+        part, _, rest = name.rpartition(".")
+        part_values = values.get(part, {}) if part else values
+        in_file = isinstance(part_values, dict) and rest in part_values
+        if in_file and value_of(config, name) == value_of(from_file, name):  # else the command line has another value
+            return UserError(f"{config.config}: {error}")
+    return error
 
 
 def _values(path: Path) -> dict[str, Any]:

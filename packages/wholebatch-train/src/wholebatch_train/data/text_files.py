@@ -49,13 +49,16 @@ def read_separated(path: Path) -> Iterator[Any]:
         try:
             header = next((line for line in lines if line.strip()), "")
             lines.seek(0)
+            said = _named_separator(header)
             reader = csv.reader(
                 _note_bad_lines(lines, bad),
-                delimiter="\t" if not has_quotes else max(",", ";", "\t", key=header.count),
+                delimiter=said or _separator(path, header),
                 quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
                 skipinitialspace=True,
                 strict=True,
             )
+            if said:
+                next(reader)
             rows = reader if has_quotes else ([*map(_unquote, row)] for row in reader)
             yield from _batches(path, _named_rows(path, reader, rows, bad))
         except csv.Error as error:
@@ -108,6 +111,22 @@ def _unquote(value: str) -> str:
     inside = value[1:-1]
     enclosed = len(value) > 1 and value[0] == value[-1] == '"' and '"' not in inside.replace('""', "")
     return inside.replace('""', '"') if enclosed else value
+
+
+def _named_separator(header: str) -> str:
+    """Return the separator that a first line names, or "".
+
+    >>> _named_separator("sep=;"), _named_separator("sep=a;b")
+    (';', '')
+    """
+    start, _, separator = header.rstrip("\r\n").partition("=")
+    return separator if start == "sep" and len(separator) == 1 else ""
+
+
+def _separator(path: Path, header: str) -> str:
+    if path.suffix == ".tsv":
+        return "\t"
+    return max(",", ";", "\t", key=header.count)  # the first of those that appear equally often
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -52,12 +51,12 @@ def folder_of(value: str, name: str) -> Path:
     except errors.HFValidationError as error:
         raise UserError(
             f"{value}: {name!r} is neither a folder nor a name of Hugging Face, such as MODEL or OWNER/MODEL"
-            f"{_nearest_models(name, hub)}"
+            f"{_nearest_models(name, [*_folders_beside(name), *_cached_models(hub)])}"
         ) from error
     except OSError as error:  # not in the cache, or not all of it
         raise UserError(
             f"{value} would need a download: {name!r} is neither a folder nor in the cache of Hugging Face "
-            f"({hub.constants.HF_HUB_CACHE}){_nearest_models(name, hub)}. "
+            f"({hub.constants.HF_HUB_CACHE}){_nearest_models(name, [*_folders_beside(name), *_cached_models(hub)])}. "
             f"Nothing is downloaded here. On a machine with network: hf download {name} --local-dir FOLDER; then give "
             "that folder"
         ) from error
@@ -66,21 +65,40 @@ def folder_of(value: str, name: str) -> Path:
 def check_is_no_path(value: str, name: str) -> None:
     """Refuse the path of a folder that is not there; other names may be those of models."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.sep != "/":
-        raise UserError(f"{value}: there is no folder {name!r}{_nearest_models(name)}")
+        raise UserError(f"{value}: there is no folder {name!r}{_nearest_models(name, _folders_beside(name))}")
 
 
-def _nearest_models(name: str, hub: Any = None) -> str:
-    """Return the end of a message: the folders beside a path, and the cached models, whose names are most similar."""
-    known: list[str] = []
-    with suppress(OSError):  # a folder that cannot be listed has no names to offer
-        known += sorted(str(path.parent) for path in Path(name).parent.glob("*/config.json"))
-    if hub is not None and Path(hub.constants.HF_HUB_CACHE).is_dir():
-        repositories = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
-        known += sorted(each.repo_id for each in repositories if each.repo_type == "model")
-    last = {model: model.lower().rpartition("/")[2] for model in known}
-    near = get_close_matches(name.lower().rstrip("/").rpartition("/")[2], last.values(), n=5, cutoff=0.5)
-    models = sorted((model for model in known if last[model] in near), key=lambda model: near.index(last[model]))[:5]
+def _folders_beside(name: str) -> list[str]:
+    """Return the folders of models in the folder that a path names before its last part."""
+    parent = Path(name).parent
+    if not parent.is_dir():
+        return []
+    try:
+        return sorted(str(path.parent) for path in parent.glob("*/config.json"))
+    except OSError:  # a folder that cannot be listed has no names to offer
+        return []
+
+
+def _cached_models(hub: Any) -> list[str]:
+    """Return the names of the models in the cache of Hugging Face."""
+    if not Path(hub.constants.HF_HUB_CACHE).is_dir():
+        return []
+    repositories = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
+    return sorted(each.repo_id for each in repositories if each.repo_type == "model")
+
+
+def _nearest_models(name: str, known: list[str]) -> str:
+    """Return the end of a message: the models whose last part of the name is most similar."""
+    by_last: dict[str, list[str]] = {}
+    for model in known:
+        by_last.setdefault(_last_part(model), []).append(model)
+    near = get_close_matches(_last_part(name), by_last, n=5, cutoff=0.5)
+    models = [model for last in near for model in by_last[last]][:5]
     return f"; similar names on this machine: {', '.join(models)}" if models else ""
+
+
+def _last_part(name: str) -> str:
+    return name.lower().rstrip("/").rpartition("/")[2]
 
 
 def check_safe_weights(value: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wholebatch.app import UserError
 
-from .encoder import FixedEncoder, Inputs
+from .encoder import FixedEncoder, Inputs, map_tensors
 from .libraries import nearest
 
 COPY = "encoder.py"
@@ -114,21 +114,39 @@ def _width(encoder: FileEncoder, value: str) -> int:
     items = list(_ITEMS) if encoder.kind == "text" else _pictures(encoder.channels)
     try:
         inputs = encoder.prepare(items)
-        if not isinstance(inputs, (Tensor, Mapping, tuple)):
-            raise UserError(
-                f"{value}: prepare must return a tensor, a named tuple of tensors or a dictionary of tensors, got "
-                f"{type(inputs).__name__}"
-            )
-        output = encoder(inputs)
-    except UserError:
-        raise
     except Exception as error:
-        raise UserError(f"{value}: encoding {len(items)} items raised {_reason(error)}") from error
+        raise UserError(f"{value}: preparing {len(items)} items raised {_reason(error)}") from error
+    rows: list[int] = []
+
+    def count(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            raise TypeError(type(x).__name__)
+        rows.append(len(x) if x.dim() else -1)
+        return x
+
+    try:
+        map_tensors(count, inputs)
+    except TypeError as error:
+        raise UserError(
+            f"{value}: prepare must return a tensor, a named tuple of tensors or a dictionary of tensors, got "
+            f"{type(inputs).__name__}"
+        ) from error
+    if any(number != len(items) for number in rows):
+        raise UserError(
+            f"{value}: prepare must return tensors with a row for each of {len(items)} items, got rows {rows}"
+        )
+    try:
+        output = encoder(inputs)
+    except Exception as error:
+        raise UserError(f"{value}: the module raised {_reason(error)} for {len(items)} items") from error
     shape = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     if not (
         isinstance(output, Tensor) and output.dim() == 2 and len(output) == len(items) and output.is_floating_point()
     ):
         raise UserError(f"{value}: the module must map {len(items)} items to floats ({len(items)}, width), got {shape}")
+    declared = getattr(encoder.model, "width", None)
+    if isinstance(declared, int) and declared != output.shape[1]:
+        raise UserError(f"{value}: the module's width is {declared}, but its rows have {output.shape[1]} columns")
     return output.shape[1]
 
 

@@ -33,6 +33,7 @@ _DIGITS = 16  # of a hash, in the name of a file
 TILE = 16384  # rows that are read at a time
 _KEY = b"wholebatch"
 _FORMAT = "wholebatch-features-1"
+_PICTURE = "image"  # the column of a folder of pictures
 _HIDDEN = {LINE: "wholebatch line", MEMBER: "wholebatch member", ROW: "wholebatch row"}  # without the code 0
 
 
@@ -54,13 +55,14 @@ def write_parquet(file: Any, tiles: Iterable[Tensor], items: Items, width: int, 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    repeated = _repeated_member(items.table)
     facts = {
         "format": _FORMAT, "weights": weights, "side": items.name, "column": items.column, "source": items.source,
         "folder": "" if items.table is None else str(items.table.folder.absolute()),
-        "captions": items.captions, "digest": digest,
+        "member": repeated, "captions": items.captions, "digest": digest,
     }  # fmt: skip
     # An older column of features is left out, too.
-    columns = _columns(items, {COLUMN, REASON})
+    columns = _columns(items, {COLUMN, REASON, MEMBER} if repeated else {COLUMN, REASON})
     of_features = pa.field(COLUMN, pa.list_(pa.float32(), width), nullable=False)
     schema = columns.schema.append(of_features).with_metadata({_KEY: json.dumps(facts).encode()})
     done = 0
@@ -83,6 +85,14 @@ def _columns(items: Items, left_out: Collection[str]) -> Any:
     arrow = items.table.arrow
     arrow = arrow.select([name for name in arrow.column_names if name not in left_out])
     return arrow.rename_columns([_HIDDEN.get(name, name) for name in arrow.column_names])
+
+
+def _repeated_member(table: Table | None) -> str:
+    """Return the column whose values the names of the pictures of a folder repeat; "" for other data."""
+    if table is None or not {MEMBER, _PICTURE} <= {*table.arrow.column_names}:
+        return ""
+    pictures, names = table.arrow[_PICTURE], table.arrow[MEMBER]
+    return _PICTURE if pictures.type == names.type and pictures.equals(names) else ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,8 @@ def _items_in(file: Any, facts: dict[str, Any]) -> Items:
     arrow = file.read(columns=others)
     shown = {name: hidden for hidden, name in _HIDDEN.items()}
     arrow = arrow.rename_columns([shown.get(name, name) for name in arrow.column_names])
+    if facts.get("member") in others:
+        arrow = arrow.append_column(MEMBER, arrow[facts["member"]])
     table = Table(Path(facts["source"]), arrow, Path(facts["folder"]))
     name, column = facts["side"], facts["column"]
     side = FilePictures(table, column) if name == "image" else Texts(arrow[column])
