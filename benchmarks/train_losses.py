@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from wholebatch.bench.records import about
-from wholebatch_train.config import (Loss)
+from wholebatch_train.config import Loss
 
 RESULTS = Path(__file__).parent / "results" / "train_losses.jsonl"
 PROBE = 20

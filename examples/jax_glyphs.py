@@ -134,9 +134,9 @@ class Glyphs:
     def __init__(self, config: Config) -> None:
         import numpy as np
 
-        from wholebatch_train.data.classes import (glyph_pairs)
-        from wholebatch_train.data.sides import (DrawnPictures)
-        from wholebatch_train.encoders.words import (tokenize)
+        from wholebatch_train.data.classes import glyph_pairs
+        from wholebatch_train.data.sides import DrawnPictures
+        from wholebatch_train.encoders.words import tokenize
 
         self.config, pairs = config, glyph_pairs(config.image_size, faces=("DejaVuSans", "DejaVuSerif"))
         images, names = pairs.sides.values()
