@@ -26,9 +26,10 @@ from wholebatch_train.data.load import load_data
 from wholebatch_train.data.open_table import open_table
 from wholebatch_train.run.record import read_config
 from wholebatch_train.tasks.evaluation import chance, features_of_rows
+from wholebatch_train.using import items as module_of_items
 from wholebatch_train.using.embed import open_features
 from wholebatch_train.using.items import features_of, open_items
-from wholebatch_train.using.open_run import open_run
+from wholebatch_train.using.open_run import OpenRun, open_run
 from wholebatch_train.using.options import EmbedConfig
 from wholebatch_train.using.search import most_similar
 
@@ -151,6 +152,19 @@ def test_the_names_of_pictures_in_shards_are_kept_in_a_file_of_features(run, dat
     succeeds("embed", run, tmp_path / "shards", "--out", tmp_path / "f.parquet")
     succeeds("search", run, "letter", "--in", tmp_path / "f.parquet", "-k", "1", "--sheet", tmp_path / "s.html")
     assert re.search(r"shards/000\.tar, 4[12]\.png\n", capsys.readouterr().out)
+
+
+def test_several_devices_give_the_same_features(run, data, tmp_path, monkeypatch):
+    """Each has a copy of the encoders, and the rows keep their order."""
+    used, encode = [], OpenRun.encode
+    monkeypatch.setattr(OpenRun, "encode", lambda run, *inputs: [used.append(id(run)), encode(run, *inputs)][1])
+    for devices, name in ((0, "one.npy"), (1, "two.npy"), (9, "many.npy")):
+        used.clear()
+        monkeypatch.setattr(module_of_items, "_further_devices", lambda _: [torch.device("cpu")] * devices)  # noqa: B023
+        succeeds("embed", run, data, "--out", tmp_path / name, "--batch-size", "25")
+        parts = -(-len(npy(tmp_path / name)) // 25)
+        assert (len(used), len(set(used))) == (parts, min(parts, devices + 1))
+        assert torch.equal(npy(tmp_path / "one.npy"), npy(tmp_path / name))
 
 
 @pytest.fixture

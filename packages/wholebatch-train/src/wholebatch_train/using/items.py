@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -202,13 +204,23 @@ def opened(options: EncodingOptions) -> OpenRun:
 def features_of(run: OpenRun, items: Items, options: EncodingOptions) -> Iterator[Tensor]:
     """Yield the features of the items, (at most `options.batch_size`, width), in order.
 
+    The GPUs of this machine take turns: each encodes while the others still do.
+
     Raises:
         UserError: an item that cannot be read.
     """
-    prepare = RowInputs(items.side, Reader.of(run.encoder(items.name)))
+    parts = [*items.rows.split(options.batch_size)]
+    replicas = [run, *(run.on(device) for device in _further_devices(run.device)[: len(parts) - 1])]
+    encoded = deque[Tensor]()
     try:
-        for inputs in prepared(prepare, [*items.rows.split(options.batch_size)], workers=_workers(items, options)):
-            yield run.finite(run.encode(items.name, to_device(inputs, run.device)).cpu())
+        prepare = RowInputs(items.side, Reader.of(run.encoder(items.name)))
+        read = prepared(prepare, parts, workers=_workers(items, options))
+        for replica, inputs in zip(cycle(replicas), read, strict=False):
+            encoded.append(replica.encode(items.name, to_device(inputs, replica.device)))
+            if len(encoded) == len(replicas):
+                yield run.finite(encoded.popleft().cpu())
+        for features in encoded:
+            yield run.finite(features.cpu())
     except WorkerDiedError as error:
         raise UserError(f"a process that reads the rows {error}") from error
 
@@ -219,6 +231,12 @@ def _workers(items: Items, options: EncodingOptions) -> int:
         return options.workers
     is_quick = not isinstance(items.side, (FilePictures, Chosen)) or len(items) <= options.batch_size
     return 0 if is_quick else automatic_workers(1)
+
+
+def _further_devices(first: torch.device) -> list[torch.device]:
+    """Return the other GPUs of this machine, if the first one is a GPU."""
+    count = torch.cuda.device_count() if first.type == "cuda" else 0
+    return [device for number in range(count) if (device := torch.device("cuda", number)) != first]
 
 
 def with_progress(tiles: Iterable[Tensor], count: int) -> Iterator[Tensor]:

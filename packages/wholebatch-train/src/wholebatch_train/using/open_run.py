@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,10 @@ class OpenRun:
         if isinstance(self.model, DualEncoder):
             return self.model.encode(side, inputs).float()
         return F.normalize(self.model(inputs), dim=-1).float()
+
+    def on(self, device: torch.device) -> OpenRun:
+        """Return a copy of the run on another device."""
+        return replace(self, model=deepcopy(self.model).to(device), device=device)
 
     def finite(self, x: Tensor) -> Tensor:
         """Return features or centers, unless weights have made them infinite or NaN."""
