@@ -22,9 +22,7 @@ from glyph_files import SMALL, write_pairs
 from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch_train.data.load import load_data
 from wholebatch_train.data.open_table import open_table
-from wholebatch_train.run.record import read_config
 from wholebatch_train.tasks.evaluation import chance, features_of_rows
 from wholebatch_train.using.embed import open_features
 from wholebatch_train.using.items import features_of, open_items
@@ -478,18 +476,6 @@ def note(capsys):
     return line
 
 
-def split_of(run):
-    """Return the texts and the pictures of training, and of all rows, as bytes."""
-    config = read_config(run)
-    _, (pairs, split) = load_data(config, 1)
-    trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
-    found = []
-    for rows in (trained, pairs.order):
-        pictures = {pairs.sides["image"].place(row).read_bytes() for row in rows.tolist()}
-        found += [{*pairs.sides["text"].items(rows)}, pictures]
-    return found
-
-
 # --task identify
 
 
@@ -524,15 +510,6 @@ def test_a_classifier_is_evaluated_and_searched(classifier, tmp_path, capsys):
 def block(readme):
     (found,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     return found
-
-
-def printed_without_this_package(program, folder):
-    """Run a program that cannot import this package, in a folder, and return the last line that it prints."""
-    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}"
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
 
 
 def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data, tmp_path, capsys):
