@@ -22,9 +22,7 @@ from glyph_files import SMALL, write_pairs
 from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch_train.data.load import load_data
 from wholebatch_train.data.open_table import open_table
-from wholebatch_train.run.record import read_config
 from wholebatch_train.tasks.evaluation import chance, features_of_rows
 from wholebatch_train.using import items as module_of_items
 from wholebatch_train.using.embed import open_features
@@ -128,7 +126,7 @@ def test_a_folder_of_pictures_is_embedded(run, data, tmp_path, capsys):
     line = f"{out}: 158 rows of 32 numbers, of the column 'image' of {folder}, by the encoder of the image\n"
     assert capsys.readouterr().out.endswith(line)
     table = pq.read_table(out)
-    assert table.column_names == ["image", "text", "features"]
+    assert table.column_names == ["image", "text", "wholebatch member", "features"]
     assert table["image"].to_pylist() == sorted(path.name for path in (data.parent / "images").iterdir())
     assert table["text"][0].as_py() == table["image"][0].as_py().removesuffix(".png")
     capsys.readouterr()
@@ -492,18 +490,6 @@ def note(capsys):
     return line
 
 
-def split_of(run):
-    """Return the texts and the pictures of training, and of all rows, as bytes."""
-    config = read_config(run)
-    _, (pairs, split) = load_data(config, 1)
-    trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
-    found = []
-    for rows in (trained, pairs.order):
-        pictures = {pairs.sides["image"].place(row).read_bytes() for row in rows.tolist()}
-        found += [{*pairs.sides["text"].items(rows)}, pictures]
-    return found
-
-
 # --task identify
 
 
@@ -538,15 +524,6 @@ def test_a_classifier_is_evaluated_and_searched(classifier, tmp_path, capsys):
 def block(readme):
     (found,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     return found
-
-
-def printed_without_this_package(program, folder):
-    """Run a program that cannot import this package, in a folder, and return the last line that it prints."""
-    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}"
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
 
 
 def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data, tmp_path, capsys):

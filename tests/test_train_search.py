@@ -22,7 +22,6 @@ from wholebatch_train.tasks.evaluation import chance, features_of_rows
 from wholebatch_train.tasks.make import make_task
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)
-CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3, model=MODEL)
 
 
 @pytest.fixture(autouse=True)

@@ -50,9 +50,9 @@ def make_encoder(config: TrainConfig, kind: Kind) -> Encoder:
     side: SideConfig = config.image if kind == "image" else config.text
     named, value = Named.parse(text), f"--{kind}-encoder {text}"
     if named.library == "small":
-        small: Encoder = TextEncoder(config.model)
-        if kind == "image":
-            small = ImageEncoder(config.model, config.image_channels or 1, config.image_size)
+        channels = config.image_channels or 1
+        is_image = kind == "image"
+        small = ImageEncoder(config.model, channels, config.image_size) if is_image else TextEncoder(config.model)
         small.learning_rate_factor = side.learning_rate_factor or 1.0
         if side.tune == "frozen":
             small.requires_grad_(False)
