@@ -41,7 +41,7 @@ import wholebatch as wb  # noqa: E402
 from wholebatch.bench.records import keep  # noqa: E402
 from wholebatch_train.config import TrainConfig  # noqa: E402
 from wholebatch_train.data.load import load_data  # noqa: E402
-from wholebatch_train.data.tables.open_table import open_table  # noqa: E402
+from wholebatch_train.data.open_table import open_table  # noqa: E402
 from wholebatch_train.tasks.make import make_task  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "million_rows.json"

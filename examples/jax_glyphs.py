@@ -134,7 +134,7 @@ class Glyphs:
     def __init__(self, config: Config) -> None:
         import numpy as np
 
-        from wholebatch_train.data.glyphs import glyph_pairs
+        from wholebatch_train.data.classes import glyph_pairs
         from wholebatch_train.data.sides import DrawnPictures
         from wholebatch_train.encoders.words import tokenize
 

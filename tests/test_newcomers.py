@@ -13,7 +13,7 @@ from glyph_files import SMALL, write_pairs
 
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import needs
-from wholebatch_train.data.pictures.reading import open_picture
+from wholebatch_train.data.reading import open_picture
 from wholebatch_train.run.resume import command_line
 
 FEW = ["--steps", "2", "--no-audit", "--no-tensorboard", "--workers", "0"]

@@ -1,4 +1,4 @@
-"""A trained run in use: its features, searches, figures, its README, and the mistakes of a user."""
+"""A trained run in use: its features, searches, figures, and the mistakes of a user."""
 
 import itertools
 import json
@@ -18,24 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from glyph_files import SMALL, write_pairs
-from PIL import Image
 
 from wholebatch.__main__ import main
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch_train.data.load import load_data
-from wholebatch_train.data.sides import DrawnPictures, Texts
-from wholebatch_train.data.tables.open_table import open_table
-from wholebatch_train.encoders.words import identity
-from wholebatch_train.run.record import read_config
-from wholebatch_train.tasks.evaluation import features_of_rows
-from wholebatch_train.tasks.retrieval import chance
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.tasks.evaluation import chance, features_of_rows
 from wholebatch_train.using import items as module_of_items
-from wholebatch_train.using.feature_files import _read_kept
+from wholebatch_train.using.embed import open_features
 from wholebatch_train.using.items import features_of, open_items
 from wholebatch_train.using.open_run import OpenRun, open_run
 from wholebatch_train.using.options import EmbedConfig
-from wholebatch_train.using.overlap import _count_in, _Rows, case_ignored_by
 from wholebatch_train.using.search import most_similar
 
 
@@ -133,7 +126,7 @@ def test_a_folder_of_pictures_is_embedded(run, data, tmp_path, capsys):
     line = f"{out}: 158 rows of 32 numbers, of the column 'image' of {folder}, by the encoder of the image\n"
     assert capsys.readouterr().out.endswith(line)
     table = pq.read_table(out)
-    assert table.column_names == ["image", "text", "features"]
+    assert table.column_names == ["image", "text", "wholebatch member", "features"]
     assert table["image"].to_pylist() == sorted(path.name for path in (data.parent / "images").iterdir())
     assert table["text"][0].as_py() == table["image"][0].as_py().removesuffix(".png")
     capsys.readouterr()
@@ -267,7 +260,7 @@ def test_a_text_finds_pictures_and_the_features_are_kept(run, data, tmp_path, ca
     assert f">{text}</span>" in page
     assert "<script" not in page
     assert "rank" not in page.partition("</style>")[2], "nobody has said which are right"
-    (kept,) = (run / "features").glob("image-*.safetensors")
+    (kept,) = (run / "features").glob("image-*.parquet")
     stamp = kept.stat().st_mtime_ns
     succeeds("search", run, *text.split(), "-k", "4")
     assert printed_places(capsys) == expected, "without quotes"
@@ -339,14 +332,13 @@ def test_features_of_weights_that_the_run_does_not_have_any_more_are_replaced(ru
     searched("final", "--in", data.parent / "images")
     (copy / "features" / "notes.txt").write_text("mine")
     before = {path.name: path.read_bytes() for path in (copy / "features").iterdir()}
-    with TensorFile(copy / "features" / of_best) as file:
-        rows = file.read("0")
-    opened = TensorFile(copy / "features" / of_best)
+    opened = open_features(copy / "features" / of_best)
+    rows = torch.cat([*opened.tiles()])
     change_best(0.25)
     after = searched("best")
     assert after.keys() == before.keys()
     assert {name for name in after if after[name] != before[name]} == {of_best}
-    assert torch.equal(torch.cat([*_read_kept(opened)]), rows), "a search that reads the file goes on"
+    assert torch.equal(torch.cat([*opened.tiles()]), rows), "a search that reads the file goes on"
     succeeds("search", copy, "letter", "-k", "1", "--weights", "best")
     assert "embedding" not in capsys.readouterr().out, "nor are they computed again"
 
@@ -366,20 +358,6 @@ def test_bad_pictures_are_left_out_of_a_search_if_asked(run, data, damaged, tmp_
     printed = capsys.readouterr().out
     assert printed.count("1 of 160 rows are left out") == 2
     assert printed.count("reading all 160 pictures, once") == printed.count("embedding 159 rows") == 1
-
-
-def test_words_that_no_text_has_are_named(run, data, tmp_path, capsys):
-    """The word A is in LATIN CAPITAL LETTER A, and LETT is in none but as a part of others."""
-    succeeds("search", run, "a latin Bird, lett 7 letter", "-k", "1")
-    assert '\nnote: no text of the data has "bird", ",", "lett", "7"; ' in capsys.readouterr().out
-    (tmp_path / "q.csv").write_text("text\na latin bird\nsmall letter a\nthe letter zzyzx\n")
-    succeeds("search", run, "--queries", tmp_path / "q.csv", "-k", "1")
-    assert capsys.readouterr().out.count('note: no text of the data has "bird", "the", "zzyzx"; ') == 1
-    succeeds("search", run, "small letter a", "-k", "1")
-    assert "note: no text" not in capsys.readouterr().out
-    (tmp_path / "other.csv").write_text(f"image,text\n{data.parent / 'images' / '41.png'},\n")
-    succeeds("search", run, "small letter a", "--in", tmp_path / "other.csv", "-k", "1")
-    assert "note: no text" not in capsys.readouterr().out, "the encoder has not learned the texts of other data"
 
 
 def test_a_picture_finds_texts_once_each(run, data, tmp_path, capsys):
@@ -512,97 +490,6 @@ def note(capsys):
     return line
 
 
-def split_of(run):
-    """Return the texts and the pictures of training, and of all rows, as bytes."""
-    config = read_config(run)
-    _, (pairs, split) = load_data(config, 1)
-    trained = pairs.order[torch.isin(pairs.group_of[pairs.order], split.train)]
-    found = []
-    for rows in (trained, pairs.order):
-        pictures = {pairs.sides["image"].place(row).read_bytes() for row in rows.tolist()}
-        found += [{*pairs.sides["text"].items(rows)}, pictures]
-    return found
-
-
-def test_items_that_the_run_was_trained_on_are_counted_wherever_they_are(run, data, tmp_path, capsys):
-    """A copy of a picture under another name counts, and a text under another picture; what was held out does not."""
-    texts, pictures, all_texts, all_pictures = split_of(run)
-    assert len(texts) < len(all_texts)
-    assert len(pictures) < len(all_pictures)
-    succeeds("evaluate", run, data, "--out", tmp_path / "e.json")
-    counts = f"{len(pictures)} of the {len(all_pictures)} images and {len(texts)} of the {len(all_texts)} texts"
-    assert note(capsys).startswith(f"note: the run was trained on {counts}; these are the data of the run")
-    assert json.loads((tmp_path / "e.json").read_text())["trained_on"] == {"image": len(pictures), "text": len(texts)}
-
-    for number, content in enumerate(sorted(all_pictures)):
-        (tmp_path / f"{number}.png").write_bytes(content)
-    held_out, trained = sorted(all_texts - texts), sorted(texts)
-    captions = [*held_out, *trained[:7], *(f"new {number}" for number in range(200))][: len(all_pictures)]
-    rows = "".join(f"{number}.png,{caption}\n" for number, caption in enumerate(captions))
-    (tmp_path / "renamed.csv").write_text(f"image,text\n{rows}")
-    succeeds("evaluate", run, tmp_path / "renamed.csv")
-    n = len(all_pictures)
-    assert note(capsys) == f"note: the run was trained on {len(pictures)} of the {n} images and 7 of the {n} texts"
-
-    Image.new("L", (16, 16), 7).save(tmp_path / "other.png")
-    (tmp_path / "other.csv").write_text("image,text\nother.png,a text\n")
-    succeeds("evaluate", run, tmp_path / "other.csv")
-    assert note(capsys) == "note: the run was trained on 0 of the 1 images and 0 of the 1 texts"
-
-
-def test_texts_are_compared_without_case_where_the_encoder_ignores_it(run, data, tmp_path, capsys):
-    texts, _, all_texts, _ = split_of(run)
-    (tmp_path / "images").symlink_to(data.parent / "images")
-    captions = [*(text.title() for text in sorted(texts)), *(text.lower() for text in sorted(all_texts - texts))]
-    names = open_table(str(data)).arrow["image"].to_pylist()
-    rows = "".join(f"{name},{caption}\n" for name, caption in zip(names, captions, strict=False))
-    (tmp_path / "lower.csv").write_text(f"image,text\n{rows}")
-    succeeds("evaluate", run, tmp_path / "lower.csv")
-    assert f"and {len(texts)} of the {len(captions)} texts" in note(capsys), "not those held out"
-    rows = torch.arange(3)
-    ours, theirs = (_Rows(Texts(texts), rows) for texts in (["STRASSE", "a", "b"], ["Straße", "A", "c"]))
-    found = open_run(run)
-    assert [_count_in(ours, [theirs], change) for change in (str.upper, str.lower, None)] == [2, 1, 0]
-    assert case_ignored_by(found.encoder("text")) is identity
-    assert case_ignored_by(found.encoder("image")) is None
-
-
-def test_without_the_data_of_the_run_nothing_is_guessed(tmp_path, capsys):
-    data = write_pairs(tmp_path / "data")
-    shutil.copytree(data.parent, tmp_path / "copy")
-    small = ["--steps", "2", "--no-audit", "--workers", "0", "--data", str(data), "--run-folder", str(tmp_path / "run")]
-    assert main(["train", *SMALL, *small]) == 0
-    unknown = "note: whether the run was trained on some of these rows is not known: "
-    data.write_text(data.read_text().replace("GREEK", "greek"))
-    capsys.readouterr()
-    succeeds("evaluate", tmp_path / "run", tmp_path / "copy" / "pairs.csv", "--out", tmp_path / "e.json")
-    assert note(capsys) == f"{unknown}{str(data)!r} has changed since the run was started"
-    assert json.loads((tmp_path / "e.json").read_text())["trained_on"] == {"image": None, "text": None}
-    shutil.rmtree(data.parent)
-    succeeds("evaluate", tmp_path / "run", tmp_path / "copy" / "pairs.csv")
-    assert note(capsys) == f"{unknown}the data of the run: there is no file or folder {str(data)!r}"
-
-
-def test_negatives_and_drawn_pictures_count_as_seen(tmp_path, capsys):
-    lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": [f"n{i}"]} for i in range(100)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    small = ["--steps", "2", "--no-audit", "--workers", "0", "--run-folder", str(tmp_path / "run")]
-    assert main(["train", *SMALL, *small, "--data", str(tmp_path / "pairs.jsonl")]) == 0
-    new = [{"query": f"new {i}", "positive": f"n{i}"} for i in range(100)]
-    (tmp_path / "new.jsonl").write_text("\n".join(map(json.dumps, new)))
-    capsys.readouterr()
-    succeeds("evaluate", tmp_path / "run", tmp_path / "new.jsonl")
-    assert "trained on 0 of the 100 queries and 60 of the 100 documents" in note(capsys), (
-        "not those of 40 held-out rows"
-    )
-
-    drawn = DrawnPictures(torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 1, 2, 2).contiguous())
-    rows = torch.arange(6)
-    ours, theirs = _Rows(drawn, rows[2:]), _Rows(drawn, rows[:3])
-    assert _count_in(ours, [theirs]) == 1
-    assert _count_in(ours, [_Rows(Texts(["a"]), rows[:1])]) is None, "not compared"
-
-
 # --task identify
 
 
@@ -612,10 +499,6 @@ def test_a_classifier_is_evaluated_and_searched(classifier, tmp_path, capsys):
     more.write_text(data.read_text() + "images/DejaVuSans-41.png,UNKNOWN CLASS\n")
     succeeds("evaluate", run, more, "--out", tmp_path / "e.json")
     report = json.loads((tmp_path / "e.json").read_text())
-    _, images = load_data(read_config(run), 1)
-    trained = {images.pictures.side.place(int(images.pictures.rows[row])).read_bytes() for row in images.train}
-    assert report["trained_on"] == {"image": len(trained)}
-    assert len(trained) < report["rows"] / 2
     found = open_run(run)
     rows = open_table(str(data)).arrow
     features = reference(run, data, "image", "image")
@@ -641,79 +524,6 @@ def test_a_classifier_is_evaluated_and_searched(classifier, tmp_path, capsys):
 def block(readme):
     (found,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     return found
-
-
-def printed_without_this_package(program, folder):
-    """Run a program that cannot import this package, in a folder, and return the last line that it prints."""
-    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}"
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
-def test_the_readme_opens_the_model_without_this_package(run, data, tmp_path):
-    """Its five lines print the similarity that the package computes, wherever the folder is."""
-    readme = (run / "README.md").read_text()
-    assert len(block(readme).splitlines()) == 5
-    shutil.copytree(run, tmp_path / "moved")
-    program = block(readme).replace("a few words", "LATIN SMALL LETTER B").replace(str(run), str(tmp_path / "moved"))
-    assert str(run) not in program
-    shutil.copyfile(data.parent / "images" / "62.png", tmp_path / "picture.png")
-    printed = printed_without_this_package(f"{program}\nprint(repr((images @ texts.T).item()))", tmp_path)
-    found = open_run(run)
-    image = reference(run, data, "image", "image")[
-        open_table(str(data)).arrow["image"].to_pylist().index("images/62.png")
-    ]
-    text = found.encode("text", found.encoder("text").prepare(["LATIN SMALL LETTER B"]))[0]
-    assert float(printed) == pytest.approx((image @ text).item(), abs=1e-6)
-
-
-def test_the_module_of_a_run_takes_one_item_or_many_and_names_a_picture_that_is_none(run, data, tmp_path):
-    (tmp_path / "none.png").write_text("a text")
-    picture = data.parent / "images" / "62.png"
-    program = f"""
-sys.path.insert(0, {str(run)!r})
-import model
-one, many = model.embed_text("A b"), model.embed_text(["A b", "C"] * 300)
-assert one.shape == (1, many.shape[1]) and many.shape[0] == 600
-assert (many[::2] - one).abs().max() < 1e-6 < (many[1] - one).abs().max()
-assert model.embed_image({str(picture)!r}).shape == one.shape
-assert not hasattr(model, "embed_query")
-try:
-    model.embed_image([{str(picture)!r}, "none.png"])
-except ValueError as error:
-    print(error)
-"""
-    printed = printed_without_this_package(program, tmp_path)
-    assert printed == "none.png: it is no picture of a known format, such as PNG or JPEG"
-
-
-def test_the_readme_of_a_classifier_names_a_class(classifier, tmp_path):
-    run, data = classifier
-    shutil.copyfile(data.parent / "images" / "DejaVuSans-41.png", tmp_path / "picture.png")
-    program = block((run / "README.md").read_text())
-    assert len(program.splitlines()) <= 5
-    printed = printed_without_this_package(program, tmp_path)
-    found = open_run(run)
-    image = reference(run, data, "image", "image")[open_table(str(data)).arrow["image"].to_pylist().index(
-        "images/DejaVuSans-41.png")]  # fmt: skip
-    best = (torch.nn.functional.normalize(found.centers, dim=1) @ image).argmax()
-    assert printed == str([found.classes[best]])
-
-
-def test_the_readme_has_the_figures_and_commands_that_run(run, data, tmp_path):
-    readme = (run / "README.md").read_text()
-    report = json.loads((run / "report.json").read_text())
-    assert f"| {report['image_to_text']['recall@1']:.4f} |" in readme
-    (commands,) = re.findall(r"```sh\n(.*?)```", readme, flags=re.DOTALL)
-    search = next(line for line in commands.splitlines() if line.endswith('"a few words"'))
-    done = subprocess.run(
-        search.replace("wholebatch", f"{sys.executable} -W error -m wholebatch", 1),
-        shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(".png") == 10
 
 
 def test_a_checkpoint_is_opened_and_gives_the_features_of_its_weights(run, data, tmp_path, capsys):
@@ -912,15 +722,6 @@ def test_code_that_was_added_to_a_run_is_not_executed(run, tmp_path, capsys):
         said = mistake(capsys, "search", copy, "A", *trust)
         assert "are not those that model.safetensors was written with" in said
     assert not (tmp_path / "executed").exists()
-
-
-def test_a_run_whose_module_was_imported_is_opened(run, tmp_path):
-    """Python keeps what it compiles of the modules in encoders/."""
-    copy = shutil.copytree(run, tmp_path / "run")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run([sys.executable, "-c", "import model; model.embed_text('A')"], cwd=copy, env=environment, check=True)
-    assert (copy / "encoders" / "__pycache__").is_dir()
-    assert open_run(copy).width == open_run(run).width
 
 
 @pytest.mark.parametrize("change", ["a byte", "a file more", "a file less", "a link"])

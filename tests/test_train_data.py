@@ -27,16 +27,14 @@ import wholebatch as wb
 from wholebatch._base.user_error import UserError
 from wholebatch.partition import Partition
 from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.data.from_table import FalseNegatives, table_pairs
 from wholebatch_train.data.load import load_data
 from wholebatch_train.data.loader import Feed, WorkerDiedError, prepared, workers_of_a_rank
-from wholebatch_train.data.pairs.answers import stated_pairs
-from wholebatch_train.data.pairs.from_table import table_pairs
-from wholebatch_train.data.pairs.negatives import FalseNegatives
-from wholebatch_train.data.pairs.pairs import Order, batch_of_step, joined, split_groups
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.data.pairs import Order, batch_of_step, joined, split_groups, stated_pairs
+from wholebatch_train.data.roles import asked_roles, find_roles
 from wholebatch_train.data.sides import Texts
-from wholebatch_train.data.tables.open_table import open_table
-from wholebatch_train.data.tables.roles import asked_roles, find_roles
-from wholebatch_train.data.tables.text_files import read_json_lines, read_separated
+from wholebatch_train.data.text_files import read_json_lines, read_separated
 from wholebatch_train.encoders.encoder import map_tensors
 from wholebatch_train.encoders.small import Pad, Words
 from wholebatch_train.tasks.batches import PairBatches, Reader, rows_of_chunks

@@ -13,8 +13,6 @@ import pytest
 import torch
 from compare import assert_same
 from glyph_files import SMALL, write_pairs
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import nn
@@ -26,12 +24,17 @@ from wholebatch_train.config_file import from_values, to_json
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
 from wholebatch_train.encoders.dual import DualEncoder
-from wholebatch_train.encoders.encoder import check_batch_norm, map_tensors, number_of_rows, to_device, used_parameters
+from wholebatch_train.encoders.encoder import check_batch_norm, map_tensors, to_device, used_parameters
 from wholebatch_train.encoders.libraries import folder_of
-from wholebatch_train.encoders.make import make_dual_encoder, make_encoder
-from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_encoder
+from wholebatch_train.encoders.make import (
+    make_dual_encoder,
+    make_encoder,
+    open_dual_encoder,
+    open_encoder,
+    save_encoder,
+)
 from wholebatch_train.encoders.small import ImageEncoder, TextEncoder
-from wholebatch_train.encoders.words import split_batch, tokenize
+from wholebatch_train.encoders.words import tokenize
 from wholebatch_train.option_checks import check_options
 from wholebatch_train.tasks import chunking
 from wholebatch_train.tasks.chunking import with_chunk_size
@@ -151,16 +154,6 @@ def test_the_built_in_encoder_of_images_fits_pictures_into_a_square(channels, mo
     assert (prepared[2][:, 0] == 0).all(), "a wide picture has black above it"
     assert len(pickle.dumps(encoder.prepare)) < 500, "processes that load data get no weights"
     assert torch.equal(encoder(prepared), encoder(prepared.float() / 255)), "pixels become floats in [0, 1]"
-
-
-@given(st.lists(st.sampled_from(["A B", "B", "", "C A B D", "D1"]), max_size=8), st.integers(1, 5))
-def test_chunks_of_texts_have_the_tokens_of_their_texts(texts, size):
-    parts = list(split_batch(tokenize(texts, max_words=3, buckets=64), size))
-    expected = [tokenize(texts[i : i + size], max_words=3, buckets=64) for i in range(0, max(1, len(texts)), size)]
-    assert len(parts) == len(expected)
-    for part, alone in zip(parts, expected, strict=True):
-        for x, y in zip(part, alone, strict=True):
-            assert torch.equal(x, y)
 
 
 def test_initial_weights_are_drawn_side_by_side():
@@ -321,8 +314,6 @@ def test_an_encoder_of_images_from_a_file(mine, function):
     assert torch.equal(rows, encoder(inputs)), "dropout is off"
     encoder.train()
     assert torch.equal(rows, encoder(inputs)), "and stays off"
-    assert number_of_rows(encoder.first(inputs, 2)) == 2
-    assert_same(encoder(encoder.first(inputs, 2)), rows[:2], relative=1e-6)
     trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
     assert trained == {"model.linear.weight", "model.linear.bias"}, "DDP would wait for the others"
 
@@ -456,7 +447,6 @@ def test_inputs_keep_their_form():
         doubled = map_tensors(lambda x: 2 * x, inputs)
         assert type(doubled) is type(inputs)
         assert type(to_device(inputs, CPU)) is type(inputs)
-        assert number_of_rows(inputs) == 2
     assert torch.equal(map_tensors(lambda x: 2 * x, {"a": torch.ones(2)})["a"], torch.full((2,), 2.0))
 
 

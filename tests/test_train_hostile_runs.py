@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +14,7 @@ from wholebatch.__main__ import main
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch_train.encoders.saved import digest_of, open_dual_encoder
+from wholebatch_train.encoders.make import digest_of, open_dual_encoder
 from wholebatch_train.run.checkpoint import FILE as CHECKPOINT
 from wholebatch_train.run.record import digests_of_run
 
@@ -93,33 +92,35 @@ def rewrite(path, change=lambda tensors, metadata: None, **facts):
 # Features
 
 
-def reversed_rows(path):
-    content = path.read_bytes()
-    first = 8 + int.from_bytes(content[:8], "little")
-    rows = np.frombuffer(content[first:], np.float32).reshape(-1, 32)
-    path.write_bytes(content[:first] + rows[::-1].tobytes())
-
-
 def flipped_bit(path):
     content = bytearray(path.read_bytes())
-    content[-9] ^= 1
+    content[200] ^= 1  # in the first page of features
     path.write_bytes(content)
 
 
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
 def not_a_number(path):
-    rewrite(path, lambda tensors, _: tensors["0"][3].fill_(float("nan")))
+    table = pq.read_table(path)
+    rows = table["features"].to_pylist()
+    rows[3][0] = float("nan")
+    place = table.column_names.index("features")
+    column = pa.array(rows, table.schema.field("features").type)
+    pq.write_table(table.set_column(place, table.schema.field("features"), column), path)
 
 
 def of_other_rows(path):
-    (other,) = path.parent.parent.parent.glob("other-*.safetensors")
+    (other,) = path.parent.parent.parent.glob("other-*.parquet")
     shutil.copyfile(other, path)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (reversed_rows, "the bytes of '0' are not those written"),
-        (flipped_bit, "the bytes of '0' are not those written"),
+        (flipped_bit, "cannot be read as a file of features"),
+        (cut_short, "is damaged, or has features of other rows; remove it"),
         (not_a_number, "row 4: its features are not finite; embed the data again"),
         (of_other_rows, "is damaged, or has features of other rows; remove it"),
     ],
@@ -135,21 +136,6 @@ def test_features_that_are_not_those_written_are_refused(run, data, tmp_path, ca
     path.unlink()
     assert call("search", run, "A", "-k", "1") == 0
     assert path.read_bytes() == (tmp_path / "before").read_bytes(), "computed again, to the same bytes"
-
-
-def test_features_of_more_rows_than_a_tensor_holds_are_those_of_one(run, capsys, monkeypatch):
-    capsys.readouterr()
-    found = []
-    for rows in (16384, 20):
-        shutil.rmtree(run / "features")
-        monkeypatch.setattr("wholebatch_train.using.feature_files.TILE", rows)
-        assert call("search", run, "A", "-k", "7", "--batch-size", "7") == 0
-        found.append([line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:2] in (" 0", "-0")])
-    (kept,) = (run / "features").iterdir()
-    with TensorFile(kept) as file:
-        assert [entry.shape for entry in file.entries.values()] == [(20, 32)] * 7 + [(18, 32)]
-    assert found[0] == found[1]
-    assert len(found[0]) == 7
 
 
 def test_a_link_in_place_of_the_folder_of_features_is_refused(run, tmp_path, capsys):

@@ -13,16 +13,15 @@ from train_runs import TRAIN, difference, finish, killed, losses, metrics, optio
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import HeadConfig, TrainConfig
-from wholebatch_train.data.classes import LabeledImages, classes_of_texts, with_split
-from wholebatch_train.data.glyphs import TEST_FACES, glyph_classes
+from wholebatch_train.data.classes import TEST_FACES, LabeledImages, classes_of_texts, glyph_classes, with_split
 from wholebatch_train.data.load import images_for_validation, load_data
-from wholebatch_train.data.pairs.pairs import Order, Pairs
+from wholebatch_train.data.pairs import Order, Pairs
 from wholebatch_train.data.sides import DrawnPictures, Texts
 from wholebatch_train.encoders.small import Pad
 from wholebatch_train.option_checks import check_options
 from wholebatch_train.report.evidence import surest_mistakes
 from wholebatch_train.tasks.batches import ImageBatches, Reader
-from wholebatch_train.tasks.verification import accepted_at, best_possible, rows_to_verify
+from wholebatch_train.tasks.evaluation import accepted_at, best_possible, rows_to_verify
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
 pytestmark = pytest.mark.usefixtures("nothing_is_drawn")  # in this process
@@ -50,8 +49,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} - {"tensorboard"} == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30",
-        "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "README.md", "model.py",
-        "lock",
+        "best.safetensors", "model.safetensors", "encoders", "report.json", "report.html", "lock",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"

@@ -12,9 +12,9 @@ from PIL import Image, ImageOps
 from PIL import __version__ as pillow_version
 
 from wholebatch._base.user_error import UserError
-from wholebatch_train.data.pictures.reading import open_picture
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.data.reading import open_picture
 from wholebatch_train.data.sides import FilePictures
-from wholebatch_train.data.tables.open_table import open_table
 from wholebatch_train.encoders.small import Pad
 
 SIZE = 8

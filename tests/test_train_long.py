@@ -27,11 +27,8 @@ from wholebatch_train.option_checks import check_options
 from wholebatch_train.progress import Progress
 from wholebatch_train.ranks.all_ranks import from_first_rank
 from wholebatch_train.run import checkpoint
-from wholebatch_train.run.best import Best
-from wholebatch_train.run.pace import MEASURED, Pace
-from wholebatch_train.run.record import read_record
-from wholebatch_train.run.schedule import Extension, Schedule
-from wholebatch_train.run.trackers import TensorBoard
+from wholebatch_train.run.figures import MEASURED, Best, Pace, TensorBoard
+from wholebatch_train.run.record import Extension, Schedule, read_record
 from wholebatch_train.tasks.retrieve import Retrieve
 
 QUICK = ["--no-audit", "--no-tensorboard"]
@@ -101,21 +98,6 @@ def test_metrics_and_lines_have_the_figures_of_speed_and_memory(data, tmp_path, 
     assert "left" not in lines[-1], "nothing is left after the last step"
 
 
-def test_the_bar_of_a_narrow_terminal_cuts_off_no_figure():
-    printed = io.StringIO()
-    progress = Progress()
-    progress._console = Console(file=printed, force_terminal=True, width=80, soft_wrap=True, color_system=None)
-    task = SimpleNamespace(describe=lambda: "pairs", headline=lambda validation: "recall@1 0.610 among 325")
-    progress.start(TrainConfig(), task, size=1, done=0, steps=300)
-    figures = {"loss": 1.25, "grad_norm": 0.51, "logit_scale": 14.3, "examples_per_second": 3810.0, "seconds": 75.0}
-    progress.step({"step": 1, "peak_rss_bytes": 8e8, "peak_cuda_bytes": 7e9, "validation": {}, **figures})
-    progress.stop()
-    shown = " ".join(printed.getvalue().split())
-    assert "loss 1.2500, grad norm 0.51, logit scale 14.3, 3,810 examples/s, 7 GB on the GPU, 800 MB, 75 s, " in shown
-    assert "validation recall@1 0.610 among 325" in shown
-    assert "1/300" in shown
-
-
 def lines_of(*, done, steps, to):
     """Return the plain lines of a start whose first step takes 50 s, and each other one 2 s."""
     now, printed = 0.0, io.StringIO()
@@ -157,7 +139,7 @@ def test_the_peak_of_memory_grows_with_a_tensor():
     """In a process of its own: the peak of this one may be that of another test."""
     program = """
 import torch
-from wholebatch_train.run.pace import peak_memory
+from wholebatch_train.run.figures import peak_memory
 
 before = peak_memory(torch.device("cpu"))["peak_rss_bytes"]
 kept = torch.ones(2**27)
@@ -200,7 +182,7 @@ def test_without_a_purge_steps_would_come_twice(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
     killed_in(monkeypatch, 8, *options(data, run, "--no-audit"))
-    monkeypatch.setattr("wholebatch_train.run.trackers.TensorBoard.__init__", _without_purge)
+    monkeypatch.setattr("wholebatch_train.run.figures.TensorBoard.__init__", _without_purge)
     assert main(["train", "--resume", str(run)]) == 0
     steps = [step for step, _ in curve_of(run)]
     assert len(steps) > len({*steps})
@@ -428,19 +410,6 @@ def test_an_extension_gives_patience_a_new_start():
     assert best(6, [0.5, 0.4, 0.3]).step == 2, "the best one is that of the whole run"
 
 
-def test_a_run_whose_last_third_made_nothing_better_says_so():
-    def remark(figures, **more):
-        task = SimpleNamespace(headline_figure=lambda validation: validation["x"])
-        rows = [{"step": 10 * i + 10, "validation": {"x": x}} for i, x in enumerate(figures)]
-        return Best(task, 0, 0, rows).remark(10 * len(figures), **more)
-
-    assert remark([0.1, 0.2, 0.3], is_kept=False) == ""
-    assert remark([0.1, 0.2, 0.3, 0.3], is_kept=False) == "", "a quarter of the steps"
-    assert "best validation was after step 20 of 30; --keep-best keeps" in remark([0.1, 0.3, 0.3], is_kept=False)
-    assert "after step 10 of 30; its weights are in best" in remark([0.5, 0.3, 0.4], is_kept=True)
-    assert remark([], is_kept=False) == ""
-
-
 def test_patience_must_not_be_negative():
     with pytest.raises(UserError, match="--patience must be at least 0, got -1"):
         check_options(TrainConfig(patience=-1))
@@ -568,11 +537,11 @@ def test_every_option_can_be_in_the_file(tmp_path, monkeypatch):
     file.write_text('task = "identify"\n[head]\nm = 0.2\nmargin = "arcface"\n')
     config = parsed(monkeypatch, "--config", str(file), "--head.m", "0.3")
     assert (config.task, config.steps, config.head.m, config.head.margin) == ("identify", 450, 0.3, "arcface")
-    file.write_text('steps = 7\nlearning-rate = 1\nwandb = "x"\nresume = "elsewhere"\nrun_folder = "/abs/run"\n')
+    file.write_text('steps = 7\nlearning-rate = 1\ncolumns = "x"\nresume = "elsewhere"\nrun_folder = "/abs/run"\n')
     from wholebatch_train.config_file import with_file
 
     config = with_file(TrainConfig(), file)
-    assert (config.learning_rate, type(config.learning_rate), config.wandb) == (1.0, float, "x")
+    assert (config.learning_rate, type(config.learning_rate), config.columns) == (1.0, float, "x")
     assert (config.resume, config.run_folder) == (tmp_path / "elsewhere", Path("/abs/run"))
 
 

@@ -8,8 +8,7 @@ import pytest
 from wholebatch.__main__ import main
 from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
-from wholebatch_train.encoders.make import make_dual_encoder
-from wholebatch_train.encoders.saved import open_dual_encoder, save_dual_encoder
+from wholebatch_train.encoders.make import make_dual_encoder, open_dual_encoder, save_dual_encoder
 
 CONFIG = TrainConfig(workers=0, validation_texts=1, test_texts=1)
 

@@ -12,8 +12,8 @@ from wholebatch._base.user_error import UserError
 from wholebatch.app.tensors import first_ranks
 from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.config_file import from_values, to_json
-from wholebatch_train.data.glyphs import glyph_pairs
-from wholebatch_train.data.pairs.pairs import Order, batch_of_step, split_groups
+from wholebatch_train.data.classes import glyph_pairs
+from wholebatch_train.data.pairs import Order, batch_of_step, split_groups
 from wholebatch_train.encoders.make import make_dual_encoder
 from wholebatch_train.encoders.words import tokenize
 from wholebatch_train.option_checks import check_options
@@ -21,7 +21,7 @@ from wholebatch_train.run.checkpoint import FILE, read_checkpoint, save_checkpoi
 from wholebatch_train.run.resume import check_same_run
 from wholebatch_train.run.run_folder import RunFolder
 from wholebatch_train.tasks.batches import affine_maps, apply_maps
-from wholebatch_train.tasks.retrieval import recall
+from wholebatch_train.tasks.evaluation import recall
 
 SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 

@@ -18,12 +18,12 @@ from glyph_files import SMALL
 from wholebatch.__main__ import main
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import TrainConfig
+from wholebatch_train.data import text_files
+from wholebatch_train.data.from_table import table_pairs
 from wholebatch_train.data.load import load_data
-from wholebatch_train.data.pairs.answers import stated_pairs
-from wholebatch_train.data.pairs.from_table import table_pairs
-from wholebatch_train.data.pictures.skip_bad import LeftOut
-from wholebatch_train.data.tables import text_files
-from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.data.pairs import stated_pairs
+from wholebatch_train.data.pictures import LeftOut
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 ALL_OF = SMALL[SMALL.index("--batch-size") :]
@@ -129,7 +129,6 @@ def test_a_run_on_lists_is_trained_evaluated_and_searched_both_ways(tmp_path, ca
     assert main(["evaluate", run, str(path), "--out", str(tmp_path / "e.json")]) == 0
     figures = json.loads((tmp_path / "e.json").read_text())
     assert (figures["rows"], figures["groups"]) == (24, 12)
-    assert figures["trained_on"]["image"] * 2 == figures["trained_on"]["text"] > 0
     out = tmp_path / "f.parquet"
     assert main(["embed", run, str(path), "--side", "text", "--out", str(out)]) == 0
     assert pq.read_table(out)["caption"].to_pylist()[:3] == ["red 0", "blue 0", "red 1"]
@@ -275,7 +274,7 @@ def in_tar(folder):
 def test_rows_without_a_text_are_found_before_pictures_are_read_and_left_out_if_asked(tmp_path, monkeypatch, written):
     path = written(tmp_path / "data")
     read = []
-    monkeypatch.setattr("wholebatch_train.data.pairs.from_table.kept_numbers", lambda *_: read.append("pictures"))
+    monkeypatch.setattr("wholebatch_train.data.from_table.kept_numbers", lambda *_: read.append("pictures"))
     with pytest.raises(UserError, match=r"(1\.png|line 3).*(no text beside|is empty).*; --skip-bad leaves such rows "):
         load_data(replace(CONFIG, data=str(path)), 1)
     assert read == []

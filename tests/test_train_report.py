@@ -14,8 +14,9 @@ from train_runs import options
 
 from wholebatch.__main__ import main
 from wholebatch.app.tensors import same_places
-from wholebatch_train.data.pairs.answers import Stated
-from wholebatch_train.report.content import (
+from wholebatch_train.data.pairs import Stated
+from wholebatch_train.report.evidence import classes_evidence, search, search_evidence
+from wholebatch_train.report.page import (
     Candidate,
     Chart,
     Evidence,
@@ -27,9 +28,11 @@ from wholebatch_train.report.content import (
     Report,
     Setting,
     Table,
+    data_uri,
+    draw_chart,
+    draw_histogram,
+    render,
 )
-from wholebatch_train.report.evidence import classes_evidence, search, search_evidence
-from wholebatch_train.report.page import data_uri, draw_chart, draw_histogram, render
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=alert(1)> {{ 7 * 7 }} {% endfor %} $x_1$"
 VOID = {"meta", "img", "br", "link", "input", "hr"}

@@ -10,8 +10,8 @@ from data_sets import add, picture, png, write_pictures
 
 from wholebatch._base.user_error import UserError
 from wholebatch_train.config import TrainConfig
-from wholebatch_train.data.pairs.from_table import table_pairs
-from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.data.from_table import table_pairs
+from wholebatch_train.data.open_table import open_table
 
 CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3)
 

@@ -61,7 +61,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     names = {path.name for path in run.iterdir()} - {"tensorboard"}  # where it is installed
     assert names == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "best.safetensors",
-        "model.safetensors", "encoders", "README.md", "model.py", "report.json", "report.html", "lock",
+        "model.safetensors", "encoders", "report.json", "report.html", "lock",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 51))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"

@@ -13,18 +13,15 @@ from wholebatch._base.user_error import UserError
 from wholebatch.app.tensors import first_ranks, same_places
 from wholebatch.app.tensors import search_figures as figures
 from wholebatch_train.config import ModelConfig, TrainConfig
+from wholebatch_train.data.from_table import FalseNegatives
 from wholebatch_train.data.load import load_data, table_pairs
-from wholebatch_train.data.pairs.answers import stated_of_groups, stated_pairs
-from wholebatch_train.data.pairs.negatives import FalseNegatives
-from wholebatch_train.data.pairs.pairs import Pairs, pairs_of_ids
-from wholebatch_train.data.tables.open_table import open_table
+from wholebatch_train.data.open_table import open_table
+from wholebatch_train.data.pairs import Pairs, pairs_of_ids, stated_of_groups, stated_pairs
 from wholebatch_train.tasks.batches import PairBatches, rows_of_chunks
-from wholebatch_train.tasks.evaluation import features_of_rows
+from wholebatch_train.tasks.evaluation import chance, features_of_rows
 from wholebatch_train.tasks.make import make_task
-from wholebatch_train.tasks.retrieval import chance
 
 MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256)
-CONFIG = TrainConfig(workers=0, image_size=16, image_channels=3, model=MODEL)
 
 
 @pytest.fixture(autouse=True)
@@ -343,7 +340,7 @@ def test_ids_of_classes_are_refused_before_their_pairs_fill_the_memory():
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_ids_of_classes_are_refused_before_anything_is_trained(tmp_path, monkeypatch, held_out):
     """In the first validation it would be late, and in the test all would be lost."""
-    monkeypatch.setattr("wholebatch_train.data.pairs.pairs._MOST", 20)
+    monkeypatch.setattr("wholebatch_train.data.pairs._MOST", 20)
     path = tmp_path / "rows.csv"
     path.write_text("query,positive,id\n" + "".join(f"q{i},p{i},{i % 10}\n" for i in range(40)))
     config = TrainConfig(data=str(path), columns="group=id", validation_texts=1, test_texts=1)

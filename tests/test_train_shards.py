@@ -8,8 +8,8 @@ import pytest
 from data_sets import add, png
 
 from wholebatch._base.user_error import UserError
-from wholebatch_train.data.tables import shards as module
-from wholebatch_train.data.tables.shards import shard_batches
+from wholebatch_train.data import shards as module
+from wholebatch_train.data.shards import shard_batches
 
 
 def write(path, *rows):

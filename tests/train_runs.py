@@ -9,7 +9,7 @@ import time
 
 from glyph_files import SMALL
 
-from wholebatch_train.run.pace import MEASURED
+from wholebatch_train.run.figures import MEASURED
 
 TRAIN = [sys.executable, "-W", "error", "-m", "wholebatch", "train"]
 

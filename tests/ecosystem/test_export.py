@@ -3,9 +3,6 @@
 make ecosystem
 """
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,18 +53,6 @@ def test_sentence_transformers_gives_the_same_features(run):
     assert expected.shape == (len(TEXTS), 8)
     np.testing.assert_allclose(model.encode(TEXTS), expected, rtol=0, atol=1e-6)
     assert np.abs(model.encode(TEXTS[::-1]) - expected).max() > 1e-3, "other texts would be found"
-
-
-def test_the_readme_gives_the_same_features(run):
-    readme = (run / "run" / "README.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    program = program.replace("a question", TEXTS[1])
-    program = f"import sys\nsys.modules['wholebatch'] = None\n{program}\nprint(*queries[0].tolist())"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = np.array([float(x) for x in done.stdout.splitlines()[-1].split()])
-    np.testing.assert_allclose(found, np.load(run / "f.npy")[1], rtol=0, atol=1e-6)
 
 
 def test_open_clip_needs_an_image_encoder(run, capsys):

@@ -24,7 +24,6 @@ from compare import assert_same
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models import save_both, save_image, save_text
-from tokenizers.normalizers import Sequence
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from wholebatch._base.user_error import UserError
@@ -34,11 +33,15 @@ from wholebatch_train.config import ModelConfig, TrainConfig
 from wholebatch_train.data.load import load_data
 from wholebatch_train.encoder_options import SideConfig, TextSideConfig
 from wholebatch_train.encoders.hugging_face import pool, rule_of_sentences
-from wholebatch_train.encoders.make import make_encoder
-from wholebatch_train.encoders.saved import open_dual_encoder, open_encoder, save_dual_encoder, save_encoder
+from wholebatch_train.encoders.make import (
+    make_encoder,
+    open_dual_encoder,
+    open_encoder,
+    save_dual_encoder,
+    save_encoder,
+)
 from wholebatch_train.encoders.tune import merged_state
 from wholebatch_train.tasks.make import make_task
-from wholebatch_train.using.overlap import case_ignored_by
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -356,18 +359,6 @@ def test_an_opened_encoder_lowers_the_case_of_texts(models, tmp_path):
     assert encoder.prepare.lower
     save_encoder(tmp_path / "saved", encoder)
     assert open_encoder(tmp_path / "saved").prepare.lower
-
-
-def test_encoders_that_lower_texts_ignore_case(models):
-    """By their normalizer, or by the settings of sentence-transformers."""
-    encoder = text_encoder(models / "bert")
-    assert case_ignored_by(encoder) is str.lower
-    encoder.prepare.tokenizer.backend_tokenizer.normalizer = Sequence([])
-    ids = encoder.prepare(["one", "ONE"])["input_ids"]
-    assert not torch.equal(ids[0], ids[1])
-    assert case_ignored_by(encoder) is None
-    encoder.prepare = replace(encoder.prepare, lower=True)
-    assert case_ignored_by(encoder) is str.lower
 
 
 def test_what_loads_data_holds_no_weights(models):

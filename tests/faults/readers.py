@@ -53,7 +53,7 @@ from wholebatch.__main__ import main as command
 from wholebatch._base.bounded_json import sealed, unsealed
 from wholebatch._base.tensor_file import TensorFile, write_tensors
 from wholebatch._base.user_error import UserError
-from wholebatch_train.encoders.saved import digest_of
+from wholebatch_train.encoders.make import digest_of
 from wholebatch_train.run.checkpoint import digests_of_run
 
 CLASSES = {

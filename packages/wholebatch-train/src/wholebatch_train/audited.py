@@ -120,7 +120,6 @@ def _gradients(task: Task) -> dict[str, Tensor]:
 
 
 def _relative_error(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return |grads - expected| / |expected|, over all parameters; 0 / 0 is 0."""
     if grads.keys() != expected.keys():
         raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ grads.keys()))}")
     error, norm = _distance(grads, expected), _norm(expected)

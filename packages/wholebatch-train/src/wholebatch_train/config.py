@@ -220,5 +220,4 @@ def names_of(config: TrainConfig) -> list[str]:
 
 
 def value_of(config: TrainConfig, name: str) -> Any:
-    """Return the value of an option by its name."""
     return reduce(getattr, name.split("."), config)

@@ -34,7 +34,6 @@ _OF_A_RUN = ("run_folder", "config", "resume", "until_step")  # a new run does n
 
 
 def with_file(base: TrainConfig, path: Path | None) -> TrainConfig:
-    """Return `base` with the options of the file; None: unchanged."""
     return base if path is None else merged(base, _values(path), path)
 
 

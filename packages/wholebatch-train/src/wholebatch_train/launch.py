@@ -25,8 +25,8 @@ from .config import TrainConfig
 from .data.classes import LabeledImages
 from .data.load import Data, load_data
 from .data.loader import WorkerDiedError
-from .data.pairs.pairs import Pairs
-from .data.pictures.skip_bad import FILE as LEFT_OUT
+from .data.pairs import Pairs
+from .data.pictures import FILE as LEFT_OUT
 from .loop import train
 from .option_checks import number_of_ranks
 from .planned import plan_start
@@ -35,10 +35,9 @@ from .ranks.all_ranks import device_of, on_all_ranks
 from .ranks.local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .ranks.signals import Requests, show
 from .run.checkpoint import last_step
-from .run.record import CONFIG, DataFacts, Start, read_record
+from .run.record import CONFIG, DataFacts, Extension, Schedule, Start, read_record
 from .run.resume import how_to_resume
 from .run.run_folder import RunFolder
-from .run.schedule import Extension, Schedule
 from .tasks.chunking import with_chunk_size
 from .tasks.make import check_encoders, make_task
 from .tasks.precision import Precision
@@ -135,7 +134,6 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
         (config, data, _, folder, *_), path, done, schedule = _agree(
             lambda: _prepare(asked, size, held, progress, is_first=is_first), asked
         )
-        held.callback(progress.stop)
         requests.device, requests.how_to_resume = device, how_to_resume(path, config)
         if folder is not None:
             progress.say(f"run folder: {folder.path}")
@@ -162,7 +160,6 @@ def _train_on_this_rank(asked: TrainConfig, device: torch.device, requests: Requ
             raise RankDiedError(
                 f"a process that reads the data for rank {rank} of {size} {error}{requests.how_to_resume}"
             ) from error
-        progress.stop()
         if folder is not None:
             progress.report(path, config, task, report)
 

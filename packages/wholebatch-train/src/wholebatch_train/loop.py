@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,13 +21,10 @@ from .ranks.all_ranks import WaitForFirstRank, from_first_rank, on_all_ranks
 from .ranks.sharding import local_parts
 from .ranks.signals import Asked, Requests, Stopped, name
 from .report.from_run import report_of_run
-from .run.best import Best
 from .run.checkpoint import FILE
-from .run.pace import Pace, peak_memory
-from .run.record import Start, read_record
+from .run.figures import Best, Pace, Tracker, figures_of, figures_of_step, peak_memory, start_trackers
+from .run.record import Schedule, Start, describe_extension, read_record
 from .run.run_folder import RunFolder
-from .run.schedule import Schedule, describe_extension
-from .run.trackers import Tracker, figures_of, figures_of_step, start_trackers
 from .tasks.task import PassState, Task, not_finite
 
 
@@ -152,8 +149,6 @@ def train(
                 f"{best.step}, whose weights are in best.safetensors; model.safetensors and the report have the last"
                 + more
             )
-        elif folder is not None and (remark := best.remark(done, is_kept=keeps_best)):
-            progress.say(remark)
         if saved_at < done:  # before the test, which may meet a picture that cannot be read
             save_last(done)
         report = figures = task.test()
@@ -174,9 +169,11 @@ def train(
                 tracker.log(done, figures_of(figures, "test/"))
     except BaseException:
         with suppress(UserError):  # of a disk that is full, which the error of the run names
-            _close(trackers)
+            for tracker in trackers:
+                tracker.close()
         raise
-    _close(trackers)
+    for tracker in trackers:
+        tracker.close()
     wait()
     asked = requests.combined()
     if asked.stop:
@@ -186,10 +183,10 @@ def train(
 
 def _begin(
     config: TrainConfig, folder: RunFolder | None, progress: Progress, schedule: Schedule, start: Start
-) -> Sequence[Tracker]:
+) -> list[Tracker]:
     """Write the first lines of this start into the run folder, now that a checkpoint has been read. All ranks."""
 
-    def write() -> tuple[Sequence[Tracker], str]:
+    def write() -> tuple[list[Tracker], str]:
         if folder is None:
             return [], ""
         folder.begin(start, schedule.extensions)
@@ -217,11 +214,6 @@ def _check_finite(task: Task, done: int) -> None:
     on_all_ranks("weights", check)
 
 
-def _close(trackers: Sequence[Tracker]) -> None:
-    for tracker in trackers:
-        tracker.close()
-
-
 @contextmanager
 def _name_last_checkpoint(step: int, requests: Requests) -> Iterator[None]:
     """Add to an error of writing, such as that of a full disk, from where the run can be resumed."""
@@ -234,7 +226,6 @@ def _name_last_checkpoint(step: int, requests: Requests) -> Iterator[None]:
 
 def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, finished: bool = False) -> Stopped:
     """Show how to resume, wait until all ranks are done, and return the exception that ends the run."""
-    progress.stop()
     stopped = f"stopped after step {step}, which has a checkpoint{requests.how_to_resume}"
     progress.say(f"{name(asked.stop)}: {'the run was finished' if finished else stopped}")
     requests.combined()  # a launcher may end the other ranks as soon as one has ended

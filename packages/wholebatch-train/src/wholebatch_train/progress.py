@@ -1,17 +1,14 @@
-"""The output of a run: a live bar in a terminal, plain lines elsewhere, and the report."""
+"""The output of a run: a line every few steps, and the figures of the report."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
-from rich.text import Text
+from rich.console import Console
 
 from wholebatch.app import amount, duration, printable
 
@@ -24,30 +21,13 @@ _LINE_EVERY = 10  # steps between two plain lines
 _EARLY = 2  # steps after the first one of a start, by which the time left can be estimated
 
 
-class _BarAndFigures(Bar):
-    """A bar above the figures of the last step, which take as many lines as they need."""
-
-    figures = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        yield Text(self.figures, no_wrap=False, overflow="fold")  # though the console cuts off no lines
-
-
 class Progress:
-    """A bar while training in a terminal; otherwise a line every few steps.
-
-    Args:
-        clock: the time in seconds.
-        is_quiet: print nothing, as on all ranks but the first.
-    """
+    """A line every few steps."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_quiet: bool = False) -> None:
-        self._clock, self._is_quiet = clock, is_quiet
+        self._clock = clock
         # markup and emoji: a path is shown as it is
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, quiet=is_quiet)
-        self._bar: _BarAndFigures | None = None
-        self._validation = ""
         self._began, self._first_ended = 0.0, 0.0
         self._first, self._last = 0, 0  # steps
 
@@ -68,13 +48,6 @@ class Progress:
             + (f", resuming after step {done}" if done else "")
             + (", starting again: there was no checkpoint yet" if config.resume is not None and not done else "")
         )
-        if self._console.is_terminal and not self._is_quiet:
-            self._bar = _BarAndFigures(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
-                console=self._console,
-            )  # fmt: skip
-            self._bar.add_task("", total=steps, completed=done)
-            self._bar.start()
         self._first, self._last, self._began = done + 1, steps, self._clock()
 
     def step(self, metrics: dict[str, Any]) -> None:
@@ -84,13 +57,9 @@ class Progress:
         if step == self._first:
             self._first_ended = self._clock()
             self.say(f"the first step took {self._first_ended - self._began:.1f} s, {loss}")
-        figures, left = f"{loss}, {_figures(metrics)}", self._time_left(step)
-        if self._bar is not None:
-            self._validation = validation or self._validation  # the bar keeps the last one in sight
-            self._bar.figures = figures + self._validation
-            self._bar.update(self._bar.task_ids[0], completed=step, description=left)
-        elif step in (self._last, self._first + _EARLY) or step % _LINE_EVERY == 0 or validation:
-            self.say(f"step {step:4d}/{self._last}  {figures}{left and f', {left}'}{validation}")
+        if step in (self._last, self._first + _EARLY) or step % _LINE_EVERY == 0 or validation:
+            left = self._time_left(step)
+            self.say(f"step {step:4d}/{self._last}  {loss}, {_figures(metrics)}{left and f', {left}'}{validation}")
 
     def _time_left(self, step: int) -> str:
         """Return the time left, if the rest of the steps is as fast as those of this start; "" after the last.
@@ -101,11 +70,6 @@ class Progress:
             return ""
         began, steps = (self._began, 1) if step == self._first else (self._first_ended, step - self._first)
         return f"{duration((self._clock() - began) / steps * (self._last - step))} left"
-
-    def stop(self) -> None:
-        """Restore the terminal."""
-        if self._bar is not None:
-            self._bar.stop()
 
     def report(self, folder: Path, config: TrainConfig, task: Task, report: dict[str, Any]) -> None:
         """The run is complete."""

@@ -16,11 +16,10 @@ from wholebatch.app import UserError
 from ..config import TrainConfig, for_glyphs
 from ..encoders.small import FEWEST_WORDS
 from ..encoders.words import split_words
-from .classes import LabeledImages, classes_of_texts
-from .glyphs import glyph_classes, glyph_pairs
-from .pairs.from_table import table_pairs
-from .pairs.pairs import Pairs, Split, check_ids, split_groups
-from .tables.open_table import open_table
+from .classes import LabeledImages, classes_of_texts, glyph_classes, glyph_pairs
+from .from_table import table_pairs
+from .open_table import open_table
+from .pairs import Pairs, Split, check_ids, split_groups
 
 Data = tuple[Pairs, Split] | LabeledImages
 _LARGE = 10  # images of a class, on average
@@ -33,11 +32,6 @@ _MOST_WORDS = 128  # the memory of a text grows with them
 
 def load_data(config: TrainConfig, size: int, say: Callable[[str], None] = lambda _: None) -> tuple[TrainConfig, Data]:
     """Load pairs split by text for --task retrieve, or labeled images for --task identify.
-
-    Args:
-        config: the configuration of the run.
-        size: number of ranks.
-        say: called with a line about each choice that was left to the data.
 
     Returns:
         The configuration with those choices made, and the data.

@@ -37,13 +37,7 @@ _CONTEXT = "fork" if sys.platform == "linux" else None
 
 
 class Feed(Generic[_B]):
-    """Batches by their step, in any order; in ascending order they are prepared ahead.
-
-    Args:
-        prepare: the batch of a step; it runs in a worker.
-        stop: the number of steps.
-        workers: processes that prepare batches; 0: this process does it, when the batch is asked for.
-    """
+    """Batches by their step, in any order; in ascending order they are prepared ahead."""
 
     def __init__(self, prepare: Callable[[int], _B], *, stop: int, workers: int) -> None:
         self._prepare, self._stop, self._workers = prepare, stop, workers

@@ -13,7 +13,6 @@ from pathlib import Path
 from wholebatch.app import UserError
 
 _COMPRESSED = (".gz", ".tgz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
-_SHOWN = 200  # characters of a path in a message
 _MOST_NAMES = 10_000  # of a folder that are compared with a name
 FILES = (".csv", ".tsv", ".jsonl", ".parquet", ".tar")
 
@@ -24,7 +23,7 @@ def check_path(data: str) -> None:
     try:
         is_there = path.exists()
     except OSError as error:  # such as a name that is too long
-        raise UserError(f"--data: {_shorten(data)!r} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"--data: {data[:200]!r} cannot be read: {error.strerror or error}") from error
     if any(mark in data for mark in "*{[") and not is_there:
         expand_shards(data)
         return
@@ -43,22 +42,13 @@ def check_path(data: str) -> None:
 
 
 def near_miss(path: Path, endings: tuple[str, ...] = ()) -> str:
-    """Return "; did you mean ...?" if beside a path that is not there is a similar one, else "".
-
-    Args:
-        path: the path.
-        endings: those of files that may be meant; a folder may be.
-    """
+    """Return "; did you mean ...?" if beside a path that is not there is a similar one, else ""."""
     similar: list[str] = []
     with suppress(OSError), os.scandir(path.parent) as entries:  # no such folder, or none that can be read
         fitting = [x.name for x in islice(entries, _MOST_NAMES) if x.name.endswith(endings) or x.is_dir()]
         others = [name for name in fitting if name != path.name]  # it may be a link to nothing
         similar = get_close_matches(path.name, others, 1, 0.75)
     return f"; did you mean {str(path.with_name(similar[0]))!r}?" if similar else ""
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _refuse_compressed(paths: list[Path]) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from .pictures.reading import open_picture
-from .tables.columns import is_bytes, is_text
-from .tables.table import Table
+from .reading import open_picture
+from .table import Table, is_bytes, is_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,21 +50,11 @@ class Texts(Side):
         self._texts = texts
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._texts)
 
     def items(self, rows: Tensor) -> list[str]:
         texts = [self._texts[row] for row in rows.tolist()]
         return [each if isinstance(each, str) else each.as_py() for each in texts]
-
-    def column(self, rows: Tensor) -> Any:
-        """Return the texts of these rows (n,) as a column of Arrow."""
-        import pyarrow as pa
-
-        texts: Any = self._texts
-        if not isinstance(texts, pa.ChunkedArray):
-            texts = pa.chunked_array([pa.array([*texts], pa.string())])
-        return texts.cast(pa.large_string()).take(pa.array(rows.numpy()))
 
 
 class DrawnPictures(Side):
@@ -185,7 +174,6 @@ class FilePictures(Side):
         return UserError(f"{self.table.where(row)}: {reason}; --skip-bad leaves such rows out")
 
     def _quoted_path(self, row: int) -> str:
-        """Return the path of a row's picture in quotes; "" if it has none, or if the place of the row is this path."""
         place = self.place(row)
         if not isinstance(place, Path) or str(place).endswith(self.table.where(row)):
             return ""

@@ -1,4 +1,4 @@
-"""Two encoders in one module, with the scale of their similarities."""
+"""Both encoders in one module, with the scale of similarities."""
 
 from __future__ import annotations
 
@@ -60,13 +60,10 @@ class DualEncoder(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if bias else None
 
     def forward(self, first: Inputs, second: Inputs, *negatives: Inputs | Unused | None) -> tuple[Tensor | None, ...]:
-        """Return unit features of both sides' inputs, (b, d) each, the scale, the bias if there is one, of negatives.
+        """Return unit features of both sides, (b, d) each, the scale, the bias if there is one, and those of negatives.
 
-        Args:
-            first: inputs of b items of the first side.
-            second: inputs of b items of the second side.
-            negatives: where the data have some, inputs of n further items of the second side; if n is 0, None, or
-                Unused where the encoder is to be called nevertheless.
+        Negatives are further items of the second side; None if there are none, or Unused where the encoder is to be
+        called nevertheless.
         """
         x, y = (self._attach_graph(self.encode(*each)) for each in zip(self.sides, (first, second), strict=True))
         others = [_take_no_rows(y) if inputs is None else self._encode_negatives(inputs) for inputs in negatives]
@@ -96,7 +93,6 @@ class DualEncoder(nn.Module):
         return self._module_of[side]
 
     def encoder(self, side: str) -> Encoder:
-        """Return the encoder of a side."""
         encoder: Encoder = getattr(self, self._module_of[side])
         return encoder
 

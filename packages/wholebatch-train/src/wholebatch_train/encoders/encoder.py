@@ -1,6 +1,6 @@
-"""The interface of one side's network, its inputs, and what those of libraries and of users have in common.
+"""The interface of one side's network, and its inputs.
 
-Those have no dropout, and no statistics of a batch.
+Encoders of libraries and of users have no dropout, and no statistics of a batch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from wholebatch.app import UserError
 from wholebatch.app.tensors import leaves_of
 
-from .networks import as_float
-
 Inputs = Any
 """A tensor, a named tuple of tensors or a dictionary of tensors: it crosses processes, and goes to a device whole."""
 Prepare = Callable[[Sequence[Any]], Inputs]
+
+
+def as_float(images: Tensor) -> Tensor:
+    """Convert uint8 images to floats in [0, 1]; floats stay."""
+    return images.float() / 255 if images.dtype == torch.uint8 else images
 
 
 def map_tensors(act: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:

@@ -26,12 +26,6 @@ def load_model(
 ) -> tuple[nn.Module, bool, list[str]]:
     """Load the network that reads items of this kind, in float32.
 
-    Args:
-        folder: the model's folder.
-        value: the option and its text, for errors.
-        kind: the kind of its items.
-        pretrained: whether its weights are read; else they are random.
-
     Returns:
         The network, whether it is a tower of a model of images and texts, and lines to show.
     """
@@ -78,7 +72,6 @@ def _check_layers(values: dict[str, Any]) -> None:
 
 
 def _auto_class(transformers: Any, config: Any, kind: str, value: str, *, is_tower: bool) -> Any:
-    """Return the class of transformers that loads this kind of model."""
     mappings = transformers.models.auto.modeling_auto
     if is_tower:
         if type(config) not in mappings.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING:

@@ -39,10 +39,6 @@ def nearest(name: str, known: list[str]) -> str:
 def folder_of(value: str, name: str) -> Path:
     """Return the folder of a model: `name` itself, or its place in the cache of Hugging Face; nothing is downloaded.
 
-    Args:
-        value: the option and its text, for errors.
-        name: a folder, or the name of a model.
-
     Raises:
         UserError: there is neither; with the names on this machine that are most similar.
     """

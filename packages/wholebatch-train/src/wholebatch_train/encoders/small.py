@@ -1,4 +1,9 @@
-"""The small encoders: the networks of this package, with sizes, preprocessing and tokens."""
+"""The small encoders: a convolutional network for images; word vectors and an optional transformer for texts.
+
+Nothing in them depends on another example (no batch norm) or on random numbers (no dropout), so the result for a row
+does not depend on the split of the batch. Every parameter has an effect: the gradient of one without (a bias straight
+before a normalization) would be rounding noise, which Adam turns into steps of full size.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,98 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from wholebatch.app import require
 
 from ..config import ModelConfig
-from .encoder import Encoder, Inputs
-from .networks import ImageNetwork, TextNetwork
+from .encoder import Encoder, Inputs, as_float
 from .words import TextBatch, split_batch, tokenize
+
+
+class ResidualBlock(nn.Module):
+    """A residual block with one 3 x 3 convolution: x + conv(gelu(norm(x)))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(8, width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (b, width, h, w) to the same shape."""
+        return x + self.conv(F.gelu(self.norm(x)))
+
+
+class ImageNetwork(nn.Module):
+    """A convolution of overlapping patches with stride 4, one with stride 2, and a projection of all positions."""
+
+    def __init__(self, *, channels: int, image_size: int, width: int, embedding_size: int) -> None:
+        super().__init__()
+        w = width
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, w, 8, stride=4, padding=2),
+            ResidualBlock(w),
+            nn.Conv2d(w, 2 * w, 3, stride=2, padding=1),
+            ResidualBlock(2 * w),
+            nn.GroupNorm(8, 2 * w),
+            nn.GELU(),
+            nn.Flatten(),
+        )
+        self.project = nn.Linear(2 * w * (image_size // 8) ** 2, embedding_size, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (b, channels, size, size), uint8 or float in [0, 1], to (b, embedding_size)."""
+        # channels_last is the fastest layout of convolutions, on CPUs too
+        rows: Tensor = self.project(self.body(as_float(images).contiguous(memory_format=torch.channels_last)))
+        return rows
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and feed-forward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of the keys would have no effect
+        self.out = nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Map (b, T, width) and a mask (b, T) to (b, T, width)."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.feed(self.norm2(x))
+
+
+class TextNetwork(nn.Module):
+    """Word vectors (means of piece vectors), positions, transformer layers, mean over the words."""
+
+    def __init__(
+        self, *, buckets: int, max_words: int, width: int, layers: int, heads: int, embedding_size: int
+    ) -> None:
+        super().__init__()
+        self.pieces = nn.EmbeddingBag(buckets, width, mode="mean")
+        nn.init.normal_(self.pieces.weight, std=0.05)  # small, so that training soon outgrows the hash's noise
+        self.positions = nn.Parameter(0.02 * torch.randn(max_words, width))
+        self.layers = nn.ModuleList(TransformerLayer(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, embedding_size, bias=False)
+
+    def forward(self, texts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Map b texts, as `tokenize` returns them, to (b, embedding_size)."""
+        words, pieces, offsets = texts
+        vectors = torch.cat([self.positions.new_zeros(1, self.positions.shape[1]), self.pieces(pieces, offsets)])
+        mask = words > 0
+        x = F.embedding(words, vectors) + self.positions
+        for layer in self.layers:
+            x = layer(x, mask)
+        x = (self.norm(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        rows: Tensor = self.project(x)
+        return rows
+
 
 FEWEST_WORDS = 12  # that an encoder reads where `max_words` is 0
 

@@ -33,14 +33,7 @@ class Transform:
 
 
 class TimmImage(FixedEncoder):
-    """A model of timm, whose row is the one that its classifier would read.
-
-    Args:
-        name: of a model of timm, or a folder with its config.json and model.safetensors.
-        value: the option and its text, for errors.
-        pretrained: whether its weights are read, from the folder or the cache of Hugging Face; else they are random.
-        saved: the values that `save` has returned, with which `name` has no effect.
-    """
+    """A model of timm, whose row is the one that its classifier would read."""
 
     kind = "image"
     form = "timm image"

@@ -198,7 +198,11 @@ class TransformerImage(FixedEncoder):
         names = [name for name, _ in self.model.named_parameters()]
         has_class = any(name.endswith(("cls_token", "class_embedding", "class_token")) for name in names)
         self.rule: ImageRule = pooling if pooling != "auto" else "cls" if has_class and not self._is_tower else "own"
-        processor = self._processor(folder, value)
+        transformers = needed("transformers", value)
+        with quiet(transformers), mistakes(value, folder):
+            processor = transformers.AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         pixels = _rescaling(processor, self.example())
         self.prepare = Process(processor, pixels is not None)
         self.normalize: nn.Module = nn.Identity() if pixels is None else pixels
@@ -207,13 +211,6 @@ class TransformerImage(FixedEncoder):
         self.width = output.shape[1]
         if self._is_tower:
             without_other_tower(self.model, used_parameters(output))
-
-    def _processor(self, folder: Path, value: str) -> Any:
-        transformers = needed("transformers", value)
-        with quiet(transformers), mistakes(value, folder):
-            return transformers.AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Map pixels (b, 3, h, w), uint8 or float in [0, 1], or the tensors of `prepare`, to (b, width)."""

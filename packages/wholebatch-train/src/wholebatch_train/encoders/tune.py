@@ -20,15 +20,7 @@ _BASE = "base_layer."
 
 
 def tune(encoder: FixedEncoder, side: SideConfig, value: str, *, is_pretrained: bool, is_file: bool) -> None:
-    """Prepare an encoder of a library, or of a user, for training.
-
-    Args:
-        encoder: the encoder.
-        side: the options of its side.
-        value: `--image-encoder` or `--text-encoder` and its text, for errors.
-        is_pretrained: whether the weights are pretrained ones of a library.
-        is_file: whether the encoder is a user's, of which that is not known.
-    """
+    """Prepare an encoder of a library, or of a user, for training."""
     notes = [
         *encoder.notes,
         _size_of_pictures(encoder),
@@ -93,11 +85,6 @@ def _recompute(encoder: FixedEncoder, value: str) -> None:
 
 def add_adapters(encoder: Encoder, side: SideConfig, used: set[int]) -> None:
     """Freeze the encoder and add trainable adapters to its linear layers, in place.
-
-    Args:
-        encoder: the encoder.
-        side: the options of its side.
-        used: ids of the parameters that its result depends on; "auto" adds adapters to their layers only.
 
     Raises:
         UserError: peft is missing, or no layer has one of the names.

@@ -43,12 +43,6 @@ class FileEncoder(FixedEncoder):
 
     It has `prepare(items)`, or `preprocess(item)` for one picture, or `tokenize(texts)`; and may have `width`, and
     `channels`, 1 or 3, of the pictures that it reads.
-
-    Args:
-        path: the file.
-        function: its function without arguments.
-        value: the option and its text, for errors.
-        kind: the kind of items.
     """
 
     form = "file"

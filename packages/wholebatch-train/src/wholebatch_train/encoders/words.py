@@ -65,12 +65,9 @@ def split_batch(batch: TextBatch, size: int) -> Iterator[TextBatch]:
 
 def split_words(text: str) -> list[str]:
     """Split a text into upper-case words; each digit and each punctuation mark but a hyphen is a word."""
-    return (_ASCII if text.isascii() else _words()).findall(in_upper_case(text))
-
-
-def in_upper_case(text: str) -> str:
-    """Return a text in upper case and composed form, equal for texts that a reader cannot tell apart but by case."""
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).upper())
+    return (_ASCII if text.isascii() else _words()).findall(
+        unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).upper())
+    )
 
 
 def identity(text: str) -> str:

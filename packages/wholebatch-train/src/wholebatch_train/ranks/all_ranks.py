@@ -84,7 +84,6 @@ class WaitForFirstRank:
 
 
 def device_of(name: str, rank: int, ranks: int) -> torch.device:
-    """Return the device of a rank of this machine, for `--device`."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and count < ranks:
         raise UserError(f"--device cuda needs a GPU for each of the {ranks} ranks of this machine, found {count}")

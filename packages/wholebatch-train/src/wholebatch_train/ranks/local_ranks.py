@@ -28,7 +28,7 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig
 from ..run.resume import how_to_resume
-from .signals import FINISHING, STOP, Inbox, Patience, Stopped, inbox, name, show, show_cursor, signals_blocked
+from .signals import FINISHING, STOP, Inbox, Patience, Stopped, inbox, name, show, signals_blocked
 
 Body = Callable[[TrainConfig, str, int, Connection], None]
 """The run of one rank: (configuration, URL where ranks meet, rank, connection to the starting process)."""
@@ -100,7 +100,6 @@ def _watch(
                 raise Stopped(number, f"{name(number)}: ended before the first step{_resume(config)}")
             if number in STOP and patience.is_second():
                 _end(ranks)
-                show_cursor()
                 raise Stopped(number, f"{name(number)}: ended at once{_resume(config)}")
             if number in STOP and not announced:
                 announced = True

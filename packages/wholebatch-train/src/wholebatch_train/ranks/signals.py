@@ -29,12 +29,7 @@ FINISHING = "{}: the run completes this step or its report and ends, with a chec
 
 
 class Stopped(Exception):  # noqa: N818  not an error
-    """A signal has ended the run.
-
-    Args:
-        signum: the signal.
-        message: a line that is still to be shown; empty if it has been.
-    """
+    """A signal has ended the run."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         super().__init__(signum, message)
@@ -191,7 +186,6 @@ class Requests:
         try:
             if self._announce:
                 show(f"{name(number)}: ended {when}{self.how_to_resume}")
-                show_cursor()
         finally:
             os._exit(128 + number)
 
@@ -233,12 +227,6 @@ def end_by(signum: int) -> NoReturn:
 def show(line: str) -> None:
     """Print a line about the run on stderr."""
     print(f"wholebatch train: {line}", file=sys.stderr, flush=True)
-
-
-def show_cursor() -> None:
-    """Show the terminal's cursor again, after a progress bar that had no time to do so."""
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h")
 
 
 def name(number: int) -> str:

@@ -11,9 +11,9 @@ from torch import Tensor
 from wholebatch.app.tensors import are_right, first_ranks
 
 from ..data.classes import LabeledImages
-from ..data.pairs.answers import Stated
+from ..data.pairs import Stated
 from ..data.randomness import seeded
-from .content import Candidate, Evidence, Gallery, Item, Query
+from .page import Candidate, Evidence, Gallery, Item, Query
 
 _SHOWN, _TOP = 12, 5
 _ROWS_OF_NEGATIVES = 448  # of each side: 200,000 pairs
@@ -61,7 +61,6 @@ def shown_rows(count: int) -> list[int]:
 def search(
     queries: Tensor, candidates: Tensor, right: Tensor, rows: Sequence[int], of_query: Items, of_candidate: Items
 ) -> list[Query]:
-    """Return these rows of the queries, each with its best candidates; `right` is that of `search_figures`."""
     similarity = queries[[*rows]] @ candidates.T
     best = similarity.topk(min(_TOP, len(candidates)), dim=1).indices.tolist()
     mask = are_right(right, torch.tensor(rows), len(candidates))
@@ -186,13 +185,7 @@ def classes_evidence(
 
 
 def surest_mistakes(data: LabeledImages, predicted: Tensor, logits: Tensor) -> list[int]:
-    """Return the test images with a wrong class, which has no equal image: the surest first, each pair once.
-
-    Args:
-        data: labeled images, with the test images among them.
-        predicted: (n,), the class that was found for each test image.
-        logits: (n,), its similarity.
-    """
+    """Return the test images with a wrong class, which has no equal image: the surest first, each pair once."""
     labels, numbers = data.labels[data.test], data.numbers[data.test]
     known = {*zip(data.labels.tolist(), data.numbers.tolist(), strict=True)}
     by_pair: dict[tuple[int, int], int] = {}

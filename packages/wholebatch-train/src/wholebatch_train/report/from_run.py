@@ -12,10 +12,9 @@ from typing import Any
 from wholebatch.app import amount, duration
 
 from ..config import GLYPHS, TrainConfig, names_of, value_of
-from ..run.record import Start
-from ..run.schedule import Schedule
+from ..run.record import Schedule, Start
 from ..tasks.task import Task
-from .content import Chart, Fact, Line, Report, Setting, Table
+from .page import Chart, Fact, Line, Report, Setting, Table
 
 Metrics = Sequence[Mapping[str, Any]]
 _RUN_ONLY = ("run_folder", "resume", "until_step")  # of a start, not of the numbers
@@ -33,19 +32,7 @@ def report_of_run(
     schedule: Schedule,
     best: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Return the contents of the report.
-
-    Args:
-        config: the configuration of the run.
-        defaults: that of its task if no option is given.
-        task: the task after its test.
-        figures: the figures of the test.
-        metrics: the lines of metrics.jsonl.
-        starts: the starts of the run, in order.
-        folder: the run folder.
-        schedule: the steps that were planned, and where that was changed.
-        best: the metrics of the step with the best validation, if its weights were kept.
-    """
+    """Return the contents of the report."""
     title, columns, rows = task.table(figures)
     last = starts[-1] if starts else None
     steps = steps_in_words(schedule, metrics[-1]["step"], config.patience)
@@ -74,11 +61,6 @@ def report_of_run(
 
 def steps_in_words(schedule: Schedule, last_step: int, patience: int) -> str:
     """Return the planned steps, each later decision about them, and an early end.
-
-    Args:
-        schedule: that of the run.
-        last_step: the last step that was made.
-        patience: `--patience`, which alone lets a run with a report end before its last step.
 
     >>> from ..run.schedule import Extension
     >>> steps_in_words(Schedule(300, 20), 300, 0)

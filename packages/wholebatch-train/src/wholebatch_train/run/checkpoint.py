@@ -102,7 +102,6 @@ class Checkpoint:
         return {name.removeprefix("scaler."): x for name, x in items if name.startswith("scaler.")}
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Restore model, optimizer and random state."""
         of_model = {name.removeprefix("model."): x for name, x in self.tensors.items() if name.startswith("model.")}
         state: dict[int, dict[str, Tensor]] = {}
         for key, x in self.tensors.items():
@@ -252,7 +251,6 @@ def check_fits(path: Path, model: str, found: Mapping[str, Any], expected: Mappi
 
 
 def first_lines(metrics: Path, count: int | None) -> list[bytes]:
-    """Return the first `count` lines of metrics.jsonl; None: all."""
     return read_bounded(metrics, _MOST_METRICS_BYTES).splitlines(keepends=True)[:count]
 
 

@@ -23,9 +23,6 @@ class Lock:
     The file stays when the lock is released: removing it would let two writers lock two files of the same name. It
     contains the holder's process id and host, for the message to a second writer.
 
-    Args:
-        folder: an existing run folder.
-
     Raises:
         UserError: if another process holds it.
         OSError: if the file cannot be written.

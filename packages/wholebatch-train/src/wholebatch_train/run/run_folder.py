@@ -10,7 +10,6 @@ encoders/                what a later program needs to build the encoders again,
 features/                features of the data that `wholebatch search` has searched; search.html has its last pictures
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
-README.md                the model, its figures, and how to use it, also without this program
 report.html              curves, test, examples, mistakes, checks and configuration, to look at in a browser
 report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
 tensorboard/             TensorBoard's event files
@@ -32,18 +31,15 @@ from torch import Tensor
 from wholebatch.app import UserError, parse_json, replacing, writing
 
 from ..config import TrainConfig
-from ..data.pictures.skip_bad import LeftOut, write_left_out
-from ..encoders.saved import FOLDER as ENCODERS
-from ..encoders.saved import digest_of
-from ..report.content import Report
-from ..report.page import render
+from ..data.pictures import LeftOut, write_left_out
+from ..encoders.make import FOLDER as ENCODERS
+from ..encoders.make import digest_of
+from ..report.page import Report, render
 from ..tasks.task import Task
-from ..using.readme import write_readme
-from .best import FILE as BEST
 from .checkpoint import METRICS, first_lines, save_tensors
+from .figures import FILE as BEST
 from .lock import Lock, check_is_free
-from .record import DataFacts, Record, Start, digests_of_run, read_record
-from .schedule import Extension
+from .record import DataFacts, Extension, Record, Start, digests_of_run, read_record
 
 
 class RunFolder:
@@ -137,7 +133,7 @@ class RunFolder:
         return self._digest.hexdigest() if self._is_begun and self._lines == step else None
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Write the final weights, the report and the README."""
+        """Write the final weights and the report."""
         encoders = self.path / ENCODERS
         with self._writing():
             task.save_encoders(encoders)
@@ -145,7 +141,6 @@ class RunFolder:
         save_tensors(self.path / "model.safetensors", weights, facts)
         with self._writing():
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-            write_readme(self.path, task.describe(), task.table(report))
 
     def keep_best(self, task: Task, weights: dict[str, Tensor], step: int) -> None:
         """Write the weights of the best validation so far, which is that after `step` steps."""
@@ -161,7 +156,6 @@ class RunFolder:
             read_record(self.path).with_start(start, extensions).write(self.path)
 
     def write_page(self, report: Report) -> None:
-        """Write report.html."""
         with self._writing(), replacing(self.path / "report.html") as file:
             file.write(render(report).encode(errors="replace"))  # a file name need not be UTF-8
 

@@ -15,12 +15,11 @@ from wholebatch.app import UserError
 
 from ..config import TrainConfig
 from ..data.classes import LabeledImages
-from ..data.pairs.negatives import FalseNegatives
-from ..data.pairs.pairs import Order, Pairs, batch_of_step
+from ..data.from_table import FalseNegatives
+from ..data.pairs import Order, Pairs, batch_of_step
 from ..data.randomness import seeded
 from ..data.sides import Side
-from ..encoders.encoder import Encoder, Inputs, Prepare
-from ..encoders.networks import as_float
+from ..encoders.encoder import Encoder, Inputs, Prepare, as_float
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,9 @@ class Reader:
 
     @classmethod
     def of(cls, encoder: Encoder) -> Reader:
-        """Return that of an encoder."""
         return cls(encoder.prepare, encoder.channels)
 
     def __call__(self, side: Side, rows: Tensor) -> Inputs:
-        """Return the inputs of these rows."""
         return side.inputs(rows, self.prepare, channels=self.channels)
 
 
@@ -48,7 +45,6 @@ class RowInputs:
     reader: Reader
 
     def __call__(self, rows: Tensor) -> Inputs:
-        """Return the inputs of these rows."""
         return self.reader(self.side, rows)
 
 
@@ -97,16 +93,7 @@ class PairBatch(NamedTuple):
 
 
 class PairBatches:
-    """The rank's part of the pairs of each step.
-
-    Args:
-        pairs: the data.
-        train: the groups to train on.
-        readers: how the rows of each side are read.
-        config: the configuration of the run.
-        rows: the rank's rows of the global batch.
-        chunks: the places of each chunk's rows among these.
-    """
+    """The rank's part of the pairs of each step."""
 
     def __init__(
         self,
@@ -126,7 +113,6 @@ class PairBatches:
             self._false_negatives = FalseNegatives(queries, documents, pairs.group_of, pairs.ids)
 
     def __call__(self, step: int) -> PairBatch:
-        """Prepare the batch of a step."""
         all_rows, all_groups = batch_of_step(self._order, self._pairs, step=step, seed=self._seed)
         rows, groups = all_rows[self._rows], all_groups[self._rows]
         chunks, numbers = [], [torch.empty(0, dtype=torch.int64)]
@@ -160,7 +146,6 @@ class ImageBatches:
         self._order = Order(data.train, batch_size=config.batch_size, seed=config.seed)
 
     def __call__(self, step: int) -> ImageBatch:
-        """Prepare the batch of a step."""
         rows = self._order.batch(step)[self._rows]
         return ImageBatch(self._reader(self._data.pictures, rows), self._data.labels[rows])
 

@@ -1,9 +1,16 @@
-"""`--task identify`: an image encoder, and a classifier that is sharded over the ranks: wholebatch.PartialFC."""
+"""`--task identify`: an image encoder, and a classifier that is sharded over the ranks: wholebatch.PartialFC.
+
+In a checkpoint the classifier is a folder `head-N` of its shards, beside the file of the encoder, which names the save
+of the classifier that belongs to it. The file is written after the folder and before older folders are removed, so a
+run that is killed in between has both of the last checkpoint, or both of the one before.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,19 +20,115 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wholebatch as wb
+from wholebatch.app import UserError
 
-from ..config import TrainConfig
+from ..config import HeadConfig, TrainConfig
 from ..data.classes import LabeledImages
 from ..data.loader import Feed, workers_of_a_rank
 from ..encoders.encoder import Inputs, rows_of, to_device
-from ..encoders.make import make_encoder
-from ..encoders.saved import save_encoder
-from ..report.content import Evidence, Item
+from ..encoders.make import make_encoder, save_encoder
 from ..report.evidence import classes_evidence, surest_mistakes
+from ..report.page import Evidence, Item
 from .batches import ImageBatches, Reader, augmented, rows_of_chunks
-from .head import check_head_folder, has_reference, load_head, make_head, remove_other_heads, save_head
+from .evaluation import best_possible, verify
 from .task import Curve, PassState, Task, finite_loss, not_finite
-from .verification import best_possible, verify
+
+_COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
+
+
+def make_head(config: TrainConfig, width: int, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
+    """Make this rank's shard of the classifier of embeddings of this width."""
+    head = config.head
+    return wb.PartialFC(
+        width,
+        classes,
+        margin=make_margin(head),
+        sub_centers=head.sub_centers,
+        sample_rate=head.sample_rate,
+        label_smoothing=config.label_smoothing,
+        seed=config.seed,
+        group=group,
+        device=device,
+    )
+
+
+def has_reference(head: HeadConfig) -> bool:
+    """Return whether the reference implementation has the head's loss: one batch, all centers, a stateless margin."""
+    return head.sample_rate == 1.0 and head.margin in ("arcface", "cosface", "sphereface", "normface")
+
+
+def make_margin(head: HeadConfig) -> Any:
+    margins: dict[str, Callable[..., Any]] = {
+        "arcface": wb.ArcFace,
+        "cosface": wb.CosFace,
+        "sphereface": wb.SphereFace,
+        "normface": wb.NormFace,
+        "adaface": wb.AdaFace,
+        "magface": wb.MagFace,
+        "curricularface": wb.CurricularFace,
+    }
+    m = _COSFACE_M if head.m is None and head.margin == "cosface" else head.m
+    return margins[head.margin](s=head.scale, **({} if m is None else {"m": m}))
+
+
+def save_head(folder: Path, step: int, head: wb.PartialFC, optimizer: wb.SparseAdamW, *, rank: int) -> str:
+    """Write the classifier after so many steps into its folder, and return the save's id. All ranks.
+
+    Raises:
+        UserError: on all ranks, if one cannot write.
+    """
+    path = _path(folder, step)
+    if rank == 0:
+        with suppress(OSError):  # what cannot be removed is reported by the save
+            _remove(path)  # left by a run that was killed while it wrote this folder
+    if dist.is_initialized():
+        dist.barrier()
+    try:
+        return wb.heads.save_head(path, head, optimizer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def remove_other_heads(folder: Path, step: int) -> None:
+    """Remove the classifiers of other checkpoints than that after so many steps."""
+    for other in folder.glob(_path(folder, "*").name):
+        if other != _path(folder, step):
+            try:
+                _remove(other)
+            except OSError as error:
+                raise UserError(f"{other}, of an earlier checkpoint, cannot be removed: {error}") from error
+
+
+def check_head_folder(folder: Path, step: int) -> None:
+    """Refuse a link in place of the folder, which a save would follow."""
+    path = _path(folder, step)
+    if path.is_symlink():
+        raise UserError(f"{path} is a link; expected the folder itself: was the run folder edited?")
+
+
+def load_head(folder: Path, step: int, save: str, head: wb.PartialFC, optimizer: wb.SparseAdamW) -> None:
+    """Read the classifier of a save after so many steps. All ranks.
+
+    Raises:
+        UserError: on all ranks, if the folder is missing, damaged or of another save.
+    """
+    try:
+        wb.heads.load_head(_path(folder, step), head, optimizer, save_id=save)
+    except ValueError as error:
+        raise UserError(f"{error}; was the run folder edited?") from error
+
+
+def _path(folder: Path, step: int | str) -> Path:
+    return folder / f"head-{step}"
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a folder or a link, but not the target of a link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
 
 _TOP = 5
 
@@ -134,7 +237,8 @@ class Identify(Task):
 
     def _accuracy(self, rows: Tensor) -> tuple[dict[str, Any], Tensor, wb.heads.TopClasses]:
         """Return the accuracy on these images, their embeddings and the classes found; rank 0 has all the images."""
-        embeddings = self._embeddings(rows)
+        nothing = torch.empty(0, self._encoder.width)
+        embeddings = self._features_of("image", self._data.pictures, rows) if len(rows) else nothing
         try:
             top = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
         except ValueError as error:
@@ -142,12 +246,6 @@ class Identify(Task):
         right = top.class_ids.cpu() == self._data.labels[rows[: len(embeddings)], None]
         figures = {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)} if len(right) else {}
         return figures, embeddings, top
-
-    def _embeddings(self, rows: Tensor) -> Tensor:
-        """Return unit embeddings of these images, on the CPU of rank 0, without augmentation. All ranks."""
-        if not len(rows):
-            return torch.empty(0, self._encoder.width)
-        return self._features_of("image", self._data.pictures, rows)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"

@@ -69,14 +69,7 @@ class _WithHistory(Objective):
 
 
 def make_objective(config: TrainConfig, texts: int, *, negatives: bool = False, dense: bool = False) -> nn.Module:
-    """Make the loss of the global batch, with every loss's default `sync`: DDP averages over ranks.
-
-    Args:
-        config: the configuration of the run.
-        texts: number of groups of texts in all.
-        negatives: whether the data have mined negatives, which only InfoNCE uses.
-        dense: take the reference implementation, which this process computes alone.
-    """
+    """Make the loss of the global batch, with every loss's default `sync`: DDP averages over ranks."""
     if config.loss == "global_contrastive" and not dense:
         return _WithHistory(wb.GlobalContrastiveLoss(texts, temperature=1 / config.model.initial_logit_scale))
     functions = wb.reference if dense else wb.functional

@@ -22,10 +22,6 @@ class Precision:
     The loss gets unit rows in float32. Under autocast, on a GPU, it rounds them to the same half precision before it
     multiplies them, and sums in float32.
 
-    Args:
-        name: "fp32", "tf32", "bf16" or "fp16".
-        device: where the encoders are.
-
     Raises:
         UserError: the device does not have this precision.
     """
@@ -74,11 +70,6 @@ class Precision:
 
         With a scale, the gradients are divided by it afterward. If one is not finite, the step is computed again with
         half the scale: no step is left out, on no rank. The buffers of `loss_fn` are those of the last pass alone.
-
-        Args:
-            compute: makes the forward and the backward pass.
-            optimizers: of all parameters with a gradient.
-            loss_fn: the loss that `compute` calls.
         """
         if self.scaler is None:
             return compute()

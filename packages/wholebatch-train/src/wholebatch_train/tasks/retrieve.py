@@ -15,19 +15,17 @@ import wholebatch as wb
 
 from ..config import TrainConfig
 from ..data.loader import Feed, workers_of_a_rank
-from ..data.pairs.answers import Stated, stated_of_groups
-from ..data.pairs.pairs import Pairs, Split
+from ..data.pairs import Pairs, Split, Stated, stated_of_groups
 from ..data.sides import Side
 from ..encoders.dual import Unused
 from ..encoders.encoder import Inputs, number_of_rows, to_device
-from ..encoders.make import make_dual_encoder
-from ..encoders.saved import save_dual_encoder
+from ..encoders.make import make_dual_encoder, save_dual_encoder
 from ..ranks.sharding import whole
-from ..report.content import Evidence, Item
 from ..report.evidence import search_evidence
+from ..report.page import Evidence, Item
 from .batches import Chunk, PairBatches, Reader, augmented, rows_of_chunks
+from .evaluation import PLURAL, further_candidates, recall, report_of_search, table, ways_of
 from .objectives import make_objective
-from .retrieval import PLURAL, further_candidates, recall, report_of_search, table, ways_of
 from .task import Curve, Task, finite_loss, not_finite
 
 

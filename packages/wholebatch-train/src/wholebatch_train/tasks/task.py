@@ -1,4 +1,4 @@
-"""A task for the training loop: data, networks, a loss of the global batch, and measures of the result."""
+"""A task for the training loop: data, networks, their precision, a loss of the global batch, measures of the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..encoders.encoder import Encoder
 from ..encoders.tune import merged_state
 from ..ranks.all_ranks import on_all_ranks
 from ..ranks.sharding import shard_weights, whole_state
-from ..report.content import Evidence
+from ..report.page import Evidence
 from ..run.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .evaluation import features_of_rows
 from .precision import Precision
@@ -45,16 +45,7 @@ class PassState(NamedTuple):
 
 
 class Task(ABC):
-    """One rank's part of a task. Calls marked "all ranks" communicate.
-
-    Args:
-        config: the configuration of the run.
-        encoders: those to train, with random state from the seed.
-        device: where they are trained.
-        rank: r, this rank.
-        size: W, the number of ranks.
-        dense: the loss is computed by this process alone.
-    """
+    """One rank's part of a task. Calls marked "all ranks" communicate."""
 
     optimizers: Sequence[Optimizer]
     """For replicated parameters, and for sharded ones if any; each group's `peak` is its largest learning rate."""
@@ -201,14 +192,13 @@ class Task(ABC):
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         """Return the report as a table: title, names of the columns, rows."""
 
+    @abstractmethod
     def result(self, report: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the headline of the report: the name of a figure, its value, and a note such as the chance."""
-        _, columns, rows = self.table(report)
-        return f"{rows[0][0]} {columns[1]}".strip(), rows[0][1], ""
 
+    @abstractmethod
     def evidence(self) -> Evidence:
         """Return examples of the results of `test` and their similarities, on rank 0."""
-        return Evidence()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the final weights, on rank 0. All ranks."""

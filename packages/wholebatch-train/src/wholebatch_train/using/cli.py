@@ -28,5 +28,5 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     options = tyro.cli(_OPTIONS[name], args=list(argv), prog=prog)
     options.check()
     if (launcher_size() or 1) > 1:
-        raise UserError(f"{prog} is one process, which uses all GPUs: start it without torchrun or another launcher")
+        raise UserError(f"{prog} is one process: start it without torchrun or another launcher")
     getattr(import_module(f".{name}", __package__), name)(options)

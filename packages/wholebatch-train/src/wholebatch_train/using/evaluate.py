@@ -14,22 +14,19 @@ import wholebatch as wb
 from wholebatch.app import UserError
 
 from ..config import TrainConfig, for_glyphs
-from ..data.glyphs import glyph_pairs
-from ..data.pairs.answers import stated_pairs
-from ..data.pairs.from_table import table_pairs
-from ..data.pairs.pairs import Pairs
+from ..data.classes import glyph_pairs
+from ..data.from_table import table_pairs
+from ..data.open_table import open_table
+from ..data.pairs import Pairs, stated_pairs
+from ..data.roles import asked_roles
 from ..data.sides import Side
-from ..data.tables.open_table import open_table
-from ..data.tables.roles import asked_roles
-from ..data.tables.table import Table
-from ..tasks.head import make_head
-from ..tasks.retrieval import report_of_search, table, ways_of
-from ..tasks.verification import FAR, verify
+from ..data.table import Table
+from ..tasks.evaluation import FAR, report_of_search, table, verify, ways_of
+from ..tasks.identify import make_head
 from .items import Items, features_of, opened, with_progress
 from .open_run import OpenRun
 from .options import EvaluateConfig, renamed
 from .output import say, show_table, written
-from .overlap import seen_in_training
 
 _TOP = 5
 _OPTIONAL = ("negatives", "group")
@@ -42,13 +39,9 @@ def evaluate(options: EvaluateConfig) -> None:
     pairs = _pairs(run, options)
     figures = _classification if run.config.task == "identify" else _search
     report = figures(run, pairs, options)
-    trained, line = seen_in_training(run, pairs)
-    report = {
-        "data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), "trained_on": trained, **report,
-    }  # fmt: skip
+    report = {"data": options.data, "weights": run.kind_of_weights, "rows": len(pairs.order), **report}
     if options.data == run.config.data or Path(options.data).absolute() == Path(run.config.data).absolute():
-        line = f"{line}; these are the data of the run, whose report.json has the figures of items held out"
-    say(line)
+        say("note: these are the data of the run, whose report.json has the figures of items held out")
     _show(run, report)
     if options.out is not None:
         with written(options.out, "the figures") as file:

@@ -17,23 +17,23 @@ from torch import Tensor
 from wholebatch.app import UserError
 
 from ..config import for_glyphs
-from ..data.cache.kept_results import stamp_of_pictures
-from ..data.glyphs import glyph_pairs
+from ..data.cache import stamp_of_pictures
+from ..data.classes import glyph_pairs
+from ..data.folders import PICTURES
 from ..data.loader import WorkerDiedError, automatic_workers, prepared
-from ..data.pictures.skip_bad import readable_rows, rows_with_texts
+from ..data.open_table import open_table
+from ..data.pictures import readable_rows, rows_with_texts
+from ..data.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.sides import Chosen, FilePictures, Side, Texts
-from ..data.tables.columns import digest_of, in_rows, is_bytes, is_text
-from ..data.tables.folders import PICTURES
-from ..data.tables.open_table import open_table
-from ..data.tables.roles import USUAL, asked_roles, text_column, usual_columns
-from ..data.tables.table import Table
+from ..data.table import Table, digest_of, in_rows, is_bytes, is_text
 from ..encoders.encoder import to_device
+from ..encoders.small import TextEncoder
+from ..encoders.words import identity
 from ..ranks.all_ranks import device_of
 from ..tasks.batches import Reader, RowInputs
 from .open_run import OpenRun, open_run
 from .options import EncodingOptions, renamed
 from .output import say
-from .overlap import case_ignored_by
 
 _LINE_EVERY_S = 10
 
@@ -63,7 +63,6 @@ class Items:
     captions: str = ""
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.rows)
 
     def where(self, row: int) -> str:
@@ -109,18 +108,6 @@ def open_items(
     say: Callable[[str], None] = lambda _: None,
     workers: int = 0,
 ) -> Items:
-    """Return the items of a column of the data.
-
-    Args:
-        run: the run whose encoders will read them.
-        data: the path, or "glyphs".
-        argument: its name on the command line, for errors.
-        column: the column. "": the usual one of the side.
-        side: the side that reads it. None: as the column is.
-        skip_bad: leave out rows without a text or a readable picture.
-        say: called with lines about the data.
-        workers: processes that read pictures for `skip_bad`; -1: as many as there are CPUs.
-    """
     check_side(run, side)
     if data == "glyphs":
         name = side or run.sides[0]
@@ -133,9 +120,8 @@ def open_items(
             say(line)
         name, column = find_column(run, table, column, side)
         if run.kind(name) == "image":
-            _check_pictures(table, column, may_be_empty=skip_bad)
             pictures = FilePictures(table, column)
-            rows = readable_rows(pictures, say, workers=workers).rows if skip_bad else torch.arange(len(table))
+            rows = readable_rows(pictures, say, workers=workers)[0] if skip_bad else torch.arange(len(table))
             return Items(name, pictures, rows, data, table, column, _captions(run, table))
         table, _ = in_rows(table, [column])
         empty: dict[int, str] | None = {} if skip_bad else None
@@ -157,7 +143,7 @@ def distinct(run: OpenRun, items: Items) -> Items:
     """Return the first row of each text that the encoder tells from others; pictures stay as they are."""
     if items.side.kind != "text":
         return items
-    same = case_ignored_by(run.encoder(items.name)) or str
+    same = identity if isinstance(run.encoder(items.name), TextEncoder) else str
     first = {same(text): place for place, text in reversed([*enumerate(items.side.items(items.rows))])}
     return replace(items, rows=items.rows[sorted(first.values())])
 
@@ -169,25 +155,20 @@ def check_side(run: OpenRun, side: str | None) -> None:
 
 
 def find_column(run: OpenRun, table: Table, column: str, side: str | None) -> tuple[str, str]:
-    """Return the side and its column."""
     if column and column not in table.names:
         raise UserError(f"--column: {table.source} has no column {column!r}; its columns are {', '.join(table.names)}")
     if column:
         return side or _side_of(run, table, column), column
     for name in (side,) if side else run.sides:
-        if column := _usual(table, name):
-            return name, column
+        for role in ROLES[name]:
+            if columns := usual_columns(table, role, "--column "):
+                return name, columns[0]
     names = [ROLES[name][0] for name in ((side,) if side else run.sides)]
     usual = ", ".join(dict.fromkeys(each for role in names for each in USUAL[role]))
     raise UserError(
         f"{table.source} has no column for the {' or the '.join(names)}; its columns are {', '.join(table.names)}. "
         f"Name one with --column NAME (usual names need no option: {usual})"
     )
-
-
-def _usual(table: Table, side: str) -> str:
-    """Return the usual column of a side, as `wholebatch train` finds it; "" if there is none."""
-    return next((columns[0] for role in ROLES[side] if (columns := usual_columns(table, role, "--column "))), "")
 
 
 def _side_of(run: OpenRun, table: Table, column: str) -> str:
@@ -210,15 +191,6 @@ def _holds_pictures(table: Table, column: str) -> bool:
     if is_text(values.type):
         return os.path.splitext(values[0].as_py() or "")[1].lower() in PICTURES
     return pa.types.is_struct(values.type) or is_bytes(values.type)
-
-
-def _check_pictures(table: Table, column: str, *, may_be_empty: bool) -> None:
-    import pyarrow.compute as pc
-
-    values = table.arrow[column]
-    if values.null_count and not may_be_empty:
-        row = pc.index(pc.is_null(values), True).as_py()
-        raise UserError(f"{table.where(row)}: {table.why_empty(row, 'image', column)}")
 
 
 def opened(options: EncodingOptions) -> OpenRun:

@@ -23,12 +23,11 @@ from ..config import TrainConfig, files_of_encoders
 from ..data.sides import Kind
 from ..encoders.dual import DualEncoder
 from ..encoders.encoder import Encoder, Inputs
-from ..encoders.make import make_dual_encoder, make_encoder
-from ..encoders.saved import FOLDER as ENCODERS
-from ..encoders.saved import digest_of, open_dual_encoder, open_encoder
-from ..run.best import FILE as BEST
+from ..encoders.make import FOLDER as ENCODERS
+from ..encoders.make import digest_of, make_dual_encoder, make_encoder, open_dual_encoder, open_encoder
 from ..run.checkpoint import FILE as CHECKPOINT
 from ..run.checkpoint import check_fits, check_is_of_run
+from ..run.figures import FILE as BEST
 from ..run.record import read_record
 from .options import Weights
 from .output import reading
@@ -71,11 +70,9 @@ class OpenRun:
         return self.model.embedding_size if isinstance(self.model, DualEncoder) else self.model.width
 
     def encoder(self, side: str) -> Encoder:
-        """Return the encoder of a side."""
         return self.model.encoder(side) if isinstance(self.model, DualEncoder) else self.model
 
     def kind(self, side: str) -> Kind:
-        """Return the kind of the items of a side."""
         return self.encoder(side).kind
 
     @property
@@ -111,12 +108,6 @@ def open_run(
     folder: Path, device: torch.device | None = None, weights: Weights = "auto", *, trust: bool = False
 ) -> OpenRun:
     """Open the run of a folder. Nothing is unpickled, and nothing is executed that is not trusted.
-
-    Args:
-        folder: the run folder.
-        device: where to compute. None: the CPU.
-        weights: which weights; "auto": the final ones, or else those of the last checkpoint.
-        trust: whether to execute the Python file of an encoder FILE.py:FUNCTION, or its copy in the folder.
 
     Raises:
         UserError: no run folder, one of another version, a damaged file, a run without these weights, or with an
@@ -174,7 +165,6 @@ def _step(file: TensorFile) -> int | None:
 
 
 def _file(folder: Path, weights: Weights, config: TrainConfig) -> Path:
-    """Return the file with these weights."""
     files = {kind: folder / name for name, kind in _NAMES.items()}
     if weights == "auto":
         for kind in ("final", "checkpoint"):

@@ -14,8 +14,8 @@ import tyro
 
 from wholebatch.app import UserError
 
+from ..data.folders import PICTURES
 from ..data.paths import check_path, near_miss
-from ..data.tables.folders import PICTURES
 from ..run.record import CONFIG
 
 FEATURES = (".parquet", ".npy")
@@ -53,7 +53,7 @@ class EncodingOptions(_OfRun):
     workers: int = -1
     """Processes that read pictures ahead. -1: as many as there are cores, at most 8; 0: none."""
     device: Device = "auto"
-    """Where to compute; "auto": on all GPUs of this machine, or else on the CPU."""
+    """Where to compute; "auto": on the GPU, if this machine has one."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class EvaluateConfig(EncodingOptions):
 class ExportConfig(_OfRun):
     """Write a run's encoders in the layout of another library, into FOLDER, which must be empty or new.
 
-    RUN is the folder of a run. Its README.md shows how to use the encoders with torch alone.
+    RUN is the folder of a run.
     """
 
     folder: Folder

@@ -45,14 +45,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
 
 @contextmanager
 def reading(path: Path, description: str, kinds: Kinds, *, named: Kinds = ()) -> Iterator[None]:
-    """Turn an error of a file into a UserError.
-
-    Args:
-        path: the file.
-        description: "a file of features", or the like.
-        kinds: errors that a damaged file, or none, causes.
-        named: those whose message names the file.
-    """
+    """Turn an error of a file into a UserError."""
     try:
         yield
     except UserError:

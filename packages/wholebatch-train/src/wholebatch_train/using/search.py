@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,10 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..data.pictures.reading import open_picture
+from ..data.reading import open_picture
 from ..data.sides import Side
-from ..data.tables.columns import in_rows
-from ..data.tables.roles import find_roles, text_column
-from ..data.tables.table import Table
-from ..encoders.words import in_upper_case, split_words
-from ..report.content import Candidate, Evidence, Gallery, Item, Query, Report
-from ..report.page import render
-from .feature_files import FeatureFile, has_features, kept_features, open_features
+from ..report.page import Candidate, Evidence, Gallery, Item, Query, Report, render
+from .embed import FeatureFile, has_features, kept_features, open_features
 from .items import Items, check_side, distinct, features_of, open_items, opened
 from .open_run import OpenRun
 from .options import SearchConfig
@@ -34,11 +28,6 @@ _OTHER = {"image": "text", "text": "image", "query": "document", "document": "qu
 _CHARACTERS = 100  # of a text that are printed
 _MOST_QUERIES, _MOST_PICTURES = 20, 12  # of a page
 _MOST_PRODUCTS = 2**22  # similarities that are held at a time
-_LAST = 2**32 - 1  # rows are numbered below it
-_ROWS = 8192  # texts that are searched at a time
-_SHOWN = 10  # words in a note
-# Thai to Myanmar, Khmer, kana and Han are written without spaces: a word is wherever its characters are.
-_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af]")
 
 
 class Given(Side):
@@ -78,11 +67,6 @@ def search(options: SearchConfig) -> None:
             _print(_query_in_words(queries, number), each, is_one=len(queries) == 1)
     else:
         _write(options.out, queries, hits)
-    if candidates.items is not None and not options.data and queries.side.kind == "text":
-        # Of other data nobody knows whether they have the words that the encoder has learned.
-        unknown = unknown_words(run, queries.side.items(queries.rows), queries.name, candidates.items.table)
-        if unknown:
-            say(note_of(unknown))
     if candidates.items is not None and candidates.items.side.kind == "image":
         path = options.sheet or options.run / "search.html"
         page = render(_page(run, queries, candidates.items, hits))
@@ -98,7 +82,6 @@ def search(options: SearchConfig) -> None:
 
 
 def _queries(run: OpenRun, options: SearchConfig) -> Items:
-    """Return the queries as items."""
     check_side(run, options.side)
     if options.queries:
         side = _OTHER.get(options.side or "")
@@ -153,7 +136,7 @@ def _candidates(run: OpenRun, options: SearchConfig, asked: str) -> FeatureFile:
 
 def _column_of_run(run: OpenRun, side: str) -> str:
     """Return the column that `--columns` of the run names for a side; "" if it names none."""
-    from ..data.tables.roles import asked_roles
+    from ..data.roles import asked_roles
 
     roles = asked_roles(run.config.columns)
     names = {"text": ("text", "label"), "document": ("positive",)}.get(side, (side,))
@@ -224,68 +207,12 @@ def most_similar(queries: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Tens
     >>> most_similar(torch.tensor([[0.6, 0.8]]), rows.split(2), 2)[1]
     tensor([[1, 0]])
     """
-    best = torch.empty(len(queries), 0, dtype=torch.int64)
-    start = 0
-    step = max(1, _MOST_PRODUCTS // max(1, len(queries)))
+    values, rows = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+    start, step = 0, max(1, _MOST_PRODUCTS // max(1, len(queries)))
     for tile in tiles:
-        for rows in tile.split(step):
-            keys = ordered(queries @ rows.T) << 32 | (_LAST - torch.arange(start, start + len(rows)))
-            best = torch.cat([best, keys.topk(min(k, len(rows)), dim=1).values], dim=1)
-            best = best.topk(min(k, best.shape[1]), dim=1).values
-            start += len(rows)
-    return _similarities(best >> 32), _LAST - (best & _LAST)
-
-
-def ordered(similarities: Tensor) -> Tensor:
-    """Return float32 numbers as integers of 32 bits, in int64, with the same order; equal numbers stay equal."""
-    bits = (similarities.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-
-
-def _similarities(order: Tensor) -> Tensor:
-    bits = order.int()
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
-
-
-def unknown_words(run: OpenRun, queries: Sequence[str], side: str, table: Table | None) -> list[str]:
-    """Return the words, in lower case, that no text which the encoder has read has; [] for another encoder's texts.
-
-    The texts are read once, however many queries there are.
-
-    Args:
-        run: the run.
-        queries: texts.
-        side: the side that reads them.
-        table: the data of the run. None: the embedded characters.
-    """
-    if run.config.text_encoder != "small" or table is None:
-        return []
-    roles = [*find_roles(table, run.config.columns, task=run.config.task).items()][:2]
-    columns = [
-        text_column(in_rows(table, names[:1])[0], role, names[0], {})
-        for name, (role, names) in zip(run.sides, roles, strict=True)
-        if run.encoder(name) is run.encoder(side)
-    ]
-    left = dict.fromkeys(word for query in queries for word in split_words(query))
-    for texts in (some for column in columns for some in _parts(column)):
-        inside = {word for word in left if word in texts}  # which is found out much faster
-        known = {word for word in inside if _WITHOUT_SPACES.search(word)}
-        if inside - known:
-            known |= inside.intersection(split_words(texts))
-        left = {word: None for word in left if word not in known}
-        if not left:
-            break
-    return [word.lower() for word in left]
-
-
-def note_of(words: Sequence[str]) -> str:
-    """Return the line about these words."""
-    shown = ", ".join(f'"{word}"' for word in words[:_SHOWN])
-    more = f" and {len(words) - _SHOWN:,} more" if len(words) > _SHOWN else ""
-    return f"note: no text of the data has {shown}{more}; the built-in encoder only knows the words of your texts"
-
-
-def _parts(column: Any) -> Iterator[str]:
-    """Yield the texts in upper case, many at a time, a line each."""
-    for start in range(0, len(column), _ROWS):
-        yield in_upper_case("\n".join(column.slice(start, _ROWS).to_pylist()))
+        for part in tile.split(step):
+            numbers = torch.arange(start, start + len(part)).expand(len(queries), -1)
+            values, places = torch.cat([values, queries @ part.T], 1).sort(dim=1, descending=True, stable=True)
+            rows = torch.cat([rows, numbers], 1).gather(1, places)[:, :k]
+            values, start = values[:, :k], start + len(part)
+    return values, rows

@@ -1,29 +1,131 @@
-"""The curves of a run for other programs: TensorBoard's event files, and Weights & Biases."""
+"""The figures of a run: its best validation, its speed and memory, and its curves in TensorBoard and elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import secrets
+import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import torch
 
 from wholebatch.app import UserError, read_bounded, replacing, writing
 
 from ..config import TrainConfig
+from ..tasks.task import Task
 
-TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id"
+FILE = "best.safetensors"
+_WHILE = 3  # validations without a better one, after which a run that learns by heart is warned of
+
+
+class Best:
+    """The best validation so far, found again from metrics.jsonl when a run is resumed.
+
+    Args:
+        task: it knows the headline figure of a validation; a larger one is better.
+        patience: validations without a better one after which the run ends; 0: never.
+        since: steps before the last extension of the run, after which patience starts again.
+        earlier: the metrics of the steps made so far.
+    """
+
+    def __init__(self, task: Task, patience: int, since: int, earlier: Iterable[Mapping[str, Any]]) -> None:
+        self._task, self._patience, self._since = task, patience, since
+        self.step, self.figure = 0, float("-inf")
+        self._without = 0
+        self._figure = self._loss = self._loss_of_best = float("nan")  # of the last validation, and of the best
+        self._losses: list[float] = []  # since the last validation
+        self._is_said = False
+        for metrics in earlier:
+            self.is_beaten_by(metrics)
+
+    def is_beaten_by(self, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the validation of this step, if it has one, is the best so far."""
+        loss = metrics.get("loss")
+        self._losses.append(math.inf if loss is None else loss)
+        if not metrics.get("validation"):
+            return False
+        self._loss, self._losses = fmean(self._losses), []
+        self._figure, step = self._task.headline_figure(metrics["validation"]), metrics["step"]
+        better = self._figure > self.figure
+        if better:
+            self.step, self.figure, self._loss_of_best, self._is_said = step, self._figure, self._loss, False
+        if step > self._since:
+            self._without = 0 if better else self._without + 1
+        return better
+
+    @property
+    def is_over(self) -> bool:
+        """Whether patience has ended."""
+        return 0 < self._patience <= self._without
+
+    def warning(self, *, is_kept: bool) -> str:
+        """Return a line, once, about a run that learns by heart while it can still be ended, else "".
+
+        That is a run whose training loss falls though no validation has been better for a while, and the last is worse.
+        """
+        if self._is_said or self._without < _WHILE or self._figure >= self.figure or self._loss >= self._loss_of_best:
+            return ""
+        self._is_said = True
+        return (
+            f"note: the run learns by heart: since step {self.step:,}, whose validation was the best, the training "
+            f"loss has fallen from {self._loss_of_best:.3g} to {self._loss:.3g} and no validation was better; "
+            "Ctrl-C ends it" + (f", and {FILE} has the weights of step {self.step:,}" if is_kept else "")
+        )
+
+
+MEASURED = ("seconds", "examples_per_second", "peak_rss_bytes", "peak_cuda_bytes")
+"""Fields of metrics.jsonl that differ between two runs with the same numbers."""
+_WINDOW = 20  # steps
+_STATUS = Path("/proc/self/status")
+
+
+class Pace:
+    """The rate of the last steps of this process, validations and checkpoints among them."""
+
+    def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._batch_size, self._clock = batch_size, clock
+        self._ends = deque([clock()], maxlen=_WINDOW + 1)
+
+    def step(self) -> float:
+        """Return the examples per second over the last steps, once one more is complete."""
+        self._ends.append(self._clock())
+        passed = self._ends[-1] - self._ends[0]
+        return self._batch_size * (len(self._ends) - 1) / max(passed, 1e-9)
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the most bytes that this process has held so far, in its memory and on its GPU, where they are known."""
+    peaks = {}
+    if (resident := _peak_resident()) is not None:
+        peaks["peak_rss_bytes"] = resident
+    if device.type == "cuda":
+        peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated(device)
+    return peaks
+
+
+def _peak_resident() -> int | None:
+    if _STATUS.exists():  # getrusage's peak includes that of the program that has started this one
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return 1024 * int(line.split()[1])
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
 _MOST_ID_BYTES = 100
 
 
 class TensorBoard:
     """Event files. Steps that a resumed run makes again replace those of before.
-
-    Args:
-        folder: the folder of the event files.
-        done: steps that the run has made.
 
     Raises:
         ImportError: if tensorboard is not installed.

@@ -1,7 +1,4 @@
-"""Reading a user's picture: upright, opaque, eight bits per channel.
-
-A run has a copy of this file, which reads pictures without this package. So it imports nothing of it.
-"""
+"""Reading a user's picture: upright, opaque, eight bits per channel."""
 
 from __future__ import annotations
 
@@ -26,9 +23,6 @@ _ORIENTATION = 0x0112  # of EXIF
 
 def open_picture(place: Path | bytes | tuple[str, int, int]) -> Any:
     """Read the first frame of a picture as a PIL image of mode L or RGB: upright, opaque, eight bits per channel.
-
-    Args:
-        place: the path of a file, the bytes of one, or (file, offset, size) of a member of a tar file.
 
     Raises:
         FileNotFoundError: if there is no such file.

@@ -1,8 +1,9 @@
-"""Mined negatives: for each row any number of texts that are not its positive."""
+"""The rows of a table as pairs of two sides, in groups, with their mined negatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..pictures.equal import numbers_in_common
-from ..tables.columns import flattened, is_text
-from ..tables.roles import composed
-from ..tables.table import Table
-from .pairs import pairs_of_ids
+from ..config import TrainConfig
+from ..encoders.words import identity
+from .pairs import Pairs, joined, joined_across, pairs_of_ids
+from .pictures import kept_numbers, numbers_in_common, readable_rows, rows_with_texts
+from .roles import composed, find_roles, group_numbers, text_column
+from .sides import Chosen, FilePictures, Side, Texts
+from .table import Table, digest_of, flattened, in_rows, is_text
 
 
 class Negatives:
@@ -43,7 +46,6 @@ class Negatives:
         return Negatives(self.texts.filter(pa.array(kept.numpy())), before[self.first], self._numbers[kept])
 
     def __len__(self) -> int:
-        """Number of texts."""
         return len(self._numbers)
 
 
@@ -70,13 +72,7 @@ class FalseNegatives:
         self._stated = torch.unique(queries[has_group][query_row] * self._count + positives[has_group][positive_row])
 
     def ids(self, negatives: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
-        """Return for each negative (m,) the group of the query that it is a positive of, or -1.
-
-        Args:
-            negatives: numbers of negatives.
-            rows: the rows of the global batch, (B,).
-            groups: their groups, all different.
-        """
+        """Return for each negative (m,) the group of the query that it is a positive of, or -1."""
         index, is_positive = _search(self._positives, negatives)
         in_order, places = groups.sort()
         in_batch, is_here = _search(in_order, self._groups[index])
@@ -97,12 +93,6 @@ def find_negatives(
     """Return the negatives in one column of lists, or in one or more columns of texts.
 
     Null and empty texts are left out.
-
-    Args:
-        table: the data.
-        names: the columns of negatives.
-        others: the columns of queries and of positives.
-        identity: texts are equal for which it returns the same.
 
     Returns:
         The negatives, and for each of the other columns a number of each row, equal for equal texts of all columns.
@@ -134,3 +124,60 @@ def find_negatives(
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     *of_others, numbers = numbers_in_common([*others, flat], identity)
     return Negatives(flat, first, numbers), of_others
+
+
+def table_pairs(table: Table, config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> Pairs:
+    """Return the pairs of a table: rows that share a text, a picture or a value of the column `group` are one group."""
+    roles = find_roles(table, config.columns, task=config.task)
+    first, second = [*roles][:2]
+    in_words = [f"{role} is {' + '.join(names)}" if names != [role] else role for role, names in roles.items()]
+    for line in (*table.said, f"columns: {', '.join(in_words)}"):
+        say(line)
+    texts_of = {role: roles[role][0] for role in (first, second) if role != "image"}
+    spread, owner = in_rows(table, [*texts_of.values()]) if config.task == "retrieve" else (table, None)
+    empty: dict[int, str] | None = {} if config.skip_bad else None
+    columns = {role: text_column(spread, role, name, empty) for role, name in texts_of.items()}
+    rows, left_out = rows_with_texts(spread, empty or {}, say)
+    sides: dict[str, Side] = {}
+    numbers: dict[str, Tensor] = {}
+    fingerprint: list[Any] = [config.task]
+    for role in (first, second):
+        if role == "image":
+            pictures, usable = FilePictures(table, roles[role][0]), torch.arange(len(table))
+            if config.skip_bad:
+                usable, bad = readable_rows(pictures, say, workers=config.workers, said=left_out)
+                left_out = tuple({each.place: each for each in (*bad, *left_out)}.values())
+            numbered = kept_numbers(pictures, usable)
+            fingerprint += [role, usable, numbered.numbers[usable], numbered.sizes[usable]]
+            if numbered.said:
+                say(numbered.said)
+            of_rows = torch.arange(len(table)) if owner is None else owner
+            rows = rows[torch.isin(of_rows[rows], usable)]
+            if not len(rows):
+                raise UserError(f"no row of --data has a text and a readable picture; the first: {left_out[0]}")
+            sides["image"] = pictures if owner is None else Chosen(pictures, owner)
+            numbers["image"] = numbered.numbers[of_rows]
+        else:
+            sides["document" if role == "positive" else role] = Texts(columns[role])
+            fingerprint += [role, columns[role]]
+    texts = [*columns.values()]
+    ids = group_numbers(spread, roles["group"][0]) if "group" in roles else None
+    if ids is not None:
+        fingerprint += ["group", ids]
+    same = identity if config.task == "retrieve" and config.text_encoder == "small" else None
+    negatives = None
+    if "negatives" in roles:
+        negatives, of_texts = find_negatives(spread, roles["negatives"], texts, same)
+        say(f"{len(negatives):,} mined negatives")
+        fingerprint += ["negatives", negatives.first, negatives.texts]
+    else:
+        of_texts = numbers_in_common(texts, same)
+    numbers |= zip([name for name in sides if name != "image"], of_texts, strict=True)
+    of_sides = [numbers[name][rows] for name in sides]
+    if config.task == "identify":
+        group = of_sides[1]
+    else:
+        group = joined(of_sides) if "image" in sides else joined_across(*of_sides)
+        group = group if ids is None else joined([group, ids[rows]])
+    pairs = Pairs.grouped(sides, group, rows=rows, digest=digest_of(*fingerprint), numbers=numbers)
+    return replace(pairs, negatives=negatives or None, ids=ids, left_out=left_out)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..pictures.equal import numbers_of_texts
-from .columns import is_bytes, is_number, is_text
-from .table import Table
+from .table import Table, is_bytes, is_number, is_text, text_codes
 
 USUAL = {
     "image": ("image", "filepath", "file_path", "file_name", "filename", "file", "path", "image_path", "img",
@@ -51,11 +49,6 @@ def asked_roles(columns: str) -> Roles:
 
 def find_roles(table: Table, columns: str, *, task: str) -> Roles:
     """Return the columns of the roles that the task needs: image and text, query and positive, or image and label.
-
-    Args:
-        table: the data.
-        columns: `--columns`; what it does not name is recognized by USUAL names.
-        task: "retrieve" or "identify".
 
     Returns:
         The columns of two sides; with `negatives` and `group` behind them, if there are any.
@@ -110,17 +103,15 @@ def usual_columns(table: Table, role: str, option: str, used: Collection[str] = 
     usual = [name for name in table.names if name.lower() in USUAL[role] and name not in used]
     usual.sort(key=lambda name: USUAL[role].index(name.lower()))
     # Of equal ones the first: img2dataset writes a caption twice.
-    distinct = [name for place, name in enumerate(usual) if not (place and _equal(table, usual[0], name))]
+    distinct = [
+        name for place, name in enumerate(usual) if not (place and table.arrow[usual[0]].equals(table.arrow[name]))
+    ]
     if len(distinct) > 1:
         raise UserError(
             f"{table.source} has several columns that could be the {role}: {', '.join(distinct)}; name one, for "
             f"instance {option}{distinct[0]}"
         )
     return distinct
-
-
-def _equal(table: Table, first: str, second: str) -> bool:
-    return bool(table.arrow[first].equals(table.arrow[second]))
 
 
 def _refuse_addresses(table: Table, role: str) -> None:
@@ -155,7 +146,7 @@ def group_numbers(table: Table, name: str) -> Tensor:
         column = pc.if_else(pc.is_nan(column), None, column)
     if not is_bytes(column.type):
         column = pc.utf8_trim_whitespace(column if is_text(column.type) else column.cast(pa.string()))
-    numbers = numbers_of_texts(pc.if_else(pc.equal(pc.binary_length(column), 0), None, column))
+    numbers = text_codes(pc.if_else(pc.equal(pc.binary_length(column), 0), None, column))[1]
     alone = int(numbers.max()) + 1 + torch.arange(len(numbers))
     return torch.where(numbers < 0, alone, numbers)
 

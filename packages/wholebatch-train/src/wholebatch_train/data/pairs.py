@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wholebatch.app import UserError
 
-from ..pictures.skip_bad import LeftOut
-from ..randomness import seeded
-from ..sides import Side
+from .pictures import LeftOut, first_of_each
+from .randomness import seeded
+from .sides import Side
 
 if TYPE_CHECKING:
-    from .negatives import Negatives
+    from .from_table import Negatives
+
 
 _MOST = 10**8  # pairs, of two numbers each
 
@@ -78,13 +79,6 @@ class Pairs:
 
         Rows of a group keep their order.
 
-        Args:
-            sides: the two sides.
-            group: the number of each row's group.
-            rows: the rows, (n,). None: all.
-            digest: a hash of the data.
-            numbers: by side a number for each of its rows, equal for equal items.
-
         >>> Pairs.grouped({}, torch.tensor([4, 2, 4])).first
         tensor([0, 2, 3])
         """
@@ -100,7 +94,6 @@ class Pairs:
         return cls(sides, order if rows is None else rows[order], first, digest, numbers or {})
 
     def __len__(self) -> int:
-        """Number of groups."""
         return len(self.first) - 1
 
     @property
@@ -233,3 +226,58 @@ def _count_rows(ids: Tensor) -> Tensor:
             "expected the ids of single things, not of classes (--task identify learns classes)"
         )
     return sizes
+
+
+class Stated(NamedTuple):
+    """Distinct items of both sides, and which of them the data pair."""
+
+    rows: tuple[Tensor, Tensor]
+    """For each side a row of each distinct item, in the order of the data."""
+    right: Tensor
+    """int64, (2, number of pairs): places in the two tensors of `rows`, in ascending order, each pair once."""
+
+    @property
+    def back(self) -> Tensor:
+        """The same pairs for a search from the second side to the first, in the same form."""
+        return self.right.flip(0)[:, self.right[1].argsort(stable=True)].contiguous()
+
+
+def stated_pairs(pairs: Pairs, rows: Tensor) -> Stated:
+    """Return the distinct items of these rows (n,) and their pairs.
+
+    >>> numbers = {"query": torch.tensor([5, 5, 7]), "document": torch.tensor([1, 2, 2])}
+    >>> stated_pairs(Pairs.grouped({"query": None, "document": None}, torch.zeros(3), numbers=numbers), torch.arange(3))
+    Stated(rows=(tensor([0, 2]), tensor([0, 1])), right=tensor([[0, 0, 1],
+            [0, 1, 1]]))
+    """
+    rows = rows.sort().values
+    (first, of_first), (second, of_second) = (_distinct(pairs.numbers.get(name), rows) for name in pairs.names)
+    first_rows, second_rows = pairs_of_ids(None if pairs.ids is None else pairs.ids[rows], len(rows))
+    keys = torch.unique(of_first[first_rows] * len(second) + of_second[second_rows])
+    right = torch.stack([keys // max(1, len(second)), keys % max(1, len(second))])
+    return Stated((rows[first], rows[second]), right)
+
+
+def stated_of_groups(pairs: Pairs, groups: Tensor) -> Stated:
+    """Return the distinct items and their pairs of all rows of these groups that may be tested."""
+    rows = torch.isin(pairs.group_of, groups).nonzero()[:, 0]
+    return stated_pairs(pairs, rows if pairs.tested is None else rows[torch.isin(rows, pairs.tested)])
+
+
+def other_items(pairs: Pairs, rows: Tensor) -> Tensor:
+    """Return a row of each distinct item of the second side that none of these rows has, in the order of the data."""
+    numbers, of_order = pairs.numbers[pairs.names[1]], pairs.order.sort().values
+    everything = of_order[_distinct(numbers, of_order)[0]]
+    return everything[~torch.isin(numbers[everything], numbers[rows])]
+
+
+def _distinct(numbers: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place in `rows` of each distinct item's first row, and for each row the place of its item there."""
+    if numbers is None:
+        return torch.arange(len(rows)), torch.arange(len(rows))
+    _, item = torch.unique(numbers[rows], return_inverse=True)
+    if not len(item):
+        return item, item
+    first = first_of_each(item)
+    order = first.argsort()
+    return first[order], order.argsort()[item]

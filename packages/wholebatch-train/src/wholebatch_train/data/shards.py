@@ -16,8 +16,8 @@ from typing import Any
 
 from wholebatch.app import UserError, cpus_of_a_rank
 
-from ..loader import WorkerDiedError, prepared
 from .folders import OF_MACS, PICTURES, is_utf8
+from .loader import WorkerDiedError, prepared
 from .table import MEMBER, REASON, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}

@@ -14,12 +14,11 @@ from typing import Any
 
 from wholebatch.app import UserError, amount
 
-from ..cache.tables import Batches, cached
-from ..paths import check_path, expand_shards
-from .columns import plain_schema
+from .cache import Batches, cached
 from .folders import folder_batches, folder_facts, is_saved_dataset
+from .paths import check_path, expand_shards
 from .shards import shard_batches
-from .table import Table, need_pyarrow
+from .table import Table, need_pyarrow, plain_schema
 from .text_files import read_json_lines, read_separated
 
 _ROWS = 1024  # of a parquet file that are held at a time
@@ -27,10 +26,6 @@ _ROWS = 1024  # of a parquet file that are held at a time
 
 def open_table(data: str, say: Callable[[str], None] = lambda _: None) -> Table:
     """Return the table of `--data`; its first use on a machine writes a file into the cache.
-
-    Args:
-        data: `--data`.
-        say: called with a line before much is written.
 
     Raises:
         UserError: nothing there, nothing in it, or a row that cannot be read, with its file and line.
@@ -68,7 +63,6 @@ def _open(data: str, path: Path, say: Callable[[str], None]) -> Table:
 
 
 def _cached(path: Path, files: list[Path], batches: Batches, say: Callable[[str], None], *said: str) -> Table:
-    """Return the table of some files, from the cache if it has it."""
 
     def read() -> Iterator[Any]:
         with _reading(str(path)):
@@ -83,16 +77,14 @@ def _say_copy(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Say that the pictures of a parquet file will be copied, with their size."""
     with _parquet_file(path) as file:
         columns = [file.schema.column(place) for place in range(len(file.schema))]
-        places = [place for place, each in enumerate(columns) if _holds_bytes(each)]
+        places = [
+            place for place, each in enumerate(columns)
+            if each.physical_type.endswith("BYTE_ARRAY") and each.logical_type.type == "NONE"  # no texts
+        ]  # fmt: skip
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
     size = sum(group.column(place).total_uncompressed_size for group in groups for place in places)
     if size:
         say(f"the pictures inside of {path} are copied into {folder}, once: {amount(size)}")
-
-
-def _holds_bytes(column: Any) -> bool:
-    """Return whether a column of a parquet file holds bytes that are no texts."""
-    return bool(column.physical_type.endswith("BYTE_ARRAY") and column.logical_type.type == "NONE")
 
 
 @contextmanager
@@ -138,16 +130,10 @@ def _with_class_names(arrow: Any) -> Any:
         names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
         if isinstance(names, list) and name in arrow.column_names and pa.types.is_integer(arrow[name].type):
             valid = [str(each).encode(errors="replace").decode() for each in names]
-            texts = pc.take(pa.array(valid, pa.string()), _known_numbers(arrow[name], len(names)))
+            is_known = pc.and_(pc.greater_equal(arrow[name], 0), pc.less(arrow[name], len(names)))  # not -1
+            texts = pc.take(pa.array(valid, pa.string()), pc.if_else(is_known, arrow[name], None))
             arrow = arrow.set_column(arrow.column_names.index(name), name, texts)
     return arrow
-
-
-def _known_numbers(numbers: Any, count: int) -> Any:
-    """Return the numbers of classes without those that have no name, such as -1 of an unlabeled test set."""
-    import pyarrow.compute as pc
-
-    return pc.if_else(pc.and_(pc.greater_equal(numbers, 0), pc.less(numbers, count)), numbers, None)
 
 
 def _saved_dataset(path: Path) -> Table:
@@ -174,10 +160,7 @@ def _saved_dataset(path: Path) -> Table:
         dataset = dataset["train"]
     dataset = dataset.flatten_indices() if dataset._indices is not None else dataset
     arrow = dataset.data.table
-    arrow = arrow.replace_schema_metadata({b"huggingface": _features_of(dataset)})
+    features = json.dumps({"info": {"features": dataset.features.to_dict()}}).encode()
+    arrow = arrow.replace_schema_metadata({b"huggingface": features})
     files = tuple(Path(each["filename"]) for each in dataset.cache_files)
     return Table(path, _with_class_names(arrow.cast(plain_schema(arrow.schema))), path, said, files)
-
-
-def _features_of(dataset: Any) -> bytes:
-    return json.dumps({"info": {"features": dataset.features.to_dict()}}).encode()

@@ -1,1 +1,0 @@
-"""The cache between starts: tables as Arrow files, and results about their pictures."""

@@ -1,1 +1,0 @@
-"""Pairs of two sides: their groups, right answers and mined negatives."""
