@@ -146,7 +146,7 @@ def open_features(path: Path) -> FeatureFile:
         schema = file.schema_arrow
         facts = parse_json(schema.metadata[_KEY], "its metadata")
         kind = schema.field(COLUMN).type
-        if facts["format"] != _FORMAT or not pa.types.is_fixed_size_list(kind):
+        if facts["format"] != _FORMAT or not pa.types.is_fixed_size_list(kind) or kind.value_type != pa.float32():
             raise ValueError("it is of another version")
         items = _items_in(file, facts) if facts["column"] else None
 
