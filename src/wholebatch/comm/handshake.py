@@ -175,9 +175,8 @@ class _Local:
     text: bytes = b""
 
     def __post_init__(self) -> None:
-        self.text = (
-            self.text or json.dumps(self.statement).encode()
-        )  # raises for a fact that is no JSON value, such as an array
+        # which raises for a fact that is no JSON value, such as an array
+        self.text = self.text or json.dumps(self.statement).encode()
 
     def record(self, transport: Transport) -> Tensor:
         """Return the record, on the device where the numbers are, if it travels from there."""
