@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wholebatch as wb
-from wholebatch.comm import statement
+from wholebatch.comm import records
 from wholebatch.kernels import launch
 from wholebatch.losses import clip
 from wholebatch.testing import run_ranks
@@ -23,7 +23,7 @@ from wholebatch.testing import run_ranks
 def entry_calls(monkeypatch):
     """Return a function of W: the numbers of Python's calls, and of parsed texts, at the entry of CLIP on W ranks."""
     calls = parsed = 0
-    agree, decode = clip.agree, statement.decode
+    agree, with_slots = clip.agree, records.with_slots
 
     def count(_frame, event, _arg):
         nonlocal calls
@@ -39,7 +39,7 @@ def entry_calls(monkeypatch):
     def counting_texts(text):
         nonlocal parsed
         parsed += 1
-        return decode(text)
+        return with_slots(text)
 
     def on(size):
         nonlocal calls, parsed
@@ -54,7 +54,7 @@ def entry_calls(monkeypatch):
         return calls, parsed
 
     monkeypatch.setattr(clip, "agree", counting)
-    monkeypatch.setattr("wholebatch.comm.handshake.decode", counting_texts)
+    monkeypatch.setattr("wholebatch.comm.handshake.with_slots", counting_texts)
     return on
 
 

@@ -55,7 +55,7 @@ def first_passes(
                 "their representations"
             )
         caches.append(make_cache())
-        chunks.extend(caches[0].chunks_of(inputs))
+        chunks.extend(caches[0]._chunks(inputs))
         visible = synchronized(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
         return {
             **facts_of(chunks, len(inputs)),

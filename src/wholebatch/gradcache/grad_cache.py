@@ -205,7 +205,7 @@ class GradCache:
         """Return the loss of all representations."""
         return self.loss_fn(*reps, **loss_kwargs)
 
-    def chunks_of(self, model_inputs: Sequence[Any]) -> list[Chunk]:
+    def _chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
         """Return the chunks of all models' inputs."""
         if len(model_inputs) != len(self.models):
             raise ValueError(
