@@ -84,8 +84,8 @@ def test_a_fault_is_in_the_report_and_in_the_exit_code(capsys, monkeypatch):
         (["--rows", "1"], "--rows must be at least 2, got 1"),
         (["--embedding-size", "0"], "--embedding-size must be at least 4, got 0"),
         (["--rows", "many"], "argument --rows: invalid int value: 'many'; see wholebatch doctor --help"),
-        (["--row", "9"], "unrecognized arguments: --row 9; see wholebatch doctor --help"),
-        (["--device", "tpu"], "unrecognized arguments: --device tpu; see wholebatch doctor --help"),
+        (["--row", "9"], "there is no option --row; see wholebatch doctor --help; did you mean --rows?"),
+        (["--device", "tpu"], "there is no option --device; see wholebatch doctor --help"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
