@@ -126,7 +126,7 @@ def test_a_folder_of_pictures_is_embedded(run, data, tmp_path, capsys):
     line = f"{out}: 158 rows of 32 numbers, of the column 'image' of {folder}, by the encoder of the image\n"
     assert capsys.readouterr().out.endswith(line)
     table = pq.read_table(out)
-    assert table.column_names == ["image", "text", "wholebatch member", "features"]
+    assert table.column_names == ["image", "text", "features"]
     assert table["image"].to_pylist() == sorted(path.name for path in (data.parent / "images").iterdir())
     assert table["text"][0].as_py() == table["image"][0].as_py().removesuffix(".png")
     capsys.readouterr()

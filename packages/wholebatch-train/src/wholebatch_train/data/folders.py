@@ -13,13 +13,9 @@ from typing import Any
 
 from wholebatch.app import UserError, read_bounded
 
+from .paths import PICTURES
 from .table import MEMBER, REASON, need_pyarrow
 
-PICTURES = frozenset(
-    (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm",
-     ".jp2", ".avif", ".ico", ".tga")
-)  # fmt: skip
-"""Endings of pictures, as Pillow names them."""
 _MOST_TEXT_BYTES = 2**20
 _SHOWN = 5  # names in a line
 OF_MACS = "__MACOSX"  # a folder in their archives of what is no file of the user's

@@ -15,6 +15,11 @@ from wholebatch.app import UserError
 _COMPRESSED = (".gz", ".tgz", ".zst", ".xz", ".bz2", ".lz4", ".zip")
 _MOST_NAMES = 10_000  # of a folder that are compared with a name
 FILES = (".csv", ".tsv", ".jsonl", ".parquet", ".tar")
+PICTURES = frozenset(
+    (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm",
+     ".jp2", ".avif", ".ico", ".tga")
+)  # fmt: skip
+"""Endings of pictures, as Pillow names them."""
 
 
 def check_path(data: str) -> None:

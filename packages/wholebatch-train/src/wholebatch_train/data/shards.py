@@ -16,8 +16,9 @@ from typing import Any
 
 from wholebatch.app import UserError, cpus_of_a_rank
 
-from .folders import OF_MACS, PICTURES, is_utf8
+from .folders import OF_MACS, is_utf8
 from .loader import WorkerDiedError, prepared
+from .paths import PICTURES
 from .table import MEMBER, REASON, need_pyarrow
 
 _TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "label", "class": "label", "label": "label"}

@@ -19,9 +19,9 @@ from wholebatch.app import UserError
 from ..config import for_glyphs
 from ..data.cache import stamp_of_pictures
 from ..data.classes import glyph_pairs
-from ..data.folders import PICTURES
 from ..data.loader import WorkerDiedError, automatic_workers, prepared
 from ..data.open_table import open_table
+from ..data.paths import PICTURES
 from ..data.pictures import readable_rows, rows_with_texts
 from ..data.roles import USUAL, asked_roles, text_column, usual_columns
 from ..data.sides import Chosen, FilePictures, Side, Texts

@@ -14,8 +14,7 @@ import tyro
 
 from wholebatch.app import UserError
 
-from ..data.folders import PICTURES
-from ..data.paths import check_path, near_miss
+from ..data.paths import PICTURES, check_path, near_miss
 from ..run.record import CONFIG
 
 FEATURES = (".parquet", ".npy")
