@@ -108,10 +108,10 @@ class Declaration:
             device: of the features.
             certain: whether the functions compute alike as long as their fingerprint is the same.
         """
-        if self.compiles == "auto":
-            splits = device.type in _COMPILES_ON and any(term.ties == "split" for term in self.terms.values())
-            return self.kernels if device.type in _COMPILES_ON and certain and not splits else None
-        return self.kernels if self.compiles else None
+        if self.compiles != "auto":
+            return self.kernels if self.compiles else None
+        by_default = certain and device.type in _COMPILES_ON
+        return self.kernels if by_default and all(term.ties != "split" for term in self.terms.values()) else None
 
     def use(self, call: Arguments) -> None:
         """Look at the functions with data and parameters of these kinds, unless they were used with such before.

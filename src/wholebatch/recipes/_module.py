@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -26,8 +25,7 @@ from ..comm import LocalCommunicator
 from ..contract import prepared
 from ..losses._module import KernelLoss
 from ..pair_loss import PairLoss
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+from ..pair_loss.arguments import NOTHING
 
 
 class Recipe(KernelLoss):
@@ -52,8 +50,8 @@ class Recipe(KernelLoss):
         self,
         features: Mapping[str, Any],  # tensors, or mappings of them for several similarities
         *,
-        ids: Mapping[str, Tensor] = _NOTHING,
-        numbers: Mapping[str, Any] = _NOTHING,
+        ids: Mapping[str, Tensor] = NOTHING,
+        numbers: Mapping[str, Any] = NOTHING,
         **call: Any,
     ) -> Tensor:
         """Return L for `forward`, or for `reference`; all are known by the names of the caller's arguments.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,11 +24,10 @@ from ..contract import entry, prepared
 from ..logsumexp import softplus
 from ..losses._logit_scale import TakesLogitScale
 from ..pair_loss import PairLoss
+from ..pair_loss.arguments import NOTHING
 from ..pair_loss.reductions import Term
 from ..terms import LogSumExp, other
 from ._module import Recipe
-
-_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def _check(towers: Sequence[str], missing: bool) -> None:
@@ -83,7 +81,7 @@ class TowersLoss(TakesLogitScale, Recipe, check=_check):
         self,
         features: Mapping[str, Tensor],
         *,
-        has: Mapping[str, Tensor] = _NOTHING,
+        has: Mapping[str, Tensor] = NOTHING,
         logit_scale: Tensor | float | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
