@@ -6,8 +6,9 @@
 Commands are the lines of `sh` blocks, those after `$` in other blocks, and each `pip install ...` of the prose; of an
 example the lines of its docstring. Programs are `python` blocks: a first line `# NAME.py` names the file, and a first
 line `# torchrun ... this_file.py` is the command that runs it. Files that a page takes from its reader are made here.
-The output is in build/as_printed, and the exit code is 1 if a command failed. pip chooses torch by the machine's
-settings, such as PIP_CONSTRAINT=constraints.txt.
+The output is in build/as_printed, and the exit code is 1 if a command failed: if its own is not the one that its
+comment announces, as in ": exit code 1", or else 0. pip chooses torch by the settings of the machine, such as
+PIP_CONSTRAINT=constraints.txt.
 """
 
 from __future__ import annotations
@@ -151,8 +152,10 @@ def run(page: Path, log_file: Path, *, installed: bool, timeout_s: float) -> int
                 code = subprocess.run(
                     command, cwd=checkout, env=environment, stdout=log, stderr=log, check=False
                 ).returncode
-                failed += code != 0
-                outcome = f"{'ok' if code == 0 else f'FAILED ({code})'}, {time.monotonic() - began:.0f} s"
+                announced = re.search(r"#.*: exit code (\d)", each.command)
+                right = code == (int(announced[1]) if announced else 0)
+                failed += not right
+                outcome = f"{'ok' if right else f'FAILED ({code})'}, {time.monotonic() - began:.0f} s"
             report = f"{page.name}:{each.line}: {each.command}  [{outcome}]"
             log.write(f"{report}\n")
             print(report, flush=True)

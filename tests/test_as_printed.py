@@ -119,7 +119,7 @@ def test_a_page_is_run_as_printed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "First `pip install .`.\n\n```python\n# here.py\nprint(3)\n```\n\n```sh\npython here.py \\\n  x  # runs\n"
-        "ls photos/red-bird.png\nsrun python here.py\n```\n"
+        "ls photos/red-bird.png\nsrun python here.py\nfalse  # mostly wrong: exit code 1\n```\n"
     )
     run = as_printed(page, "--installed")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -129,12 +129,17 @@ def test_a_page_is_run_as_printed(tmp_path):
         "page.md:9: python here.py    x  # runs  [ok, 0 s]",
         "page.md:11: ls photos/red-bird.png  [ok, 0 s]",
         "page.md:12: srun python here.py  [not run: needs Slurm]",
+        "page.md:13: false  # mostly wrong: exit code 1  [ok, 0 s]",
     ]
 
 
 @pytest.mark.planted
 def test_a_command_that_fails_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```sh\nls no-such-file\n```\n")
+    page.write_text("```sh\nls no-such-file\ntrue  # it finds: exit code 1\n```\n")
     run = as_printed(page, "--installed")
-    assert (run.returncode, run.stdout.splitlines()[0]) == (1, "page.md:2: ls no-such-file  [FAILED (2), 0 s]")
+    assert run.returncode == 1
+    assert run.stdout.splitlines()[:-1] == [
+        "page.md:2: ls no-such-file  [FAILED (2), 0 s]",
+        "page.md:3: true  # it finds: exit code 1  [FAILED (0), 0 s]",
+    ]
