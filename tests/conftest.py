@@ -54,12 +54,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("planted")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """JAX reads what earlier runs have compiled, which took two thirds of its tests' time; tests' processes do not."""
-    if "jax" in sys.modules and hasattr(session.config, "cache"):
-        settings = sys.modules["jax"].config
-        settings.update("jax_compilation_cache_dir", str(session.config.cache.mkdir("jax")))
-        settings.update("jax_persistent_cache_min_compile_time_secs", 0)
+def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
         import_module("quick_interpreter")
 
