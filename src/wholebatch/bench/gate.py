@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -44,7 +45,7 @@ def check(
     whole = _gathered(comm, case.arguments)
     loss = case.ours(**case.arguments, options={**options, "group": comm, "sync": None})
     expected = case.reference(**whole)
-    assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-5)
+    assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-5, msg=partial(_difference, "loss", dtype))
     pairs = [(x, y) for x, y in _pairs(case.arguments, whole) if x.requires_grad]
     of_rows = {id(x) for x, y in pairs if x is not y}
     pairs += [(x, x) for x in case.leaves if id(x) not in {id(known) for known, _ in pairs}]
@@ -59,7 +60,15 @@ def check(
             grad = grad[len(got) * comm.rank : len(got) * (comm.rank + 1)]
         else:  # with sync=None each rank has its share
             got = comm.all_reduce(got.clone(), check=False)
-        assert_close(got.double(), grad.double(), rtol=0, atol=close * grad.abs().max().item() + 1e-12)
+        atol = close * grad.abs().max().item() + 1e-12
+        assert_close(got.double(), grad.double(), rtol=0, atol=atol, msg=partial(_difference, "gradient", dtype))
+
+
+def _difference(what: str, dtype: torch.dtype, message: str) -> str:
+    """Return in one line how far a loss or gradient is from the reference."""
+    threshold = "a loss that chooses pairs by a threshold chooses the reference's with --dtypes float64 --keep 0"
+    hint = "" if dtype == torch.float64 else f"; {threshold}"
+    return f"the {what} is not that of the dense float64 reference: {' '.join(message.split())}{hint}"
 
 
 def check_value(
