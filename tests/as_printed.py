@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+INSTALL = "pip install . ./packages/wholebatch-train"  # as the README has it, before pages that begin without it
 NOT_RUN = {  # part of a command, and the reason
     "export runs/photos ": "needs a run with pretrained encoders",
     "srun ": "needs Slurm",
@@ -139,7 +140,10 @@ def run(page: Path, log_file: Path, *, installed: bool, timeout_s: float) -> int
             subprocess.run([sys.executable, "-m", "venv", programs.parent], check=True)
         make_files(checkout)
         environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-        for each in printed(page):
+        commands = printed(page)
+        if commands and "pip install" not in commands[0].command:
+            commands.insert(0, Printed(0, INSTALL))
+        for each in commands:
             reason = "is installed" if installed and "pip install" in each.command else each.reason
             outcome = f"not run: {reason}"
             if not reason:

@@ -7,7 +7,7 @@ import sys
 from functools import cache
 
 import pytest
-from as_printed import ROOT, printed, torchrun_commands
+from as_printed import INSTALL, ROOT, printed, torchrun_commands
 from torch.distributed.run import get_args_parser
 
 from wholebatch.integrations import _framework
@@ -133,13 +133,20 @@ def test_a_page_is_run_as_printed(tmp_path):
     ]
 
 
+def test_a_page_without_an_installation_starts_after_that_of_the_readme(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nls photos/red-bird.png\n```\n")
+    assert f"\n{INSTALL}\n" in (ROOT / "README.md").read_text()
+    assert as_printed(page, "--installed").stdout.startswith(f"page.md:0: {INSTALL}  [not run: is installed]\n")
+
+
 @pytest.mark.planted
 def test_a_command_that_fails_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```sh\nls no-such-file\ntrue  # it finds: exit code 1\n```\n")
     run = as_printed(page, "--installed")
     assert run.returncode == 1
-    assert run.stdout.splitlines()[:-1] == [
+    assert run.stdout.splitlines()[1:-1] == [
         "page.md:2: ls no-such-file  [FAILED (2), 0 s]",
         "page.md:3: true  # it finds: exit code 1  [FAILED (0), 0 s]",
     ]

@@ -163,9 +163,9 @@ def wrong_ranks(wrong):
         row_loss = loss_fn.declaration.row_loss
 
         def soft(r, x, p):
-            from wholebatch.pair_loss.row_data import fields
+            from wholebatch.pair_loss.row_data import Fields
 
-            return row_loss(fields("r", {"far": -r.far / 3, "near": r.near / 3}), x, p)
+            return row_loss(Fields("r", {"far": -r.far / 3, "near": r.near / 3}), x, p)
 
         loss_fn.declaration.row_loss = soft
     value, grads = gradients(loss_fn, batch)

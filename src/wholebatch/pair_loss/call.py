@@ -28,7 +28,7 @@ from .lowering import Lowered
 from .node import PairPlan, PairSums
 from .pairs import Pairing, Pairs, Tower, as_integers, pairing, partner_numbers, winners
 from .reductions import Max, Min, Partner, Term
-from .row_data import INDEX, ROUNDING, SEPARATOR, SQUARES, fields, nested
+from .row_data import INDEX, ROUNDING, SEPARATOR, SQUARES, Fields, nested
 from .sigmoid_sums import is_known
 from .similarity import LATE, ONE, multiplied, squares
 from .statistics import TermStatistics
@@ -352,7 +352,7 @@ class Call:
         """Return the weighted losses of this rank's rows or columns, and their weights, or None if all are 1."""
         numbers = nested({**tower.numbers, **partners, INDEX: tower.index(self.facts)})[0]
         letter = "x" if name == "row_loss" else "y"
-        result = function(fields("r", reduced), fields(letter, numbers), fields("p", self.parameters))
+        result = function(Fields("r", reduced), Fields(letter, numbers), Fields("p", self.parameters))
         loss, *own_weights = losses_and_weights(name, result, tower.rows.counts[self.facts.rank], caller=f"{CALLER}: ")
         weights = self.facts.inputs["weights"]
         if weights is not None and tower is not self.x and self.rows.counts != self.cols.counts:

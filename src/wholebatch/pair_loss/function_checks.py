@@ -25,7 +25,7 @@ from .._base.settings import shown
 from .affine import is_affine, may_be_affine
 from .function_guard import watched
 from .reductions import Mean, Partner, Term
-from .row_data import INDEX, PARTNER, Fields, changed, fields
+from .row_data import INDEX, PARTNER, Fields, changed
 from .similarity import DISTANCE, ONE
 from .tile_entries import Entries, Values
 
@@ -211,7 +211,7 @@ def _tile(
 def _partners(kinds: Mapping[str, str], rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     even = torch.linspace(0.3, 0.7, rows, dtype=dtype, device=device)
     each = {name: -even if kind == DISTANCE else even for name, kind in kinds.items()}
-    return {PARTNER: each[ONE] if ONE in each else fields("s", each)}
+    return {PARTNER: each[ONE] if ONE in each else Fields("s", each)}
 
 
 def _columns(numbers: Mapping[str, Any], dim: int) -> dict[str, Any]:
@@ -361,10 +361,10 @@ def _check_loss(
     letter = "x" if label == "row_loss" else "y"
 
     def call(cut: slice) -> list[Tensor]:
-        of_r = fields("r", {name: x[cut] for name, x in r.items()}, read)
-        of_side = fields(letter, changed(numbers, lambda x: x[cut]), reads.x)
+        of_r = Fields("r", {name: x[cut] for name, x in r.items()}, read)
+        of_side = Fields(letter, changed(numbers, lambda x: x[cut]), reads.x)
         return losses_and_weights(
-            label, function(of_r, of_side, fields("p", p, reads.p)), len(range(rows)[cut]), checks=False
+            label, function(of_r, of_side, Fields("p", p, reads.p)), len(range(rows)[cut]), checks=False
         )
 
     plain = [x for x in (*numbers.values(), *p.values()) if isinstance(x, Tensor)]
@@ -406,7 +406,7 @@ def _check_symmetry(name: str, term: Term, entries: Entries) -> None:
     """Raise ValueError unless masks and scores of a square tile, whose similarities are symmetric, are symmetric."""
     even = {key: (s + s.T) / 2 for key, s in entries.s.items()}
     partner = entries.x[PARTNER]
-    turned = fields("s", {key: partner[key].T for key in partner}) if isinstance(partner, Fields) else partner.T
+    turned = Fields("s", {key: partner[key].T for key in partner}) if isinstance(partner, Fields) else partner.T
     values = _values(name, term, replace(entries, s=even, y={**entries.y, PARTNER: turned}, reads=None))
     for x in _numbers(values):
         whole = x.expand(values.shape)

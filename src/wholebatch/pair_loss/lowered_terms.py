@@ -24,7 +24,7 @@ from .lowering import Lowered, Pass, SigmoidPass
 from .masks import OTHER, Condition
 from .pairs import Tower, as_integers
 from .reductions import LogSumExp, Sum, Term
-from .row_data import INDEX, PARTNER, fields
+from .row_data import INDEX, PARTNER, Fields
 from .sigmoid_sums import sigmoid_sums
 from .similarity import ONE
 from .tile import Reduced
@@ -303,7 +303,7 @@ def _value(
     }
     if score.score is None:
         return s
-    value: Tensor = score.score(s, fields("x", sides[0]), fields("y", sides[1]), fields("p", wide))
+    value: Tensor = score.score(s, Fields("x", sides[0]), Fields("y", sides[1]), Fields("p", wide))
     return value
 
 

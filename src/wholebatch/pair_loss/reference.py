@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from .declaration import Declaration
 from .function_checks import losses_and_weights
 from .reductions import Count, LogSumExp, Max, Mean, Min, Partner, Sum, Term
-from .row_data import INDEX, PARTNER, ROUNDING, changed, fields
+from .row_data import INDEX, PARTNER, ROUNDING, Fields, changed
 from .similarity import ONE, absolute, rounding
 from .tile_entries import Entries, with_ties
 
@@ -66,11 +66,11 @@ class Dense:
         sides = []
         if declared.row_loss is not None:
             r = {name: self._term(name, entries, x_numbers, to_y) for name in declared.reads.rows}
-            returned = declared.row_loss(fields("r", r), fields("x", x_numbers), fields("p", self.parameters))
+            returned = declared.row_loss(Fields("r", r), Fields("x", x_numbers), Fields("p", self.parameters))
             sides.append(losses_and_weights("row_loss", returned, rows))
         if declared.column_loss is not None:
             r = {name: self._term(name, entries, None, to_y) for name in declared.reads.cols}
-            returned = declared.column_loss(fields("r", r), fields("y", y_numbers), fields("p", self.parameters))
+            returned = declared.column_loss(Fields("r", r), Fields("y", y_numbers), Fields("p", self.parameters))
             sides.append(losses_and_weights("column_loss", returned, cols))
         return _combined(sides, weights, reduction)
 
@@ -102,7 +102,7 @@ class Dense:
                 s = {name: self._partners(key, kind, name, to_y) for name, kind in self.declaration.kinds.items()}
                 none = torch.zeros(cols, dtype=next(iter(s.values())).dtype, device=device)
                 back = {name: none.index_put((to_y,), values) for name, values in s.items()}
-                x[key], y[key] = (by_name.get(ONE, fields("s", by_name)) for by_name in (s, back))
+                x[key], y[key] = (by_name.get(ONE, Fields("s", by_name)) for by_name in (s, back))
         return x, y
 
     def _partners(self, key: str, kind: str, name: str, to_y: Tensor) -> Tensor:

@@ -18,6 +18,15 @@ SQUARES, ROUNDING = "|x|^2", "|x y|"  # names that no user can choose
 SEPARATOR = "."  # between a name of data and that of a similarity
 
 
+_HINTS = {
+    "x": "pass it in x_data",
+    "y": "pass it in y_data, or in x_data where y is left out",
+    "p": "pass it in parameters",
+    "r": "name it among the terms",
+    "s": "similarity must be a mapping with this name",
+}
+
+
 class FieldError(AttributeError):
     """A function read a name that its argument does not have."""
 
@@ -28,14 +37,13 @@ class Fields:
     Args:
         letter: the argument's name in the user's functions, for messages.
         values: the numbers.
-        hint: how to pass more of them, for messages.
         read: a set that gets the names that were read; None: they are not recorded.
     """
 
-    __slots__ = ("_hint", "_letter", "_read", "_values")
+    __slots__ = ("_letter", "_read", "_values")
 
-    def __init__(self, letter: str, values: Mapping[str, Any], hint: str = "", read: set[str] | None = None) -> None:
-        for name, value in (("_letter", letter), ("_values", values), ("_hint", hint), ("_read", read)):
+    def __init__(self, letter: str, values: Mapping[str, Any], read: set[str] | None = None) -> None:
+        for name, value in (("_letter", letter), ("_values", values), ("_read", read)):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +54,7 @@ class Fields:
         if name.startswith("__"):
             raise AttributeError(name)
         known = ", ".join(self._values) or "nothing"
-        fix = did_you_mean(name, self._values) or f"; {self._hint}"
+        fix = did_you_mean(name, self._values) or f"; {_HINTS[self._letter]}"
         raise FieldError(f"{self._letter}.{name} does not exist: {self._letter} has {known}{fix}")
 
     def __getitem__(self, name: str) -> Any:
@@ -65,24 +73,10 @@ class Fields:
         return f"{self._letter} with {', '.join(self._values) or 'nothing'}"
 
 
-HINTS = {
-    "x": "pass it in x_data",
-    "y": "pass it in y_data, or in x_data where y is left out",
-    "p": "pass it in parameters",
-    "r": "name it among the terms",
-    "s": "similarity must be a mapping with this name",
-}
-
-
-def fields(letter: str, values: Mapping[str, Any], read: set[str] | None = None) -> Fields:
-    """Return the argument of this name of a user's functions."""
-    return Fields(letter, values, HINTS[letter], read)
-
-
 def changed(numbers: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Return numbers by name, each changed; those of several similarities one by one."""
     return {
-        name: fields("s", {key: change(x[key]) for key in x}) if isinstance(x, Fields) else change(x)
+        name: Fields("s", {key: change(x[key]) for key in x}) if isinstance(x, Fields) else change(x)
         for name, x in numbers.items()
     }
 
@@ -98,4 +92,4 @@ def nested(numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             several.setdefault(stem, {})[similarity] = x
         else:
             plain[name] = x
-    return plain | {name: fields("s", values) for name, values in several.items()}, squares
+    return plain | {name: Fields("s", values) for name, values in several.items()}, squares

@@ -27,7 +27,7 @@ from ..sweep import Pairs
 from .affine import losses_and_certainty
 from .declaration import Declaration
 from .reductions import Count, Mean, Sum, Term
-from .row_data import fields
+from .row_data import Fields
 from .tile import Reduced
 from .tile_entries import Entries
 
@@ -116,7 +116,7 @@ def adds_up(declared: Declaration, entries: Entries) -> bool:
     try:
         with torch.enable_grad():
             return losses_and_certainty(
-                lambda: row_loss(fields("r", r), fields("x", x), fields("p", entries.p)), summed
+                lambda: row_loss(Fields("r", r), Fields("x", x), Fields("p", entries.p)), summed
             )[1]
     except Exception:  # of the fixed numbers
         return False

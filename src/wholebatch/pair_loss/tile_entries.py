@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .reductions import Term
-from .row_data import HINTS, PARTNER, ROUNDING, Fields, changed, fields
+from .row_data import PARTNER, ROUNDING, Fields, changed
 from .similarity import ONE, safe_value
 
 _SAFE_DATA = 0.5
@@ -171,18 +171,16 @@ class Entries:
         for name, s in self.s.items():
             s = s.detach() if detached else s
             similarities[name] = s if mask is None else torch.where(mask, s, safe_value(self.kinds[name]))
-        return similarities[ONE] if ONE in similarities else fields("s", similarities)
+        return similarities[ONE] if ONE in similarities else Fields("s", similarities)
 
     def _arguments(self, mask: Tensor | None) -> tuple[Fields, Fields, Fields]:
         arguments = []
         for letter, numbers in (("x", self.x), ("y", self.y)):
             read = None if self.reads is None else self.reads[letter]
             arguments.append(
-                fields(letter, numbers, read)
-                if mask is None
-                else _SafeFields(letter, numbers, HINTS[letter], read, mask, self.kinds)
+                Fields(letter, numbers, read) if mask is None else _SafeFields(letter, numbers, read, mask, self.kinds)
             )
-        return arguments[0], arguments[1], fields("p", self.p, None if self.reads is None else self.reads["p"])
+        return arguments[0], arguments[1], Fields("p", self.p, None if self.reads is None else self.reads["p"])
 
 
 class _SafeFields(Fields):
@@ -194,19 +192,18 @@ class _SafeFields(Fields):
         self,
         letter: str,
         values: Numbers,
-        hint: str,
         read: set[str] | None,
         mask: Tensor,
         kinds: Mapping[str, str],
     ) -> None:
-        super().__init__(letter, values, hint, read)
+        super().__init__(letter, values, read)
         object.__setattr__(self, "_mask", mask)
         object.__setattr__(self, "_kinds", kinds)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, Fields):  # of several similarities
-            return fields("s", {key: self._replaced(value[key], safe_value(self._kinds[key])) for key in value})
+            return Fields("s", {key: self._replaced(value[key], safe_value(self._kinds[key])) for key in value})
         if value.is_floating_point():
             return self._replaced(value, safe_value(self._kinds[ONE]) if name == PARTNER else _SAFE_DATA)
         return value if value.dtype == torch.bool else torch.where(self._mask, value, 1)
