@@ -176,6 +176,7 @@ def _versions() -> dict[str, str]:
             versions[name] = "not installed"
     if versions["wholebatch"] == "not installed":  # run from its source
         versions["wholebatch"] = "not installed (run from source)"
+    versions["torch"] = str(torch.__version__)  # with the build, as in 2.11.0+cu130
     versions["CUDA"] = torch.version.cuda or "none"
     if torch.cuda.is_available():
         versions["NCCL"] = (
