@@ -14,6 +14,7 @@ PIP_CONSTRAINT=constraints.txt.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import struct
@@ -111,8 +112,13 @@ def make_files(folder: Path) -> None:
         for k, (word, color) in enumerate(colors.items()):
             for noun, size in sizes.items():
                 (folder / name / f"{word}-{noun}.png").write_bytes(_picture(size + k % 2, color))
-    rows = [f"photos/{word}-{noun}.png,{word} {noun}" for word in colors for noun in sizes]
+    names = [(f"photos/{word}-{noun}.png", word, noun) for word in colors for noun in sizes]
+    rows = [f"{file},{word} {noun}" for file, word, noun in names]
     (folder / "pairs.csv").write_text("\n".join(["image,text", *rows]) + "\n")
+    lines = [
+        {"query": f"a {word} {noun}", "positive": f"{noun} in {word}", "negatives": ["a"]} for _, word, noun in names
+    ]
+    (folder / "queries.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     (folder / "queries.csv").write_text("text\nred bird\nblue tree\n")
     (folder / "run.toml").write_text('data = "pairs.csv"\nsteps = 20\n')
 
@@ -142,7 +148,7 @@ def run(page: Path, log_file: Path, *, installed: bool, timeout_s: float) -> int
         make_files(checkout)
         environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
         commands = printed(page)
-        if commands and "pip install" not in commands[0].command:
+        if commands and not re.match(r"(python -m )?pip install '?\.['\s\[]", commands[0].command + " "):
             commands.insert(0, Printed(0, INSTALL))
         for each in commands:
             reason = "is installed" if installed and "pip install" in each.command else each.reason
