@@ -229,6 +229,8 @@ def inside_body(counts, options):
         assert_all_times(gradients_of(plain), true)
         assert reduced == [0], mode
         reduced.clear()
+    if torch.__version__ < (2, 13):
+        return  # its DDP refuses a forward pass inside of another one's step
     plain.mode, model.manual = "engine", None
     model(x[rows], y[rows]).backward()
     assert_all_times(gradients_of(plain), true)

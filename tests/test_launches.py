@@ -207,6 +207,7 @@ class Traffic(TorchDispatchMode):
         return isinstance(x, torch.Tensor) and x.numel() == self.entries
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch cannot find the shape of a sum with a product of halves")
 @pytest.mark.parametrize(("shift", "of_sums", "of_gradients"), [(0.0, 20, 30), (25.0, 28, 38)])
 def test_bytes_that_plain_pytorch_moves_for_each_entry_of_s(shift, of_sums, of_gradients, monkeypatch):
     """Products of bfloat16 features as on a GPU: 50 bytes; 66 with a shift, which CLIP has at a scale of 100."""
