@@ -35,7 +35,7 @@ NOT_RUN = {  # part of a command, and the reason
     "FOLDER_OR_HUB_NAME": "needs a pretrained encoder",
     "timm:": "downloads weights",
     "/models/": "needs pretrained encoders",
-    "--resume runs/2026": "needs a run of the reader's",
+    "--resume runs/": "needs a run of the reader's",
     "mine.py": "needs encoders of the reader's",
     " ... ": "is abridged",
     "$model": "needs a line before it",
