@@ -133,9 +133,10 @@ def test_a_page_is_run_as_printed(tmp_path):
     ]
 
 
-def test_a_page_without_an_installation_starts_after_that_of_the_readme(tmp_path):
+@pytest.mark.parametrize("first", ["ls photos/red-bird.png", "pip install cloudpickle"])
+def test_a_page_without_this_package_starts_after_the_readmes_installation(tmp_path, first):
     page = tmp_path / "page.md"
-    page.write_text("```sh\nls photos/red-bird.png\n```\n")
+    page.write_text(f"```sh\n{first}\n```\n")
     assert f"\n{INSTALL}\n" in (ROOT / "README.md").read_text()
     assert as_printed(page, "--installed").stdout.startswith(f"page.md:0: {INSTALL}  [not run: is installed]\n")
 

@@ -206,6 +206,21 @@ def manual_backward(model, prepare, loss):
     model.require_backward_grad_sync = False  # as Lightning does, for the end of the outer forward pass
 
 
+def engine_inside_its_own_step(model, plain, x, y, true, reduced):
+    plain.mode, model.manual = "engine", None
+    model(x, y).backward()
+    assert_all_times(gradients_of(plain), true)
+    assert reduced == [0]
+    for prepare in (True, False):  # Lightning's manual_backward prepares the engine; loss.backward() does not
+        reduced.clear()
+        model.manual = partial(manual_backward, model, prepare)
+        with model.no_sync():  # for the outer forward pass, whose output is no loss
+            model.require_backward_grad_sync = True
+            model(x, y)
+        assert_all_times(gradients_of(plain), true)
+        assert reduced == [0], prepare
+
+
 def inside_body(counts, options):
     rows = Partition(counts).rows(dist.get_rank())
     x, y = batch(sum(counts))
@@ -229,20 +244,8 @@ def inside_body(counts, options):
         assert_all_times(gradients_of(plain), true)
         assert reduced == [0], mode
         reduced.clear()
-    if torch.__version__ < (2, 13):
-        return  # its DDP refuses a forward pass inside of another one's step
-    plain.mode, model.manual = "engine", None
-    model(x[rows], y[rows]).backward()
-    assert_all_times(gradients_of(plain), true)
-    assert reduced == [0]
-    for prepare in (True, False):  # Lightning's manual_backward prepares the engine; loss.backward() does not
-        reduced.clear()
-        model.manual = partial(manual_backward, model, prepare)
-        with model.no_sync():  # for the outer forward pass, whose output is no loss
-            model.require_backward_grad_sync = True
-            model(x[rows], y[rows])
-        assert_all_times(gradients_of(plain), true)
-        assert reduced == [0], prepare
+    if torch.__version__ >= (2, 13):  # earlier DDP refuses a second forward pass before its first one's reduction
+        engine_inside_its_own_step(model, plain, x[rows], y[rows], true, reduced)
     plain.mode = "mixed"
     with pytest.raises(ValueError, match="is called with and without gradient caching inside one forward pass"):
         model(x[rows], y[rows]).backward()

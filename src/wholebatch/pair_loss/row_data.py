@@ -16,8 +16,6 @@ from .._base.spelling import did_you_mean
 INDEX, PARTNER = "index", "partner"  # names that every side has, and no data may have
 SQUARES, ROUNDING = "|x|^2", "|x y|"  # names that no user can choose
 SEPARATOR = "."  # between a name of data and that of a similarity
-
-
 _HINTS = {
     "x": "pass it in x_data",
     "y": "pass it in y_data, or in x_data where y is left out",
