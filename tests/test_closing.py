@@ -5,6 +5,7 @@
 
 import gc
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -151,7 +152,6 @@ def unclosed_body():
         assert held() == before
         assert comm.all_reduce(torch.tensor(1)).item() == comm.size
     part = comm.split(0)
-    dist.barrier()  # the rank that is first must not destroy the store before the others have their part
     dist.destroy_process_group()
     del part
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -161,3 +161,24 @@ def unclosed_body():
 @pytest.mark.skipif(not PROC.is_dir(), reason="counts descriptors and threads as Linux shows them")
 def test_a_part_that_nobody_closed_gives_back_what_it_holds():
     assert run_ranks(unclosed_body, 2, timeout_s=60) == [True, True]
+
+
+def slow_rank_body():
+    comm, store = TorchCommunicator(), dist.distributed_c10d._get_default_store()
+    if comm.rank == 1:
+        fast = dist.new_group
+
+        def slow(*args, **options):
+            group = fast(*args, **options)
+            time.sleep(0.5)  # still connecting, as other ranks see it
+            store.set("connected", "")
+            return group
+
+        dist.new_group = slow
+    comm.split(0)
+    return store.check(["connected"])
+
+
+def test_no_rank_leaves_a_split_before_all_are_connected():
+    """A part that its first rank drops at once ended the group to which the others were connecting."""
+    assert run_ranks(slow_rank_body, 3) == [True] * 3

@@ -91,6 +91,7 @@ class TorchTransport(Transport):
             group = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
         part, twin = (TorchTransport(group, made_by_split=True) for _ in range(2))
         if not any(map(part._backends.on_device, part._backends.by_device)):  # there, operations may be under way
+            dist.barrier(group=group)  # a rank that drops its part at once would end what others still connect to
             part._unclosed = finalize(part, twin.close)
             part._unclosed.atexit = False
         return part
