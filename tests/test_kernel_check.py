@@ -38,6 +38,7 @@ NAN = float("nan")
 agree = importlib.import_module("wholebatch.contract.agree")  # the package has a function of this name
 
 KERNELS = "tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient"
+OF_ANGLES = "target_chords", "target_gradients"
 OF_TOKENS = "token_maxima", "token_sums", "query_gradient", "document_gradient"
 
 # The module of a kernel, a line of it, what a fault makes of it, and losses that meet the fault.
@@ -123,6 +124,20 @@ FAULTS = {
         "tokens", "total = tl.dot(tokens, chosen, total",
         "total = tl.dot(tokens, chosen.to(tl.bfloat16).to(tl.float32), total", "max_sim",
     ),
+    "norms of angles are rounded": (
+        "angles", "tl.sum(some * some, 1)", "tl.sum((some * some).to(tl.float32), 1)", "partial_fc",
+    ),
+    "classes have one center": ("angles", "tl.load(index + target,", "tl.load(index + 0 * target,", "partial_fc"),
+    "a center elsewhere has an angle": (
+        "angles", "tl.where(here, tl.sqrt(minus), 0.0)", "tl.sqrt(minus)", "partial_fc",
+    ),
+    "a second label replaces the first": ("angles", "inside & (slot > 0)", "inside & (slot < 0)", "partial_fc"),
+    "a wrong half of an angle": ("angles", "-2 * plus * plus", "-plus * plus", "partial_fc"),
+    "a center's length has no gradient": ("angles", "of_length / norm_w", "0.0 / norm_w", "partial_fc"),
+    "a row beyond the last has a gradient": (
+        "angles", "to(of_w.dtype.element_ty), mask=inside", "to(of_w.dtype.element_ty), mask=(features < dim)[None, :]",
+        "partial_fc",
+    ),
 }  # fmt: skip
 
 
@@ -139,7 +154,7 @@ def plant(fault, patch):
     faulty = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = faulty
     spec.loader.exec_module(faulty)
-    for kernel in (*KERNELS, *OF_TOKENS):
+    for kernel in (*KERNELS, *OF_TOKENS, *OF_ANGLES):
         if hasattr(module, kernel):
             patch.setattr(module, kernel, getattr(faulty, kernel))
     return folder

@@ -26,6 +26,8 @@ from torch.nn.functional import cross_entropy, normalize
 import wholebatch as wb
 from wholebatch import kernels
 from wholebatch.exchange import USED_EXCHANGES
+from wholebatch.heads.angles import target_angles
+from wholebatch.heads.rows import take_rows
 from wholebatch.partition import Diagonal, Tile
 from wholebatch.sweep import (
     NONE,
@@ -584,6 +586,32 @@ def test_cases_that_kernels_do_not_support_use_plain_pytorch(monkeypatch, more):
         loss = wb.with_statistics(call)().loss if statistics else call()
         found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-7), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(("labels", "sampled"), [(1, False), (1, True), (3, False), (3, True)])
+@pytest.mark.parametrize("clamp", [(True, True), (False, True), (False, False)])
+def test_angles_are_those_of_pytorch(in_kernels, clamp, labels, sampled, dtype, error):
+    """Rows are equal to their centers, opposite, very near or short, and some centers are elsewhere."""
+    centers = torch.randn(23, 70).to(DEVICE, dtype)
+    index = torch.arange(0, 23, 2, device=DEVICE) if sampled else None
+    targets = torch.randint(-1, 12, (37, labels), device=DEVICE)
+    x, own = torch.randn(37, 70, device=DEVICE), centers[2 if index is None else index[2]].float()
+    for row, away in enumerate((0.0, 1e-6, 1e-3)):
+        x[row] = 3 * own + away * torch.randn(70, device=DEVICE)
+        x[10 + row], targets[row, 0], targets[10 + row, 0] = -x[row], 2, 2
+    x[3], centers[4] = (1e-13 if clamp[0] else x[3]), (-1e-14 if clamp[1] else centers[4])
+    weights = torch.randn(2, 37, labels, dtype=torch.float64, device=DEVICE)
+    found = []
+    for by_kernels in (False, True):
+        leaves = [z.clone().requires_grad_() for z in (x, centers)]
+        *numbers, used = target_angles(*leaves, targets, clamp=clamp, index=index, in_kernels=by_kernels)
+        others = (used if index is None else take_rows(used, index)).square().sum()
+        gradients = torch.autograd.grad((weights * torch.stack(numbers)).sum() + others, leaves)
+        found.append([z.detach().to_dense().double() for z in (*numbers, *gradients)])
+    for ours, theirs, most in zip(found[1], found[0], (1e-15, 1e-15, 1e-7, error), strict=True):
+        assert theirs.norm() > 0
+        assert ((ours - theirs).norm(dim=1) <= most * theirs.norm(dim=1).clamp(min=1)).all()
 
 
 def on_ranks():

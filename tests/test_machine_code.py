@@ -19,7 +19,9 @@ LAUNCHERS = {  # a launcher has the name of its kernel, and takes a tile first
     for name, function in vars(kernels).items()
     if name in kernels.__all__ and isfunction(function) and [*signature(function).parameters][:1] == ["tile"]
 }
-OF_ROWS = {"row_numbers", "side_weights", "pair_losses", "pair_weights", "row_gradient"}  # memory is their limit
+OF_ROWS = {  # memory is their limit
+    "row_numbers", "side_weights", "pair_losses", "pair_weights", "row_gradient", "target_chords", "target_gradients",
+}  # fmt: skip
 WITHOUT_PRODUCTS = {"token_sums", "query_gradient"}
 ALL_KERNELS = os.environ.get("WHOLEBATCH_TEST_KERNELS") == "all"  # `make kernels`: minutes
 KIB_OF_A_PROGRAM = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}

@@ -255,6 +255,7 @@ class Checks:
     # settings: all that `check` depends on beside the form of the inputs; None: it is called in each call
     settings: tuple[Hashable, ...] | None = None
     reads: str = ""  # why the host has to read values in each call, for checks="deferred"; "": it does not
+    in_kernels: bool = field(default=False, init=False)  # whether kernels compute this call, for `read_back`
 
     @classmethod
     def of(cls, check: Callable[..., object], *, reads: str = "", **settings: Any) -> Checks:

@@ -23,7 +23,6 @@ from .._base.checks import (
     is_dense,
     on_host,
 )
-from .._base.normalize import known_norms
 from ..comm import Group
 from ..comm.handshake import different_facts
 from ..contract import Checks, Facts, Inputs, Options, agree, form_of_tensor
@@ -41,7 +40,7 @@ from .logits import (
     repeated,
 )
 from .margins.interface import TransformsNegatives
-from .rows import rows_of_each
+from .rows import norms_of, rows_of_each
 from .sample import Classes, Sample, check_offset_values
 
 _LABELS_EACH = "labels of an example"
@@ -114,8 +113,9 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         of_labels = {"smallest": smallest, "largest": largest, IGNORED: ignored}
         if labels.dim() == 2:
             of_labels["repeated"] = repeated(labels, logits.ignore_index)
-        of_rows = dict(zip(("shortest", "longest"), ends_of(known_norms(embeddings)), strict=True))
-        of_centers = {} if centers is None else centers.read_back()
+        norms = norms_of(embeddings, in_kernels=checks.in_kernels)
+        of_rows = dict(zip(("shortest", "longest"), ends_of(norms), strict=True))
+        of_centers = {} if centers is None else centers.read_back(in_kernels=checks.in_kernels)
         return {**of_labels, _STEP: classes.step, **of_rows, **of_centers}
 
     def derive(values: Mapping[str, float]) -> dict[str, Any]:
@@ -126,6 +126,14 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         of_labels = {"labels": ends if ends[0] <= ends[1] else None, IGNORED: int(values[IGNORED])}
         return {**of_labels, _STEP: int(values[_STEP]), **of_centers}
 
+    checks = Checks(
+        check,
+        read_back,
+        derive,
+        must_match=(*SETTINGS, "num_classes", _LABELS_EACH, _DRAWN, *(() if centers is None else _OF_CENTERS)),
+        settings=_settings(labels, classes, logits),
+        reads="the smallest and the largest label, and the norms of the centers, are",
+    )
     facts = agree(
         caller,
         options,
@@ -135,14 +143,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
             weights=(batch.weights, "embeddings"),
             required=("labels",),
         ),
-        Checks(
-            check,
-            read_back,
-            derive,
-            must_match=(*SETTINGS, "num_classes", _LABELS_EACH, _DRAWN, *(() if centers is None else _OF_CENTERS)),
-            settings=_settings(labels, classes, logits),
-            reads="the smallest and the largest label, and the norms of the centers, are",
-        ),
+        checks,
     )
     if (mistake := different_facts(caller, facts.by_rank, (_STEP,))) is not None:
         raise mistake
@@ -154,7 +155,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     if centers is None:
         centers = drawn = _Centers(classes, logits, all_labels, options.group)
         by_rank = facts.comm.handshake(
-            lambda: drawn.facts(facts.inputs["embeddings"].to(facts.given_dtype)),
+            lambda: drawn.facts(facts.inputs["embeddings"].to(facts.given_dtype), in_kernels=checks.in_kernels),
             caller=caller,
             must_match=_OF_CENTERS,
         )
@@ -197,9 +198,9 @@ class _Centers:
         """The rows of the matrix of centers that are the sample; None: all."""
         return None if self.sample.rows is None else rows_of_each(self.sample.rows, self._flat[1])
 
-    def facts(self, embeddings: Tensor) -> dict[str, Any]:
+    def facts(self, embeddings: Tensor, *, in_kernels: bool) -> dict[str, Any]:
         """Return the facts about the centers, for a handshake that concerns nothing else."""
-        return {**self.check(embeddings), **self.check_values(on_host(self.read_back()))}
+        return {**self.check(embeddings), **self.check_values(on_host(self.read_back(in_kernels=in_kernels)))}
 
     def check(self, embeddings: Tensor) -> dict[str, Any]:
         """Check shapes and dtypes of the sample, and return the facts about it."""
@@ -213,10 +214,10 @@ class _Centers:
         learned = any(x is not None and x.requires_grad for x in (sample.centers, sample.bias, sample.log_weights))
         return {_COUNT: sample.count, _NEEDS_GRAD: learned, **dict(zip(_OF_CENTERS, each, strict=True))}
 
-    def read_back(self) -> dict[str, Tensor]:
+    def read_back(self, *, in_kernels: bool) -> dict[str, Tensor]:
         """Return the numbers, still on the device, that `check_values` needs."""
         sample = self.sample
-        self.norms = known_norms(self._flat[0], self.index)
+        self.norms = norms_of(self._flat[0], self.index, in_kernels=in_kernels)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
         numbers |= {PART: part_checksum(sample.centers, self._group), **sample.largest_offsets()}
         if sample.ids is not None:

@@ -1,11 +1,11 @@
 r"""Angles between embeddings and the centers of their classes, with an exact gradient, also near 0 and pi.
 
     theta = acos(c),  c = x . w        x, w normalized (see `_base.normalize`)
-          = 2 atan2(sqrt(|x - w|^2 + r), sqrt(|x + w|^2 + r)),        r = (1 - |x|^2) + (1 - |w|^2)
+          = 2 atan2(a, b),        a^2 = |x - w|^2 + r,   b^2 = |x + w|^2 + r,   r = (1 - |x|^2) + (1 - |w|^2)
 
 where r is 0 except for rows that were shorter than 1e-12. The second form is exact to rounding at any angle; the first
-gives small angles to sqrt(eps) only. Its gradient is a unit vector that already contains the projection of a normalized
-vector's gradient,
+gives small angles to sqrt(eps) only. a and b are in the ratio of the sine and the cosine of theta / 2. The gradient is
+a unit vector that already contains the projection of a normalized vector's gradient,
 
     d theta / dx = -(w - c x) / sin theta,        c = cos theta
 
@@ -27,24 +27,35 @@ from torch import Tensor
 from .._base.autograd import once_differentiable
 from .._base.normalize import divisors, row_norms
 from .._base.precision import rows_at_a_time, wide_dtype
+from ..kernels import angles as kernels
 from .classes import NOT_HERE
-
-_SAME = 16  # times eps: unit vectors that are nearer to each other than this count as equal
 
 
 @torch.no_grad()
 def nearest(
-    x: Tensor, centers: Tensor, rows: Tensor, *, clamp: tuple[bool, bool], index: Tensor | None = None
+    x: Tensor,
+    centers: Tensor,
+    rows: Tensor,
+    *,
+    clamp: tuple[bool, bool],
+    index: Tensor | None = None,
+    in_kernels: bool = False,
 ) -> Tensor:
     """Return the row of each embedding's nearest center among the given rows: (B, k, K) -> (B, k)."""
     if rows.shape[2] == 1:
         return rows[..., 0]
-    angles, *_ = target_angles(x, centers, rows.flatten(1), clamp=clamp, index=index)
+    angles, *_ = target_angles(x, centers, rows.flatten(1), clamp=clamp, index=index, in_kernels=in_kernels)
     return rows.gather(2, angles.view(rows.shape).argmin(2, keepdim=True))[..., 0]
 
 
 def target_angles(
-    x: Tensor, centers: Tensor, targets: Tensor, *, clamp: tuple[bool, bool], index: Tensor | None = None
+    x: Tensor,
+    centers: Tensor,
+    targets: Tensor,
+    *,
+    clamp: tuple[bool, bool],
+    index: Tensor | None = None,
+    in_kernels: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the angle and length of each embedding's target center, and the centers for all further use.
 
@@ -56,50 +67,73 @@ def target_angles(
             not, they are divided by their norm, however small.
         index: (K_r,), ascending, the rows of `centers` that `targets` counts; None: all. The gradient by the returned
             centers must then be sparse, with these rows.
+        in_kernels: whether kernels compute them.
 
     Returns:
         The angles and the lengths of the centers, both (B, k), float64, 0 if the center is on another rank; and the
         centers. The caller must use these centers from here on: their gradient is then accumulated in one tensor.
     """
-    angles, lengths, same_centers = _Angles.apply(x, centers, targets, clamp, index)
+    angles, lengths, same_centers = _Angles.apply(x, centers, targets, clamp, index, in_kernels)
     return angles, lengths, same_centers
 
 
 class _Angles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, centers: Tensor, targets: Tensor, clamp: tuple[bool, bool], index: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        centers: Tensor,
+        targets: Tensor,
+        clamp: tuple[bool, bool],
+        index: Tensor | None,
+        in_kernels: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        angles, lengths = (torch.zeros(targets.shape, dtype=wide_dtype(x.device), device=x.device) for _ in range(2))
-        for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
-            u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
-            lengths[cols, slots] = torch.where(local, w.norms[:, 0], 0.0)
-            angles[cols, slots] = torch.where(local, _angle(u, w)[:, 0], 0.0)
-        ctx.save_for_backward(x, centers, targets, angles, index)
-        ctx.clamp = clamp
-        return angles, lengths, centers.view_as(centers)
+        ctx.clamp, ctx.in_kernels = clamp, in_kernels
+        if in_kernels:
+            found = kernels.target_chords(x, centers, targets, clamp, index)
+        else:
+            found = torch.zeros((3, *targets.shape), dtype=wide_dtype(x.device), device=x.device)
+            for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
+                u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
+                of_pairs = torch.cat([w.norms, *_chords(u, w)], dim=1).T
+                found[:, cols, slots] = torch.where(local, of_pairs, 0.0)
+        lengths, *chords = found
+        ctx.save_for_backward(x, centers, targets, index, *chords)
+        return 2 * torch.atan2(*chords), lengths, centers.view_as(centers)
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor, of_lengths: Tensor, of_centers: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, centers, targets, angles, index = ctx.saved_tensors
-        of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x, centers, targets, index, *chords = ctx.saved_tensors
+        wanted: tuple[bool, bool] = ctx.needs_input_grad[:2]
         sums = of_centers._values() if of_centers.is_sparse else of_centers
+        if ctx.in_kernels:
+            of_x, of_pairs = kernels.target_gradients(
+                x, centers, targets, ctx.clamp, index, chords=chords, grads=(grad, of_lengths), wanted=wanted
+            )
+            if of_pairs is not None and len(sums):
+                sums.index_add_(0, targets.flatten().clamp(min=0), of_pairs)
+            return of_x, of_centers if wanted[1] else None, None, None, None, None
+        of_x = torch.zeros_like(x) if wanted[0] else None
         for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):
-            theta, weight, local = (values[:, None] for values in (angles[cols, slots], grad[cols, slots], local))
+            numbers = [values[cols, slots] for values in (*chords, grad)]
+            apart, together, weight, local = (values[:, None] for values in (*numbers, local))
             u, w = (
                 _Rows.of(x[cols], ctx.clamp[0]),
                 _Rows.of(centers[rows if index is None else index[rows]], ctx.clamp[1]),
             )
             if of_x is not None:
-                of_u = _direction_away(u, w, theta) * weight / u.divisors
+                of_u = _direction_away(u, w, apart, together) * weight / u.divisors
                 of_x.index_add_(0, cols, torch.where(local, of_u, 0.0).to(of_x.dtype))
-            if ctx.needs_input_grad[1]:
-                of_w = _direction_away(w, u, theta) * weight / w.divisors + w.directions * of_lengths[cols, slots, None]
+            if wanted[1]:
+                of_w = (
+                    _direction_away(w, u, apart, together) * weight / w.divisors
+                    + w.directions * of_lengths[cols, slots, None]
+                )
                 sums.index_add_(0, rows, torch.where(local, of_w, 0.0).to(sums.dtype))
-        return of_x, of_centers if ctx.needs_input_grad[1] else None, None, None, None
+        return of_x, of_centers if wanted[1] else None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -132,22 +166,22 @@ class _Rows:
         return self.norms < self.divisors
 
 
-def _angle(u: _Rows, w: _Rows) -> Tensor:
-    """Return the angle between each row of u and the same row of w, (n, 1)."""
+def _chords(u: _Rows, w: _Rows) -> tuple[Tensor, Tensor]:
+    """Return a and b of each row of u and the same row of w, (n, 1)."""
     x, y, missing = u.units, w.units, u.missing + w.missing
     apart, together = ((z.square().sum(1, keepdim=True) + missing).sqrt() for z in (x - y, x + y))
-    return 2 * torch.atan2(apart, together)
+    return apart, together
 
 
-def _direction_away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
+def _direction_away(u: _Rows, w: _Rows, apart: Tensor, together: Tensor) -> Tensor:
     """Return d theta / dx of a unit x, the direction away from w."""
     x, y = u.units, w.units
-    near = theta < torch.pi / 2
+    near, both = apart < together, apart.square() + together.square()
     difference = torch.where(near, y - x, y + x)
-    half = torch.where(near, 2 * (theta / 2).sin().square(), -2 * (theta / 2).cos().square())
-    missing = u.missing + w.missing
-    same = (difference.square().sum(1, keepdim=True) + missing).sqrt() <= _SAME * torch.finfo(x.dtype).eps
-    return torch.where(same, 0.0, -torch.where(u.clamped, y, difference + half * x) / theta.sin())
+    half = torch.where(near, 2 * apart.square(), -2 * together.square()) / both
+    same = torch.minimum(apart, together) <= kernels.SAME * torch.finfo(x.dtype).eps
+    away = torch.where(u.clamped, y, difference + half * x) * both / (2 * apart * together)
+    return torch.where(same, 0.0, -away)
 
 
 def _pairs(grid: Tensor, centers: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:

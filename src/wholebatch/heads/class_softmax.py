@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._base.normalize import UNIT, normalize_rows, row_norms
 from ..comm import Communicator
-from ..contract import Facts, Options, reduce_losses
+from ..contract import KERNELS, Facts, Options, reduce_losses
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics, statistics_fields
 from ..nodes.cross_entropy import one_positive
 from ..partition import Partition
@@ -150,6 +150,8 @@ def combine_over_ranks(
     Collective: 1 all-to-all of 2 B numbers, 4 B with label smoothing, and B more for each of `target_parts` after
     the first; the same in backward.
     """
+    if comm.size == 1:
+        return statistics, {name: x.to(statistics.logsumexp) for name, x in target_parts.items()}
     of_negatives = [x for x in (statistics.logsumexp, statistics.logits, statistics.count) if x is not None]
     parts = [x[:, None] for x in of_negatives] + [x.to(of_negatives[0]) for x in target_parts.values()]
     num_local, widths = rows.counts[comm.rank], [x.shape[1] for x in parts]
@@ -197,8 +199,11 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = sum_of(bias, sample.log_weights)
     places = rows_of_groups(class_rows, best_of)
-    nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index)
-    angles, target_lengths, centers = target_angles(x, centers, nearest_centers, clamp=logits.clamp, index=index)
+    in_kernels = bool(facts.plans.get(KERNELS))
+    nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index, in_kernels=in_kernels)
+    angles, target_lengths, centers = target_angles(
+        x, centers, nearest_centers, clamp=logits.clamp, index=index, in_kernels=in_kernels
+    )
     margin, all_norms = logits.margin, lengths.to(angles)[:, 0]
     is_labeled = counts if any(facts.of_ranks(IGNORED)) else None
     transform = _observe(margin, comm, angles.detach(), all_norms.detach(), is_labeled)
@@ -217,12 +222,15 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     targets = Targets(target_parts["angles"], all_norms[local, None])
     target_logits = logits.target_logits(targets, target_parts.get("lengths"), target_parts.get("bias"))
     smoothing = logits.label_smoothing
-    losses = torch.stack([one_positive(statistics, z, label_smoothing=smoothing) for z in target_logits.unbind(1)], 1)
+    losses = [one_positive(statistics, z, label_smoothing=smoothing) for z in target_logits.unbind(1)]
     if isinstance(margin, Regularizes):
-        losses = losses + margin.regularizer(targets)
+        of_targets = margin.regularizer(targets).expand_as(target_logits).unbind(1)
+        losses = [loss + more for loss, more in zip(losses, of_targets, strict=True)]
     labeled = counts[local]
-    losses = torch.where(labeled, losses, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
-    return reduce_losses(facts, losses, counts.any(1).sum(), labeled.any(1))
+    if len(losses) == 1:
+        return reduce_losses(facts, torch.where(labeled[:, 0], losses[0], 0.0), counts.sum(), labeled[:, 0])
+    of_rows = torch.where(labeled, torch.stack(losses, 1), 0.0).sum(1) / labeled.sum(1).clamp(min=1)
+    return reduce_losses(facts, of_rows, counts.any(1).sum(), labeled.any(1))
 
 
 def _observe(

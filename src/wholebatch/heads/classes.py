@@ -79,6 +79,8 @@ def rows_of_groups(rows: Tensor, size: int) -> Tensor:
     tensor([[[ 4,  5],
              [-1, -1]]])
     """
+    if size == 1:
+        return rows[..., None]
     each = size * rows[..., None] + torch.arange(size, device=rows.device)
     return torch.where(rows[..., None] == NOT_HERE, NOT_HERE, each)
 

@@ -1,4 +1,4 @@
-"""Rows of a tensor by index, and their sparse gradient; and the overlap of two ranges of rows."""
+"""Rows of a tensor by index, their norms and their sparse gradient; and the overlap of two ranges of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .._base.autograd import once_differentiable
+from .._base.normalize import known_norms
 from .._base.sparse_rows import sparse_rows
+from ..kernels import row_numbers
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -31,6 +33,14 @@ def rows_of_each(index: Tensor, size: int) -> Tensor:
     tensor([0, 1, 2, 6, 7, 8])
     """
     return index if size == 1 else (size * index[:, None] + torch.arange(size, device=index.device)).flatten()
+
+
+def norms_of(x: Tensor, index: Tensor | None = None, *, in_kernels: bool) -> Tensor:
+    """Return |x| of each row of a matrix, or of those in `index`, (rows, 1), without a gradient."""
+    if not in_kernels:
+        return known_norms(x, index)
+    x = x if index is None else x.index_select(0, index)
+    return row_numbers(x, x[:0], ()).norms[:, None]
 
 
 def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:

@@ -4,7 +4,7 @@ Triton is no dependency: it is imported when the first kernel starts.
 
     tiles/                      the kernels
     softmax, sigmoid, nested    their launchers: functions of a tile
-    rows                        those of kernels that pass over rows once
+    rows, angles                those of kernels that pass over rows once; over rows and the centers of their classes
     tokens                      those of late interaction, whose rows and columns are tokens
     launch, blocks              the parts that all launchers share; the block of S that a program computes
     expected, verify          their results in plain PyTorch; a comparison of every launch with it
@@ -25,6 +25,7 @@ from .sigmoid import add_sigmoid, sigmoid_sums
 from .tokens import TokenTile, TokenWeights
 from .verify import (
     KernelError,
+    check_angles,
     check_rows,
     document_gradient,
     nested_gradient,
@@ -55,6 +56,7 @@ __all__ = [
     "TokenTile",
     "TokenWeights",
     "add_sigmoid",
+    "check_angles",
     "check_kernel",
     "check_rows",
     "choices",

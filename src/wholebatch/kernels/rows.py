@@ -120,6 +120,10 @@ def row_gradient(
     unit: Tensor | None,
     factor: float | Tensor,
     dtype: torch.dtype,
+    *,
+    index: Tensor | None = None,
+    divided: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return f (u U_i + t_i y_i), less its part along x_i where rows are normalized, and all <x_i, u U_i + t_i y_i>.
 
@@ -127,27 +131,31 @@ def row_gradient(
         products: U, (n, d), float32, contiguous.
         x: (n, d).
         pairs: y and t of the first rows, (k, d) and (k,), and a factor of t; None: there are no pairs.
-        norms: (n,), |x_i|, by which rows are divided: U and t are then divided by them as well. None: they are not.
+        norms: (n,) or (n, 1), |x_i|, by which rows are divided. None: they are not.
         unit: u, shape (), float32; None: 1.
         factor: f; a tensor of shape () on the device of the rows is read there.
         dtype: of the result.
+        index: (n,), int64, the rows of x that are meant; None: all.
+        divided: whether U and t are divided by the norms already.
+        in_place: whether the result may be written into U's memory, where it has that dtype.
 
     Returns:
         (n, d), and sums of the second over some rows each, float64.
     """
-    x, (n, d) = laid_out(x), products.shape
+    products, x, (n, d) = products.contiguous(), laid_out(x), products.shape
     other, terms, term_factor = (None, None, 1.0) if pairs is None else pairs
     aligned, factor = gcd(16, d), factor.float() if isinstance(factor, Tensor) else factor
     blocks = -(-n // _ROWS) or 1
-    out, shares = empty(products, n, d, dtype=dtype), empty(products, blocks, dtype=torch.float64)
+    out = products if in_place and dtype == products.dtype else empty(products, n, d, dtype=dtype)
+    shares = empty(products, blocks, dtype=torch.float64)
     if other is not None:
         other = laid_out(other)
     launch.run(
-        tiles("rows").row_gradient, blocks, products, x, other, terms, norms, unit, out, shares,
+        tiles("rows").row_gradient, blocks, products, x, index, other, terms, norms, unit, out, shares,
         n, 0 if terms is None else terms.shape[0], d // aligned, x.stride(0) // aligned,
         0 if other is None else other.stride(0) // aligned, 0 if terms is None else terms.stride(0),
         factor, float(term_factor),
-        PAIRED=other is not None, NORMED=norms is not None, UNIT=unit is not None,
+        PAIRED=other is not None, NORMED=norms is not None, DIVIDED=divided, UNIT=unit is not None,
         LOADED=isinstance(factor, Tensor), EPS=EPS,
         ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **_OPTIONS,
     )  # fmt: skip

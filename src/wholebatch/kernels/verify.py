@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._base.normalize import EPS
-from . import expected, launch, nested, rows, sigmoid, softmax, tokens
+from . import angles, expected, launch, nested, rows, sigmoid, softmax, tokens
 from .nested import NestedTile
 from .tokens import TokenTile
 
@@ -44,22 +44,20 @@ class KernelError(RuntimeError):
 
 
 class _OfRows(NamedTuple):
-    """A form of `rows.row_gradient`: whether it has pairs, norms, a unit, a factor on the device, and rounds."""
+    """A form of `rows.row_gradient`: its pairs, norms, an index, a unit, a factor on the device, and rounding."""
 
     paired: bool
     normed: bool
+    divided: bool
+    placed: bool
     in_units: bool
     loaded: bool
     rounded: bool
 
 
-_OF_ROWS_FORMS = (  # rows with norms have pairs, and no unit
-    _OfRows(paired=True, normed=False, in_units=False, loaded=False, rounded=True),
-    _OfRows(paired=False, normed=False, in_units=False, loaded=True, rounded=False),
-    _OfRows(paired=True, normed=False, in_units=True, loaded=True, rounded=True),
-    _OfRows(paired=False, normed=False, in_units=True, loaded=False, rounded=False),
-    _OfRows(paired=True, normed=True, in_units=False, loaded=False, rounded=True),
-    _OfRows(paired=True, normed=True, in_units=False, loaded=True, rounded=False),
+_OF_ROWS_FORMS = tuple(
+    _OfRows(*(letter in form for letter in "pndiulr"))
+    for form in ("pr", "l", "pulr", "u", "pndr", "pndl", "nl", "nir", "pnu")
 )
 
 
@@ -224,6 +222,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         torch.rand(shape, generator=seeded, device="cpu").to(x.device) + 0.5 for shape in (x.shape, len(x), len(x))
     )
     grads, sums, unit = grads.double(), sums.double(), torch.tensor(0.25, device=x.device)
+    backward = torch.arange(len(x), device=x.device).flip(0)  # an index
     launch.memory = memory.empty
     try:
         numbers = [rows.row_numbers(_surrounded(x), _surrounded(y), (unit,) * scalars) for scalars in range(3)]
@@ -236,12 +235,14 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         gradients = {
             form: rows.row_gradient(
                 product,
-                _surrounded(x),
+                _surrounded(x.flip(0) if form.placed else x),
                 (_surrounded(y[:few]), grads[:few], 2.0) if form.paired else None,
                 norms if form.normed else None,
                 unit if form.in_units else None,
                 2 * unit if form.loaded else 0.5,
                 x.dtype if form.rounded else torch.float32,
+                index=backward if form.placed else None,
+                divided=form.divided,
             )
             for form in _OF_ROWS_FORMS
         }
@@ -285,6 +286,8 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         if form.paired:
             grad[:few] += 2 * grads[:few, None] * b[:few]
             size[:few] += 2 * grads[:few, None] * b[:few].abs()
+        if form.normed and not form.divided:
+            grad, size = grad / divisors, size / divisors
         share = (a * grad).sum()
         if form.normed:
             grad, size = grad - z * (z * grad).sum(1, keepdim=True), size + size.norm(dim=1, keepdim=True)
@@ -297,6 +300,45 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         _compare(f"rows, {name}", result, true, _OF_ROWS * terms)
     if not memory.is_left_alone():
         raise KernelError("a kernel of rows writes beside its results")
+
+
+def check_angles(x: Tensor, centers: Tensor) -> None:
+    """Compare the kernels of angles with float64, on some rows, (n, d) and (m, d), n <= m, of which none is short.
+
+    Raises:
+        KernelError: for a wrong result.
+    """
+    memory, n = _Memory(), len(x)
+    places = torch.arange(2 * n, device=x.device) % len(centers)
+    index, targets = torch.arange(len(centers), device=x.device).flip(0), places.view(n, 2).clone()
+    targets[0], targets[1:3, 1] = -1, -1  # on other ranks
+    grads = places.view(n, 2).double() / n - 0.7
+    launch.memory = memory.empty
+    try:
+        inputs = _surrounded(x), _surrounded(centers), targets, (True, True), index
+        lengths, *chords = angles.target_chords(*inputs)
+        of_x, of_pairs = angles.target_gradients(*inputs, chords=chords, grads=(grads, 2 * grads), wanted=(True, True))
+    finally:
+        launch.memory = None
+    theta, here = 2 * torch.atan2(*chords), (targets >= 0)[..., None]
+    a, b = x.double()[:, None], centers.double().flip(0)[targets.clamp(min=0)]
+    u, v = a / a.norm(dim=2, keepdim=True), b / b.norm(dim=2, keepdim=True)
+    cosine = (u * v).sum(2, keepdim=True)
+    true = torch.where(here, 2 * torch.atan2((u - v).norm(dim=2, keepdim=True), (u + v).norm(dim=2, keepdim=True)), 0.0)
+    slope = torch.where(here, -grads[..., None] / true.sin().where(here, 1.0), 0.0)
+    by_x = (slope * (v - cosine * u) / a.norm(dim=2, keepdim=True)).sum(1)
+    by_w = slope * (u - cosine * v) / b.norm(dim=2, keepdim=True) + torch.where(here, 2 * grads[..., None] * v, 0.0)
+    assert of_x is not None
+    assert of_pairs is not None
+    for name, result, expected_one, error in (
+        ("angles", theta, true[..., 0], 1e-10),
+        ("lengths", lengths, torch.where(here, b.norm(dim=2, keepdim=True), 0.0)[..., 0], 1e-10),
+        ("dX", of_x, by_x, 1e-6),
+        ("dW", of_pairs.view(n, 2, -1), by_w, 1e-6),
+    ):
+        _compare(f"angles, {name}", result, expected_one, error * (1 + expected_one.abs()))
+    if not memory.is_left_alone():
+        raise KernelError("a kernel of angles writes beside its results")
 
 
 tile_sums = checked_by(expected.tile_sums)(softmax.tile_sums)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..contract import KERNELS, Facts
-from ..kernels import READABLE, Choice, check_rows, choice, interpreted, verdicts, verifying
+from ..kernels import READABLE, Choice, check_angles, check_rows, choice, interpreted, verdicts, verifying
 from .route import Layout
 
 _LONGEST_MESSAGE = 500
@@ -144,7 +144,10 @@ def _rehearse(facts: Facts, rehearsal: Rehearsal, key: Hashable, *, timed: bool)
                 rehearsal(sizes, in_kernels=True)()
             if passed and facts.features_dtype in READABLE:
                 like = torch.empty(0, dtype=facts.features_dtype, device=facts.device)
-                check_rows(*(random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((45, 77))))
+                x, y = (random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((45, 77)))
+                check_rows(x, y)
+                if layout.replicated:  # rows are centers of classes
+                    check_angles(x.float(), y.float() if y.dtype == torch.float16 else y)
         trial["passed"] = " ".join(sorted({*passed}))
         if timed and passed:
             for name, in_kernels in (("milliseconds", True), ("in PyTorch", False)):

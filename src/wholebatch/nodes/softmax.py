@@ -87,6 +87,7 @@ class Softmax(torch.autograd.Function):
             want_y = plan.symmetric or norms is not None
             want_x = not want_y
         u = v = of_offsets = None
+        divided = False
         data = Data.of(plan, x, fetched, norms, col_norms)
         if want_offsets:
             of_offsets = torch.zeros(data.count, dtype=accumulation_dtype(x.dtype), device=x.device)
@@ -96,10 +97,10 @@ class Softmax(torch.autograd.Function):
             row_grads, col_grads = grads[: len(output_names(plan.rows))], grads[len(output_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, row_grads, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, col_grads, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            u, v = _products(plan, data, kept, (rows, cols), (want_x, want_y), of_offsets)
+            u, v, divided = _products(plan, data, kept, (rows, cols), (want_x, want_y), of_offsets)
             if plan.canaries is not None and u is not None and v is not None and data.index is None:
                 of_y = divisors(norms) if plan.towers.normalize_per_tile and norms is not None else data.col_norms
-                plan.canaries.note_products((x, u, data.norms), (y, v, of_y))
+                plan.canaries.note_products((x, u, None if divided else data.norms), (y, v, of_y))
             if unit is not None:
                 u, v, of_offsets = (None if grad is None else grad.mul_(unit) for grad in (u, v, of_offsets))
 
@@ -114,11 +115,13 @@ class Softmax(torch.autograd.Function):
             grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
         if of_offsets is not None:
             of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
-        factor = plan.scale / plan.size
-        dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         features = [(want, *feature) for want, feature in zip(want_features, ctx.features, strict=True)]
         joined = (x, y) if unrounded is None else (unrounded, unrounded)
-        return None, None, grad_scale, of_offsets, *plan.towers.split((dx, dy), joined, norms, features)
+        of_features = plan.towers.split(
+            (u, v), joined, norms, features,
+            factor=plan.scale / plan.size, in_kernels=plan.in_kernels, divided=divided,
+        )  # fmt: skip
+        return None, None, grad_scale, of_offsets, *of_features
 
 
 def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Tensor | None:
@@ -173,8 +176,10 @@ def _products(
     sides: tuple[Weights | None, Weights | None],
     needed: tuple[bool, bool],
     of_offsets: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return U, and V reduced to the owners of its rows; add the offsets' gradient, times N, to `of_offsets`.
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return U, V reduced to the owners of its rows, and whether U is left divided by norms.
+
+    The offsets' gradient, times N, is added to `of_offsets`.
 
     For a symmetric S, U is None, and V is the sum G of both.
     """
@@ -192,4 +197,5 @@ def _products(
         sweep.gradients(block, rows, block_cols, *products, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    return u, plan.route.exchange.accumulate(data.fetched, visit, carried=carried, initial=initial, to_owner=True)
+    v = plan.route.exchange.accumulate(data.fetched, visit, carried=carried, initial=initial, to_owner=True)
+    return u, v, sweep.divided

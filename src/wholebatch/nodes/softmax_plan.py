@@ -104,7 +104,8 @@ class SoftmaxPlan:
             index=data.index,
         )
         if self.in_kernels:
-            return KernelSoftmaxSweep(driver, self.selection, exchange.columns.total)
+            columns, leaves = exchange.columns.total, not self.symmetric
+            return KernelSoftmaxSweep(driver, self.selection, columns, leaves_divided=leaves)
         return SoftmaxSweep(driver, self.selection, kept=None if kept is None else KeptTiles(kept))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import kernels
 from .._base.normalize import divisors, known_norms, project_
 from .._base.precision import accumulation_dtype
 from .._base.sparse_rows import sparse_rows
@@ -49,40 +50,58 @@ class Towers:
         return (x, y) if self.travels else (False, x)
 
     def split(
-        self, gradients: Joined, joined: Joined, norms: Tensor | None, features: Sequence[tuple[bool, int, torch.dtype]]
+        self,
+        products: Joined,
+        joined: Joined,
+        norms: Tensor | None,
+        features: Sequence[tuple[bool, int, torch.dtype]],
+        *,
+        factor: float | Tensor,
+        in_kernels: bool,
+        divided: bool = False,
     ) -> list[Tensor | None]:
-        """Return each feature's gradient, or None if not needed. dX and dY are overwritten.
+        """Return each feature's gradient, or None if not needed.
 
         Args:
-            gradients: dX and dY, None where not needed. If Y is X, dY is the whole gradient.
+            products: U and V, None where not needed; overwritten. If Y is X, V is that of the whole gradient.
             joined: X and Y from `join`.
             norms: from `join`.
             features: a tuple for each feature: whether its gradient is needed, its number of rows, its dtype.
+            factor: of U and V in the gradients by normalized rows.
+            in_kernels: whether kernels have computed U and V.
+            divided: whether U is divided by the norms of X's rows already.
         """
-        (dx, dy), (x, y) = gradients, joined
-        if self.stay_norms is not None and dx is not None:
-            assert x is not None
-            project_(dx, x, self.stay_norms, divide=True, index=self.stay_rows)
-        elif norms is not None and dy is not None:
-            assert x is not None
-            project_(dy, x, norms, divide=self.normalize_per_tile)
-        if self.travel_norms is not None and dy is not None:
-            assert y is not None
-            project_(dy, y, self.travel_norms, divide=True)
+        (u, v), (x, y) = products, joined
         grads: list[Tensor | None] = [None] * len(features)
-        for indices, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
+        sides = [(self.stays, u, x, norms), (self.travels, v, y, self.travel_norms)]
+        if not self.travels:
+            sides = [(self.stays, v, x, norms)]
+        for indices, product, rows, of_rows in sides:
+            if product is None:
+                continue
+            assert rows is not None
+            index = self.stay_rows if indices is self.stays else None
+            divide = not self.normalize or self.normalize_per_tile
+            if in_kernels and product.dtype == torch.float32 and (divide or of_rows is None):
+                dtypes = {features[i][2] for i in indices}
+                gradient, _ = kernels.row_gradient(
+                    product, rows, None, of_rows, None, factor, product.dtype if len(dtypes) > 1 else dtypes.pop(),
+                    index=index, divided=divided and product is u, in_place=True,
+                )  # fmt: skip
+            else:
+                gradient = product.mul_(factor)
+                if of_rows is not None:
+                    project_(gradient, rows, of_rows, divide=divide, index=index)
             first = 0
             for i in indices:
-                needed, rows, dtype = features[i]
-                if needed and self.stay_rows is not None and indices is self.stays:
-                    assert gradient is not None
-                    grads[i] = sparse_rows(self.stay_rows, gradient.to(dtype), (rows, gradient.shape[1]))
+                needed, count, dtype = features[i]
+                if needed and index is not None:
+                    grads[i] = sparse_rows(index, gradient.to(dtype), (count, gradient.shape[1]))
                 elif needed:
-                    assert gradient is not None
                     # The whole, not a view of it: autograd adds another gradient of the feature in place.
-                    part = gradient if rows == len(gradient) else gradient[first : first + rows]
+                    part = gradient if count == len(gradient) else gradient[first : first + count]
                     grads[i] = part.to(dtype)
-                first += rows
+                first += count
         return grads
 
 

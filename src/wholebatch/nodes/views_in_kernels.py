@@ -124,7 +124,9 @@ class TwoViewsInKernels(torch.autograd.Function):
         factor, gradients, shares = plan.factor, [], []
         for own, other, view, want in ((z0, z1, slice(0, b), needed[0]), (z1, z0, slice(b, 2 * b), needed[1])):
             pairs = other, terms, of_terms
-            gradient, share = kernels.row_gradient(u[view], own, pairs, norms[view], None, factor, own.dtype)
+            gradient, share = kernels.row_gradient(
+                u[view], own, pairs, norms[view], None, factor, own.dtype, divided=True
+            )
             gradients.append(gradient if want else None)
             shares.append(share)
         grad_scale = (torch.cat(shares).sum() / (2 * plan.size)).to(scale).view_as(scale) if want_scale else None

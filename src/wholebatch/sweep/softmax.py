@@ -61,6 +61,8 @@ class SoftmaxSweep:
         kept: memory for E, written by `sums` and read by `gradients`; None: E is computed again.
     """
 
+    divided = False  # whether `gradients` leaves U divided by the norms of its rows
+
     def __init__(self, driver: Driver, selection: Selection, *, kept: KeptTiles | None = None) -> None:
         self.driver, self.selection, self.kept = driver, selection, kept
         self._device, self._wide = driver.x.device, wide_dtype(driver.x.device)

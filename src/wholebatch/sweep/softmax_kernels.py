@@ -9,6 +9,8 @@ G_ij = dS_ij / (|x_i| |y_j|),
 
     U_i = |x_i| sum_j G_ij y_j,        V_j = |y_j| sum_i G_ij x_i
 
+With `leaves_divided`, U is left divided by |x_i|, for a caller who divides by it in any case.
+
 For float16 features the caller scales the weights so that no entry of dS exceeds `LARGEST`: float16 has little room
 above, and loses entries that are a million times smaller.
 
@@ -44,8 +46,9 @@ class KernelSoftmaxSweep(SoftmaxSweep):
 
     fields = frozenset({"sum", "target", "logits", "count"})
 
-    def __init__(self, driver: Driver, selection: Selection, columns: int) -> None:
+    def __init__(self, driver: Driver, selection: Selection, columns: int, *, leaves_divided: bool = False) -> None:
         super().__init__(driver, selection)
+        self._leaves_divided = leaves_divided
         self._tiles = self._supported(columns)
         self.difference: Tensor | None = None  # the largest, between sums by rows and by columns, relative to them
 
@@ -88,6 +91,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             super().gradients(block, rows, cols, u, v, of_offsets)
             return
         tiles.set_numbers(shift)
+        self.divided = self._leaves_divided and self.driver.norms is not None
         normed = list(self._normed(block, u, v))
         for product, norms in normed:
             product.div_(norms)
@@ -142,7 +146,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
 
     def _normed(self, block: Block, u: Tensor | None, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the products whose rows are multiplied by norms afterward, and these norms."""
-        if u is not None and self.driver.norms is not None:
+        if u is not None and self.driver.norms is not None and not self.divided:
             yield u[block.rows], self.driver.norms[block.rows]
         is_same = u is not None and v is not None and u[block.rows].data_ptr() == v.data_ptr()  # of a symmetric S
         if v is not None and self.driver.col_norms is not None and not is_same:

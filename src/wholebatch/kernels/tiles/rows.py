@@ -4,8 +4,8 @@
     side_weights    dL/dA_i, R_i -> N dL/dA_i / R_i, and the largest N |dL/dA_i|
     pair_losses     R_i, R'_i, x_i . y_i -> the cross-entropy of a pair in its row, and in its column
     pair_weights    the derivative by it -> weights of E in dS, as those of `side_weights`, and of the pair's own logit
-    row_gradient    U_i -> f (u U_i + t_i y_i), and <x_i, .>; where rows are normalized, z_i = x_i / |x_i|, the product
-                    that comes in is U_i / |x_i|, and its part along z_i is removed
+    row_gradient    U_i -> f (u U_i + t_i y_i), and <x_i, .>; where rows are normalized, z_i = x_i / |x_i|, this is
+                    divided by |x_i| unless DIVIDED, and its part along z_i is removed
 
 A norm is computed from the row times a power of two, which moves its largest entry near 1, so that no square overflows
 or underflows. An extreme is NaN if one of its numbers is. Numbers are written for each block of rows, and reduced
@@ -185,10 +185,10 @@ def _gradient(
 
 @triton.jit(do_not_specialize=ANY)
 def row_gradient(
-    products, x, other, terms, norms, unit, out, shares,
+    products, x, index, other, terms, norms, unit, out, shares,
     num_rows, pairs, dim, stride_x, stride_other, stride_terms, factor, term_factor,
-    PAIRED: tl.constexpr, NORMED: tl.constexpr, UNIT: tl.constexpr, LOADED: tl.constexpr, EPS: tl.constexpr,
-    ALIGNED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    PAIRED: tl.constexpr, NORMED: tl.constexpr, DIVIDED: tl.constexpr, UNIT: tl.constexpr, LOADED: tl.constexpr,
+    EPS: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write dX, (rows, d), and sum_i <x_i, u U_i + t_i y_i> of each block of rows."""
     block = tl.program_id(0)
@@ -198,25 +198,31 @@ def row_gradient(
     of_unit = 1.0
     if UNIT:
         of_unit = tl.load(unit)
+    of_x = rows
+    if index is not None:
+        of_x = tl.load(index + rows, mask=valid, other=0)
     times = factor
     if LOADED:
         times = tl.load(factor)
     term = tl.zeros((BM,), tl.float32)
     if PAIRED:
         term = (tl.load(terms + rows * stride_terms, mask=rows < pairs, other=0.0) * term_factor).to(tl.float32)
+    if NORMED:
+        norm = tl.load(norms + rows, mask=valid, other=1.0)
+        divisor = tl.maximum(norm, EPS)
+        if not DIVIDED:
+            of_unit, term = (of_unit / divisor)[:, None], term / divisor
     along = tl.zeros((BM,), tl.float32)
     for start in range(0, dim, BK):
         grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
-        along += tl.sum(_features(x, rows, valid, start, dim, stride_x, BK) * grad, 1)
+        along += tl.sum(_features(x, of_x, valid, start, dim, stride_x, BK) * grad, 1)
     tl.store(shares + block, tl.sum(along.to(tl.float64), 0))
     if NORMED:  # <z_i, U_i> = <x_i, U_i / |x_i|>
-        norm = tl.load(norms + rows, mask=valid, other=1.0)
-        divisor = tl.maximum(norm, EPS)
-        removed = tl.where(norm >= EPS, along / divisor / divisor, 0.0)
+        removed = tl.where(norm >= EPS, along / divisor, 0.0)
     for start in range(0, dim, BK):
         grad = _gradient(products, other, rows, valid, start, pairs, dim, stride_other, term, of_unit, PAIRED, BK)
         if NORMED:
-            grad -= _features(x, rows, valid, start, dim, stride_x, BK) * removed[:, None]
+            grad -= _features(x, of_x, valid, start, dim, stride_x, BK) / divisor[:, None] * removed[:, None]
         features = start + tl.arange(0, BK)
         to = out + rows.to(tl.int64)[:, None] * dim + features[None, :]
         tl.store(to, (grad * times).to(out.dtype.element_ty), mask=valid[:, None] & (features < dim)[None, :])

@@ -1,0 +1,80 @@
+"""The launchers of the kernels of angles between embeddings and the centers of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from .._base.normalize import EPS
+from . import launch
+from .launch import empty, laid_out, tiles
+
+_ROWS, _FEATURES = 4, 128  # of a block
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+SAME = 16  # times eps: unit vectors that are nearer to each other than this count as equal
+
+
+def target_chords(
+    x: Tensor, centers: Tensor, targets: Tensor, clamp: tuple[bool, bool], index: Tensor | None
+) -> Tensor:
+    """Return |w|, |x - w| and |x + w| of each embedding and its target centers, (3, B, k), float64: see `heads.angles`.
+
+    Where a center is on another rank, they are 0, 0 and 1.
+    """
+    found = empty(x, 3, *targets.shape, dtype=torch.float64)
+    _run("target_chords", x, centers, targets, clamp, index, *found)
+    return found
+
+
+def target_gradients(
+    x: Tensor,
+    centers: Tensor,
+    targets: Tensor,
+    clamp: tuple[bool, bool],
+    index: Tensor | None,
+    *,
+    chords: Sequence[Tensor],
+    grads: tuple[Tensor, Tensor],
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dL/dx, (B, d), and dL/dw of each pair, (B k, d); None where not wanted.
+
+    Args:
+        x: as in :func:`target_chords`, as are the next four.
+        centers: likewise.
+        targets: likewise.
+        clamp: likewise.
+        index: likewise.
+        chords: |x - w| and |x + w|, as it returned them.
+        grads: by the angles and by the lengths, (B, k), float64.
+        wanted: which of both gradients.
+    """
+    of_x = empty(x, *x.shape, dtype=x.dtype) if wanted[0] else None
+    of_w = empty(x, targets.numel(), x.shape[1], dtype=centers.dtype) if wanted[1] else None
+    by_angles, by_lengths = (grad if grad.stride(1) == 1 else grad.contiguous() for grad in grads)
+    strides, same = (by_angles.stride(0), by_lengths.stride(0)), SAME * torch.finfo(torch.float64).eps
+    tensors = *chords, by_angles, by_lengths, of_x, of_w
+    _run("target_gradients", x, centers, targets, clamp, index, *tensors, strides=strides, SAME=same)
+    return of_x, of_w
+
+
+def _run(
+    kernel: str,
+    x: Tensor,
+    centers: Tensor,
+    targets: Tensor,
+    clamp: tuple[bool, bool],
+    index: Tensor | None,
+    *tensors: Tensor | None,
+    strides: tuple[int, ...] = (),
+    **constants: float,
+) -> None:
+    x, centers, aligned = laid_out(x), laid_out(centers), gcd(16, x.shape[1])
+    launch.run(
+        getattr(tiles("angles"), kernel), -(-len(x) // _ROWS) or 1, x, centers, targets.contiguous(), index, *tensors,
+        *targets.shape, x.shape[1] // aligned, x.stride(0) // aligned, centers.stride(0) // aligned, *strides,
+        CLAMP_X=clamp[0], CLAMP_W=clamp[1], EPS=EPS, ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **constants, **_OPTIONS,
+    )  # fmt: skip
