@@ -175,12 +175,13 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
 
 def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tensor:
     facts, sample = agreed.facts, agreed.sample
-    counts = agreed.labels != logits.ignore_index
+    is_labeled = agreed.labels != logits.ignore_index if any(facts.of_ranks(IGNORED)) else None
     local_classes = LocalClasses(agreed.partition, facts.rank, sample.ids)
-    class_rows = local_classes.rows_of(agreed.labels)
+    alone = facts.comm.size == 1 and sample.ids is None and is_labeled is None
+    class_rows = agreed.labels if alone else local_classes.rows_of(agreed.labels)
     rows, comm = facts.rows["embeddings"], Communicator(facts.comm.transport, loss="sum")
     if not sample.complete:
-        local_classes.check_complete(comm, caller, class_rows, counts)
+        local_classes.check_complete(comm, caller, class_rows, is_labeled)
 
     x = comm.all_gather(facts.inputs["embeddings"], counts=rows.counts, check=False)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
@@ -205,7 +206,6 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
         x, centers, nearest_centers, clamp=logits.clamp, index=index, in_kernels=in_kernels
     )
     margin, all_norms = logits.margin, lengths.to(angles)[:, 0]
-    is_labeled = counts if any(facts.of_ranks(IGNORED)) else None
     transform = _observe(margin, comm, angles.detach(), all_norms.detach(), is_labeled)
     shard = Shard(
         centers, index, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset
@@ -226,11 +226,11 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     if isinstance(margin, Regularizes):
         of_targets = margin.regularizer(targets).expand_as(target_logits).unbind(1)
         losses = [loss + more for loss, more in zip(losses, of_targets, strict=True)]
-    labeled = counts[local]
-    if len(losses) == 1:
-        return reduce_losses(facts, torch.where(labeled[:, 0], losses[0], 0.0), counts.sum(), labeled[:, 0])
+    if is_labeled is None:
+        return reduce_losses(facts, losses[0] if len(losses) == 1 else torch.stack(losses).mean(0), rows.total)
+    labeled = is_labeled[local]
     of_rows = torch.where(labeled, torch.stack(losses, 1), 0.0).sum(1) / labeled.sum(1).clamp(min=1)
-    return reduce_losses(facts, of_rows, counts.any(1).sum(), labeled.any(1))
+    return reduce_losses(facts, of_rows, is_labeled.any(1).sum(), labeled.any(1))
 
 
 def _observe(

@@ -42,21 +42,22 @@ class LocalClasses:
         index = torch.searchsorted(ids, labels).clamp_(max=len(ids) - 1)
         return torch.where(ids[index] == labels, index, NOT_HERE)
 
-    def check_complete(self, comm: Communicator, caller: str, rows: Tensor, counts: Tensor) -> None:
+    def check_complete(self, comm: Communicator, caller: str, rows: Tensor, counts: Tensor | None) -> None:
         """Raise ValueError unless one rank holds the class of each label. Collective with ids: one all-reduce.
 
         Args:
             comm: the ranks.
             caller: the loss, for messages.
             rows: the rows of the labels' centers, from `rows_of`.
-            counts: whether each label counts.
+            counts: whether each label counts; None: all do.
 
         Raises:
             ValueError: on every rank.
         """
         if self.ids is None:
             return
-        owners = comm.all_reduce((rows[counts] != NOT_HERE).to(torch.int64), check=False)
+        rows = rows.flatten() if counts is None else rows[counts]
+        owners = comm.all_reduce((rows != NOT_HERE).to(torch.int64), check=False)
         wrong = (owners != 1).nonzero()
         if len(wrong):
             raise ValueError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import log, prod
 
 import torch
@@ -84,8 +85,6 @@ class KernelTiles:
     diagonals: Diagonals | None  # the positive pairs that do not enter a kernel; None: all do
     col_scales: Tensor | None = None
     numbers: Tensor | None = field(default=None, init=False)  # as in `kernels.TileInputs`
-    scale: Tensor = field(init=False)  # as kernels represent it, (), float64; and their shift or bias
-    other: Tensor = field(init=False)
     _rows: tuple[slice, list[Tensor]] | None = field(default=None, init=False)
     _cols: tuple[Block, list[Tensor]] | None = field(default=None, init=False)
     _written: Tensor | None = field(default=None, init=False)
@@ -126,8 +125,8 @@ class KernelTiles:
             return None
         row_terms = None
         if normed or offsets is not None:
-            scales = torch.ones(driver.count, dtype=torch.float32, device=device)
-            scales = scales if driver.norms is None else scales.div_(driver.norms[:, 0])
+            norms = driver.norms
+            scales = torch.ones(driver.count, device=device) if norms is None else norms[:, 0].float().reciprocal()
             row_terms = kernels.RowTerms(scales, None if offsets is None else offsets.float().contiguous())
         if bytes_of_an_entry is None:
             bytes_of_an_entry = dtype.itemsize, _TILES * driver.dtype.itemsize
@@ -142,7 +141,13 @@ class KernelTiles:
         """Make the numbers that all tiles share, unless an earlier block has: the scale and a shift or bias."""
         if self.numbers is None:
             self.numbers = kernels.numbers_of(self.driver.scale, other, self.driver.x.device)
-            self.scale, self.other = (self.numbers.double() * log(2)).unbind()
+
+    @cached_property
+    def scale_and_other(self) -> tuple[Tensor, Tensor]:
+        """The scale, and the shift or bias, as kernels represent them, (), float64."""
+        assert self.numbers is not None
+        scale, other = (self.numbers.double() * log(2)).unbind()
+        return scale, other
 
     def of_gradients(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Yield each tile of the block whose dS a kernel writes."""
@@ -231,7 +236,7 @@ class KernelTiles:
                 scales, offsets = terms.scales[rows], None if terms.offsets is None else terms.offsets[rows]
                 if self.col_scales is not None:
                     scales = scales * self.col_scales[block.cols][cols]
-            yield NamedPairs(rows, cols, self._x(rows), self._y(block)[cols], self.scale, scales, offsets)
+            yield NamedPairs(rows, cols, self._x(rows), self._y(block)[cols], self.scale_and_other[0], scales, offsets)
 
     def products(self, grad: Tensor, tile: Tile, block: Block, u: Tensor | None, v: Tensor | None) -> None:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""

@@ -41,7 +41,7 @@ class KernelSigmoidSweep(SigmoidSweep):
         tiles.set_numbers(self.driver.bias)
         of_rows = torch.zeros_like(self.losses)  # sum_j w_i d l_ij / d S_ij
         for pairs in tiles.pairs(block):
-            logits = pairs.logits().add_(tiles.other)
+            logits = pairs.logits().add_(tiles.scale_and_other[1])
             self.losses[pairs.rows].sub_(logsigmoid(logits))
             entries = torch.sigmoid(logits.neg_()).neg_()
             if self._of_rows is not None:

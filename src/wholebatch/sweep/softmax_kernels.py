@@ -133,7 +133,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         logits = pairs.logits()
         if self.selection.over == "negatives":
             return {"target": logits}
-        exponentials = torch.sub(logits, tiles.other).exp_()
+        exponentials = torch.sub(logits, tiles.scale_and_other[1]).exp_()
         return {"target": logits, "sum": exponentials, "logits": logits, "count": torch.ones_like(logits)}
 
     def _in_kernels(
