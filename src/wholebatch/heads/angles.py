@@ -110,11 +110,11 @@ class _Angles(torch.autograd.Function):
         wanted: tuple[bool, bool] = ctx.needs_input_grad[:2]
         sums = of_centers._values() if of_centers.is_sparse else of_centers
         if ctx.in_kernels:
-            of_x, of_pairs = kernels.target_gradients(
+            of_x, of_pairs, pairs_targets = kernels.target_gradients(
                 x, centers, targets, ctx.clamp, index, chords=chords, grads=(grad, of_lengths), wanted=wanted
             )
-            if of_pairs is not None and len(sums):
-                sums.index_add_(0, targets.flatten().clamp(min=0), of_pairs)
+            if of_pairs is not None and pairs_targets is not None and len(sums):
+                sums.index_add_(0, pairs_targets, of_pairs)
             return of_x, of_centers if wanted[1] else None, None, None, None, None
         of_x = torch.zeros_like(x) if wanted[0] else None
         for cols, slots, rows, local in _pairs(targets, len(centers if index is None else index)):

@@ -42,7 +42,7 @@ from .margins.interface import (
     Targets,
     TransformsNegatives,
 )
-from .rows import matrix, take_rows
+from .rows import matrix, norms_of, take_rows
 from .sample import Classes, sum_of
 
 
@@ -200,17 +200,24 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = sum_of(bias, sample.log_weights)
     places = rows_of_groups(class_rows, best_of)
+    margin, norms = logits.margin, agreed.norms
+
+    def shard_of(centers: Tensor) -> Shard:
+        return Shard(centers, index, norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
+
+    if facts.kernels and KERNELS not in facts.plans and not isinstance(margin, TransformsNegatives):
+        # A first call chooses who computes, so that it has the same bits as later ones.
+        negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=None)
     in_kernels = bool(facts.plans.get(KERNELS))
+    if in_kernels and logits.unit_centers and not agreed.norms_in_kernels:
+        norms = norms_of(centers, index, in_kernels=True)
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index, in_kernels=in_kernels)
     angles, target_lengths, centers = target_angles(
         x, centers, nearest_centers, clamp=logits.clamp, index=index, in_kernels=in_kernels
     )
-    margin, all_norms = logits.margin, lengths.to(angles)[:, 0]
+    all_norms = lengths.to(angles)[:, 0]
     transform = _observe(margin, comm, angles.detach(), all_norms.detach(), is_labeled)
-    shard = Shard(
-        centers, index, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset
-    )
-    statistics = negatives(facts, logits, shard, (x, lengths), target_rows=places, transform=transform)
+    statistics = negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=transform)
 
     target_parts = {"angles": angles}  # the numbers of a target class that the rank of the example needs
     if not logits.unit_centers:

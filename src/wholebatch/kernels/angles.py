@@ -39,8 +39,10 @@ def target_gradients(
     chords: Sequence[Tensor],
     grads: tuple[Tensor, Tensor],
     wanted: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return dL/dx, (B, d), and dL/dw of each pair, (B k, d); None where not wanted.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dL/dx, (B, d), dL/dw of each pair, (B k, d), and its target, (B k,); None where not wanted.
+
+    Where a center is on another rank, dL/dw is 0 and the target any.
 
     Args:
         x: as in :func:`target_chords`, as are the next four.
@@ -54,11 +56,13 @@ def target_gradients(
     """
     of_x = empty(x, *x.shape, dtype=x.dtype) if wanted[0] else None
     of_w = empty(x, targets.numel(), x.shape[1], dtype=centers.dtype) if wanted[1] else None
+    of_targets = empty(x, targets.numel(), dtype=torch.int64) if wanted[1] else None
+    num_targets = max(len(centers if index is None else index), 1)
     by_angles, by_lengths = (grad if grad.stride(1) == 1 else grad.contiguous() for grad in grads)
-    strides, same = (by_angles.stride(0), by_lengths.stride(0)), SAME * torch.finfo(torch.float64).eps
-    tensors = *chords, by_angles, by_lengths, of_x, of_w
-    _run("target_gradients", x, centers, targets, clamp, index, *tensors, strides=strides, SAME=same)
-    return of_x, of_w
+    numbers, same = (by_angles.stride(0), by_lengths.stride(0), num_targets), SAME * torch.finfo(torch.float64).eps
+    tensors = *chords, by_angles, by_lengths, of_x, of_w, of_targets
+    _run("target_gradients", x, centers, targets, clamp, index, *tensors, numbers=numbers, SAME=same)
+    return of_x, of_w, of_targets
 
 
 def _run(
@@ -69,12 +73,12 @@ def _run(
     clamp: tuple[bool, bool],
     index: Tensor | None,
     *tensors: Tensor | None,
-    strides: tuple[int, ...] = (),
+    numbers: tuple[int, ...] = (),
     **constants: float,
 ) -> None:
     x, centers, aligned = laid_out(x), laid_out(centers), gcd(16, x.shape[1])
     launch.run(
         getattr(tiles("angles"), kernel), -(-len(x) // _ROWS) or 1, x, centers, targets.contiguous(), index, *tensors,
-        *targets.shape, x.shape[1] // aligned, x.stride(0) // aligned, centers.stride(0) // aligned, *strides,
+        *targets.shape, x.shape[1] // aligned, x.stride(0) // aligned, centers.stride(0) // aligned, *numbers,
         CLAMP_X=clamp[0], CLAMP_W=clamp[1], EPS=EPS, ALIGNED=aligned, BM=_ROWS, BK=_FEATURES, **constants, **_OPTIONS,
     )  # fmt: skip

@@ -317,7 +317,9 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     try:
         inputs = _surrounded(x), _surrounded(centers), targets, (True, True), index
         lengths, *chords = angles.target_chords(*inputs)
-        of_x, of_pairs = angles.target_gradients(*inputs, chords=chords, grads=(grads, 2 * grads), wanted=(True, True))
+        of_x, of_pairs, of_targets = angles.target_gradients(
+            *inputs, chords=chords, grads=(grads, 2 * grads), wanted=(True, True)
+        )
     finally:
         launch.memory = None
     theta, here = 2 * torch.atan2(*chords), (targets >= 0)[..., None]
@@ -330,6 +332,10 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     by_w = slope * (u - cosine * v) / b.norm(dim=2, keepdim=True) + torch.where(here, 2 * grads[..., None] * v, 0.0)
     assert of_x is not None
     assert of_pairs is not None
+    assert of_targets is not None
+    written = of_targets.view_as(targets)
+    if not bool(((written == targets) | (targets < 0) & (written >= 0) & (written < len(centers))).all()):
+        raise KernelError("target_gradients writes wrong targets")
     for name, result, expected_one, error in (
         ("angles", theta, true[..., 0], 1e-10),
         ("lengths", lengths, torch.where(here, b.norm(dim=2, keepdim=True), 0.0)[..., 0], 1e-10),

@@ -40,12 +40,12 @@ def _norms(x, rows, known, dim, stride, CLAMP: tl.constexpr, EPS: tl.constexpr, 
 
 @triton.jit
 def _target(targets, index, rows, valid, slot, slots):
-    """Return the row of each embedding's center, and whether there is one here."""
+    """Return each embedding's target, the row of its center, and whether there is one here."""
     target = tl.load(targets + rows * slots + slot, mask=valid, other=-1)
-    here = target >= 0
+    row, here = target, target >= 0
     if index is not None:
-        target = tl.load(index + target, mask=here, other=0)
-    return target.to(tl.int64), here
+        row = tl.load(index + target, mask=here, other=0)
+    return target, row, here
 
 
 @triton.jit
@@ -67,13 +67,13 @@ def target_chords(
     dim, stride_x, stride_w = dim * ALIGNED, stride_x * ALIGNED, stride_w * ALIGNED
     norm_x, divisor_x = _norms(x, rows, valid, dim, stride_x, CLAMP_X, EPS, BM, BK)
     for slot in range(slots):
-        target, here = _target(targets, index, rows, valid, slot, slots)
-        norm_w, divisor_w = _norms(centers, target, here, dim, stride_w, CLAMP_W, EPS, BM, BK)
+        _, row, here = _target(targets, index, rows, valid, slot, slots)
+        norm_w, divisor_w = _norms(centers, row, here, dim, stride_w, CLAMP_W, EPS, BM, BK)
         missing = _missing(norm_x, divisor_x, norm_w, divisor_w)
         minus, plus = missing, missing
         for start in range(0, dim, BK):
             a = _features(x, rows, valid, start, dim, stride_x, BK) / divisor_x[:, None]
-            b = _features(centers, target, here, start, dim, stride_w, BK) / divisor_w[:, None]
+            b = _features(centers, row, here, start, dim, stride_w, BK) / divisor_w[:, None]
             minus += tl.sum((a - b) * (a - b), 1)
             plus += tl.sum((a + b) * (a + b), 1)
         place = rows * slots + slot
@@ -82,38 +82,43 @@ def target_chords(
         tl.store(together + place, tl.where(here, tl.sqrt(plus), 1.0), mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_rows", "slots", "stride_grad", "stride_lengths"])
+@triton.jit(do_not_specialize=["num_rows", "slots", "stride_grad", "stride_lengths", "num_targets"])
 def target_gradients(
-    x, centers, targets, index, apart, together, grad, of_lengths, of_x, of_w,
-    num_rows, slots, dim, stride_x, stride_w, stride_grad, stride_lengths,
+    x, centers, targets, index, apart, together, grad, of_lengths, of_x, of_w, of_targets,
+    num_rows, slots, dim, stride_x, stride_w, stride_grad, stride_lengths, num_targets,
     CLAMP_X: tl.constexpr, CLAMP_W: tl.constexpr, EPS: tl.constexpr, SAME: tl.constexpr,
     ALIGNED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write dL/dx, (rows, d), and dL/dw of each pair, (rows slots, d); 0 where the center is on another rank."""
+    """Write dL/dx, (rows, d), dL/dw of each pair, (rows slots, d), and its target.
+
+    Where the center is on another rank, dL/dw is 0 and the target any: different ones, for a sum whose order is free.
+    """
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     valid = rows < num_rows
     dim, stride_x, stride_w = dim * ALIGNED, stride_x * ALIGNED, stride_w * ALIGNED
     norm_x, divisor_x = _norms(x, rows, valid, dim, stride_x, CLAMP_X, EPS, BM, BK)
     for slot in range(slots):
-        target, here = _target(targets, index, rows, valid, slot, slots)
+        target, row, here = _target(targets, index, rows, valid, slot, slots)
         place = rows * slots + slot
         minus, plus = tl.load(apart + place, mask=here, other=0.0), tl.load(together + place, mask=here, other=1.0)
         weight = tl.load(grad + rows * stride_grad + slot, mask=here, other=0.0)
         of_length = tl.load(of_lengths + rows * stride_lengths + slot, mask=here, other=0.0)
-        norm_w, divisor_w = _norms(centers, target, here, dim, stride_w, CLAMP_W, EPS, BM, BK)
+        norm_w, divisor_w = _norms(centers, row, here, dim, stride_w, CLAMP_W, EPS, BM, BK)
         both = minus * minus + plus * plus
         half = tl.where(minus < plus, 2 * minus * minus, -2 * plus * plus) / both
         sign = tl.where(minus < plus, -1.0, 1.0)  # of x in w -+ x, which is short
         known = tl.minimum(minus, plus) > SAME
+        if of_w is not None:
+            tl.store(of_targets + place, tl.where(here, target, place % num_targets), mask=valid)
         slope = tl.where(known, -weight * both / tl.where(known, 2 * minus * plus, 1.0), 0.0)
         clamped_x, clamped_w = (norm_x < divisor_x)[:, None], (norm_w < divisor_w)[:, None]
         by_x, by_w, by_length = slope / divisor_x, slope / divisor_w, of_length / norm_w
         for start in range(0, dim, BK):
             features = start + tl.arange(0, BK)
             inside = valid[:, None] & (features < dim)[None, :]
-            row = _features(centers, target, here, start, dim, stride_w, BK)
+            center = _features(centers, row, here, start, dim, stride_w, BK)
             a = _features(x, rows, valid, start, dim, stride_x, BK) / divisor_x[:, None]
-            b = row / divisor_w[:, None]
+            b = center / divisor_w[:, None]
             away_x = tl.where(clamped_x, b, b + sign[:, None] * a + half[:, None] * a) * by_x[:, None]
             if of_x is not None:
                 into = of_x + rows[:, None] * dim + features[None, :]
@@ -121,6 +126,6 @@ def target_gradients(
                 tl.store(into, (total + away_x).to(tl.float32).to(of_x.dtype.element_ty), mask=inside)
             if of_w is not None:
                 away_w = tl.where(clamped_w, a, a + sign[:, None] * b + half[:, None] * b) * by_w[:, None]
-                away_w += row * by_length[:, None]
+                away_w += center * by_length[:, None]
                 into = of_w + place[:, None] * dim + features[None, :]
                 tl.store(into, away_w.to(tl.float32).to(of_w.dtype.element_ty), mask=inside)
