@@ -614,6 +614,26 @@ def test_angles_are_those_of_pytorch(in_kernels, clamp, labels, sampled, dtype, 
         assert ((ours - theirs).norm(dim=1) <= most * theirs.norm(dim=1).clamp(min=1)).all()
 
 
+@pytest.mark.parametrize(("centers", "learned"), [((5, 1), "xwb"), ((40, 2, 8), "xwb"), ((9, 8), "b"), ((9, 8), "wb")])
+def test_rehearsals_of_classes_pass(centers, learned):
+    """Vectors of one feature, sub-centers that a tile could split, and calls in which a bias alone is learned."""
+    x, w, bias = torch.randn(64, centers[-1]), torch.randn(centers), torch.randn(centers[0])
+    labels = torch.arange(64) % centers[0]
+    found = []
+    for functions, dtype, options in ((wb.functional, torch.float32, {"kernel": "triton"}), (wb.reference, None, {})):
+        leaves = {
+            name: z.to(DEVICE, dtype or torch.float64).requires_grad_(name in learned)
+            for name, z in zip("xwb", (x, w, bias), strict=True)
+        }
+        for _ in range(2):
+            loss = functions.partial_fc_loss(
+                leaves["x"], labels.to(DEVICE), leaves["w"], bias=leaves["b"], margin=wb.CosFace(4.0), **options
+            )
+        found.append(torch.autograd.grad(loss, [leaves[name] for name in learned]))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.double() - theirs).norm() <= 1e-5 * max(theirs.norm(), 0.1)
+
+
 def on_ranks():
     """Compare losses on uneven and empty parts, by both exchanges, symmetric and normalized inside ones included."""
     rank, counts = torch.distributed.get_rank(), (7, 0, 12)

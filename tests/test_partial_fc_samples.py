@@ -81,6 +81,22 @@ def test_a_sample_has_the_gradient_of_a_copy(form, dtype, memory):
     assert (grad._values().flatten(1).abs().sum(1) > 0).sum() > len(labels), "negatives learn, too"
 
 
+@pytest.mark.parametrize("length", [1e8, 1e10])
+def test_a_sample_of_very_long_rows_has_the_gradient_of_a_copy(length):
+    """They are widened to float64, through which autograd takes no sparse gradient."""
+    x, labels = batch(torch.float32)
+    x = (length * x.detach()).requires_grad_()
+    head = made(torch.float32, FORMS[0])
+    loss = head(x, labels)
+    loss.sum().backward()
+    index = head.weight.grad._indices()[0]
+    true = of_copies(head, x, labels, index, FORMS[0])
+    for ours, theirs in zip(
+        [loss.detach(), length * x.grad, head.weight.grad._values()], [true[0], length * true[1], true[2]], strict=True
+    ):
+        assert_same(ours, theirs, relative=1e-5)
+
+
 def test_a_sample_without_classes_has_no_gradient():
     head = wb.PartialFC(D, CLASSES, sample_rate=0.0, sub_centers=2)
     x = torch.randn(3, D, requires_grad=True)

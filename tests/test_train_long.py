@@ -592,3 +592,11 @@ def decided_by_the_first(flags):
 def test_rank_0_decides_for_all():
     assert run_ranks(decided_by_the_first, 2, [(True, False), (False, True)]) == [[True, False]] * 2
     assert from_first_rank(True, torch.device("cpu")), "a process alone needs no group"
+
+
+@pytest.mark.parametrize("validation", ["\ud800", {"y": 1.0}, {"x": []}, [1]])
+def test_validations_that_somebody_has_edited_are_refused(validation):
+    """Resuming reads them before it writes anything."""
+    task = SimpleNamespace(headline_figure=lambda validation: float(validation["x"]))
+    with pytest.raises(UserError, match=r"metrics\.jsonl: step 3 has no figures in its validation"):
+        Best(task, 0, 0, [{"step": 3, "loss": 1.0, "validation": validation}])

@@ -191,10 +191,10 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     facts = facts.in_range(agreed.longest)
     # Embeddings and centers are used twice, and the two gradients are added. Embeddings are few: they are widened, so
     # that the sum is rounded once. Centers are many: only those in float16 are widened.
-    narrow = facts.features_dtype == torch.float16
-    if index is not None and narrow:
+    dtype = facts.dtype if facts.features_dtype == torch.float16 else facts.features_dtype
+    if index is not None and centers.dtype != dtype:  # of which autograd converts no sparse gradient
         centers, index = take_rows(centers, index), None
-    x, centers = x.to(facts.dtype), centers.to(facts.dtype if narrow else facts.features_dtype)
+    x, centers = x.to(facts.dtype), centers.to(dtype)
     lengths = row_norms(x)
     # The gradient of a bias is a sum over many rows, which half precision would not hold.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)

@@ -57,7 +57,7 @@ class _OfRows(NamedTuple):
 
 _OF_ROWS_FORMS = tuple(
     _OfRows(*(letter in form for letter in "pndiulr"))
-    for form in ("pr", "l", "pulr", "u", "pndr", "pndl", "nl", "nir", "pnu")
+    for form in ("pr", "l", "pulr", "u", "pndr", "pndl", "nl", "nir", "ni", "pnu")
 )
 
 
@@ -234,7 +234,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
         norms = numbers[0].norms[: len(x)].clone()
         gradients = {
             form: rows.row_gradient(
-                product,
+                product.clone(),
                 _surrounded(x.flip(0) if form.placed else x),
                 (_surrounded(y[:few]), grads[:few], 2.0) if form.paired else None,
                 norms if form.normed else None,
@@ -243,6 +243,7 @@ def check_rows(x: Tensor, y: Tensor) -> None:
                 x.dtype if form.rounded else torch.float32,
                 index=backward if form.placed else None,
                 divided=form.divided,
+                in_place=form.placed,
             )
             for form in _OF_ROWS_FORMS
         }
@@ -327,7 +328,10 @@ def check_angles(x: Tensor, centers: Tensor) -> None:
     u, v = a / a.norm(dim=2, keepdim=True), b / b.norm(dim=2, keepdim=True)
     cosine = (u * v).sum(2, keepdim=True)
     true = torch.where(here, 2 * torch.atan2((u - v).norm(dim=2, keepdim=True), (u + v).norm(dim=2, keepdim=True)), 0.0)
-    slope = torch.where(here, -grads[..., None] / true.sin().where(here, 1.0), 0.0)
+    away = here & (
+        true.sin() > angles.SAME * torch.finfo(torch.float64).eps
+    )  # in one dimension rows are equal or opposite
+    slope = torch.where(away, -grads[..., None] / true.sin().where(away, 1.0), 0.0)
     by_x = (slope * (v - cosine * u) / a.norm(dim=2, keepdim=True)).sum(1)
     by_w = slope * (u - cosine * v) / b.norm(dim=2, keepdim=True) + torch.where(here, 2 * grads[..., None] * v, 0.0)
     assert of_x is not None

@@ -91,6 +91,7 @@ class NodeRehearsal:
     node: Node
     # timed: makes the step whose time decides, from its rows and whether kernels compute, or None: the node's does
     timed: Callable[[int, bool], Callable[[], None] | None] | None = None
+    group: int = 1  # rows that belong together
 
     def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
         """Return a function that computes the node's outputs, and gradients where the call has them."""
@@ -103,6 +104,7 @@ class NodeRehearsal:
         count, number = min(sizes.rows, layout.rows.counts[facts.rank]), min(sizes.cols, layout.cols.total - first)
         if layout.symmetric:
             count = number = min(count, number)
+        count -= count % self.group
         if not count or not number:
             return lambda: None
         like = torch.empty(0, dtype=self.dtype, device=device)
@@ -125,7 +127,7 @@ class NodeRehearsal:
                 for seed, output in enumerate(outputs, 4):
                     numbers = random_numbers(output.numel(), device, seed).view(output.shape).to(output)
                     weights.append(((-1) ** seed / count * numbers).where(output.isfinite(), 0.0))
-            torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+            torch.autograd.grad(outputs, [x for x in leaves if x.requires_grad], weights, allow_unused=True)
 
         return run
 

@@ -157,7 +157,13 @@ class Planned:
                 form,
                 layout,
                 lambda: NodeRehearsal(
-                    self.facts, plan.route, layout, self.dtype, self._node, timed and partial(timed, self)
+                    self.facts,
+                    plan.route,
+                    layout,
+                    self.dtype,
+                    self._node,
+                    timed and partial(timed, self),
+                    selection.best_of,
                 ),
             ):
                 self.plan = self._plan(self.facts.with_(kernels=False))

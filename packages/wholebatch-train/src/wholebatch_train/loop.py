@@ -55,6 +55,8 @@ def train(
         facts = task.load(path)
         done, seconds = facts["step"], facts["seconds"]
     saved_at = done
+    since = schedule.extensions[-1].at if schedule.extensions else 0
+    best = Best(task, config.patience, since, [] if folder is None else folder.metrics()[:done])
     progress.start(config, task, size=size, done=done, steps=schedule.steps)
     trackers = _begin(config, folder, progress, schedule, start)
     wait = WaitForFirstRank()
@@ -73,8 +75,6 @@ def train(
         save(task.pass_state(), step)
 
     try:
-        since = schedule.extensions[-1].at if schedule.extensions else 0
-        best = Best(task, config.patience, since, [] if folder is None else folder.metrics()[:done])
         keeps_best = config.patience > 0 or config.keep_best
         is_over = from_first_rank(best.is_over, device)  # a run that ended early, and is resumed
         if done == schedule.steps and not is_over:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.app import UserError, read_bounded, replacing, writing
+from wholebatch.app import UserError, read_bounded, replacing, shown, writing
 
 from ..config import TrainConfig
 from ..tasks.task import Task
@@ -42,7 +42,13 @@ class Best:
         self._losses: list[float] = []  # since the last validation
         self._is_said = False
         for metrics in earlier:
-            self.is_beaten_by(metrics)
+            try:
+                self.is_beaten_by(metrics)
+            except (KeyError, TypeError, ValueError) as error:  # the figures of a file that somebody has edited
+                what = shown(metrics["validation"])
+                raise UserError(
+                    f"metrics.jsonl: step {metrics['step']} has no figures in its validation: {what}"
+                ) from error
 
     def is_beaten_by(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the validation of this step, if it has one, is the best so far."""
