@@ -12,7 +12,7 @@ from .._base.normalize import EPS
 from . import launch
 from .launch import empty, laid_out, tiles
 
-_ROWS, _FEATURES = 4, 128  # of a block
+_ROWS, _FEATURES = 2, 128  # of a block: more rows spill registers
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 SAME = 16  # times eps: unit vectors that are nearer to each other than this count as equal
 
