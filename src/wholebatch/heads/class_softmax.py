@@ -24,7 +24,7 @@ from torch import Tensor
 from .._base.normalize import UNIT, normalize_rows, row_norms
 from ..comm import Communicator
 from ..contract import KERNELS, Facts, Options, reduce_losses
-from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics, statistics_fields
+from ..nodes import Bounds, Layout, Operands, Planned, RowStatistics, Towers, statistics_fields
 from ..nodes.cross_entropy import one_positive
 from ..partition import Partition
 from ..sweep import NamedRows, Pairs, Selection
@@ -80,8 +80,10 @@ def negatives(
     *,
     target_rows: Tensor,
     transform: NegativeTransform | None,
-) -> RowStatistics:
-    """Return the statistics of each embedding over the local classes that are not its target classes.
+) -> Planned:
+    """Return the plan of each embedding's statistics over the local classes that are not its target classes.
+
+    Collective at the first call of a form, where the ranks choose whether kernels compute them.
 
     Args:
         facts: of the call.
@@ -111,7 +113,7 @@ def negatives(
             x = normalize_rows(x)
     stay_norms = shard.norms if logits.unit_centers else None
     rows = Partition(tuple(best_of * count for count in shard.partition.counts))
-    _, statistics = row_statistics(
+    return Planned(
         facts,
         (s, s),
         Operands(
@@ -127,10 +129,9 @@ def negatives(
             best_of=best_of,
         ),
         Bounds(bound, offset=shard.largest_offset),
-        cols=statistics_fields(target=False, mean_logit=logits.label_smoothing > 0),
+        (),
+        statistics_fields(target=False, mean_logit=logits.label_smoothing > 0),
     )
-    assert statistics is not None
-    return statistics
 
 
 def combine_over_ranks(
@@ -206,7 +207,7 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
         return Shard(centers, index, norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
 
     if facts.kernels and KERNELS not in facts.plans and not isinstance(margin, TransformsNegatives):
-        # A first call chooses who computes, so that it has the same bits as later ones.
+        # A first call chooses who computes before anything depends on it, so that it has the bits of later ones.
         negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=None)
     in_kernels = bool(facts.plans.get(KERNELS))
     if in_kernels and logits.unit_centers and not agreed.norms_in_kernels:
@@ -217,7 +218,9 @@ def _loss(caller: str, agreed: Agreed, logits: Logits, options: Options) -> Tens
     )
     all_norms = lengths.to(angles)[:, 0]
     transform = _observe(margin, comm, angles.detach(), all_norms.detach(), is_labeled)
-    statistics = negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=transform)
+    planned = negatives(facts, logits, shard_of(centers), (x, lengths), target_rows=places, transform=transform)
+    _, statistics = planned.statistics()
+    assert statistics is not None
 
     target_parts = {"angles": angles}  # the numbers of a target class that the rank of the example needs
     if not logits.unit_centers:
